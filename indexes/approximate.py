@@ -1,0 +1,120 @@
+"""What the kinds of faiss and hnswlib share: tuning, completion by the exact scan, files."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import ceil
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from indexes import files
+from indexes.base import Hits, RecallRecord, StrPath, VectorIndex, check_recall_options
+from indexes.errors import IndexDamaged
+from indexes.flat import FlatIndex
+from indexes.keys import Float32, Keys, check_keys, check_queries, keys_digest
+from indexes.tuning import tune
+
+
+class ApproximateIndex(VectorIndex):
+    """An index of a library, searched at the parameter that was tuned for recall@k.
+
+    A search for more than the tuned k raises the parameter in proportion, `value * max(1, k / k_tuned)`.
+    From `scan_from` on, and for a query whose k places the library cannot fill, the exact scan answers.
+    """
+
+    exact_scores: ClassVar[bool] = True
+    exhaustive: ClassVar[bool] = False
+    parameter: ClassVar[str]
+    suffix: ClassVar[str]
+
+    def __init__(self, keys: Keys, digest: str) -> None:
+        super().__init__(keys, digest)
+        self.flat = FlatIndex(keys, digest)
+        self._native: Any = None
+
+    @classmethod
+    def build(
+        cls,
+        keys: Keys,
+        queries: npt.NDArray[Any] | None = None,
+        *,
+        digest: str | None = None,
+        target_recall: float = 0.95,
+        k: int = 64,
+    ) -> Self:
+        check_keys(keys)
+        check_recall_options(target_recall, k)
+        if queries is not None:
+            check_queries(queries, keys.shape[1])
+        index = cls(keys, keys_digest(keys) if digest is None else digest)
+        index._native = index._build_native()
+        index.recall = tune(index, index.flat, queries, k, target_recall)
+        return index
+
+    def _search(self, queries: Float32, k: int) -> Hits:
+        assert self.recall is not None, "an index with keys was tuned"
+        growth = max(1.0, k / self.recall.k)
+        hits = self.search_at(queries, k, ceil(self.recall.value * growth))
+        unfilled = np.flatnonzero((hits.ids < 0).any(axis=1))
+        if len(unfilled):
+            exact = self.flat.search(queries[unfilled], k)
+            hits.ids[unfilled], hits.scores[unfilled] = exact.ids, exact.scores
+        return hits
+
+    def search_at(self, queries: Float32, k: int, value: int) -> Hits:
+        """One search at a parameter value of the caller's choice, 1 <= k <= N; it may leave places empty."""
+        if value >= self.scan_from:
+            return self.flat.search(queries, k)
+        return self._search_native(queries, k, value)
+
+    @abstractmethod
+    def ladder(self, k: int) -> Sequence[int]:
+        """Rising parameter values to try for `k`; at the last one the search is exhaustive."""
+
+    @property
+    @abstractmethod
+    def scan_from(self) -> int:
+        """The smallest parameter value at which reading every key costs no more than the library's search."""
+
+    @abstractmethod
+    def _build_native(self) -> Any:
+        """The library's index over all keys. Raises InvalidIndexInput for keys that are not finite."""
+
+    @abstractmethod
+    def _search_native(self, queries: Float32, k: int, value: int) -> Hits:
+        """The library's search, its hits by descending score; ids of -1 where it found fewer than k."""
+
+    @abstractmethod
+    def _write_native(self, file: str) -> None: ...
+
+    @abstractmethod
+    def _read_native(self, file: str) -> Any:
+        """The library's index from a file whose bytes were checked. Raises RuntimeError for another thing."""
+
+    def save(self, path: StrPath) -> None:
+        record = None if self.recall is None else asdict(self.recall)
+        metadata = files.identity(self.name, self.keys, self.digest) | {"recall": record}
+        files.save(path, metadata, self.suffix, self._write_native)
+
+    @classmethod
+    def load(cls, path: StrPath, keys: Keys, *, digest: str | None = None) -> Self:
+        check_keys(keys)
+        index = cls(keys, keys_digest(keys) if digest is None else digest)
+        metadata, native = files.load(path, files.identity(cls.name, keys, index.digest))
+        index._native = index._checked(native)
+        if metadata["recall"] is not None:
+            index.recall = RecallRecord(**metadata["recall"])
+        return index
+
+    def _checked(self, native: Path | None) -> Any:
+        try:
+            return self._read_native(str(native))
+        except RuntimeError as error:
+            raise IndexDamaged(
+                f"{native} is not an index that this library reads ({error}); build the index again."
+            ) from error

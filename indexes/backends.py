@@ -1,0 +1,28 @@
+"""The optional libraries, imported where an index kind needs them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from indexes.errors import MissingBackend
+
+
+def faiss() -> Any:
+    """The module `faiss`, from the CPU or the GPU package."""
+    return _import("faiss", "pip install 'offload-decode[cpu]' (or [gpu] on a CUDA machine, never both)")
+
+
+def hnswlib() -> Any:
+    """The module `hnswlib`, which is compiled at installation."""
+    return _import("hnswlib", "pip install 'offload-decode[hnsw]' (needs a C++ compiler)")
+
+
+def _import(module: str, remedy: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingBackend(
+            f"This index kind needs {module}, which cannot be imported ({error}): "
+            f"{remedy}, or use kind 'flat'."
+        ) from error

@@ -1,0 +1,133 @@
+"""`VectorIndex`: maximum inner product search over the keys of one (layer, KV head)."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from indexes.errors import InvalidIndexInput
+from indexes.keys import Float32, Keys, check_count, check_keys, check_queries
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """The best keys of each query, by descending score; unused places hold id -1 and score -inf.
+
+    ids: int64 `[G, k]`, unique within a row. scores: float32 `[G, k]`, unscaled inner products.
+    """
+
+    ids: npt.NDArray[np.int64]
+    scores: Float32
+
+    @classmethod
+    def empty(cls, queries: int, k: int) -> Hits:
+        """Padding only."""
+        return cls(np.full((queries, k), -1, np.int64), np.full((queries, k), -np.inf, np.float32))
+
+
+@dataclass(frozen=True)
+class RecallRecord:
+    """A recall that was measured against the exact scan, and the parameter it was measured at.
+
+    measured: mean recall@k over `queries` held-out queries. source: `prefill queries`, or `keys` where no
+    queries were stored. parameter, value: the search parameter (`nprobe`, `ef`) chosen for `target`.
+    """
+
+    target: float
+    k: int
+    measured: float
+    queries: int
+    source: str
+    parameter: str
+    value: int
+
+
+class VectorIndex(ABC):
+    """Built once over `keys [N, D]` (float16, bfloat16 or float32, C-contiguous, never modified or copied
+    whole to float32 by this class), then searched by inner product.
+
+    exact_scores: the scores are float32 inner products with the stored keys, not quantised estimates.
+    exhaustive: a search returns the true top-k. recall: what was measured at `build`, None where exhaustive.
+    """
+
+    name: ClassVar[str]
+    exact_scores: ClassVar[bool]
+    exhaustive: ClassVar[bool]
+
+    def __init__(self, keys: Keys, digest: str) -> None:
+        self.keys = check_keys(keys)
+        self.digest = digest
+        self.recall: RecallRecord | None = None
+
+    @property
+    def dim(self) -> int:
+        return int(self.keys.shape[1])
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @classmethod
+    @abstractmethod
+    def build(
+        cls,
+        keys: Keys,
+        queries: npt.NDArray[Any] | None = None,
+        *,
+        digest: str | None = None,
+        target_recall: float = 0.95,
+        k: int = 64,
+    ) -> Self:
+        """An index over `keys`, its search parameter chosen so that recall@k on `queries` (sampled prefill
+        queries `[M, D]`) reaches `target_recall`. `digest` names the keys; without it their bytes are hashed.
+
+        Raises InvalidIndexInput for wrong shapes, dtypes, options or values that are not finite.
+        """
+
+    def search(self, queries: npt.NDArray[Any], k: int) -> Hits:
+        """The `k` best keys for each of `queries [G, D]`; padded where `k` exceeds the number of keys."""
+        queries, k = check_queries(queries, self.dim), check_count(k)
+        found = min(k, len(self))
+        if found == 0 or len(queries) == 0:
+            return Hits.empty(len(queries), k)
+        hits = self._search(queries, found)
+        if found == k:
+            return hits
+        padded = Hits.empty(len(queries), k)
+        padded.ids[:, :found], padded.scores[:, :found] = hits.ids, hits.scores
+        return padded
+
+    @abstractmethod
+    def _search(self, queries: Float32, k: int) -> Hits:
+        """`search` for checked queries, at least one of them, and 1 <= k <= N: every place is filled."""
+
+    @abstractmethod
+    def save(self, path: StrPath) -> None:
+        """Writes `<path>.json`, and beside it what the kind's library needs. Replaces an older save."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, path: StrPath, keys: Keys, *, digest: str | None = None) -> Self:
+        """The index saved at `path`, over the same `keys`.
+
+        Raises IndexNotFound, IndexMismatch for other keys or another kind or format, IndexDamaged.
+        """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory held beyond the keys themselves."""
+
+
+def check_recall_options(target_recall: float, k: int) -> None:
+    """The options of `build`: 0 < target_recall <= 1 and k >= 1."""
+    if not 0 < target_recall <= 1:
+        raise InvalidIndexInput(f"target_recall must be above 0 and at most 1, got {target_recall}.")
+    if check_count(k) < 1:
+        raise InvalidIndexInput("k must be 1 or more to measure a recall.")

@@ -1,0 +1,40 @@
+"""What can go wrong in vector search. Every message is one sentence and the way out.
+
+VectorIndexError
+├── InvalidIndexInput   wrong shape or dtype, a value that is not finite, a negative k, an option out of range
+├── UnknownIndex        no index kind of that name; the message lists the known ones
+├── MissingBackend      the library behind a kind is not installed; the message names the extra
+├── IndexNotFound       nothing was saved at that path
+├── IndexMismatch       a saved index of other keys, of another kind or of another format version
+└── IndexDamaged        a saved index whose bytes are not those that were written
+"""
+
+from __future__ import annotations
+
+
+class VectorIndexError(Exception):
+    """Base of every error that `indexes` raises on purpose."""
+
+
+class InvalidIndexInput(VectorIndexError):
+    """Keys, queries or an option that no index can work with."""
+
+
+class UnknownIndex(VectorIndexError):
+    """A kind that the registry does not hold."""
+
+
+class MissingBackend(VectorIndexError):
+    """A kind whose library cannot be imported."""
+
+
+class IndexNotFound(VectorIndexError):
+    """A path without a saved index."""
+
+
+class IndexMismatch(VectorIndexError):
+    """A saved index that belongs to other keys, or is of another kind or format version."""
+
+
+class IndexDamaged(VectorIndexError):
+    """A saved index that is truncated, incomplete or changed."""

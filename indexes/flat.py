@@ -1,0 +1,95 @@
+"""Exact inner product search by reading every key: the reference of all other kinds."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from indexes import files, scan
+from indexes.base import Hits, StrPath, VectorIndex, check_recall_options
+from indexes.errors import InvalidIndexInput
+from indexes.keys import Float32, Keys, check_keys, float32_blocks, keys_digest
+
+_BLOCK_ROWS = 2048  # a widened block of D = 128 is 1 MiB and stays in the second-level cache
+_GROUP_ROWS = 256  # queries that share one pass over the keys; bounds the candidates' memory
+
+
+class FlatIndex(VectorIndex):
+    """Blockwise over the keys, all queries of a group in one pass; ties go to the lower id.
+
+    Holds nothing beyond the keys. With a `digest` given, `build` does not read them: keys that are not
+    finite are then refused by the first search that meets them.
+    """
+
+    name: ClassVar[str] = "flat"
+    exact_scores: ClassVar[bool] = True
+    exhaustive: ClassVar[bool] = True
+
+    @classmethod
+    def build(
+        cls,
+        keys: Keys,
+        queries: npt.NDArray[Any] | None = None,
+        *,
+        digest: str | None = None,
+        target_recall: float = 0.95,
+        k: int = 64,
+    ) -> Self:
+        check_keys(keys)
+        check_recall_options(target_recall, k)
+        if digest is None:
+            for _ in float32_blocks(keys):
+                pass
+            digest = keys_digest(keys)
+        return cls(keys, digest)
+
+    def _search(self, queries: Float32, k: int) -> Hits:
+        hits = Hits.empty(len(queries), k)
+        for first in range(0, len(queries), _GROUP_ROWS):
+            rows = slice(first, first + _GROUP_ROWS)
+            hits.ids[rows], hits.scores[rows] = scan.unpack(self._best(queries[rows], k))
+        return hits
+
+    def _best(self, queries: Float32, k: int) -> scan.Candidates:
+        """The `k` best candidates `[G, k]` in order; 1 <= k <= N."""
+        # Room for k candidates and as many newcomers again: each partition is paid for by what it drops.
+        capacity = min(len(self), 2 * (k + _BLOCK_ROWS))
+        kept = np.zeros((len(queries), capacity), np.uint64)
+        counts = np.zeros(len(queries), np.int64)
+        floor = np.full(len(queries), -np.inf, np.float32)
+        for first in range(0, len(self), _BLOCK_ROWS):
+            scores = scan.inner_products(self.keys[first : first + _BLOCK_ROWS], queries)
+            if counts.max() + scores.shape[1] > capacity:
+                kept[:, :k] = _largest(kept[:, : counts.max()], k)
+                kept[:, k:] = 0
+                floor = scan.unpack(kept[:, :k].min(axis=1))[1]
+                counts[:] = k
+            if not scan.keep_best(scores, first, floor, kept, counts):
+                raise InvalidIndexInput(
+                    "A score is not finite: the keys hold NaN or infinite values, or an inner product "
+                    "overflows float32; the store must be prefilled again."
+                )
+        best = _largest(kept[:, : counts.max()], k)
+        best.sort(axis=1)
+        return best[:, ::-1]
+
+    def save(self, path: StrPath) -> None:
+        files.save(path, files.identity(self.name, self.keys, self.digest))
+
+    @classmethod
+    def load(cls, path: StrPath, keys: Keys, *, digest: str | None = None) -> Self:
+        index = cls(keys, keys_digest(keys) if digest is None else digest)
+        files.load(path, files.identity(cls.name, keys, index.digest))
+        return index
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+def _largest(candidates: scan.Candidates, k: int) -> scan.Candidates:
+    """The `k` largest of each row, in any order; every row has at least `k`."""
+    smaller = candidates.shape[1] - k
+    return candidates if smaller == 0 else np.partition(candidates, smaller, axis=1)[:, smaller:]

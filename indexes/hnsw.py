@@ -1,0 +1,82 @@
+"""The same graphs as `faiss-hnsw` by hnswlib, the reference implementation of their authors.
+
+hnswlib keeps its own float32 copy of the keys, so 16-bit keys take twice their size again; `nbytes` says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import numpy as np
+
+from indexes import backends
+from indexes.approximate import ApproximateIndex
+from indexes.base import Hits
+from indexes.keys import Float32, Keys, float32_blocks
+from indexes.tuning import geometric
+
+hnswlib = backends.hnswlib()
+
+LINKS = 16
+CONSTRUCTION_EF = 100
+SCAN_SHARE = 64  # as in faiss_hnsw
+
+
+class HnswlibIndex(ApproximateIndex):
+    """Exact scores of the keys on the walk; `ef` candidates are kept, and never fewer than k."""
+
+    name: ClassVar[str] = "hnswlib"
+    parameter: ClassVar[str] = "ef"
+    suffix: ClassVar[str] = ".hnsw"
+
+    def __init__(self, keys: Keys, digest: str) -> None:
+        super().__init__(keys, digest)
+        self._one_ef = threading.Lock()  # hnswlib's ef belongs to the index, not to the search
+
+    @property
+    def scan_from(self) -> int:
+        return max(1, len(self) // SCAN_SHARE)
+
+    def ladder(self, k: int) -> Sequence[int]:
+        return [*geometric(k, self.scan_from), len(self)]
+
+    def _build_native(self) -> Any:
+        graph = hnswlib.Index(space="l2", dim=self.dim)
+        graph.init_index(max_elements=max(1, len(self)), M=LINKS, ef_construction=CONSTRUCTION_EF)
+        for first, block in float32_blocks(self.keys):
+            graph.add_items(block, np.arange(first, first + len(block)))
+        # The file does not name the space: a graph of Euclidean neighbours is read back to be walked by
+        # inner product, for the reason given in faiss_hnsw.
+        with TemporaryDirectory() as folder:
+            file = str(Path(folder) / "graph")
+            graph.save_index(file)
+            return self._read_native(file)
+
+    def _search_native(self, queries: Float32, k: int, value: int) -> Hits:
+        with self._one_ef:
+            self._native.set_ef(max(value, k))
+            try:
+                ids, distances = self._native.knn_query(queries, k)
+            except RuntimeError:  # a walk ended with fewer than k keys; the caller scans for these queries
+                return Hits.empty(len(queries), k)
+        return Hits(ids.astype(np.int64), 1 - distances)
+
+    def _write_native(self, file: str) -> None:
+        self._native.save_index(file)
+        if Path(file).stat().st_size != self._native.index_file_size():
+            raise RuntimeError("the disk is full")  # hnswlib itself does not look
+
+    def _read_native(self, file: str) -> Any:
+        graph = hnswlib.Index(space="ip", dim=self.dim)
+        graph.load_index(file)
+        if graph.element_count != len(self):
+            raise RuntimeError(f"it holds {graph.element_count} keys")
+        return graph
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._native.index_file_size())

@@ -1,0 +1,84 @@
+"""Checks and views of the two arrays every index meets: the stored keys and the queries."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from indexes.errors import InvalidIndexInput
+
+Keys = npt.NDArray[Any]
+Float32 = npt.NDArray[np.float32]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+KEY_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
+MAX_KEYS = 2**32 - 1  # the exact scan packs a score and an id into 64 bits
+_BLOCK_BYTES = 32 << 20
+
+
+def check_keys(keys: Keys) -> Keys:
+    """`keys` itself when it is a C-contiguous `[N, D]` array of a known dtype; its values are not read."""
+    if not isinstance(keys, np.ndarray) or keys.ndim != 2:
+        raise InvalidIndexInput("Keys must be a numpy array of shape [N, D].")
+    if keys.dtype not in KEY_DTYPES:
+        raise InvalidIndexInput(f"Keys are {keys.dtype}; convert them to float16, bfloat16 or float32.")
+    if keys.shape[1] == 0:
+        raise InvalidIndexInput("Keys have no dimensions; their shape must be [N, D] with D of at least 1.")
+    if not keys.flags.c_contiguous:
+        raise InvalidIndexInput("Keys must be C-contiguous; pass numpy.ascontiguousarray(keys).")
+    if len(keys) > MAX_KEYS:
+        raise InvalidIndexInput(f"An index holds at most {MAX_KEYS:,} keys, got {len(keys):,}; split them.")
+    return keys
+
+
+def check_queries(queries: npt.NDArray[Any], dim: int) -> Float32:
+    """`queries [G, D]` as contiguous float32 (16-bit floats are widened), all of them finite."""
+    if not isinstance(queries, np.ndarray) or queries.ndim != 2 or queries.shape[1] != dim:
+        shape = getattr(queries, "shape", type(queries).__name__)
+        raise InvalidIndexInput(f"Queries must be a numpy array of shape [G, {dim}], got {shape}.")
+    if queries.dtype not in KEY_DTYPES:
+        raise InvalidIndexInput(f"Queries are {queries.dtype}; convert them to float32.")
+    wide = np.ascontiguousarray(queries, dtype=np.float32)
+    if not np.isfinite(wide).all():
+        raise InvalidIndexInput("Queries hold NaN or infinite values; only finite ones can be searched.")
+    return wide
+
+
+def check_count(k: int) -> int:
+    """`k` as a plain integer of at least 0."""
+    try:
+        count = operator.index(k)
+    except TypeError:
+        raise InvalidIndexInput(f"k must be a whole number, got {k!r}.") from None
+    if count < 0:
+        raise InvalidIndexInput(f"k must be 0 or more, got {count}.")
+    return count
+
+
+def float32_blocks(keys: Keys) -> Iterator[tuple[int, Float32]]:
+    """`(first id, block as float32)` over all keys, at most 32 MiB a block, each checked to be finite."""
+    rows = max(1, _BLOCK_BYTES // (4 * keys.shape[1]))
+    for first in range(0, len(keys), rows):
+        block = np.asarray(keys[first : first + rows], dtype=np.float32)
+        check_finite(block)
+        yield first, block
+
+
+def check_finite(block: Float32) -> None:
+    """Refuses keys that hold NaN or infinity."""
+    if not np.isfinite(block).all():
+        raise InvalidIndexInput("Keys hold NaN or infinite values; the store must be prefilled again.")
+
+
+def keys_digest(keys: Keys) -> str:
+    """SHA-256, in hex, of the keys' dtype, shape and bytes. Reads every byte once."""
+    check_keys(keys)
+    digest = hashlib.sha256(f"{keys.dtype.name} {keys.shape[0]}x{keys.shape[1]}\n".encode())
+    digest.update(keys.view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,208 @@
+"""The kinds of faiss and hnswlib: the contract, and what tuning promises beyond it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from indexes import get
+from indexes.approximate import ApproximateIndex
+from indexes.base import Hits
+from indexes.flat import FlatIndex
+from indexes.tuning import geometric, recall, tune
+from tests.contracts.index_contract import (
+    DTYPES,
+    IndexContract,
+    assert_truthful,
+    assert_well_formed,
+    clustered_keys,
+    foreign_queries,
+    near_queries,
+    recall_of,
+)
+
+KINDS = ["faiss-ivf", "faiss-hnsw", "hnswlib"]
+
+
+class TestFaissIVF(IndexContract):
+    kind = "faiss-ivf"
+
+
+class TestFaissHNSW(IndexContract):
+    kind = "faiss-hnsw"
+
+
+class TestHnswlib(IndexContract):
+    kind = "hnswlib"
+
+
+def build(kind: str, keys: Any, **options: Any) -> ApproximateIndex:
+    index = get(kind).build(keys, near_queries(256, seed=3), **options)
+    assert isinstance(index, ApproximateIndex)
+    return index
+
+
+def without_scan(index: ApproximateIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Hits:
+        raise AssertionError("the exact scan was asked")
+
+    monkeypatch.setattr(index.flat, "search", fail)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_library_itself_scores_exactly(kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, queries = clustered_keys(4000, dtype), near_queries(100, seed=9)
+    index = build(kind, keys, k=8)
+    without_scan(index, monkeypatch)
+    hits = index.search(queries, 8)
+    assert_well_formed(hits, 100, 8, 4000)
+    assert_truthful(hits, queries, keys)
+    assert recall_of(hits, queries, keys, 8) >= 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_higher_target_is_not_cheaper(kind: str) -> None:
+    keys = clustered_keys(4000)
+    values = []
+    for target in (0.5, 0.9, 0.99):
+        record = build(kind, keys, k=8, target_recall=target).recall
+        assert record is not None
+        values.append(record.value)
+    assert values == sorted(values)
+    assert values[0] < values[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parameter_grows_with_k(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = build(kind, clustered_keys(4000), k=10)
+    assert index.recall is not None
+    asked: list[int] = []
+    search_at = index.search_at
+
+    def record(queries: Any, k: int, value: int) -> Hits:
+        asked.append(value)
+        return search_at(queries, k, value)
+
+    monkeypatch.setattr(index, "search_at", record)
+    for k in (1, 10, 15, 40):
+        index.search(near_queries(2), k)
+    value = index.recall.value
+    assert asked == [value, value, -(-value * 3 // 2), value * 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_of_the_ladder_is_the_exact_scan(kind: str) -> None:
+    keys, queries = clustered_keys(2000), foreign_queries(30)
+    index, exact = build(kind, keys), FlatIndex.build(keys)
+    ladder = index.ladder(16)
+    assert list(ladder) == sorted(set(ladder))
+    hits = index.search_at(queries, 16, ladder[-1])
+    np.testing.assert_array_equal(hits.ids, exact.search(queries, 16).ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places_that_the_library_leaves_empty_are_filled_exactly(kind: str) -> None:
+    class Lazy(get(kind)):  # type: ignore[misc]
+        """Finds nothing for every second query."""
+
+        def _search_native(self, queries: Any, k: int, value: int) -> Hits:
+            hits = super()._search_native(queries, k, value)
+            hits.ids[::2, -1], hits.scores[::2, -1] = -1, -np.inf
+            return Hits(hits.ids, hits.scores)
+
+    keys, queries = clustered_keys(4000), near_queries(6, seed=9)
+    index = Lazy.build(keys, near_queries(64, seed=3), k=8, target_recall=0.5)
+    assert index.recall.value < index.scan_from
+    hits = index.search(queries, 8)
+    assert_well_formed(hits, 6, 8, 4000)
+    np.testing.assert_array_equal(hits.ids[::2], FlatIndex.build(keys).search(queries[::2], 8).ids)
+
+
+def test_places_left_empty_count_as_missed_when_tuning() -> None:
+    index = build("faiss-ivf", clustered_keys(4000), k=200)
+    assert index.recall is not None
+    assert index.recall.value >= 4  # a list holds about 40 keys, so one list cannot answer k = 200
+    hits = index.search_at(near_queries(3), 1000, 1)
+    assert (hits.ids[:, -1] == -1).all()
+    assert ((hits.ids < 0) == (hits.scores == -np.inf)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_counted(kind: str) -> None:
+    half, single = build(kind, clustered_keys(2000)), build(kind, clustered_keys(2000, np.float32))
+    assert half.nbytes > half.keys.nbytes  # the libraries keep copies of the keys
+    assert single.nbytes > single.keys.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_write_leaves_the_older_index(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = clustered_keys(500)
+    index = build(kind, keys)
+    index.save(tmp_path / "i")
+
+    def fail(file: str) -> None:
+        Path(file).write_bytes(b"half")
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(index, "_write_native", fail)
+    with pytest.raises(OSError, match="no space left"):
+        index.save(tmp_path / "i")
+    assert get(kind).load(tmp_path / "i", keys).recall == index.recall
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+class Stepwise:
+    """Finds the first `value` tenths of the true hits."""
+
+    parameter = "tenths"
+
+    def __init__(self, exact: FlatIndex) -> None:
+        self.exact = exact
+        self.seen: list[tuple[int, bytes]] = []
+
+    def ladder(self, k: int) -> list[int]:
+        return [*geometric(1, 10), 10]
+
+    def search_at(self, queries: Any, k: int, value: int) -> Hits:
+        self.seen.append((value, queries.tobytes()))
+        hits = self.exact.search(queries, k)
+        found = k * value // 10
+        hits.ids[:, found:], hits.scores[:, found:] = -1, -np.inf
+        return hits
+
+
+@pytest.mark.parametrize(
+    ("target", "value"), [(0.1, 1), (0.55, 6), (0.6, 6), (0.61, 9), (0.95, 10), (1.0, 10)]
+)
+def test_tuning_takes_the_first_step_that_reaches_the_target(target: float, value: int) -> None:
+    exact = FlatIndex.build(clustered_keys(500))
+    record = tune(Stepwise(exact), exact, foreign_queries(41), 20, target)
+    assert record is not None
+    assert (record.value, record.k, record.queries, record.parameter) == (value, 20, 20, "tenths")
+    assert record.measured == pytest.approx(value / 10)
+
+
+def test_recall_is_reported_on_queries_that_did_not_choose() -> None:
+    exact = FlatIndex.build(clustered_keys(500))
+    stepwise = Stepwise(exact)
+    tune(stepwise, exact, foreign_queries(64), 20, 0.9)
+    chose = {queries for _, queries in stepwise.seen[:-1]}
+    assert len(chose) == 1
+    assert stepwise.seen[-1][1] not in chose
+    rows = np.frombuffer(stepwise.seen[-1][1], np.float32).reshape(-1, 32)
+    others = np.frombuffer(chose.pop(), np.float32).reshape(-1, 32)
+    assert not (rows[:, None] == others[None]).all(axis=2).any()
+
+
+def test_recall_counts_ties_and_ignores_padding() -> None:
+    truth = Hits(np.array([[4, 7, 1]]), np.array([[3, 2, 2]], np.float32))
+    tied = Hits(np.array([[4, 9, 7]]), np.array([[3, 2, 2]], np.float32))
+    short = Hits(np.array([[4, 5, -1]]), np.array([[3, 1, -np.inf]], np.float32))
+    assert recall(tied, truth) == 1
+    assert recall(short, truth) == pytest.approx(1 / 3)

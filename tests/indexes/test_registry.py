@@ -1,0 +1,73 @@
+"""Kinds by name, optional libraries, and what an import may load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from indexes import VectorIndex, VectorIndexError, errors, get, keys_digest, kinds
+from indexes.errors import MissingBackend, UnknownIndex
+
+
+def test_every_kind_is_found_under_its_own_name() -> None:
+    assert kinds() == ("flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
+    for kind in kinds():
+        assert issubclass(get(kind), VectorIndex)
+        assert get(kind).name == kind
+
+
+def test_an_unknown_kind_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(UnknownIndex, match="flat, faiss-ivf, faiss-hnsw, hnswlib"):
+        get("flatt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "library", "extra"),
+    [
+        ("faiss-ivf", "faiss", r"offload-decode\[cpu\]"),
+        ("faiss-hnsw", "faiss", r"offload-decode\[cpu\]"),
+        ("hnswlib", "hnswlib", r"offload-decode\[hnsw\]"),
+    ],
+)
+def test_a_missing_library_is_answered_with_its_extra(
+    kind: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("faiss_storage", "faiss_ivf", "faiss_hnsw", "hnsw"):
+        monkeypatch.delitem(sys.modules, f"indexes.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingBackend, match=extra):
+        get(kind)
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import indexes", ["faiss", "hnswlib", "torch", "numba", "transformers", "zarr"]),
+        ("import indexes; indexes.get('flat')", ["faiss", "hnswlib", "torch", "transformers", "zarr"]),
+    ],
+)
+def test_imports_stay_light(statement: str, absent: list[str]) -> None:
+    code = f"{statement}\nimport sys\nprint([m for m in {absent} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_every_error_has_one_base() -> None:
+    for name in ("InvalidIndexInput", "UnknownIndex", "MissingBackend", "IndexNotFound", "IndexMismatch"):
+        assert issubclass(getattr(errors, name), VectorIndexError)
+        assert name in (errors.__doc__ or "")
+
+
+def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
+    keys = np.arange(12, dtype=np.float32).reshape(3, 4)
+    changed = keys.copy()
+    changed[2, 3] += 1
+    half = keys.astype(np.float16)
+    same_bytes = half.view(ml_dtypes.bfloat16)
+    arrays = (keys, changed, keys.reshape(4, 3), keys[:0], half, same_bytes)
+    assert len({keys_digest(x) for x in arrays}) == len(arrays)
+    assert keys_digest(keys.copy()) == keys_digest(keys)
