@@ -1,0 +1,24 @@
+"""offload-decode: prefill a corpus once, answer from its KV store again and again on a small GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offload_decode.engine.engine import Answer, Engine
+    from offload_decode.store.reader import KVStore
+
+__all__ = ["Answer", "Engine", "KVStore"]
+
+
+def __getattr__(name: str) -> object:
+    # Imported when asked for: torch and transformers take seconds that `offload-decode --help` should not.
+    if name in ("Answer", "Engine"):
+        from offload_decode.engine import engine
+
+        return getattr(engine, name)
+    if name == "KVStore":
+        from offload_decode.store.reader import KVStore
+
+        return KVStore
+    raise AttributeError(f"module 'offload_decode' has no attribute '{name}'")

@@ -1,0 +1,72 @@
+"""The error tree: one sentence that says what is wrong, and the way out.
+
+    OffloadDecodeError
+    ├── ConfigError               an option, budget or name that cannot be used
+    ├── CorpusError               a document that cannot be read or is empty
+    ├── ModelError                a model or tokenizer that cannot be loaded or used
+    │   └── UnsupportedModel      an architecture that cannot be served exactly, by name
+    └── StoreError                anything about a KV store on disk
+        ├── StoreNotFound         nothing there
+        ├── StoreExists           something is there already
+        ├── StoreIncomplete       a prefill has not finished
+        ├── StoreForeign          not a store, or of a format version this release cannot read
+        ├── StoreDamaged          truncated, changed or missing bytes
+        ├── StoreBusy             another process writes it
+        └── StoreMismatch         of another model, tokenizer or configuration
+
+`indexes/` stands alone and has a tree of its own (`indexes.errors.VectorIndexError`).
+"""
+
+from __future__ import annotations
+
+
+class OffloadDecodeError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+
+class ConfigError(OffloadDecodeError):
+    """An option, budget or name that cannot be used."""
+
+
+class CorpusError(OffloadDecodeError):
+    """A document that cannot be read or is empty."""
+
+
+class ModelError(OffloadDecodeError):
+    """A model or tokenizer that cannot be loaded or used."""
+
+
+class UnsupportedModel(ModelError):
+    """An architecture that cannot be served exactly."""
+
+
+class StoreError(OffloadDecodeError):
+    """Anything about a KV store on disk."""
+
+
+class StoreNotFound(StoreError):
+    """There is no store at the path."""
+
+
+class StoreExists(StoreError):
+    """The path is taken."""
+
+
+class StoreIncomplete(StoreError):
+    """A prefill has not finished."""
+
+
+class StoreForeign(StoreError):
+    """Not a store, or of a format version this release cannot read."""
+
+
+class StoreDamaged(StoreError):
+    """Bytes are truncated, changed or missing."""
+
+
+class StoreBusy(StoreError):
+    """Another process writes this store."""
+
+
+class StoreMismatch(StoreError):
+    """The store belongs to another model, tokenizer or configuration."""

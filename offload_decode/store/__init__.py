@@ -1,0 +1,18 @@
+"""The KV store on disk: what a prefill writes once and every question reads (layout: `docs/formats.md`)."""
+
+from __future__ import annotations
+
+from offload_decode.store.format import FORMAT_VERSION, Manifest, token_hash
+from offload_decode.store.reader import KVStore, verify_store
+from offload_decode.store.sampling import sample_plan
+from offload_decode.store.writer import KVStoreWriter
+
+__all__ = [
+    "FORMAT_VERSION",
+    "KVStore",
+    "KVStoreWriter",
+    "Manifest",
+    "sample_plan",
+    "token_hash",
+    "verify_store",
+]

@@ -1,0 +1,99 @@
+"""SHA-256 of every file of a store, in the format of `sha256sum -c`, and of that list itself.
+
+`SHA256SUMS` has a line for every other file but `SHA256SUMS.sha256`, which has the one line of `SHA256SUMS`.
+Both must read exactly as they were written, so that no bit of the folder can change unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePath
+
+from offload_decode.errors import StoreDamaged
+
+SUMS = "SHA256SUMS"
+SEAL = "SHA256SUMS.sha256"
+
+Report = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+def hash_files(
+    root: Path, files: Iterable[str], progress: Report | None = None, sync: bool = False
+) -> dict[str, str]:
+    """Hex SHA-256 of the files under `root`, by path in order; `sync` also flushes them to the disk."""
+
+    def digest(name: str) -> str:
+        with open(root / name, "rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    names = sorted(files)
+    sizes = [os.path.getsize(root / name) for name in names]
+    total, done, digests = sum(sizes), 0, {}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for name, size, value in zip(names, sizes, pool.map(digest, names), strict=True):
+            digests[name] = value
+            done += size
+            if progress:
+                progress(done, total)
+    return digests
+
+
+def render(sums: Mapping[str, str]) -> bytes:
+    """The lines of `sha256sum`, ordered by path."""
+    return "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode()
+
+
+def seal_of(sums: bytes) -> bytes:
+    """What SHA256SUMS.sha256 must hold when SHA256SUMS holds `sums`."""
+    return render({SUMS: hashlib.sha256(sums).hexdigest()})
+
+
+def read_sums(root: Path) -> dict[str, str]:
+    """The checksums of the store at `root`, by path; StoreDamaged where the list itself cannot be trusted."""
+    try:
+        sums, seal = ((root / name).read_bytes() for name in (SUMS, SEAL))
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise StoreDamaged(
+            f"{error.filename} is missing, so nothing of the store can be checked: "
+            "restore the store from a copy, or prefill again."
+        ) from error
+    if seal != seal_of(sums):
+        raise StoreDamaged(
+            f"{SUMS} and {SEAL} in {root} do not belong together: "
+            "restore the store from a copy, or prefill again."
+        )
+    return {line[66:]: line[:64] for line in sums.decode().splitlines()}
+
+
+def check_tree(root: Path, progress: Report | None = None) -> None:
+    """Read every byte under `root`; StoreDamaged names each file that is missing, changed or odd."""
+    sums = read_sums(root)
+    folders = {str(folder) for name in sums for folder in PurePath(name).parents}
+    found = set(_walk(root)) - {SUMS, SEAL} - folders
+    kept = {
+        name for name in found & sums.keys() if (root / name).is_file() and not (root / name).is_symlink()
+    }
+    digests = hash_files(root, kept, progress)
+    problems = dict.fromkeys(sums.keys() - found, "missing")
+    problems |= {name: "changed" for name in sums.keys() & found if digests.get(name) != sums[name]}
+    problems |= dict.fromkeys(found - sums.keys(), "not of this store")
+    if problems:
+        listed = ", ".join(f"{name} ({what})" for name, what in sorted(problems.items()))
+        raise StoreDamaged(f"{root} is damaged: {listed}; restore these files from a copy, or prefill again.")
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Paths of everything under `root` that is not a folder with something in it."""
+    for folder, folders, files in os.walk(root):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        here = os.path.relpath(folder, root)
+        if not folders and not files:
+            yield here
+        for name in files + links:
+            yield os.path.normpath(os.path.join(here, name))

@@ -1,0 +1,152 @@
+"""The manifest: what a store says about itself, in the attributes of its root group."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from offload_decode.errors import StoreForeign
+from offload_decode.types import LayerKind, ModelShape
+
+FORMAT_VERSION = 1
+ATTRIBUTE = "offload_decode"
+"""Attribute of the root group that holds the manifest."""
+
+Array = npt.NDArray[Any]
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+
+
+def token_hash(tokens: Array) -> str:
+    """SHA-256 of the tokens as little-endian int32."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").tobytes()).hexdigest()
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of that name, `bfloat16` included."""
+    return _DTYPES[name] if name in _DTYPES else np.dtype(name)
+
+
+def _software() -> str:
+    try:
+        return f"offload-decode {version('offload-decode')}"
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "offload-decode"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What was prefilled, with which model, and how.
+
+    There is no time in it, so that two prefills of one corpus are the same bytes.
+    `rope` and `prefill` hold plain JSON values; `prefill` names its `method` and what else shaped
+    the numbers.
+    `weights_hash` tells a fine-tuned model from its base.
+    `template` is "chat" where the tokens open a chat template, else "plain".
+    """
+
+    model_id: str
+    model_config_hash: str
+    weights_hash: str
+    tokenizer_hash: str
+    dtype: str
+    shape: ModelShape
+    rope: dict[str, Any]
+    n_tokens: int
+    token_hash: str
+    prefill: dict[str, Any]
+    template: str = "plain"
+    page_size: int = 16
+    query_samples: int = 1024
+    software: str = field(default_factory=_software)
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        assert self.dtype in _DTYPES, f"dtype {self.dtype!r} is none of {', '.join(_DTYPES)}"
+        assert self.template in ("chat", "plain"), f"template {self.template!r} is neither 'chat' nor 'plain'"
+        assert min(self.n_tokens, self.page_size, self.query_samples) > 0, "counts are positive"
+        assert isinstance(self.prefill.get("method"), str), "prefill names its method"
+        assert self.shape.sliding_window is None or self.shape.sliding_window > 1, (
+            "a window holds earlier tokens"
+        )
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of keys, values, bounds and queries (`ml_dtypes.bfloat16` for bfloat16)."""
+        return numpy_dtype(self.dtype)
+
+    @property
+    def n_samples(self) -> int:
+        """Sampled queries per KV head: as asked for, or all there are."""
+        return min(self.query_samples, self.n_tokens * self.shape.group)
+
+    @property
+    def window(self) -> int:
+        """Tokens whose KV a sliding layer keeps: those that the next token can see besides itself."""
+        return min(self.n_tokens, (self.shape.sliding_window or 1) - 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values in one order, whatever the order of the inner dicts was."""
+        shape = self.shape
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {
+            "shape": {
+                "layers": [kind.value for kind in shape.layers],
+                "query_heads": shape.query_heads,
+                "kv_heads": shape.kv_heads,
+                "head_dim": shape.head_dim,
+                "sliding_window": shape.sliding_window,
+            }
+        }
+        ordered: dict[str, Any] = json.loads(json.dumps(values, sort_keys=True, allow_nan=False))
+        return ordered
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
+        """The manifest of a store; StoreForeign names a version or field that this release does not know."""
+        check_version(data)
+        _same_names("manifest", data, {f.name for f in fields(cls)})
+        try:
+            shape = dict(data["shape"])
+            _same_names("model shape", shape, {f.name for f in fields(ModelShape)})
+            shape["layers"] = tuple(LayerKind(kind) for kind in shape["layers"])
+            manifest = cls(**{**data, "shape": ModelShape(**shape)})
+        except (AssertionError, AttributeError, TypeError, ValueError) as error:
+            raise StoreForeign(f"The store's manifest cannot be read: {error}.") from error
+        for f in fields(cls):
+            expected = type(getattr(manifest, f.name)).__name__
+            if f.name != "shape" and expected != str(f.type).partition("[")[0]:
+                raise StoreForeign(
+                    f"The store's manifest has a {expected} in its field {f.name!r}, not a {f.type}."
+                )
+        return manifest
+
+
+def check_version(data: Mapping[str, Any]) -> None:
+    """StoreForeign where the manifest `data` is of a format version that this release cannot read."""
+    if data.get("format_version") != FORMAT_VERSION:
+        raise StoreForeign(
+            f"The store has format version {data.get('format_version')!r} and this release reads version "
+            f"{FORMAT_VERSION}: use the release that made it, or prefill again."
+        )
+
+
+def _same_names(what: str, data: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := sorted(set(data) - known):
+        raise StoreForeign(
+            f"The store's {what} has a field {unknown[0]!r} that this release does not know: "
+            "use the release that made the store, or prefill again."
+        )
+    if missing := sorted(known - set(data)):
+        raise StoreForeign(f"The store's {what} lacks the field {missing[0]!r}: prefill again.")

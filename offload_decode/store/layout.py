@@ -1,0 +1,109 @@
+"""Which arrays a store has, their shapes, and the chunk files that hold them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from offload_decode.store.format import Manifest, numpy_dtype
+
+CHUNK_TOKENS = 65_536
+"""Tokens of one head in a chunk file, until a head would have more than MAX_CHUNKS of them."""
+MAX_CHUNKS = 32
+MAX_KV_MAPS, MAX_PAGE_MAPS = 40_960, 10_240
+"""Linux lets a process have 65,530 memory maps: a whole store stays under that, with room for the rest."""
+ALIGNMENT = 64 * 1024
+"""Chunk files that are mapped one after another end on a page of the machine, which has 4 to 64 KiB."""
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array: `shape`, cut into chunks of the shape `chunk`; edge chunks are padded with zeros.
+
+    Arrays of rank 3 are `[heads, rows, D]` in chunks of one head; all others are of rank 1 and one chunk.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return numpy_dtype(self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.numpy_dtype.itemsize * (self.shape[-1] if len(self.shape) == 3 else 1)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.chunk) * self.numpy_dtype.itemsize
+
+    @property
+    def metadata_file(self) -> str:
+        return f"{self.name}/zarr.json"
+
+    def files(self) -> Iterator[str]:
+        """Every chunk file, head by head, in the order of the rows."""
+        grid = (range(-(-size // step)) for size, step in zip(self.shape, self.chunk, strict=True))
+        return (f"{self.name}/c." + ".".join(map(str, index)) for index in product(*grid))
+
+    def head_files(self, head: int) -> list[str]:
+        """The chunk files of one head, in the order of the rows."""
+        assert 0 <= head < self.shape[0], f"{self.name} has no head {head}"
+        return [f"{self.name}/c.{head}.{i}.0" for i in range(-(-self.shape[1] // self.chunk[1]))]
+
+
+def chunk_rows(rows: int, row_bytes: int, target: int | None = None, most: int = MAX_CHUNKS) -> int:
+    """Rows of a chunk: about `target`, more where that would make more than `most` chunks.
+
+    Several chunks are each a multiple of ALIGNMENT; a single one has exactly `rows` rows.
+    """
+    chunks = min(-(-rows // (target or CHUNK_TOKENS)), most)
+    unit = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
+    return min(rows, -(-rows // chunks // unit) * unit) if chunks > 1 else rows
+
+
+def layer_name(layer: int) -> str:
+    """The group of one layer."""
+    return f"layers/{layer:03d}"
+
+
+def array_specs(manifest: Manifest, n_documents: int, name_bytes: int) -> Iterator[ArraySpec]:
+    """Every array of a store that is to be written."""
+    for name, length, dtype in (
+        ("tokens", manifest.n_tokens, "int32"),
+        ("documents/offsets", n_documents + 1, "int64"),
+        ("documents/names", name_bytes, "uint8"),
+        ("query_positions", manifest.n_samples, "int64"),
+    ):
+        yield ArraySpec(name, (length,), (length,), dtype)
+
+    shape = manifest.shape
+    heads, dim = shape.kv_heads, shape.head_dim
+    row_bytes = dim * manifest.numpy_dtype.itemsize
+    streams = max(2 * heads * len(shape.full_layers), 1)
+
+    def rows(name: str, length: int, maps: int | None = None) -> ArraySpec:
+        most = max(1, min(MAX_CHUNKS, maps // streams)) if maps else 1
+        size = chunk_rows(length, row_bytes, most=most)
+        return ArraySpec(name, (heads, length, dim), (1, size, dim), manifest.dtype)
+
+    for layer in range(len(shape.layers)):
+        group = layer_name(layer)
+        if layer not in shape.full_layers:
+            yield rows(f"{group}/window_keys", manifest.window)
+            yield rows(f"{group}/window_values", manifest.window)
+            continue
+        yield rows(f"{group}/keys", manifest.n_tokens, MAX_KV_MAPS)
+        yield rows(f"{group}/values", manifest.n_tokens, MAX_KV_MAPS)
+        pages = -(-manifest.n_tokens // manifest.page_size)
+        yield rows(f"{group}/page_min", pages, MAX_PAGE_MAPS)
+        yield rows(f"{group}/page_max", pages, MAX_PAGE_MAPS)
+        yield rows(f"{group}/queries", manifest.n_samples)

@@ -1,0 +1,130 @@
+"""The Zarr v3 side of a store: metadata is written through zarr, and checked as the JSON that it is.
+
+Reading it needs no zarr, so that a store opens at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from offload_decode.errors import StoreDamaged
+from offload_decode.store.format import ATTRIBUTE, Manifest
+from offload_decode.store.layout import ALIGNMENT, ArraySpec, array_specs, layer_name
+
+ROOT = "zarr.json"
+
+# One folder an array; with the separator "/" there would be one a chunk, tens of thousands in a large store.
+_KEYS: Any = {"name": "default", "configuration": {"separator": "."}}
+
+
+def create_group(root: Path, manifest: Manifest, specs: Iterable[ArraySpec]) -> None:
+    """Write the metadata of the group at `root` and of all its arrays; chunk files are not made."""
+    import zarr
+
+    group = zarr.create_group(str(root), zarr_format=3, attributes={ATTRIBUTE: manifest.to_json()})
+    for spec in specs:
+        group.create_array(
+            spec.name,
+            shape=spec.shape,
+            chunks=spec.chunk,
+            dtype=_stored_dtype(spec.dtype),
+            filters=None,
+            compressors=None,
+            attributes={"dtype": spec.dtype},
+            chunk_key_encoding=_KEYS,
+            config={"write_empty_chunks": True},
+        )
+
+
+def group_files(manifest: Manifest) -> list[str]:
+    """The metadata files of the groups."""
+    layers = (layer_name(layer) for layer in range(len(manifest.shape.layers)))
+    return [ROOT, "documents/zarr.json", "layers/zarr.json", *(f"{layer}/zarr.json" for layer in layers)]
+
+
+def read_header(root: Path) -> dict[str, Any] | None:
+    """The manifest of the group at `root` as JSON, not yet looked at; None where there is none."""
+    try:
+        header = json.loads((root / ROOT).read_bytes())["attributes"][ATTRIBUTE]
+    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, ValueError):
+        return None
+    return header if isinstance(header, dict) else None
+
+
+def read_specs(root: Path, manifest: Manifest) -> dict[str, ArraySpec]:
+    """The arrays of the store at `root` by name; StoreDamaged where they are not what the manifest says."""
+    offsets, names = (_length(root, f"documents/{name}") for name in ("offsets", "names"))
+    specs = array_specs(manifest, offsets - 1, names)
+    return {spec.name: _stored_spec(root, spec) for spec in specs}
+
+
+def _stored_spec(root: Path, spec: ArraySpec) -> ArraySpec:
+    """`spec` with the chunk length of the stored array: all else must agree."""
+    metadata = _read(root, spec.name)
+    try:
+        chunk = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+        stored = replace(spec, chunk=chunk)
+        if _is_as_expected(metadata, stored) and _is_mappable(stored):
+            return stored
+    except (AttributeError, IndexError, KeyError, TypeError):
+        pass
+    raise StoreDamaged(
+        f"{root / spec.metadata_file} does not describe the array that the manifest promises: "
+        "restore the store from a copy, or prefill again."
+    )
+
+
+def _is_as_expected(metadata: dict[str, Any], spec: ArraySpec) -> bool:
+    """Whether the metadata is that of `spec`, and a chunk file the little-endian bytes of its chunk."""
+    expected = {
+        "node_type": "array",
+        "zarr_format": 3,
+        "shape": list(spec.shape),
+        "data_type": _stored_dtype(spec.dtype),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.chunk)}},
+        "chunk_key_encoding": _KEYS,
+        "attributes": {"dtype": spec.dtype},
+    }
+    codec = metadata["codecs"][0]
+    return (
+        {key: metadata[key] for key in expected} == expected
+        and [each["name"] for each in metadata["codecs"]] == ["bytes"]
+        and codec.get("configuration", {}).get("endian", "little") == "little"
+        and not metadata.get("storage_transformers")
+    )
+
+
+def _is_mappable(spec: ArraySpec) -> bool:
+    """Whether the chunk files of a head can be mapped one after another."""
+    whole = spec.chunk == (1, *spec.shape[1:]) if len(spec.shape) == 3 else spec.chunk == spec.shape
+    split = (
+        len(spec.shape) == 3 and spec.chunk[::2] == (1, spec.shape[2]) and spec.chunk_bytes % ALIGNMENT == 0
+    )
+    return min(spec.chunk) > 0 and (whole or split)
+
+
+def _stored_dtype(dtype: str) -> str:
+    """Zarr has no bfloat16: its bits are stored, and the attribute `dtype` says what they are."""
+    return "uint16" if dtype == "bfloat16" else dtype
+
+
+def _length(root: Path, name: str) -> int:
+    shape = _read(root, name).get("shape")
+    if not (isinstance(shape, list) and len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 0):
+        raise StoreDamaged(f"{root / name} is not a list: restore the store from a copy, or prefill again.")
+    return shape[0]
+
+
+def _read(root: Path, name: str) -> dict[str, Any]:
+    try:
+        metadata = json.loads((root / name / "zarr.json").read_bytes())
+    except (FileNotFoundError, ValueError) as error:
+        raise StoreDamaged(
+            f"{root / name / 'zarr.json'} is missing or cannot be read: "
+            "restore it from a copy, or prefill again."
+        ) from error
+    return metadata if isinstance(metadata, dict) else {}

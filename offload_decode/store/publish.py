@@ -1,0 +1,47 @@
+"""The last act of a prefill: checksums, everything flushed to the disk, and one rename."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from offload_decode.errors import StoreExists
+from offload_decode.store.checksums import SEAL, SUMS, Report, hash_files, render, seal_of
+from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, write_atomically
+
+
+def refuse_existing(path: Path) -> None:
+    """StoreExists where `path` is taken."""
+    if os.path.lexists(path):
+        raise StoreExists(f"{path} exists already: choose another path, or remove it first.")
+
+
+def publish(partial: Path, path: Path, files: Iterable[str], progress: Report | None = None) -> None:
+    """Give the store that lies whole in the staging folder its name, and remove the folder.
+
+    A crash at any point leaves either the staging folder, from which this can be done again, or the store.
+    """
+    root = partial / STORE
+    sums = render(hash_files(root, files, progress, sync=True))
+    for name, data in ((SUMS, sums), (SEAL, seal_of(sums))):
+        write_atomically(partial / name, data, sync=True)  # its temporary file must not lie in the store
+        os.replace(partial / name, root / name)
+    for folder, _, _ in os.walk(root):
+        _sync_folder(folder)
+    refuse_existing(path)
+    os.rename(root, path)
+    _sync_folder(path.parent)
+    # The lock goes last: as long as it is there, what is left is known to be ours.
+    (partial / PROGRESS).unlink()
+    shutil.rmtree(partial / WINDOWS)
+    shutil.rmtree(partial)
+
+
+def _sync_folder(folder: str | Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,279 @@
+"""Reading a store: opened without reading its data, mapped when asked for, verified on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from offload_decode.errors import (
+    StoreDamaged,
+    StoreError,
+    StoreForeign,
+    StoreIncomplete,
+    StoreMismatch,
+    StoreNotFound,
+)
+from offload_decode.store import checksums, metadata
+from offload_decode.store.format import Array, Manifest, check_version, token_hash
+from offload_decode.store.layout import ArraySpec, layer_name
+from offload_decode.store.staging import LOCK, STORE, Progress, partial_path
+from offload_decode.store.streams import head_view, list_view
+from offload_decode.types import Document
+
+_KINDS = {
+    "page_min": "page bounds",
+    "page_max": "page bounds",
+    "window_keys": "windows",
+    "window_values": "windows",
+    "offsets": "documents",
+    "names": "documents",
+    "query_positions": "queries",
+}
+
+
+class KVStore:
+    """A published store. All arrays are read-only; those of a head are zero-copy views of its files."""
+
+    def __init__(
+        self, path: Path, manifest: Manifest, specs: dict[str, ArraySpec], sums: dict[str, str]
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._specs = specs
+        self._sums = sums
+        self._views: dict[tuple[str, int], Array] = {}
+
+    @classmethod
+    def open(cls, path: str | Path) -> KVStore:
+        """Open the store at `path`: its metadata and the sizes of its files are checked, no data is read.
+
+        StoreNotFound, StoreIncomplete, StoreForeign or StoreDamaged says in a sentence what is wrong.
+        """
+        root = _existing(Path(path))
+        with _surfaced(root):
+            return cls._open(root)
+
+    @classmethod
+    def _open(cls, root: Path) -> KVStore:
+        header = _readable_header(root)
+        sums = checksums.read_sums(root)
+        small = [name for name in sums if name.endswith("zarr.json")]
+        if changed := [name for name in small if not _matches(root, name, sums[name])]:
+            raise StoreDamaged(
+                f"{', '.join(changed)} in {root} has changed or is missing: "
+                "restore it from a copy, or prefill again."
+            )
+        if header is None:
+            raise StoreForeign(
+                f"{root} is a checksummed folder but not a KV store: give the path of a store."
+            )
+        manifest = Manifest.from_json(header)
+        specs = metadata.read_specs(root, manifest)
+        _check_sizes(root, manifest, specs, sums)
+        return cls(root, manifest, specs, sums)
+
+    @cached_property
+    def tokens(self) -> Array:
+        """Token ids, int32 `[N]`."""
+        return self._small("tokens")
+
+    @cached_property
+    def documents(self) -> tuple[Document, ...]:
+        """The documents in the order of their tokens."""
+        offsets = self._small("documents/offsets").tolist()
+        try:
+            names = json.loads(self._small("documents/names").tobytes())
+            return tuple(Document(*found) for found in zip(names, offsets[:-1], offsets[1:], strict=True))
+        except (TypeError, ValueError) as error:
+            raise StoreDamaged(
+                f"The list of documents in {self.path} is damaged: restore it from a copy, or prefill again."
+            ) from error
+
+    @cached_property
+    def query_positions(self) -> Array:
+        """Token positions of the sampled queries, int64 `[n]`; sample j is of head `j % G` of its group."""
+        return self._small("query_positions")
+
+    def keys(self, layer: int, kv_head: int) -> Array:
+        """Post-RoPE keys `[N, D]` of a full-attention layer."""
+        return self._rows(layer, "keys", kv_head)
+
+    def values(self, layer: int, kv_head: int) -> Array:
+        """Values `[N, D]` of a full-attention layer."""
+        return self._rows(layer, "values", kv_head)
+
+    def pages(self, layer: int, kv_head: int) -> tuple[Array, Array]:
+        """Channel-wise minimum and maximum `[ceil(N / page_size), D]` of the keys of each page."""
+        return self._rows(layer, "page_min", kv_head), self._rows(layer, "page_max", kv_head)
+
+    def queries(self, layer: int, kv_head: int) -> Array:
+        """Sampled post-RoPE prefill queries `[n, D]` of the heads that share `kv_head`."""
+        return self._rows(layer, "queries", kv_head)
+
+    def window(self, layer: int) -> tuple[Array, Array]:
+        """Keys and values `[Hkv, w, D]` of the last `w = min(N, sliding_window - 1)` tokens of a layer."""
+        heads = range(self.manifest.shape.kv_heads)
+        keys, values = (
+            np.stack([self._rows(layer, name, head) for head in heads])
+            for name in ("window_keys", "window_values")
+        )
+        return keys, values
+
+    def digest(self, layer: int, kv_head: int) -> str:
+        """SHA-256 over the checksums of one head's key files: names the keys without reading them."""
+        files = self._specs[f"{layer_name(layer)}/keys"].head_files(kv_head)
+        return hashlib.sha256(checksums.render({name: self._sums[name] for name in files})).hexdigest()
+
+    @cached_property
+    def store_digest(self) -> str:
+        """SHA-256 of SHA256SUMS: names the whole store."""
+        return hashlib.sha256(checksums.render(self._sums)).hexdigest()
+
+    def cost(self) -> dict[str, int]:
+        """Bytes on disk by kind of array."""
+        cost: dict[str, int] = {}
+        for spec in self._specs.values():
+            name = spec.name.rpartition("/")[2]
+            kind = _KINDS.get(name, name)
+            cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * sum(1 for _ in spec.files())
+        small = [name for name in self._sums if name.endswith("zarr.json")] + [checksums.SUMS, checksums.SEAL]
+        cost["metadata and checksums"] = sum(os.path.getsize(self.path / name) for name in small)
+        return cost
+
+    def check_model(
+        self,
+        *,
+        config_hash: str | None = None,
+        weights_hash: str | None = None,
+        tokenizer_hash: str | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        """StoreMismatch where what is given of a model differs from the model that made the store."""
+        ours = self.manifest
+        for what, mine, given in (
+            ("another configuration", ours.model_config_hash, config_hash),
+            (f"another dtype, {dtype}", ours.dtype, dtype),
+            ("other weights", ours.weights_hash, weights_hash),
+            ("another tokenizer", ours.tokenizer_hash, tokenizer_hash),
+        ):
+            if given is not None and given != mine:
+                raise StoreMismatch(
+                    f"{self.path} was prefilled by the model {ours.model_id} in {ours.dtype}, and this model "
+                    f"has {what}: open the store with the model that made it, or prefill again."
+                )
+
+    def verify(self, progress: checksums.Report | None = None) -> None:
+        """Read every byte; see `verify_store`."""
+        verify_store(self.path, progress)
+
+    def _rows(self, layer: int, kind: str, kv_head: int) -> Array:
+        name = f"{layer_name(layer)}/{kind}"
+        if (name, kv_head) not in self._views:
+            self._views[name, kv_head] = head_view(self.path, self._specs[name], kv_head)
+        return self._views[name, kv_head]
+
+    def _small(self, name: str) -> Array:
+        return list_view(self.path, self._specs[name])
+
+    def _check_contents(self) -> None:
+        """StoreDamaged where tokens or documents are not what the manifest says."""
+        offsets = self._small("documents/offsets")
+        sane = (
+            token_hash(self.tokens) == self.manifest.token_hash
+            and 0 <= offsets[0] <= offsets[-1] <= self.manifest.n_tokens
+            and bool((np.diff(offsets) >= 0).all())
+            and len(self.documents) == len(offsets) - 1
+        )
+        if not sane:
+            raise StoreDamaged(
+                f"The tokens or documents in {self.path} contradict its manifest: prefill again."
+            )
+
+
+def verify_store(path: str | Path, progress: checksums.Report | None = None) -> None:
+    """Read every byte of the store at `path`.
+
+    StoreDamaged names every file that is missing, changed or not of the store; otherwise as `KVStore.open`.
+    """
+    root = _existing(Path(path))
+    with _surfaced(root):
+        if (root / checksums.SEAL).exists():
+            checksums.check_tree(root, progress)
+    KVStore.open(root)._check_contents()
+
+
+def _existing(path: Path) -> Path:
+    path = Path(os.path.abspath(path))
+    for partial in (path, partial_path(path)):
+        if (partial / LOCK).exists() and not (path / metadata.ROOT).exists():
+            raise StoreIncomplete(_how_far(partial))
+    if not os.path.lexists(path):
+        raise StoreNotFound(f"There is no store at {path}: make one with `offload-decode prefill`.")
+    return path
+
+
+def _how_far(partial: Path) -> str:
+    try:
+        done = f"{Progress.load(partial).tokens:,}"
+    except (FileNotFoundError, StoreDamaged):
+        done = "an unknown number"
+    total = (metadata.read_header(partial / STORE) or {}).get("n_tokens")
+    of_all = f" of {total:,}" if isinstance(total, int) else ""
+    return f"The prefill in {partial} has not finished ({done}{of_all} tokens): run it again to go on."
+
+
+def _readable_header(root: Path) -> dict[str, object] | None:
+    """The manifest as JSON; None where only the checksums can tell what is wrong with it."""
+    header = metadata.read_header(root)
+    if header is not None:
+        check_version(header)
+    elif not (root / checksums.SEAL).exists():
+        raise StoreForeign(
+            f"{root} is not a KV store: give the path of one that `offload-decode prefill` made."
+        )
+    return header
+
+
+@contextmanager
+def _surfaced(root: Path) -> Iterator[None]:
+    """Errors of the file system as StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{error.filename or root} cannot be read: {error.strerror}.") from error
+
+
+def _matches(root: Path, name: str, digest: str) -> bool:
+    try:
+        return hashlib.sha256((root / name).read_bytes()).hexdigest() == digest
+    except FileNotFoundError:
+        return False
+
+
+def _check_sizes(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], sums: dict[str, str]) -> None:
+    sizes = {name: spec.chunk_bytes for spec in specs.values() for name in spec.files()}
+    described = {*sizes, *metadata.group_files(manifest), *(spec.metadata_file for spec in specs.values())}
+    if described != sums.keys():
+        odd = ", ".join(sorted(described ^ sums.keys()))
+        raise StoreDamaged(
+            f"The checksums in {root} are not of the files of its arrays ({odd}): prefill again."
+        )
+    for name, size in sizes.items():
+        try:
+            found = os.path.getsize(root / name)
+        except FileNotFoundError:
+            raise StoreDamaged(
+                f"{name} in {root} is missing: restore it from a copy, or prefill again."
+            ) from None
+        if found != size:
+            raise StoreDamaged(
+                f"{name} in {root} has {found:,} bytes and should have {size:,}: "
+                "restore it from a copy, or prefill again."
+            )

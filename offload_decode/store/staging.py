@@ -1,0 +1,116 @@
+"""A store that is being written: `STORE.partial/`, with what a prefill needs to go on after it was killed.
+
+STORE.partial/
+├── lock            held by the writer
+├── progress.json   how many tokens count, and checksums of what was appended up to them
+├── windows/        KV of the last appends of each sliding layer, one file an append
+└── store/          becomes STORE
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from offload_decode.errors import StoreBusy, StoreDamaged, StoreError, StoreForeign
+from offload_decode.store.mapping import require_posix
+
+LOCK, PROGRESS, STORE, WINDOWS = "lock", "progress.json", "store", "windows"
+
+
+def partial_path(path: Path) -> Path:
+    """Where the store at `path` is written until it is whole."""
+    return path.with_name(path.name + ".partial")
+
+
+@contextmanager
+def locked(partial: Path) -> Iterator[None]:
+    """Hold the staging folder `partial`, made if need be; StoreBusy where another process does."""
+    require_posix()
+    import fcntl
+
+    partial.mkdir(parents=True, exist_ok=True)
+    if not (partial / LOCK).exists() and any(partial.iterdir()):
+        raise StoreForeign(
+            f"{partial} is not the staging folder of a store: move it away, or choose another path."
+        )
+    with open(partial / LOCK, "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            gone = not (partial / LOCK).exists() or not os.path.samestat(
+                os.fstat(lock.fileno()), os.stat(partial / LOCK)
+            )
+        except BlockingIOError:
+            gone = True
+        if gone:
+            raise StoreBusy(f"Another process is writing {partial}: wait for it to end, or stop it first.")
+        yield
+
+
+class Segment(NamedTuple):
+    """One append to a sliding layer: tokens `start:stop` and the CRC-32 of their file."""
+
+    start: int
+    stop: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is committed: the first `tokens` tokens.
+
+    `crcs` are CRC-32 of the rows of each head, by array; `segments` are by sliding layer.
+    """
+
+    tokens: int = 0
+    crcs: dict[str, list[int]] = field(default_factory=dict)
+    segments: dict[str, list[Segment]] = field(default_factory=dict)
+
+    def save(self, partial: Path) -> None:
+        write_atomically(partial / PROGRESS, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def load(cls, partial: Path) -> Progress:
+        """StoreDamaged where the file cannot be read."""
+        try:
+            data = json.loads((partial / PROGRESS).read_bytes())
+            segments = {layer: [Segment(*s) for s in found] for layer, found in data.pop("segments").items()}
+            if not isinstance(data["tokens"], int):
+                raise TypeError("tokens are counted")
+            return cls(**data, segments=segments)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise staging_damaged(partial, PROGRESS) from error
+
+
+def staging_damaged(partial: Path, name: str) -> StoreDamaged:
+    return StoreDamaged(f"{name} in {partial} is damaged: remove {partial} and prefill again.")
+
+
+def write_atomically(file: Path, data: bytes, sync: bool = False) -> None:
+    """Write a temporary file beside `file`, then rename it."""
+    temporary = file.with_name(file.name + ".tmp")
+    with open(temporary, "wb") as out:
+        out.write(data)
+        out.flush()
+        if sync:
+            os.fsync(out.fileno())
+    os.replace(temporary, file)
+
+
+@contextmanager
+def surfaced(partial: Path, done: int = 0) -> Iterator[None]:
+    """Errors of the file system as StoreError: what was committed stays as it is."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StoreError(
+            f"{partial} cannot be written ({error.strerror}) and keeps its first {done:,} tokens: "
+            f"{'free some space' if full else 'mend this'} and run the same prefill again to go on."
+        ) from error

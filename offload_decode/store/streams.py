@@ -1,0 +1,102 @@
+"""Arrays on disk as they grow: rows are written straight into the chunk files, and read back through maps."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from offload_decode.store.format import Array
+from offload_decode.store.layout import ArraySpec
+from offload_decode.store.mapping import map_files
+
+
+class RowStream:
+    """The rows `[heads, rows, D]` of one array, appended in order; a CRC-32 a head runs over them."""
+
+    def __init__(self, root: Path, spec: ArraySpec) -> None:
+        self.spec = spec
+        self.rows = 0
+        self.crcs = [0] * spec.shape[0]
+        self._root = root
+        self._views: dict[int, Array] = {}
+
+    def restore(self, rows: int, crcs: list[int]) -> bool:
+        """Go on after the first `rows` rows, if they are what the checksums say."""
+        if rows:
+            heads = (head_view(self._root, self.spec, head) for head in range(self.spec.shape[0]))
+            self.crcs = [zlib.crc32(as_bytes(head[:rows])) for head in heads]
+        self.rows = rows
+        return self.crcs == crcs and rows <= self.spec.shape[1]
+
+    def write(self, block: Array) -> None:
+        """Write `block [heads, T, D]` after the rows so far; they count once `advance` was called with it."""
+        assert block.shape[::2] == self.spec.shape[::2], (
+            f"{self.spec.name}: {block.shape} for {self.spec.shape}"
+        )
+        assert block.dtype == self.spec.numpy_dtype, f"{self.spec.name}: {block.dtype} for {self.spec.dtype}"
+        assert self.rows + block.shape[1] <= self.spec.shape[1], f"{self.spec.name}: more rows than it has"
+        for head, rows in enumerate(block):
+            self._write_head(self.spec.head_files(head), as_bytes(rows))
+
+    def advance(self, block: Array) -> None:
+        """Count `block`, which has been written."""
+        self.rows += block.shape[1]
+        self.crcs = [zlib.crc32(as_bytes(rows), crc) for rows, crc in zip(block, self.crcs, strict=True)]
+
+    def view(self, head: int) -> Array:
+        """All rows `[rows, D]` of one head, zero-copy: zeros until they are written."""
+        if head not in self._views:
+            self._views[head] = head_view(self._root, self.spec, head)
+        return self._views[head]
+
+    def _write_head(self, files: list[str], data: memoryview) -> None:
+        position = self.rows * self.spec.row_bytes
+        while data:
+            index, offset = divmod(position, self.spec.chunk_bytes)
+            piece = data[: self.spec.chunk_bytes - offset]
+            _write_at(self._root / files[index], offset, piece)
+            data, position = data[len(piece) :], position + len(piece)
+
+
+def allocate(root: Path, spec: ArraySpec) -> None:
+    """Make the chunk files of an array at their full size, as zeros that take no space yet."""
+    for name in spec.files():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        with open(root / name, "wb") as file:
+            file.truncate(spec.chunk_bytes)
+
+
+def write_array(root: Path, spec: ArraySpec, array: Array) -> None:
+    """Write a whole array of one chunk a head, or of one chunk."""
+    heads = array if array.ndim == 3 else array[None]
+    for name, rows in zip(spec.files(), heads, strict=True):
+        _write_at(root / name, 0, as_bytes(rows))
+
+
+def head_view(root: Path, spec: ArraySpec, head: int) -> Array:
+    """The rows `[rows, D]` of one head of an array, mapped from its chunk files; read-only and zero-copy."""
+    data = map_files([root / name for name in spec.head_files(head)], spec.chunk_bytes)
+    return data.view(spec.numpy_dtype).reshape(-1, spec.shape[2])[: spec.shape[1]]
+
+
+def list_view(root: Path, spec: ArraySpec) -> Array:
+    """An array of rank 1, mapped from its one chunk file; read-only and zero-copy."""
+    return map_files([root / name for name in spec.files()], spec.chunk_bytes).view(spec.numpy_dtype)
+
+
+def as_bytes(array: Array) -> memoryview:
+    """The bytes of an array, without a copy where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _write_at(file: Path, offset: int, data: memoryview) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        while data:
+            written = os.pwrite(descriptor, data, offset)
+            data, offset = data[written:], offset + written
+    finally:
+        os.close(descriptor)

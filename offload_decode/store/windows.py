@@ -1,0 +1,77 @@
+"""What a sliding layer keeps while its store is being written: the newest KV and no more."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offload_decode.store.format import Array
+from offload_decode.store.staging import Segment
+from offload_decode.store.streams import as_bytes
+
+
+class WindowLog:
+    """The newest KV of one sliding layer: a file an append, removed once the window has moved past it.
+
+    Files are never changed once they are committed, so a killed process cannot have spoilt them.
+    """
+
+    def __init__(
+        self, folder: Path, layer: int, window: int, heads: int, dim: int, dtype: np.dtype[Any]
+    ) -> None:
+        self.segments: list[Segment] = []
+        self._folder, self._layer, self._window = folder, layer, window
+        self._heads, self._dim, self._dtype = heads, dim, dtype
+
+    @property
+    def rows(self) -> int:
+        """Tokens appended so far."""
+        return self.segments[-1].stop if self.segments else 0
+
+    def restore(self, segments: list[Segment]) -> bool:
+        """Go on after `segments`, if their files are what the checksums say."""
+        self.segments = segments
+        files = [self._file(segment) for segment in segments]
+        return all(
+            f.exists() and zlib.crc32(f.read_bytes()) == s.crc for f, s in zip(files, segments, strict=True)
+        )
+
+    def append(self, keys: Array, values: Array) -> None:
+        """Append `[heads, T, D]` keys and values."""
+        block = np.stack([keys, values])
+        assert block.shape[1::2] == (self._heads, self._dim), (
+            f"layer {self._layer}: {keys.shape} for its window"
+        )
+        assert block.dtype == self._dtype, f"layer {self._layer}: {block.dtype} for {self._dtype}"
+        data = as_bytes(block)
+        segment = Segment(self.rows, self.rows + keys.shape[1], zlib.crc32(data))
+        with open(self._file(segment), "wb") as out:
+            out.write(data)
+        self.segments.append(segment)
+
+    def window(self) -> tuple[Array, Array]:
+        """Keys and values `[heads, min(window, rows), D]` of the last tokens, as copies."""
+        blocks = [self._read(segment) for segment in self.segments if segment.stop > self.rows - self._window]
+        empty = np.empty((2, self._heads, 0, self._dim), self._dtype)
+        keys, values = np.concatenate([empty, *blocks], axis=2)[:, :, -self._window :]
+        return keys, values
+
+    def live(self) -> list[Segment]:
+        """The segments that the window reaches into."""
+        return [segment for segment in self.segments if segment.stop > self.rows - self._window]
+
+    def trim(self) -> None:
+        """Remove the files that the window has moved past."""
+        live = self.live()
+        for segment in self.segments[: len(self.segments) - len(live)]:
+            self._file(segment).unlink(missing_ok=True)
+        self.segments = live
+
+    def _file(self, segment: Segment) -> Path:
+        return self._folder / f"{self._layer:03d}-{segment.start}-{segment.stop}"
+
+    def _read(self, segment: Segment) -> Array:
+        return np.fromfile(self._file(segment), self._dtype).reshape(2, self._heads, -1, self._dim)

@@ -1,0 +1,292 @@
+"""Writing a store: chunk by chunk in bounded memory, resumable at every commit, published last."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from offload_decode.errors import StoreIncomplete, StoreMismatch
+from offload_decode.store import metadata
+from offload_decode.store.checksums import Report
+from offload_decode.store.format import Array, Manifest, token_hash
+from offload_decode.store.layout import ArraySpec, array_specs, layer_name
+from offload_decode.store.pages import OpenPage, fold_pages
+from offload_decode.store.publish import publish, refuse_existing
+from offload_decode.store.sampling import sample_plan
+from offload_decode.store.staging import (
+    PROGRESS,
+    STORE,
+    WINDOWS,
+    Progress,
+    locked,
+    partial_path,
+    staging_damaged,
+    surfaced,
+)
+from offload_decode.store.streams import RowStream, allocate, as_bytes, write_array
+from offload_decode.store.windows import WindowLog
+from offload_decode.types import Document
+
+
+class KVStoreWriter:
+    """A store that is being written at `STORE.partial`.
+
+    One forward chunk at a time: `append` for every layer, `put_queries` for every full-attention layer, then
+    `commit`. After the last token, `publish`. A writer whose process was killed is opened again, goes on from
+    `done`, the tokens of its last commit, and ends with the same bytes.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.done = 0
+        self._stack = ExitStack()
+        self._partial = partial_path(path)
+        self._root = self._partial / STORE
+        self._samples = sample_plan(manifest.n_tokens, manifest.shape.group, manifest.query_samples)
+        self._specs: dict[str, ArraySpec] = {}
+        self._streams: dict[str, RowStream] = {}
+        self._open_pages: dict[int, OpenPage | None] = {}
+        self._windows: dict[int, WindowLog] = {}
+
+    @classmethod
+    def open(
+        cls, path: str | Path, manifest: Manifest, tokens: Array, documents: Sequence[Document]
+    ) -> KVStoreWriter:
+        """Begin the store at `path`, or go on with the one that was begun there.
+
+        `tokens [N]` and `documents`, which follow each other without gaps, are those of the whole corpus.
+        StoreExists, StoreBusy, or StoreMismatch where something else was begun there; StoreDamaged where what
+        was begun has changed on disk.
+        """
+        path = Path(os.path.abspath(path))
+        tokens = np.ascontiguousarray(tokens, dtype="<i4")
+        assert tokens.shape == (manifest.n_tokens,), "the manifest counts the tokens"
+        assert token_hash(tokens) == manifest.token_hash, "the manifest is of these tokens"
+        assert all(a.end == b.start for a, b in pairwise(documents)), "documents follow each other"
+        with ExitStack() as stack:
+            refuse_existing(path)
+            with surfaced(partial_path(path)):
+                stack.enter_context(locked(partial_path(path)))
+                refuse_existing(path)  # it may have been published while the lock was waited for
+                writer = cls(path, manifest)
+                writer._begin(tokens, documents)
+            writer._stack = stack.pop_all()
+        return writer
+
+    def samples(self, start: int, stop: int) -> tuple[slice, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The queries to keep of the tokens `start:stop`: slots, positions, and heads within the group."""
+        positions, heads = self._samples
+        slots = slice(*np.searchsorted(positions, [start, stop]).tolist())
+        return slots, positions[slots], heads[slots]
+
+    def append(self, layer: int, keys: Array, values: Array) -> None:
+        """Append keys and values, `[Hkv, T, D]` in the manifest's dtype, of the next T tokens of a layer."""
+        assert keys.shape == values.shape, f"{keys.shape} keys and {values.shape} values"
+        with self._surfaced():
+            if layer in self._windows:
+                self._windows[layer].append(keys, values)
+                return
+            start = self._stream(layer, "keys").rows
+            lower, upper, open_page = fold_pages(
+                self._open_pages[layer], start, keys, self.manifest.page_size, self.manifest.n_tokens
+            )
+            blocks = {"keys": keys, "values": values, "page_min": lower, "page_max": upper}
+            for name, block in blocks.items():
+                self._stream(layer, name).write(block)
+        for name, block in blocks.items():
+            self._stream(layer, name).advance(block)
+        self._open_pages[layer] = open_page
+
+    def put_queries(self, layer: int, slots: slice, queries: Array) -> None:
+        """Keep the post-RoPE queries `[Hkv, slots, D]` that `samples` asked for."""
+        stream = self._stream(layer, "queries")
+        assert (slots.start, slots.stop) == (stream.rows, stream.rows + queries.shape[1]), (
+            "samples come in order"
+        )
+        with self._surfaced():
+            stream.write(queries)
+        stream.advance(queries)
+
+    def keys(self, layer: int, kv_head: int) -> Array:
+        """Keys `[tokens appended, D]` of a full-attention layer so far: a read-only view."""
+        stream = self._stream(layer, "keys")
+        return stream.view(kv_head)[: stream.rows]
+
+    def values(self, layer: int, kv_head: int) -> Array:
+        """Values `[tokens appended, D]` of a full-attention layer so far: a read-only view."""
+        stream = self._stream(layer, "values")
+        return stream.view(kv_head)[: stream.rows]
+
+    def window(self, layer: int) -> tuple[Array, Array]:
+        """Keys and values `[Hkv, w, D]` of the last tokens that a sliding layer can still see, as copies."""
+        return self._windows[layer].window()
+
+    def commit(self, tokens: int) -> None:
+        """Make the first `tokens` tokens count: every layer has appended just these."""
+        expected = self._rows_at(tokens)
+        found = {name: stream.rows for name, stream in self._streams.items()}
+        assert found == expected, f"not {tokens} tokens: {dict(found.items() - expected.items())}"
+        assert all(log.rows == tokens for log in self._windows.values()), (
+            f"a sliding layer has not {tokens} tokens"
+        )
+        with self._surfaced():
+            Progress(
+                tokens=tokens,
+                crcs={name: stream.crcs for name, stream in self._streams.items()},
+                segments={str(layer): log.live() for layer, log in self._windows.items()},
+            ).save(self._partial)
+            self.done = tokens
+            for log in self._windows.values():
+                log.trim()
+
+    def publish(self, progress: Report | None = None) -> None:
+        """Checksum everything, flush it to the disk, and give the store its name; then close."""
+        if self.done != self.manifest.n_tokens:
+            raise StoreIncomplete(
+                f"{self._partial} holds {self.done:,} of {self.manifest.n_tokens:,} tokens: finish it first."
+            )
+        with self._surfaced():
+            for layer, log in self._windows.items():
+                for name, block in zip(("window_keys", "window_values"), log.window(), strict=True):
+                    write_array(self._root, self._specs[f"{layer_name(layer)}/{name}"], block)
+            files = metadata.group_files(self.manifest)
+            for spec in self._specs.values():
+                files += [spec.metadata_file, *spec.files()]
+            publish(self._partial, self.path, files, progress)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the staging folder; what was committed stays."""
+        self._stack.close()
+
+    def __enter__(self) -> KVStoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self, tokens: Array, documents: Sequence[Document]) -> None:
+        offsets = np.array([*(d.start for d in documents[:1]), *(d.end for d in documents)] or [0], "<i8")
+        names = np.frombuffer(json.dumps([d.name for d in documents]).encode(), np.uint8)
+        given = {
+            "tokens": tokens,
+            "documents/offsets": offsets,
+            "documents/names": names,
+            "query_positions": self._samples[0],
+        }
+        if not ((self._partial / PROGRESS).exists() and self._root.exists()):
+            self._create(given)
+        self._resume(given)
+
+    def _create(self, given: dict[str, Array]) -> None:
+        for folder in (self._root, self._partial / WINDOWS):
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir()
+        specs = list(
+            array_specs(self.manifest, len(given["documents/offsets"]) - 1, len(given["documents/names"]))
+        )
+        metadata.create_group(self._root, self.manifest, specs)
+        for spec in specs:
+            allocate(self._root, spec)
+            if spec.name in given:
+                write_array(self._root, spec, given[spec.name])
+        full = self.manifest.shape.full_layers
+        Progress(
+            crcs={s.name: [0] * s.shape[0] for s in specs if _is_stream(s)},
+            segments={
+                str(layer): [] for layer in range(len(self.manifest.shape.layers)) if layer not in full
+            },
+        ).save(self._partial)
+
+    def _resume(self, given: dict[str, Array]) -> None:
+        self._refuse_other_job(given)
+        progress = Progress.load(self._partial)
+        self._specs = metadata.read_specs(self._root, self.manifest)
+        self._streams = {n: RowStream(self._root, s) for n, s in self._specs.items() if _is_stream(s)}
+        shape, window = self.manifest.shape, self.manifest.window
+        self._windows = {
+            layer: WindowLog(
+                self._partial / WINDOWS,
+                layer,
+                window,
+                shape.kv_heads,
+                shape.head_dim,
+                self.manifest.numpy_dtype,
+            )
+            for layer in range(len(shape.layers))
+            if layer not in shape.full_layers
+        }
+        for name, rows in self._rows_at(progress.tokens).items():
+            if not self._streams[name].restore(rows, progress.crcs.get(name, [])):
+                raise staging_damaged(self._partial, name)
+        for layer, log in self._windows.items():
+            if not log.restore(progress.segments.get(str(layer), [])) or log.rows != progress.tokens:
+                raise staging_damaged(self._partial, f"The window of layer {layer}")
+        for layer in shape.full_layers:
+            self._open_pages[layer] = self._reopened_page(layer)
+        self.done = progress.tokens
+
+    def _refuse_other_job(self, given: dict[str, Array]) -> None:
+        """StoreMismatch where the staged store is not the one that was asked for."""
+        staged, asked = metadata.read_header(self._root), self.manifest.to_json()
+        if staged is None:
+            raise staging_damaged(self._partial, metadata.ROOT)
+        others = sorted(name for name in {*staged, *asked} if staged.get(name) != asked.get(name))
+        changed = [name for name, array in given.items() if self._staged_bytes(name) != as_bytes(array)]
+        if not others and "documents" in {name.partition("/")[0] for name in changed}:
+            others = ["list of documents"]
+        if others:
+            raise StoreMismatch(
+                f"{self._partial} was begun with another {' and another '.join(others)}: "
+                "remove it to begin again, or choose another path."
+            )
+        if changed:
+            raise staging_damaged(self._partial, changed[0])
+
+    def _staged_bytes(self, name: str) -> bytes:
+        file = self._root / name / "c.0"
+        return file.read_bytes() if file.exists() else b""
+
+    def _reopened_page(self, layer: int) -> OpenPage | None:
+        """The bounds of the page that the last commit left open, from its staged keys."""
+        size, stream = self.manifest.page_size, self._stream(layer, "keys")
+        if not (rows := stream.rows % size) or stream.rows == self.manifest.n_tokens:
+            return None
+        start = stream.rows - rows
+        tail = np.stack([stream.view(h)[start : stream.rows] for h in range(self.manifest.shape.kv_heads)])
+        return fold_pages(None, start, tail, size, self.manifest.n_tokens)[2]
+
+    def _rows_at(self, tokens: int) -> dict[str, int]:
+        """Rows of each stream when `tokens` tokens are committed."""
+        size, last = self.manifest.page_size, tokens == self.manifest.n_tokens
+        pages = -(-tokens // size) if last else tokens // size
+        queries = int(np.searchsorted(self._samples[0], tokens))
+        rows = {"keys": tokens, "values": tokens, "page_min": pages, "page_max": pages, "queries": queries}
+        return {name: rows[_kind(name)] for name in self._streams}
+
+    def _stream(self, layer: int, kind: str) -> RowStream:
+        return self._streams[f"{layer_name(layer)}/{kind}"]
+
+    def _surfaced(self) -> AbstractContextManager[None]:
+        return surfaced(self._partial, self.done)
+
+
+def _kind(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _is_stream(spec: ArraySpec) -> bool:
+    return _kind(spec.name) in ("keys", "values", "page_min", "page_max", "queries")

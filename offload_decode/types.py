@@ -1,0 +1,110 @@
+"""The small frozen types that the rooms hand to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LayerKind(StrEnum):
+    """How a layer attends: to everything (its keys are stored and searched), or to a sliding window."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the store and the engine need to know of a model.
+
+    `sliding_window` is the number of tokens a sliding layer sees, the current one included.
+    """
+
+    layers: tuple[LayerKind, ...]
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.query_heads % self.kv_heads == 0, "query heads come in groups of one size"
+        assert (LayerKind.SLIDING in self.layers) <= (self.sliding_window is not None)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head (G)."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Indices of the layers whose keys and values are stored whole."""
+        return tuple(i for i, kind in enumerate(self.layers) if kind is LayerKind.FULL)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a corpus: `name` and its tokens `start:end` in the store."""
+
+    name: str
+    start: int
+    end: int
+
+
+class AttentionState(NamedTuple):
+    """Softmax-weighted values of one part of an attention and the log-sum-exp of its scores.
+
+    `out [..., D]` float32, `lse [...]` float32, natural log (METHODS §1). The empty part is `(0, -inf)`.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The stored tokens that each query row of one layer attends to.
+
+    `ids [Hkv, R, k]` int64, unique in a row, padded with -1; None selects every token. `scores [Hkv, R, k]`
+    float32 are the exact inner products q·k (not yet scaled, -inf in the padding), where the selector knows
+    them: then only values need to move.
+    """
+
+    ids: Tensor | None
+    scores: Tensor | None = None
+
+
+@dataclass
+class StepStats:
+    """What one forward pass of the engine cost: bytes moved to the device, tokens attended to, seconds by
+    stage.
+    """
+
+    tokens: int = 0
+    rows: int = 0
+    selected: int = 0
+    bytes_moved: int = 0
+    search_s: float = 0.0
+    gather_s: float = 0.0
+    attend_s: float = 0.0
+    total_s: float = 0.0
+    by_layer: dict[int, int] = field(default_factory=dict)
+
+    def add(self, other: StepStats) -> None:
+        """Accumulate another pass into this one."""
+        for name in (
+            "tokens",
+            "rows",
+            "selected",
+            "bytes_moved",
+            "search_s",
+            "gather_s",
+            "attend_s",
+            "total_s",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for layer, selected in other.by_layer.items():
+            self.by_layer[layer] = self.by_layer.get(layer, 0) + selected

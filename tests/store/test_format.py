@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from offload_decode.errors import StoreForeign
+from offload_decode.store.format import Manifest
+from tests.store.jobs import make_job
+
+MANIFEST = make_job(40).manifest
+
+
+def test_manifest_survives_json() -> None:
+    assert Manifest.from_json(json.loads(json.dumps(MANIFEST.to_json()))) == MANIFEST
+
+
+def test_json_does_not_depend_on_the_order_of_rope_parameters() -> None:
+    turned = make_job(40).manifest
+    object.__setattr__(turned, "rope", dict(reversed(list(MANIFEST.rope.items()))))
+    assert json.dumps(turned.to_json()) == json.dumps(MANIFEST.to_json())
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, 99])
+def test_another_version_is_refused_by_number(version: object) -> None:
+    with pytest.raises(StoreForeign, match=f"format version {version!r} .* version 1"):
+        Manifest.from_json(MANIFEST.to_json() | {"format_version": version})
+
+
+def test_unknown_and_missing_fields_are_named() -> None:
+    data = MANIFEST.to_json()
+    with pytest.raises(StoreForeign, match="'codec_level'"):
+        Manifest.from_json(data | {"codec_level": 3})
+    with pytest.raises(StoreForeign, match="shape has a field 'latent_dim'"):
+        Manifest.from_json(data | {"shape": data["shape"] | {"latent_dim": 3}})
+    del data["tokenizer_hash"]
+    with pytest.raises(StoreForeign, match="'tokenizer_hash'"):
+        Manifest.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "int4"),
+        ("n_tokens", "40"),
+        ("n_tokens", 0),
+        ("n_tokens", True),
+        ("shape", None),
+        ("shape", {**MANIFEST.to_json()["shape"], "layers": ["linear"]}),
+        ("shape", {**MANIFEST.to_json()["shape"], "query_heads": 3}),
+        ("prefill", {}),
+        ("rope", []),
+        ("template", "xml"),
+        ("model_id", 5),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(field: str, value: object) -> None:
+    with pytest.raises(StoreForeign, match="manifest"):
+        Manifest.from_json(MANIFEST.to_json() | {field: value})

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_decode.store.layout import ALIGNMENT, ArraySpec, array_specs, chunk_rows
+from offload_decode.store.streams import RowStream, allocate
+from offload_decode.types import LayerKind, ModelShape
+from tests.store.jobs import make_job
+
+
+@given(st.integers(1, 10**8), st.integers(1, 1024).map(lambda n: 2 * n), st.integers(1, 32))
+def test_chunks_cover_the_rows_and_can_be_mapped(rows: int, row_bytes: int, most: int) -> None:
+    size = chunk_rows(rows, row_bytes, target=65_536, most=most)
+    chunks = math.ceil(rows / size)
+    assert chunks <= most
+    if chunks == 1:
+        assert size == rows, "a single chunk has no padding"
+    else:
+        assert size * row_bytes % ALIGNMENT == 0
+        assert chunks * size - rows < chunks * ALIGNMENT, "padding is less than the alignment a chunk"
+        assert size <= max(65_536, math.ceil(rows / most)) + ALIGNMENT
+
+
+MODELS = {
+    "70B": (80, 64, 8, 128),
+    "405B": (126, 128, 8, 128),
+    "many KV heads": (96, 64, 64, 128),
+    "8B": (32, 32, 8, 128),
+    "odd head_dim": (40, 32, 8, 80),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("n_tokens", [1_000, 1_000_000, 10_000_000, 100_000_000])
+def test_a_whole_store_stays_under_the_limit_of_memory_maps(
+    name: str, n_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the real chunk size
+    layers, heads, kv_heads, dim = MODELS[name]
+    shape = ModelShape((LayerKind.FULL,) * layers, heads, kv_heads, dim)
+    manifest = replace(make_job(10).manifest, shape=shape, n_tokens=n_tokens, query_samples=1024)
+    maps = sum(
+        math.prod(math.ceil(size / step) for size, step in zip(spec.shape, spec.chunk, strict=True))
+        for spec in array_specs(manifest, n_documents=1, name_bytes=10)
+    )
+    assert maps < 65_530 - 2_000
+
+
+def test_ten_million_tokens_do_not_overflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    manifest = replace(make_job(10).manifest, n_tokens=10_000_000, page_size=16)
+    spec = next(s for s in array_specs(manifest, 1, 10) if s.name == "layers/000/keys")
+    one_head = replace(spec, shape=(1, *spec.shape[1:]))
+    assert len(one_head.head_files(0)) == 32
+    allocate(tmp_path, one_head)  # sparse files
+    stream = RowStream(tmp_path, one_head)
+    stream.rows = 9_999_990
+    block = np.arange(640, dtype=np.float16).reshape(1, 10, 64)
+    stream.write(block)
+    view = stream.view(0)
+    assert view.shape == (10_000_000, 64)
+    np.testing.assert_array_equal(view[-10:], block[0])
+    assert not view[-11].any()
+    assert not view[np.arange(0, 9_999_990, 500_000)].any()
+
+
+def test_files_are_head_by_head_in_the_order_of_the_rows() -> None:
+    spec = ArraySpec("layers/000/keys", (2, 1000, 64), (1, 512, 64), "float16")
+    assert list(spec.files()) == spec.head_files(0) + spec.head_files(1)
+    assert spec.head_files(1) == ["layers/000/keys/c.1.0.0", "layers/000/keys/c.1.1.0"]
