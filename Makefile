@@ -12,7 +12,7 @@ CONSTRAIN :=
 endif
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAIN)
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check clean
 
 demo: .venv/ready
 	$(BIN)/offload-decode demo
@@ -28,9 +28,6 @@ check: .venv/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-bench: .venv/ready-dev
-	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,217 @@
+"""The engine: open a store with its model, and answer from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload_decode.engine.prefix import StoredPrefix
+from offload_decode.engine.sampler import Sampler
+from offload_decode.errors import ConfigError, ModelError
+from offload_decode.kv import HostKV, tensor_view
+from offload_decode.models.cache import PrefixCache
+from offload_decode.models.loading import LoadedModel, load, wrap
+from offload_decode.models.prompt import Prompt, encode, prompt_for
+from offload_decode.selectors.base import Selector
+from offload_decode.selectors.registry import create
+from offload_decode.store.reader import KVStore
+from offload_decode.types import LayerKind, StepStats
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer's text, its token ids (without the end token), what it cost, and why it ended (`stop` or
+    `length`).
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    stats: StepStats
+    finish: str
+
+
+class Engine:
+    """A store, its model and a selector, with the tokens that followed the stored ones so far.
+
+    `fork` gives an independent continuation, `crop` takes tokens back; the store itself is never changed.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, store: KVStore, selector: Selector, cache: PrefixCache | None = None
+    ):
+        self.loaded = loaded
+        self.store = store
+        self.selector = selector
+        self.prefix = StoredPrefix(selector.host, selector)
+        self.cache = self.new_cache() if cache is None else cache.fork(self.prefix)
+        # A token that was sampled but not run yet: it goes first in the next forward pass.
+        self.pending: list[int] = []
+
+    @classmethod
+    def open(
+        cls,
+        store: str | Path | KVStore,
+        model: str | Any | None = None,
+        *,
+        selector: str = "topk",
+        options: Mapping[str, object] | None = None,
+        device: str = "auto",
+    ) -> Engine:
+        """Open a store for questions.
+
+        `model` is an id as for `load`, a transformers model that is loaded already, a `LoadedModel`, or
+        None for the one that the store names. Raises `StoreError` if the store is damaged or of another
+        model or tokenizer, `ConfigError` for options that the selector does not have.
+        """
+        opened = store if isinstance(store, KVStore) else KVStore.open(store)
+        if model is None or isinstance(model, str):
+            loaded = load(model or opened.manifest.model_id, device, opened.manifest.dtype)
+        else:
+            loaded = model if isinstance(model, LoadedModel) else wrap(model)
+        opened.check_model(
+            config_hash=loaded.config_hash,
+            weights_hash=loaded.weights_hash,
+            tokenizer_hash=loaded.tokenizer_hash if loaded.tokenizer is not None else None,
+            dtype=loaded.dtype,
+        )
+        host = HostKV(opened, loaded.device)
+        return cls(loaded, opened, create(selector, options or {}, host, loaded.shape))
+
+    @property
+    def length(self) -> int:
+        """Stored tokens and those that followed, the pending one not counted."""
+        return self.prefix.length + self.cache.tail_length
+
+    def new_cache(self) -> PrefixCache:
+        """An empty tail behind the stored prefix, for `generate(past_key_values=…)` or a loop of your own."""
+        shape = self.loaded.shape
+        windows = {
+            layer: self._window(layer) for layer, kind in enumerate(shape.layers) if kind is LayerKind.SLIDING
+        }
+        return PrefixCache.over(self.prefix, shape, windows)
+
+    def inputs(self, question: str) -> dict[str, Any]:
+        """Keyword arguments for `model.generate`: the question's ids, a mask over all tokens, and a fresh
+        cache.
+        """
+        ids = torch.tensor([encode(self.tokenizer, self.prompt.first(question))], device=self.loaded.device)
+        mask = torch.ones(1, self.prefix.length + ids.shape[1], dtype=torch.bool, device=self.loaded.device)
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": self.new_cache()}
+
+    def fork(self) -> Engine:
+        """An independent continuation from here."""
+        forked = Engine(self.loaded, self.store, self.selector, self.cache)
+        forked.pending = list(self.pending)
+        return forked
+
+    def crop(self, length: int) -> None:
+        """Take back every token after the first `length`, which must not reach into the stored ones."""
+        if not self.prefix.length <= length <= self.length:
+            raise ConfigError(
+                f"cannot crop to {length} tokens: {self.prefix.length} are stored, "
+                f"and {self.length} are there in all"
+            )
+        self.pending = []
+        # In place, not through Cache.crop: its argument changed its meaning between transformers releases.
+        for layer in self.cache.layers:
+            layer.tail.crop(length - self.prefix.length)
+
+    def extend(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Run tokens (question or generated, one path) and return the logits `[V]` after the last one."""
+        given = torch.as_tensor(tokens, dtype=torch.long).reshape(1, -1)
+        ids = torch.cat([torch.tensor([self.pending], dtype=torch.long), given], dim=1)
+        if not ids.numel():
+            raise ConfigError("there are no tokens to extend with")
+        self.pending = []
+        began = time.perf_counter()
+        logits = self.loaded.forward(ids, self.cache)[0]
+        self.prefix.stats.tokens += ids.shape[1]
+        self.prefix.stats.total_s += time.perf_counter() - began
+        return logits
+
+    def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
+        """Token ids from `logits [V]` on, until an end token (which is not yielded) or `max_new_tokens`."""
+        sampler = sampler or Sampler()
+        for step in range(max_new_tokens):
+            token = int(sampler(logits[None]))
+            if token in self.end_tokens:
+                return
+            self.pending = [token]
+            yield token
+            if step + 1 < max_new_tokens:
+                logits = self.extend([])
+
+    def stream(
+        self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None
+    ) -> Iterator[str]:
+        """Ask a question and yield the answer piece by piece; the conversation goes on from there."""
+        text = self.prompt.next(question) if self.cache.tail_length else self.prompt.first(question)
+        tokens: list[int] = []
+        shown = ""
+        for token in self.generate(self.extend(encode(self.tokenizer, text)), max_new_tokens, sampler):
+            tokens.append(token)
+            written = self.decode(tokens)
+            # A character of several bytes may lack its last ones, which decode to U+FFFD until they are
+            # there.
+            if not written.endswith("\ufffd"):
+                yield written[len(shown) :]
+                shown = written
+        if rest := self.decode(tokens)[len(shown) :]:
+            yield rest
+
+    def answer(self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None) -> Answer:
+        """Answer one question on its own: this engine's conversation stays as it is."""
+        forked = self.fork()
+        text = forked.prompt.next(question) if forked.cache.tail_length else forked.prompt.first(question)
+        logits = forked.extend(encode(forked.tokenizer, text))
+        tokens = tuple(forked.generate(logits, max_new_tokens, sampler))
+        finish = "length" if len(tokens) == max_new_tokens else "stop"
+        return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), finish)
+
+    def answer_many(
+        self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8
+    ) -> list[Answer]:
+        """Answer questions independently of each other, greedily, `batch_size` in one forward pass."""
+        from offload_decode.engine.batch import answer_batch
+
+        answers: list[Answer] = []
+        for start in range(0, len(questions), batch_size):
+            answers += answer_batch(self, questions[start : start + batch_size], max_new_tokens)
+        return answers
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of generated tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; raises `ModelError` if it came without one."""
+        if self.loaded.tokenizer is None:
+            raise ModelError("this model came without a tokenizer: open the store with a model id or folder")
+        return self.loaded.tokenizer
+
+    @property
+    def prompt(self) -> Prompt:
+        """How questions are put after the corpus."""
+        return prompt_for(self.tokenizer)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        configured = self.loaded.model.generation_config.eos_token_id
+        if configured is None:
+            configured = self.loaded.model.config.eos_token_id
+        if configured is None:
+            return frozenset()
+        return frozenset([configured] if isinstance(configured, int) else configured)
+
+    def _window(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.store.window(layer)
+        device = self.loaded.device
+        return tensor_view(keys)[None].to(device), tensor_view(values)[None].to(device)

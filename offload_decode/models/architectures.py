@@ -1,0 +1,80 @@
+"""Which architectures are served exactly, and their shape. Anything else is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from offload_decode.errors import UnsupportedModel
+from offload_decode.types import LayerKind, ModelShape
+
+# Each is in the exactness suite (tests/models/test_exactness.py): equal to transformers' own generate.
+EXACT = frozenset(
+    {
+        "cohere2",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt_oss",
+        "granite",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+
+# These rotate keys by a length that is known only at the end: a chunked prefill would store other keys.
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+def shape_of(config: Any) -> ModelShape:
+    """The shape of a text model from its transformers config; raises `UnsupportedModel` with the reason."""
+    name = config.model_type
+    if name not in EXACT:
+        raise UnsupportedModel(
+            f"the architecture '{name}' is not served, because it has not been shown to equal plain "
+            f"generation; served are: {', '.join(sorted(EXACT))}"
+        )
+    parameters = rope_parameters(config)
+    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedModel(
+                f"this '{name}' model uses '{rope['rope_type']}' rotary positions, whose keys depend on the "
+                "final length, so a chunked prefill would not be exact; use a model with default, linear, "
+                "llama3 or yarn RoPE"
+            )
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise UnsupportedModel(
+            f"this '{name}' model attends in chunks, which is not served; use a full-attention model"
+        )
+    heads = config.num_attention_heads
+    kinds = tuple(_kind(layer, name) for layer in DynamicCache(config=config).layers)
+    return ModelShape(
+        layers=kinds,
+        query_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        sliding_window=config.sliding_window if LayerKind.SLIDING in kinds else None,
+    )
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """RoPE parameters as the config states them: one set, or one for each layer type (Gemma 3)."""
+    return dict(getattr(config, "rope_parameters", None) or {})
+
+
+def _kind(layer: object, name: str) -> LayerKind:
+    if type(layer) is DynamicSlidingWindowLayer:
+        return LayerKind.SLIDING
+    if type(layer) is DynamicLayer:
+        return LayerKind.FULL
+    raise UnsupportedModel(
+        f"this '{name}' model has a layer that keeps no keys and values ({type(layer).__name__})"
+    )

@@ -1,0 +1,197 @@
+"""transformers cache layers whose prefix lies elsewhere: only the tail is held here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from offload_decode.errors import ConfigError, UnsupportedModel
+from offload_decode.kv import Prefix, TailKV
+from offload_decode.types import LayerKind, ModelShape
+
+
+class TailLayer(CacheLayerMixin):
+    """What both kinds of layer share: a tail behind `prefix.length` tokens that are kept elsewhere."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, index: int, prefix: Prefix):
+        super().__init__()
+        self.index = index
+        self.prefix = prefix
+        self.tail = TailKV()
+        self.is_initialized = True
+        self.unattended = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the tail takes the shape of what is appended first."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append `[B, Hkv, T, D]`; returns what the attention call receives, tagged with this layer."""
+        if self.unattended:
+            raise UnsupportedModel(
+                f"layer {self.index} attended without its stored prefix: this model does not hand the "
+                "cache's keys to the registered attention function"
+            )
+        self.tail.append(key_states, value_states)
+        keys, values = self.visible()
+        keys.offload_layer = self  # type: ignore[attr-defined]  # read by models.attention in the very next call
+        self.unattended = True
+        return keys, values
+
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """Keys and values for the attention call."""
+        return self.tail.view()
+
+    def get_seq_length(self) -> int:
+        """Prefix and tail together."""
+        return self.prefix.length + self.tail.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask covers the tail alone: every query may see the whole prefix."""
+        return self.tail.length + query_length, self.prefix.length
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No maximum (the name of this method up to transformers 5.8)."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget the tail."""
+        self.tail = TailKV()
+        self.unattended = False
+
+    def crop(self, tokens: int) -> None:
+        """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
+        if not -self.tail.length <= tokens <= 0:
+            raise ConfigError(
+                f"cannot crop by {tokens}: give minus the number of tokens to remove, and of the "
+                f"{self.tail.length} that follow the stored prefix at most all"
+            )
+        self.tail.crop(self.tail.length + tokens)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Pick batch rows, for beam search."""
+        self.tail.rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these batch rows."""
+        self.tail.rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row."""
+        if self.tail.length:
+            rows = self.tail.view()[0].shape[0]
+            self.tail.rows(torch.arange(rows).repeat_interleave(repeats))
+
+
+class PrefixLayer(TailLayer):
+    """A full-attention layer: `prefix.attend` sees to the prefix, the attention call to the tail."""
+
+    def fork(self, prefix: Prefix) -> PrefixLayer:
+        """The same layer with a copy of the tail."""
+        copy = PrefixLayer(self.index, prefix)
+        copy.tail = self.tail.fork()
+        return copy
+
+    def rebase(self) -> None:
+        """The tail has joined the prefix: start an empty one."""
+        self.reset()
+
+
+class WindowLayer(TailLayer):
+    """A sliding-window layer: seeded with the stored window, keeps the whole tail, so that cropping stays
+    exact.
+    """
+
+    is_sliding = True
+
+    def __init__(self, index: int, prefix: Prefix, sliding_window: int, seed: tuple[Tensor, Tensor]):
+        super().__init__(index, prefix)
+        self.sliding_window = sliding_window
+        self.seed = seed
+
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """Seed and tail; the mask holds every row to its window, which padding may shift."""
+        if not self.tail.length:
+            return self.seed
+        keys, values = self.tail.view()
+        seed_keys, seed_values = (part.expand(keys.shape[0], -1, -1, -1) for part in self.seed)
+        return torch.cat([seed_keys, keys], dim=2), torch.cat([seed_values, values], dim=2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask covers seed and tail."""
+        seeded = self.seed[0].shape[2]
+        return seeded + self.tail.length + query_length, self.prefix.length - seeded
+
+    def get_max_length(self) -> int:
+        """The window."""
+        return self.sliding_window
+
+    def fork(self, prefix: Prefix) -> WindowLayer:
+        """The same layer with a copy of the tail."""
+        copy = WindowLayer(self.index, prefix, self.sliding_window, self.seed)
+        copy.tail = self.tail.fork()
+        return copy
+
+    def rebase(self) -> None:
+        """The tail has joined the prefix: its end becomes the seed."""
+        keys, values = self.visible()
+        start = max(0, keys.shape[2] - (self.sliding_window - 1))
+        self.seed = keys[:, :, start:].clone(), values[:, :, start:].clone()
+        self.reset()
+
+
+class PrefixCache(Cache):
+    """A transformers cache behind a prefix; hand it to `generate(past_key_values=...)` or to a model's
+    forward.
+    """
+
+    def __init__(self, layers: Sequence[PrefixLayer | WindowLayer]):
+        super().__init__(layers=list(layers))
+
+    @classmethod
+    def over(
+        cls, prefix: Prefix, shape: ModelShape, windows: dict[int, tuple[Tensor, Tensor]]
+    ) -> PrefixCache:
+        """An empty tail behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each sliding layer."""
+        layers: list[PrefixLayer | WindowLayer] = []
+        for index, kind in enumerate(shape.layers):
+            if kind is LayerKind.SLIDING:
+                assert shape.sliding_window is not None
+                layers.append(WindowLayer(index, prefix, shape.sliding_window, windows[index]))
+            else:
+                layers.append(PrefixLayer(index, prefix))
+        return cls(layers)
+
+    def fork(self, prefix: Prefix) -> PrefixCache:
+        """An independent copy that shares the stored parts."""
+        return PrefixCache([layer.fork(prefix) for layer in self.layers])
+
+    def activate_past_recording(self) -> None:
+        """Called by assisted decoding and prompt lookup, which take the prefix for tokens of their own."""
+        raise ConfigError(
+            "assisted decoding and prompt lookup do not work behind a stored prefix: "
+            "call generate without assistant_model and prompt_lookup_num_tokens"
+        )
+
+    @property
+    def tail_length(self) -> int:
+        """Tokens after the prefix."""
+        return int(self.layers[0].tail.length)
+
+    def check_attended(self) -> None:
+        """Raise if a layer's keys never reached the registered attention function."""
+        for layer in self.layers:
+            if layer.unattended:
+                raise UnsupportedModel(f"layer {layer.index} attended without its stored prefix")

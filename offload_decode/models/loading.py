@@ -1,0 +1,165 @@
+"""Loading a model and its tokenizer, and the fingerprints by which a store knows them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload_decode.errors import ConfigError, ModelError, OffloadDecodeError
+from offload_decode.models.architectures import rope_parameters, shape_of
+from offload_decode.models.attention import activate
+from offload_decode.models.cache import PrefixCache
+from offload_decode.types import ModelShape
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# Config fields that say nothing about the keys and values a model computes.
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that attends through the registered function, with what identifies it."""
+
+    model: Any
+    tokenizer: Any | None
+    model_id: str
+    shape: ModelShape
+    config_hash: str
+    weights_hash: str
+    tokenizer_hash: str
+    rope: dict[str, Any]
+    dtype: str
+    device: torch.device
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: PrefixCache,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32."""
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=tokens.to(self.device),
+                past_key_values=cache,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        cache.check_attended()
+        return output.logits[:, -1].float()  # type: ignore[no-any-return]
+
+    def encode(self, tokens: Tensor, cache: PrefixCache) -> None:
+        """Run `tokens [B, T]` for their keys and values alone: no logits are computed."""
+        with torch.inference_mode():
+            self.model.base_model(input_ids=tokens.to(self.device), past_key_values=cache, use_cache=True)
+        cache.check_attended()
+
+
+def load(model_id: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Load `demo` (the shipped model), a folder, or a transformers id, with its tokenizer.
+
+    `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
+    `float32`. Raises `ModelError`, `UnsupportedModel` or `ConfigError`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype '{dtype}'; choose one of: auto, {', '.join(DTYPES)}")
+    chosen_device = pick_device(device)
+    source = _source(model_id)
+    try:
+        shape_of(AutoConfig.from_pretrained(source))
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        logging.disable_progress_bar()  # a bar of its own would tear the one that the caller shows
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES.get(dtype, "auto"))
+    except OffloadDecodeError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"cannot load the model '{model_id}': {reason}; give 'demo', a folder, or a transformers id"
+        ) from error
+    # A store must find its model again from any folder.
+    known_as = str(Path(model_id).resolve()) if Path(model_id).is_dir() else model_id
+    return wrap(model.to(chosen_device), tokenizer, known_as)
+
+
+def wrap(model: Any, tokenizer: Any | None = None, model_id: str | None = None) -> LoadedModel:
+    """Take a transformers model that is loaded already; its attention is switched to the registered function.
+
+    Raises `UnsupportedModel` for an architecture that is not served exactly.
+    """
+    shape = shape_of(model.config)
+    activate(model.eval())
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError(f"a model in {dtype} cannot be stored; load it as one of: {', '.join(DTYPES)}")
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        model_id=model_id or model.config._name_or_path or model.config.model_type,
+        shape=shape,
+        config_hash=config_hash(model.config),
+        weights_hash=weights_hash(model),
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        rope=rope_parameters(model.config),
+        dtype=dtype,
+        device=model.device,
+    )
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is a CUDA device where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device '{device}'; choose one of: auto, cpu, cuda, cuda:0") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device '{device}' is not there: torch finds no CUDA; use --device cpu")
+    return chosen
+
+
+def config_hash(config: Any) -> str:
+    """SHA-256 of the config without fields that do not change keys and values."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _VOLATILE}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def weights_hash(model: Any) -> str:
+    """SHA-256 over 32 evenly spread elements of every weight: tells a fine-tuned model from its base."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        flat = weight.detach().reshape(-1)
+        picked = torch.linspace(0, flat.numel() - 1, 32).long().to(flat.device)
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        digest.update(flat[picked].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_hash(tokenizer: Any | None) -> str:
+    """SHA-256 of the vocabulary, the special tokens and the chat template; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    parts = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        parts.append(backend.to_str())
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _source(model_id: str) -> str:
+    return str(files("offload_decode") / "demo_model") if model_id == "demo" else model_id

@@ -1,0 +1,58 @@
+"""How corpus, question and answer stand in a prompt, so that the corpus can be prefilled before any
+question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from offload_decode.errors import ModelError
+
+_CORPUS, _QUESTION, _ANSWER, _NEXT = "\x02corpus\x03", "\x02question\x03", "\x02answer\x03", "\x02next\x03"
+_BETWEEN = "\n\n"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`before corpus between question after answer turn question …`; `template` is `chat` or `plain`."""
+
+    template: str
+    before: str
+    between: str
+    after: str
+    turn: str
+
+    def first(self, question: str) -> str:
+        """The text that follows the corpus."""
+        return self.between + question + self.after
+
+    def next(self, question: str) -> str:
+        """The text that follows an answer."""
+        return self.turn + question + self.after
+
+
+def prompt_for(tokenizer: Any) -> Prompt:
+    """The tokenizer's chat template split around the corpus, or a plain form for models without one."""
+    if not getattr(tokenizer, "chat_template", None):
+        between = f"{_BETWEEN}Question: "
+        return Prompt("plain", tokenizer.bos_token or "", between, "\nAnswer:", between)
+    user = {"role": "user", "content": _CORPUS + _BETWEEN + _QUESTION}
+    turns = [user, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
+    one = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    two = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    try:
+        before, rest = one.split(_CORPUS)
+        between, after = rest.split(_QUESTION)
+        turn = two.split(_ANSWER)[1].split(_NEXT)[0]
+    except (ValueError, IndexError) as error:
+        raise ModelError(
+            "the chat template of this tokenizer does not keep the user's text whole, so the corpus cannot "
+            "be prefilled before the question; use a tokenizer without a chat template or with another one"
+        ) from error
+    return Prompt("chat", before, between, after, turn)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a piece of prompt; special tokens in the text are recognised, none are added."""
+    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,29 @@
+"""Dense attention to the whole prefix: what every selector is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from offload_decode.selectors import base
+from offload_decode.types import Selection
+
+
+@dataclass(frozen=True)
+class Options(base.Options):
+    """The budget is everything."""
+
+    budget: str = "100%"
+
+
+class Dense(base.Selector):
+    """Select every stored token, read block by block."""
+
+    name = "dense"
+    paper = "https://arxiv.org/abs/1706.03762"
+    options_type = Options
+
+    def choose(self, layer: int, queries: Tensor, k: int) -> Selection:
+        """Everything, whatever the budget says."""
+        return base.EVERYTHING

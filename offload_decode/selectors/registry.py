@@ -1,0 +1,44 @@
+"""Selectors by name, imported when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+
+from offload_decode import selectors as package
+from offload_decode.config import parse_options
+from offload_decode.errors import ConfigError
+from offload_decode.kv import HostKV
+from offload_decode.selectors.base import Selector
+from offload_decode.types import ModelShape
+
+_NOT_SELECTORS = {"base", "registry"}
+
+
+def names() -> list[str]:
+    """Every selector: one module of this package each."""
+    return sorted(
+        module.name for module in pkgutil.iter_modules(package.__path__) if module.name not in _NOT_SELECTORS
+    )
+
+
+def get(name: str) -> type[Selector]:
+    """The selector class of a name, which is its module's name."""
+    if name not in names():
+        raise ConfigError(f"unknown selector '{name}'; known are: {', '.join(names())}")
+    module = importlib.import_module(f"offload_decode.selectors.{name}")
+    found = [
+        member
+        for _, member in inspect.getmembers(module, inspect.isclass)
+        if issubclass(member, Selector) and getattr(member, "name", None) == name
+    ]
+    assert len(found) == 1, f"{module.__name__} defines one selector"
+    return found[0]
+
+
+def create(name: str, options: Mapping[str, object], host: HostKV, shape: ModelShape) -> Selector:
+    """A selector over a store with options as users write them; raises `ConfigError`."""
+    kind = get(name)
+    return kind(parse_options(kind.options_type, options, f"selector '{name}'"), host, shape)

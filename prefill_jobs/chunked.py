@@ -1,0 +1,92 @@
+"""Dense chunked prefill: model to store in memory that does not grow with the corpus.
+
+Each chunk attends to itself causally and to everything before it, which is read back from the store block
+by block and merged by log-sum-exp (METHODS §1), so that chunked equals unchunked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from offload_decode.kernels.dense import attend_blocks
+from offload_decode.kv import BLOCK_TOKENS, numpy_view, tensor_view
+from offload_decode.models.cache import PrefixCache
+from offload_decode.models.loading import LoadedModel
+from offload_decode.store.writer import KVStoreWriter
+from offload_decode.types import AttentionState, LayerKind, ModelShape
+
+
+class StagedPrefix:
+    """What is written so far, as `offload_decode.kv.Prefix`; takes the query samples on their way through."""
+
+    def __init__(self, writer: KVStoreWriter, shape: ModelShape):
+        self.writer = writer
+        self.shape = shape
+
+    @property
+    def length(self) -> int:
+        """Tokens written and committed."""
+        return self.writer.done
+
+    def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
+        """Dense attention from `query [1, H, T, D]` to everything written, one block in memory at a time."""
+        self._sample(layer, query)
+        return attend_blocks(query, self._blocks(layer), scaling, softcap)
+
+    def _blocks(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        heads = range(self.shape.kv_heads)
+        keys = [tensor_view(self.writer.keys(layer, head)) for head in heads]
+        values = [tensor_view(self.writer.values(layer, head)) for head in heads]
+        for start in range(0, self.length, BLOCK_TOKENS):
+            part = slice(start, min(start + BLOCK_TOKENS, self.length))
+            yield (
+                torch.stack([key[part] for key in keys])[None],
+                torch.stack([value[part] for value in values])[None],
+            )
+
+    def _sample(self, layer: int, query: Tensor) -> None:
+        slots, positions, group_heads = self.writer.samples(self.length, self.length + query.shape[2])
+        if len(positions):
+            rows = torch.from_numpy(positions - self.length).to(query.device)
+            heads = torch.from_numpy(group_heads).to(query.device)
+            grouped = query[0].reshape(self.shape.kv_heads, self.shape.group, *query.shape[2:])
+            self.writer.put_queries(layer, slots, numpy_view(grouped[:, heads, rows]))
+
+
+def prefill_chunks(
+    loaded: LoadedModel,
+    writer: KVStoreWriter,
+    tokens: NDArray[np.int32],
+    chunk: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Run `tokens [N]` through the model from where the writer stands, committing after every chunk."""
+    prefix = StagedPrefix(writer, loaded.shape)
+    windows = {
+        layer: _to_device(writer.window(layer), loaded.device)
+        for layer, kind in enumerate(loaded.shape.layers)
+        if kind is LayerKind.SLIDING
+    }
+    cache = PrefixCache.over(prefix, loaded.shape, windows)
+    for start in range(writer.done, len(tokens), chunk):
+        part = torch.from_numpy(tokens[start : start + chunk]).long()[None]
+        loaded.encode(part, cache)
+        for layer in cache.layers:
+            keys, values = layer.tail.view()
+            writer.append(layer.index, numpy_view(keys[0]), numpy_view(values[0]))
+        writer.commit(start + part.shape[1])
+        for layer in cache.layers:
+            layer.rebase()
+        progress(writer.done)
+
+
+def _to_device(
+    window: tuple[NDArray[np.generic], NDArray[np.generic]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    keys, values = (tensor_view(part)[None].to(device) for part in window)
+    return keys, values

@@ -1,0 +1,180 @@
+"""The engine: answers, conversations, batches, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.sampler import Sampler
+from offload_decode.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
+from offload_decode.models.loading import load, wrap
+from prefill_jobs.job import prefill
+from tests.tiny import text_model, tiny_model, tiny_tokenizer
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 4
+QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?", "Why"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    for name, family, seed in (("model", "gemma2", 0), ("tuned", "gemma2", 1), ("other", "qwen3", 0)):
+        text_model(seed, family).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    (folder / "corpus.txt").write_text(TEXT)
+    prefill(str(folder / "corpus.txt"), model=str(folder / "model"), out=folder / "store", chunk=32)
+    return folder
+
+
+@pytest.fixture
+def engine(folder):
+    return Engine.open(folder / "store", options={"budget": "20"})
+
+
+def test_an_answer_equals_generate_over_the_same_cache(engine):
+    inputs = engine.inputs(QUESTIONS[0])
+    asked = inputs["input_ids"].shape[1]
+    out = engine.loaded.model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert list(engine.answer(QUESTIONS[0], max_new_tokens=12).tokens) == out[0, asked:].tolist()
+
+
+def test_a_full_budget_equals_the_dense_selector_and_a_small_one_does_not(folder):
+    def logits(selector, **options):
+        opened = Engine.open(folder / "store", selector=selector, options=options)
+        return opened.extend(list(range(10, 20)))
+
+    dense = logits("dense")
+    torch.testing.assert_close(logits("topk", budget="100%"), dense, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits("topk", budget="1", dense_layers="1"), dense, atol=1e-5, rtol=0)
+    assert (logits("topk", budget="1") - dense).abs().max() > 1e-3
+
+
+def test_a_question_leaves_the_engine_untouched(engine):
+    first = engine.answer(QUESTIONS[0])
+    engine.answer(QUESTIONS[1])
+    assert engine.length == engine.prefix.length
+    assert engine.answer(QUESTIONS[0]).tokens == first.tokens
+
+
+def test_streamed_pieces_make_the_answer(engine):
+    answer = engine.answer(QUESTIONS[1], max_new_tokens=40)
+    pieces = list(engine.stream(QUESTIONS[1], max_new_tokens=40))
+    assert "".join(pieces).strip() == answer.text
+    assert engine.length > engine.prefix.length  # a stream is a conversation that goes on
+
+
+def test_a_batch_answers_as_one_by_one(engine):
+    alone = [engine.answer(question, max_new_tokens=10) for question in QUESTIONS]
+    for size in (1, 2, 8):
+        together = engine.answer_many(QUESTIONS, max_new_tokens=10, batch_size=size)
+        assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+
+
+def test_an_end_token_ends_an_answer_and_is_not_part_of_it(engine):
+    tokens = engine.answer(QUESTIONS[0], max_new_tokens=10).tokens
+    stop = tokens[4]
+    engine.loaded.model.generation_config.eos_token_id = [stop]
+    ended = engine.answer(QUESTIONS[0], max_new_tokens=10)
+    assert ended.tokens == tokens[: tokens.index(stop)]
+    assert ended.finish == "stop"
+    assert engine.answer_many(QUESTIONS[:1], max_new_tokens=10)[0].tokens == ended.tokens
+
+
+def test_the_statistics_count_what_was_selected(engine):
+    stats = engine.answer(QUESTIONS[0], max_new_tokens=5).stats
+    shape = engine.loaded.shape
+    asked = engine.inputs(QUESTIONS[0])["input_ids"].shape[1]
+    rows = (asked + 4) * shape.query_heads  # the last generated token is never run
+    assert stats.tokens == asked + 4
+    assert stats.rows == rows * len(shape.full_layers)
+    assert stats.by_layer == dict.fromkeys(shape.full_layers, rows * 20)
+    assert 0 < stats.bytes_moved <= stats.selected * shape.head_dim * 4
+
+
+def test_sampling_is_seeded_and_narrow_nuclei_are_greedy(engine):
+    def sampled(**settings):
+        return engine.answer(QUESTIONS[0], max_new_tokens=15, sampler=Sampler(**settings)).tokens
+
+    assert sampled(temperature=1.0, seed=1) == sampled(temperature=1.0, seed=1)
+    assert sampled(temperature=1.0, seed=1) != sampled(temperature=1.0, seed=2)
+    assert sampled(temperature=1.0, top_p=1e-9) == sampled()
+    with pytest.raises(ConfigError):
+        Sampler(temperature=-1)
+
+
+def test_crop_reaches_back_to_the_stored_tokens_and_no_further(engine):
+    stored = engine.prefix.length
+    engine.extend([5, 6, 7])
+    engine.crop(stored + 1)
+    assert engine.length == stored + 1
+    for length in (stored - 1, stored + 2):
+        with pytest.raises(ConfigError, match="cannot crop"):
+            engine.crop(length)
+
+
+@pytest.mark.parametrize(("other", "says"), [("tuned", "weights"), ("other", "configuration")])
+def test_another_model_is_refused(folder, other, says):
+    with pytest.raises(StoreMismatch, match=says):
+        Engine.open(folder / "store", str(folder / other))
+
+
+def test_another_tokenizer_is_refused(folder):
+    loaded = load(str(folder / "model"))
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<extra>"])
+    with pytest.raises(StoreMismatch, match="tokenizer"):
+        Engine.open(folder / "store", wrap(loaded.model, tokenizer))
+
+
+def test_another_dtype_is_refused(folder):
+    model = text_model(0, "gemma2").to(torch.bfloat16)
+    with pytest.raises(StoreMismatch, match="dtype"):
+        Engine.open(folder / "store", model)
+
+
+@pytest.mark.parametrize(
+    ("selector", "options"),
+    [
+        ("nearest", {}),
+        ("topk", {"k": "5"}),
+        ("topk", {"budget": "lots"}),
+        ("topk", {"index": "faiss-ivf"}),  # none was built
+        ("dense", {"index": "flat"}),
+    ],
+)
+def test_wrong_options_are_refused(folder, selector, options):
+    with pytest.raises(ConfigError):
+        Engine.open(folder / "store", selector=selector, options=options)
+
+
+def test_a_model_without_a_tokenizer_takes_tokens_but_no_questions(folder):
+    engine = Engine.open(folder / "store", text_model(0, "gemma2"))
+    assert engine.extend([5, 6]).shape == (259,)
+    with pytest.raises(ModelError, match="tokenizer"):
+        engine.answer("Who?")
+
+
+def test_architectures_that_were_not_shown_to_be_exact_are_refused_by_name():
+    import transformers
+
+    mamba = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20)
+    with pytest.raises(UnsupportedModel, match="mamba"):
+        wrap(transformers.MambaForCausalLM(mamba))
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    with pytest.raises(UnsupportedModel, match="dynamic"):
+        wrap(tiny_model("llama", rope_parameters=rope))
+
+
+def test_lost_keys_are_noticed(engine):
+    """A layer whose keys do not reach the registered function must not silently lose the prefix."""
+    engine.loaded.model.set_attn_implementation("eager")
+    with pytest.raises((UnsupportedModel, RuntimeError)):
+        engine.extend([5])
+
+
+def test_answers_are_frozen(engine):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        engine.answer("Who?", max_new_tokens=2).text = ""  # type: ignore[misc]

@@ -1,0 +1,180 @@
+"""A corpus: text of every kind is read as people see it, and all else is refused or skipped by name."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload_decode.errors import CorpusError
+from offload_decode.models.prompt import Prompt
+from prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
+from tests.tiny import tiny_tokenizer
+
+BINARIES = {
+    "paper.pdf": b"%PDF-1.4\n1 0 obj << /Type /Catalog >>\nendobj\n%%EOF\n",
+    "picture.png": b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
+    "photo.jpg": b"\xff\xd8\xff\xe0" + bytes(range(1, 200)),
+    "archive.zip": b"PK\x03\x04\x14",
+    "letter.rtf": b"{\\rtf1 hello}",
+    "nul.txt": b"text\0with a NUL",
+    "controls.txt": b"\x01\x02\x03\x04 text",
+    "noise": bytes((37 * i) % 255 + 1 for i in range(3000)),
+}
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("naïve “quotes” 漢字 🙂".encode(), "naïve “quotes” 漢字 🙂"),
+        ("\ufeffmarked".encode(), "marked"),
+        (b"one\r\ntwo\rthree\n", "one\ntwo\nthree"),
+        ("Grüße aus München, schöne Straße".encode("latin-1"), "Grüße aus München, schöne Straße"),
+        ("“It’s” – a café".encode("cp1252"), "“It’s” – a café"),
+        (
+            "Привет мир, это довольно длинный текст".encode("cp1251"),
+            "Привет мир, это довольно длинный текст",
+        ),
+        ("wide wörds".encode("utf-16"), "wide wörds"),
+        ("wide wörds".encode("utf-32"), "wide wörds"),
+        (b"\n\n  indented\n\n", "  indented"),
+    ],
+)
+def test_text_of_any_encoding_is_read(tmp_path: Path, data: bytes, text: str) -> None:
+    (tmp_path / "a.txt").write_bytes(data)
+    assert read_corpus(str(tmp_path / "a.txt")) == ([TextDocument("a.txt", text)], [])
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.rst", "a.py", "a.c", "a.csv", "a.json", "Makefile", "a.unknown"])
+def test_whatever_is_text_is_read_as_it_stands(tmp_path: Path, name: str) -> None:
+    _write(tmp_path, {name: b"<b> # = {1,\t2}"})
+    assert read_corpus(str(tmp_path / name))[0] == [TextDocument(name, "<b> # = {1,\t2}")]
+
+
+def test_html_is_read_as_a_browser_shows_it(tmp_path: Path) -> None:
+    page = b"""<!doctype html><html><head><title>The  title</title><style>p { color: red }</style>
+        <script>var hidden = 1</script></head><body><!-- a comment --><h1>Head</h1>
+        <p>Some <b>bold</b> and half-<i>ital</i>ic,<br>next &amp; last.</p><p hidden>not shown</p>
+        <pre>a  b\n  c</pre><table><tr><td>1</td><td>2</td></tr></table>
+        <template>nor this</template></body></html>"""
+    ((document,), _) = read_corpus(str(_write(tmp_path, {"a.HTML": page}) / "a.HTML"))
+    assert [line for line in document.text.splitlines() if line] == [
+        "The title",
+        "Head",
+        "Some bold and half-italic,",
+        "next & last.",
+        "a  b",
+        "  c",
+        "1 2",
+    ]
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_what_is_not_text_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
+    _write(tmp_path, BINARIES)
+    with pytest.raises(CorpusError, match=rf"{name} cannot be read.*convert it to text first$"):
+        read_corpus(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\t\n", b"\xef\xbb\xbf", b"<html><script>only()</script></html>"])
+def test_a_file_without_text_is_refused(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(CorpusError, match="holds no text"):
+        read_corpus(str(_write(tmp_path, {"a.html": data}) / "a.html"))
+
+
+def test_a_folder_is_read_by_relative_path_and_reports_what_it_skipped(tmp_path: Path) -> None:
+    texts = {"b.txt": b"b", "a/z.md": b"z", "a/deep/y.py": b"y", "c/x": b"x"}
+    hidden = {".secret": b"s", ".git/config": b"s", "a/__pycache__/m.txt": b"s", "node_modules/m.js": b"s"}
+    _write(tmp_path, texts | hidden | BINARIES | {"empty.txt": b""})
+    (tmp_path / "a" / "broken").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    documents, skipped = read_corpus(str(tmp_path))
+    assert [document.name for document in documents] == ["a/deep/y.py", "a/z.md", "b.txt", "c/x"]
+    assert [document.text for document in documents] == ["y", "z", "b", "x"]
+    assert {one.name for one in skipped} == {*BINARIES, "empty.txt", "a/broken", "pipe"}
+    assert all(one.reason for one in skipped)
+
+
+def test_a_store_inside_its_corpus_does_not_become_part_of_it(tmp_path: Path) -> None:
+    stores = {
+        "s.kv/zarr.json": b"{}",
+        "s.kv/layers/zarr.json": b"{}",
+        "t.kv.partial/progress.json": b"{}",
+        "s.kv.indexes/flat/layer-000-head-000.json": b"{}",
+    }
+    documents, skipped = read_corpus(str(_write(tmp_path, {"a.txt": b"a"} | stores)))
+    assert [document.name for document in documents] == ["a.txt"]
+    assert [one.name for one in skipped] == ["s.kv", "s.kv.indexes", "t.kv.partial"]
+
+
+def test_a_folder_without_readable_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="it has no files"):
+        read_corpus(str(tmp_path))
+    with pytest.raises(CorpusError, match=f"none of its {len(BINARIES)} files is readable"):
+        read_corpus(str(_write(tmp_path, BINARIES)))
+
+
+def test_a_missing_corpus_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"no corpus at .*nowhere.*give a file, a folder, or -"):
+        read_corpus(str(tmp_path / "nowhere"))
+
+
+def test_a_file_name_that_is_not_utf8_becomes_text(tmp_path: Path) -> None:
+    try:
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).write_bytes(b"text")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    ((document,), _) = read_corpus(str(tmp_path))
+    assert document.name == "caf\ufffd.txt"
+
+
+def test_standard_input_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe\r\n")))
+    assert read_corpus("-") == ([TextDocument("stdin", "from a pipe")], [])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\0\1\2")))
+    with pytest.raises(CorpusError, match="standard input cannot be read"):
+        read_corpus("-")
+
+
+PROMPT = Prompt("plain", "<s>", "\n\nQuestion: ", "\nAnswer:", "\n\nQuestion: ")
+
+
+def test_one_document_is_encoded_behind_the_opening_of_the_prompt() -> None:
+    tokenizer = tiny_tokenizer()
+    tokens, spans = encode_corpus(tokenizer, PROMPT, [TextDocument("a", "text")])
+    assert tokens.dtype == "int32"
+    assert tokens[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(tokens) == "<s>text"
+    assert [(span.name, span.start, span.end) for span in spans] == [("a", 0, len(tokens))]
+
+
+def test_several_documents_are_headed_by_their_names_and_tile_the_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    texts = [TextDocument("a", "first"), TextDocument("b/c", "second\n"), TextDocument("d", "third")]
+    tokens, spans = encode_corpus(tokenizer, PROMPT, texts)
+    pieces = [tokenizer.decode(tokens[span.start : span.end]) for span in spans]
+    assert pieces == [
+        "<s>Document: a\nfirst",
+        "\n\nDocument: b/c\nsecond\n",
+        "\n\nDocument: d\nthird",
+    ]
+    assert [span.start for span in spans] + [len(tokens)] == [0] + [span.end for span in spans]
+
+
+def test_special_tokens_in_a_text_are_letters() -> None:
+    tokenizer = tiny_tokenizer()
+    tokens, _ = encode_corpus(tokenizer, PROMPT, [TextDocument("a", "an </s> and <pad>")])
+    assert not {tokenizer.eos_token_id, tokenizer.pad_token_id} & set(tokens.tolist())
+    assert tokenizer.decode(tokens[1:]) == "an </s> and <pad>"
+    # The tokenizer itself goes on as before: questions are encoded with their template's special tokens.
+    assert tokenizer.encode("</s>", add_special_tokens=False) == [tokenizer.eos_token_id]
