@@ -91,7 +91,7 @@ def _read_folder(folder: Path) -> tuple[list[TextDocument], list[Skipped]]:
     skipped: list[Skipped] = []
     for name, path in sorted(_files(folder, skipped)):
         try:
-            if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait forever
+            if stat.S_ISDIR(os.stat(path).st_mode):  # reading a pipe would wait forever
                 raise CorpusError("it is not a regular file")
             documents.append(TextDocument(name, text_of(name, path.read_bytes())))
         except CorpusError as error:

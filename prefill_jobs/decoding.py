@@ -5,10 +5,15 @@ from __future__ import annotations
 import codecs
 import re
 import warnings
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload_decode.errors import CorpusError
+
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup
 
 HTML = frozenset({".html", ".htm", ".xhtml"})
 
@@ -51,11 +56,16 @@ _WESTERN = "cp1252"
 _CONTROLS = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
 _CONTROL_SHARE = 0.01
 
-_BLOCKS = [
-    "address", "article", "aside", "blockquote", "body", "caption", "dd", "details", "div", "dl", "dt",
-    "fieldset", "figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr",
-    "li", "main", "nav", "ol", "p", "pre", "section", "summary", "table", "title", "tr", "ul",
-]  # fmt: skip
+_UNSEEN = frozenset({"script", "style", "template", "noscript"})
+_KEPT_AS_TYPED = frozenset({"pre", "textarea"})
+_CELLS = frozenset({"td", "th"})
+_BLOCKS = frozenset(
+    [
+        "address", "article", "aside", "blockquote", "body", "caption", "dd", "details", "div", "dl", "dt",
+        "fieldset", "figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "header",
+        "hr", "li", "main", "nav", "ol", "p", "pre", "section", "summary", "table", "title", "tr", "ul",
+    ]
+)  # fmt: skip
 
 
 def text_of(name: str, data: bytes) -> str:
@@ -111,22 +121,37 @@ def _visible(markup: str) -> str:
             soup = BeautifulSoup(markup, "html.parser")
         except ParserRejectedMarkup as error:
             raise CorpusError("it is not HTML that can be parsed") from error
-    for unseen in soup(["script", "style", "template", "noscript"]) + soup(hidden=True):
-        unseen.extract()
-    _lay_out(soup)
-    text = re.sub(r"[ \t]*\n[ \t]*(?:\n\s*)+", "\n\n", soup.get_text())
-    return re.sub(r"[ \t]+\n", "\n", text)
+    lines = [line.rstrip() for line in "".join(_pieces(soup)).split("\n")]
+    return "\n".join(line for before, line in pairwise(["", *lines]) if line or before)
 
 
-def _lay_out(soup: Any) -> None:
-    """White space as a browser shows it: lines end with blocks, runs of it are one space outside `<pre>`."""
-    for piece in soup.find_all(string=True):
-        if not piece.find_parent(["pre", "textarea"]):
-            piece.replace_with(type(piece)(re.sub(r"\s+", " ", piece)))
-    for line_break in soup("br"):
-        line_break.replace_with("\n")
-    for cell in soup(["td", "th"]):
-        cell.append(" ")
-    for block in soup(_BLOCKS):
-        block.insert(0, "\n")
-        block.append("\n")
+def _pieces(soup: BeautifulSoup) -> Iterator[str]:
+    """What is seen, in order: blocks begin and end lines, and white space is one space but in `<pre>`.
+
+    One pass without recursion or changes to the tree: large pages are too much for either.
+    """
+    from bs4.element import CData, NavigableString, Tag
+
+    typed, new_line = 0, True
+    below: list[tuple[Tag | None, Iterator[Any]]] = [(None, iter(soup.contents))]
+    while below:
+        parent, children = below[-1]
+        child = next(children, None)
+        piece = ""
+        if child is None:
+            below.pop()
+            if parent is not None:
+                typed -= parent.name in _KEPT_AS_TYPED
+                piece = "\n" if parent.name in _BLOCKS else " " if parent.name in _CELLS else ""
+        elif isinstance(child, Tag):
+            if child.name not in _UNSEEN and not child.has_attr("hidden"):
+                typed += child.name in _KEPT_AS_TYPED
+                piece = "\n" if child.name in _BLOCKS or child.name == "br" else ""
+                below.append((child, iter(child.contents)))
+        elif type(child) in (NavigableString, CData):  # comments and declarations are of other types
+            piece = str(child) if typed else re.sub(r"\s+", " ", child)
+            if new_line and not typed:
+                piece = piece.lstrip()
+        if piece:
+            new_line = piece.endswith("\n")
+            yield piece

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def _lines(command: Sequence[str], request: str) -> Iterator[dict[str, Any]]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with process.stdin as sent:
+            with suppress(BrokenPipeError), process.stdin as sent:  # a process that died says so by its code
                 sent.write(request)
             for line in process.stdout:
                 found = json.loads(line)

@@ -107,7 +107,14 @@ def prefill_tokens(
     with KVStoreWriter.open(out, manifest, tokens, documents) as writer:
         resumed_from = writer.done
         progress("prefill", resumed_from, len(tokens))
-        prefill_chunks(loaded, writer, tokens, chunk, lambda done: progress("prefill", done, len(tokens)))
+        memory = own_memory()
+
+        def after_chunk(done: int) -> None:
+            nonlocal memory
+            memory = max(memory, own_memory())
+            progress("prefill", done, len(tokens))
+
+        prefill_chunks(loaded, writer, tokens, chunk, after_chunk)
         progress("publish", 0, 1)
         writer.publish()
     seconds = time.perf_counter() - began
@@ -120,5 +127,14 @@ def prefill_tokens(
         seconds=seconds,
         tokens_per_second=(len(tokens) - resumed_from) / seconds,
         bytes=sum(KVStore.open(out).cost().values()),
-        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_memory=memory,
     )
+
+
+def own_memory() -> int:
+    """Bytes of memory this process holds; pages of files are left out, as the system drops them at need."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(lines["RssAnon"].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the peak of all pages, in bytes

@@ -40,6 +40,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> Path:
         ("\ufeffmarked".encode(), "marked"),
         (b"one\r\ntwo\rthree\n", "one\ntwo\nthree"),
         ("Grüße aus München, schöne Straße".encode("latin-1"), "Grüße aus München, schöne Straße"),
+        ("El niño comió piñas".encode("latin-1"), "El niño comió piñas"),
         ("“It’s” – a café".encode("cp1252"), "“It’s” – a café"),
         (
             "Привет мир, это довольно длинный текст".encode("cp1251"),
