@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload_decode.errors import CorpusError
-from offload_decode.models.prompt import Prompt, encode
+from offload_decode.models.prompt import Prompt, encode, encode_text
 from offload_decode.types import Document
 from prefill_jobs.decoding import text_of
 
@@ -72,7 +72,7 @@ def encode_corpus(
         text = document.text
         if len(documents) > 1:
             text = f"{_BETWEEN if number else ''}Document: {document.name}\n{text}"
-        tokens += tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        tokens += encode_text(tokenizer, text)
         spans.append(Document(document.name, end, len(tokens)))
         end = len(tokens)
     return np.array(tokens, np.int32), spans
@@ -91,7 +91,7 @@ def _read_folder(folder: Path) -> tuple[list[TextDocument], list[Skipped]]:
     skipped: list[Skipped] = []
     for name, path in sorted(_files(folder, skipped)):
         try:
-            if stat.S_ISDIR(os.stat(path).st_mode):  # reading a pipe would wait forever
+            if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait forever
                 raise CorpusError("it is not a regular file")
             documents.append(TextDocument(name, text_of(name, path.read_bytes())))
         except CorpusError as error:

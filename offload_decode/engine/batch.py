@@ -9,7 +9,6 @@ import torch
 
 from offload_decode.engine.engine import Answer, Engine
 from offload_decode.engine.sampler import Sampler
-from offload_decode.models.prompt import encode
 from offload_decode.types import StepStats
 
 
@@ -19,7 +18,7 @@ def answer_batch(engine: Engine, questions: Sequence[str], max_new_tokens: int) 
     """
     forked = Engine(engine.loaded, engine.store, engine.selector)
     device, stored = engine.loaded.device, forked.prefix.length
-    asked = [encode(engine.tokenizer, engine.prompt.first(question)) for question in questions]
+    asked = [engine.prompt.first(engine.tokenizer, question) for question in questions]
     longest = max(map(len, asked))
     ids = torch.tensor([[0] * (longest - len(one)) + one for one in asked], device=device)
     own = torch.tensor([[False] * (longest - len(one)) + [True] * len(one) for one in asked], device=device)

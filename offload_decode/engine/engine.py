@@ -17,7 +17,7 @@ from offload_decode.errors import ConfigError, ModelError
 from offload_decode.kv import HostKV, tensor_view
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel, load, wrap
-from offload_decode.models.prompt import Prompt, encode, prompt_for
+from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.selectors.base import Selector
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
@@ -100,7 +100,7 @@ class Engine:
         """Keyword arguments for `model.generate`: the question's ids, a mask over all tokens, and a fresh
         cache.
         """
-        ids = torch.tensor([encode(self.tokenizer, self.prompt.first(question))], device=self.loaded.device)
+        ids = torch.tensor([self.prompt.first(self.tokenizer, question)], device=self.loaded.device)
         mask = torch.ones(1, self.prefix.length + ids.shape[1], dtype=torch.bool, device=self.loaded.device)
         return {"input_ids": ids, "attention_mask": mask, "past_key_values": self.new_cache()}
 
@@ -151,25 +151,22 @@ class Engine:
         self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None
     ) -> Iterator[str]:
         """Ask a question and yield the answer piece by piece; the conversation goes on from there."""
-        text = self.prompt.next(question) if self.cache.tail_length else self.prompt.first(question)
         tokens: list[int] = []
-        shown = ""
-        for token in self.generate(self.extend(encode(self.tokenizer, text)), max_new_tokens, sampler):
+        shown = ready = 0  # tokens[shown:ready] were shown last; they may join with what follows
+        for token in self.generate(self.extend(self.question_tokens(question)), max_new_tokens, sampler):
             tokens.append(token)
-            written = self.decode(tokens)
-            # A character of several bytes may lack its last ones, which decode to U+FFFD until they are
-            # there.
+            before, written = self.decode(tokens[shown:ready]), self.decode(tokens[shown:])
+            # A character of several bytes may lack its last ones: they decode to U+FFFD until they come.
             if not written.endswith("\ufffd"):
-                yield written[len(shown) :]
-                shown = written
-        if rest := self.decode(tokens)[len(shown) :]:
+                yield written[len(before) :]
+                shown, ready = ready, len(tokens)
+        if rest := self.decode(tokens[shown:])[len(self.decode(tokens[shown:ready])) :]:
             yield rest
 
     def answer(self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None) -> Answer:
         """Answer one question on its own: this engine's conversation stays as it is."""
         forked = self.fork()
-        text = forked.prompt.next(question) if forked.cache.tail_length else forked.prompt.first(question)
-        logits = forked.extend(encode(forked.tokenizer, text))
+        logits = forked.extend(forked.question_tokens(question))
         tokens = tuple(forked.generate(logits, max_new_tokens, sampler))
         finish = "length" if len(tokens) == max_new_tokens else "stop"
         return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), finish)
@@ -184,6 +181,11 @@ class Engine:
         for start in range(0, len(questions), batch_size):
             answers += answer_batch(self, questions[start : start + batch_size], max_new_tokens)
         return answers
+
+    def question_tokens(self, question: str) -> list[int]:
+        """Token ids of a question as it is put here: after the corpus or after an answer."""
+        put = self.prompt.next if self.cache.tail_length else self.prompt.first
+        return put(self.tokenizer, question)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of generated tokens."""

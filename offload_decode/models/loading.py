@@ -79,6 +79,8 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto") -> LoadedMode
         raise ConfigError(f"unknown dtype '{dtype}'; choose one of: auto, {', '.join(DTYPES)}")
     chosen_device = pick_device(device)
     source = _source(model_id)
+    if (model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1) and not Path(source).is_dir():
+        raise ModelError(f"there is no folder {model_id}: give 'demo', a folder, or a transformers id")
     try:
         shape_of(AutoConfig.from_pretrained(source))
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -87,7 +89,7 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto") -> LoadedMode
     except OffloadDecodeError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ModelError(
             f"cannot load the model '{model_id}': {reason}; give 'demo', a folder, or a transformers id"
         ) from error
@@ -157,7 +159,9 @@ def tokenizer_hash(tokenizer: Any | None) -> str:
     parts = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        parts.append(backend.to_str())
+        rules = json.loads(backend.to_str())
+        # Left over from the last call, and no part of what the tokenizer is.
+        parts.append({name: rule for name, rule in rules.items() if name not in ("truncation", "padding")})
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -23,13 +23,13 @@ class Prompt:
     after: str
     turn: str
 
-    def first(self, question: str) -> str:
-        """The text that follows the corpus."""
-        return self.between + question + self.after
+    def first(self, tokenizer: Any, question: str) -> list[int]:
+        """Token ids of what follows the corpus."""
+        return _encode_around(tokenizer, self.between, question, self.after)
 
-    def next(self, question: str) -> str:
-        """The text that follows an answer."""
-        return self.turn + question + self.after
+    def next(self, tokenizer: Any, question: str) -> list[int]:
+        """Token ids of what follows an answer."""
+        return _encode_around(tokenizer, self.turn, question, self.after)
 
 
 def prompt_for(tokenizer: Any) -> Prompt:
@@ -53,6 +53,18 @@ def prompt_for(tokenizer: Any) -> Prompt:
     return Prompt("chat", before, between, after, turn)
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a piece of prompt; special tokens in the text are recognised, none are added."""
-    return list(tokenizer.encode(text, add_special_tokens=False))
+def encode(tokenizer: Any, template: str) -> list[int]:
+    """Token ids of a piece of a template; special tokens in it are recognised, none are added."""
+    return list(tokenizer.encode(template, add_special_tokens=False))
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a user's text: a special token in it (`</s>`) is its letters, not the token."""
+    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+
+
+def _encode_around(tokenizer: Any, before: str, text: str, after: str) -> list[int]:
+    # In one piece where that is safe: white space at the seams is then split as the model knows it.
+    if not any(token in text for token in tokenizer.get_added_vocab()):
+        return encode(tokenizer, before + text + after)
+    return encode(tokenizer, before) + encode_text(tokenizer, text) + encode(tokenizer, after)

@@ -1,0 +1,108 @@
+"""`offload-decode ask`: one question, one answer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import output
+from cli.options import (
+    Device,
+    Json,
+    MaxNewTokens,
+    Model,
+    Options,
+    Seed,
+    Selector,
+    Store,
+    Temperature,
+    TopP,
+    question_from,
+)
+from offload_decode.config import split_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from offload_decode.engine.engine import Engine
+    from offload_decode.types import StepStats
+
+
+def ask(
+    store: Store,
+    question: Annotated[
+        str, typer.Argument(metavar="QUESTION", help="The question; - reads standard input.")
+    ],
+    selector: Selector = "topk",
+    option: Options = None,
+    model: Model = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    device: Device = "auto",
+    as_json: Json = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what the answer cost.")] = False,
+) -> None:
+    """Answer one question from a store.
+
+    The answer is printed as it is written.
+    """
+    asked, options = question_from(question), split_pairs(option or [])
+
+    from offload_decode.engine.engine import Engine
+    from offload_decode.engine.sampler import Sampler
+
+    sampler = Sampler(temperature, top_p, seed)
+    engine = Engine.open(store, model, selector=selector, options=options, device=device)
+    if as_json:
+        given = engine.answer(asked, max_new_tokens, sampler)
+        cost = given.stats
+        output.answer_json(
+            {
+                "question": asked,
+                "answer": given.text,
+                "tokens": len(given.tokens),
+                "finish": given.finish,
+                "selector": selector,
+                "options": asdict(engine.selector.options),
+                "store": str(store),
+                "model": engine.loaded.model_id,
+                "stored_tokens": engine.prefix.length,
+                "stats": asdict(cost),
+            }
+        )
+    else:
+        show(engine.stream(asked, max_new_tokens, sampler))
+        cost = engine.prefix.take_stats()
+    if stats:
+        output.note(describe(cost, engine))
+
+
+def show(pieces: Iterable[str]) -> None:
+    """Print an answer as it comes, without the white space that models begin with."""
+    begun = False
+    for piece in pieces:
+        shown = piece if begun else piece.lstrip()
+        begun = begun or bool(shown)
+        output.answer(shown, end="")
+    output.answer("")
+
+
+def describe(cost: StepStats, engine: Engine) -> str:
+    """What an answer cost, for people."""
+    stored = engine.prefix.length
+    attended = cost.selected / max(1, cost.rows)
+    other = cost.total_s - cost.search_s - cost.gather_s - cost.attend_s
+    return "\n".join(
+        [
+            f"tokens    {cost.tokens:,} run (question and answer)",
+            f"attended  {attended:,.1f} of {stored:,} stored tokens in each step and head "
+            f"({attended / stored:.2%})",
+            f"moved     {output.size(cost.bytes_moved)} of stored keys and values",
+            f"time      {cost.total_s:.2f} s: search {cost.search_s:.2f}, gather {cost.gather_s:.2f}, "
+            f"attend {cost.attend_s:.2f}, the rest of the model {other:.2f}",
+        ]
+    )

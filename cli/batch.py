@@ -1,0 +1,152 @@
+"""`offload-decode batch`: many questions to many stores, resumable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from cli import output
+from cli.failures import exit_code, sentence
+from cli.options import Device, MaxNewTokens, Model, Options, Quiet, Selector
+from cli.progress import Progress
+from cli.questions import Question, append_answers, assign, read_answered, read_questions
+from offload_decode.config import parse_options, split_pairs
+from offload_decode.errors import ConfigError, OffloadDecodeError
+
+if TYPE_CHECKING:
+    from indexes.errors import VectorIndexError
+    from offload_decode.engine.engine import Answer, Engine
+    from offload_decode.models.loading import LoadedModel
+
+OpenEngine = Callable[[str], "Engine"]
+
+
+def batch(
+    stores: Annotated[
+        list[Path], typer.Argument(metavar="STORE", help="The stores to ask.", show_default=False)
+    ],
+    questions: Annotated[
+        Path, typer.Option(metavar="FILE.jsonl", help='Lines like {"question": "…", "id": 1, "store": "…"}.')
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Answers are appended to it.")],
+    selector: Selector = "topk",
+    option: Options = None,
+    model: Model = None,
+    max_new_tokens: MaxNewTokens = 128,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Questions in one forward pass.", min=1)] = 8,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Ask many questions of many stores.
+
+    Every question is asked of every store, unless its line names one. An answer is a line with "id", "store",
+    "question", "answer", "tokens" (their number), "finish", the settings, and whatever else the line of the
+    question held.
+    What the output holds already is not asked again: the same command resumes a batch that was interrupted.
+    """
+    options = split_pairs(option or [])
+    asked = assign(read_questions(questions), [os.path.normpath(store) for store in stores])
+    if out.exists() and out.samefile(questions):
+        raise ConfigError(f"{out} holds the questions: choose another --out")
+    settings: dict[str, object] = {"selector": selector, "options": options}
+    answered = read_answered(out, settings)
+    left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
+
+    from offload_decode.selectors.registry import get
+
+    parse_options(get(selector).options_type, options, f"selector '{selector}'")
+    with Progress(quiet) as progress:
+        failures = _answer(
+            {store: own for store, own in left.items() if own},
+            _opener(model, selector, options, device),
+            out,
+            settings,
+            max_new_tokens,
+            batch_size,
+            progress,
+        )
+    done = sum(map(len, left.values())) - sum(failure.unanswered for failure in failures)
+    kept = sum(map(len, asked.values())) - sum(map(len, left.values()))
+    output.note(f"{out}: {output.count(done, 'answer')}{f', {kept:,} there already' if kept else ''}", quiet)
+    for failure in failures:
+        unanswered = f"unanswered: {output.count(failure.unanswered, 'question')} to {failure.store}"
+        output.note(f"error: {sentence(failure.error)} ({unanswered})")
+    if failures:
+        raise typer.Exit(min(exit_code(failure.error) for failure in failures))
+
+
+class Failure(NamedTuple):
+    """A store that could not answer all of its questions."""
+
+    store: str
+    unanswered: int
+    error: OffloadDecodeError | VectorIndexError
+
+
+def _opener(model: str | None, selector: str, options: dict[str, str], device: str) -> OpenEngine:
+    """Opens engines one after another; a model is loaded once while the stores share it."""
+    held: dict[tuple[str, str], LoadedModel] = {}
+
+    def open_engine(path: str) -> Engine:
+        from offload_decode.engine.engine import Engine
+        from offload_decode.models.loading import load
+        from offload_decode.store.reader import KVStore
+
+        store = KVStore.open(path)
+        wanted = (model or store.manifest.model_id, store.manifest.dtype)
+        if wanted not in held:
+            held.clear()
+            held[wanted] = load(wanted[0], device, wanted[1])
+        return Engine.open(store, held[wanted], selector=selector, options=options, device=device)
+
+    return open_engine
+
+
+def _answer(
+    left: dict[str, list[Question]],
+    open_engine: OpenEngine,
+    out: Path,
+    settings: dict[str, object],
+    max_new_tokens: int,
+    batch_size: int,
+    progress: Progress,
+) -> list[Failure]:
+    """Answer store by store; a store that fails does not stop the others."""
+    from indexes.errors import VectorIndexError
+
+    failures: list[Failure] = []
+    done, total = 0, sum(map(len, left.values()))
+    for store, own in left.items():
+        answered = 0
+        try:
+            engine = open_engine(store)
+            progress("answer", done, total)
+            for start in range(0, len(own), batch_size):
+                part = own[start : start + batch_size]
+                answers = engine.answer_many([question.text for question in part], max_new_tokens, batch_size)
+                append_answers(
+                    out, [_line(store, q, a, settings) for q, a in zip(part, answers, strict=True)]
+                )
+                answered += len(part)
+                progress("answer", done + answered, total)
+        except (OffloadDecodeError, VectorIndexError) as error:
+            failures.append(Failure(store, len(own) - answered, error))
+        done += len(own)
+    return failures
+
+
+def _line(store: str, question: Question, answer: Answer, settings: dict[str, object]) -> dict[str, object]:
+    return {
+        "id": question.id,
+        "store": store,
+        "question": question.text,
+        "answer": answer.text,
+        "tokens": len(answer.tokens),
+        "finish": answer.finish,
+        **settings,
+        **question.extra,
+    }

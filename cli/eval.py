@@ -1,0 +1,205 @@
+"""`offload-decode eval`: measures of answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import output
+from cli.counts import token_count
+from cli.options import Device, Json, Options, Quiet, Selector
+from cli.progress import Progress
+from offload_decode.config import parse_options, split_pairs
+from offload_decode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offload_decode.evals.haystack import Haystack
+    from offload_decode.evals.needle_grid import MakeStore, NeedleGrid
+    from offload_decode.models.loading import LoadedModel
+    from offload_decode.selectors.base import Options as SelectorOptions
+    from offload_decode.store.reader import KVStore
+
+RESULT, PICTURE = "needle.json", "needle.png"
+_BUDGET = "64"
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how good the answers are.")
+
+
+@app.command("needle")
+def needle(
+    model: Annotated[
+        str, typer.Option(metavar="M", help="'demo' (shipped), a transformers id, or a model's folder.")
+    ] = "demo",
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The text to hide needles in: a file, a folder, or - for standard input.  "
+            "[default: the Python documentation topics]",
+            show_default=False,
+        ),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(metavar="N,…", help="Tokens of text, separated by commas.")
+    ] = "2K,8K,32K",
+    depths: Annotated[
+        str, typer.Option(metavar="P,…", help="Where the needle is hidden, in percent of the text.")
+    ] = "0,25,50,75,100",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K",
+            help=f"Stored tokens that the selector may attend to.  [default: {_BUDGET}]",
+            show_default=False,
+        ),
+    ] = None,
+    selector: Selector = "topk",
+    option: Options = None,
+    trials: Annotated[
+        int, typer.Option(metavar="N", help="Needles for each pair of length and depth.", min=1)
+    ] = 1,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help=f"Where {RESULT} and {PICTURE} are written.")
+    ] = Path("needle-grid"),
+    device: Device = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find a needle at every length and depth.
+
+    A number is hidden in a text and asked for: with dense attention, with the selector, and, as a control,
+    with the selector in the same text without the needle, where nothing should be found. Only the generated
+    text is scored. A text that is shorter than a length is repeated.
+    """
+    counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
+    shares = tuple(dict.fromkeys(map(_share, depths.split(","))))
+    options = _options(budget, option)
+    for name in (RESULT, PICTURE):
+        if (out / name).exists():
+            raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
+
+    from offload_decode.budgets import Budget
+    from offload_decode.evals.needle_grid import Plan, measure
+    from offload_decode.evals.plot import check_matplotlib, save_png
+    from offload_decode.models.loading import load
+    from offload_decode.store.staging import write_atomically
+
+    check_matplotlib()
+    haystack = _haystack(text)
+    chosen = _check_selector(selector, options)
+    loaded = load(model, device)
+    Budget(chosen.budget, chosen.schedule, chosen.dense_layers).per_layer(counts[0], loaded.shape.full_layers)
+    plan = Plan(counts, shares, selector, options, trials)
+    out.mkdir(parents=True, exist_ok=True)
+    with Progress(quiet) as progress:
+        grid = measure(
+            loaded,
+            haystack,
+            plan,
+            _store_maker(loaded, haystack, options),
+            lambda done, total: progress("prefill", done, total),
+        )
+    write_atomically(out / RESULT, json.dumps(grid.to_json(), indent=1).encode())
+    save_png(grid, out / PICTURE)
+    if as_json:
+        output.answer_json(grid.to_json())
+    else:
+        output.answer(output.table(_rows(grid)))
+    _notes(grid, out, quiet)
+
+
+def _share(percent: str) -> float:
+    """`25` or `25%` to 0.25."""
+    try:
+        share = float(percent.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"'{percent}' is no depth: write a percentage of the text from 0 to 100")
+    return share
+
+
+def _options(budget: str | None, option: list[str] | None) -> dict[str, str]:
+    """The selector's options, the budget among them."""
+    options = split_pairs(option or [])
+    if budget is not None and "budget" in options:
+        raise ConfigError("the budget is given twice: use --budget or -o budget=…")
+    return {"budget": budget or _BUDGET, **options}
+
+
+def _haystack(text: str | None) -> Haystack:
+    from offload_decode.evals.haystack import Haystack, python_topics
+    from prefill_jobs.corpus import read_corpus
+
+    if text is None:
+        return python_topics()
+    documents, _ = read_corpus(text)
+    return Haystack(Path(text).name, "\n\n".join(document.text for document in documents))
+
+
+def _check_selector(selector: str, options: Mapping[str, str]) -> SelectorOptions:
+    """The parsed options: what the selector would refuse after the first prefill is refused before it."""
+    import indexes.registry
+    from offload_decode.selectors.registry import get
+
+    indexes.registry.get(_index_of(options))
+    return parse_options(get(selector).options_type, options, f"selector '{selector}'")
+
+
+def _index_of(options: Mapping[str, str]) -> str:
+    return options.get("index", "flat")
+
+
+def _store_maker(loaded: LoadedModel, haystack: Haystack, options: Mapping[str, str]) -> MakeStore:
+    """Prefills with the project's own jobs, and builds the index that the selector is to search."""
+    from offload_decode.store.reader import KVStore
+    from prefill_jobs.build import build_indexes
+    from prefill_jobs.corpus import TextDocument
+    from prefill_jobs.text import prefill_text
+
+    def make(text: str, path: Path, report: Callable[[int], None]) -> KVStore:
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == "prefill":
+                report(done)
+
+        prefill_text(loaded, TextDocument(haystack.name, text), path, progress)
+        if _index_of(options) != "flat":
+            build_indexes(path, _index_of(options))
+        return KVStore.open(path)
+
+    return make
+
+
+def _rows(grid: NeedleGrid) -> list[list[str]]:
+    """Lengths and ways down, depths across, accuracy in percent."""
+    from offload_decode.evals.needle_grid import PANELS, label
+
+    plan = grid.plan
+    ways = {"dense": "dense", "selected": plan.selector, "control": "control"}
+    rows = [["accuracy in %, depth:", *(f"{100 * depth:.4g} %" for depth in plan.depths), "mean"]]
+    for column, length in enumerate(plan.lengths):
+        for panel in PANELS:
+            cells = [line[column] for line in grid.accuracy(panel)]
+            shown = [f"{100 * cell:.0f}" for cell in [*cells, fmean(cells)]]
+            rows.append([f"{label(length)} tokens, {ways[panel]}", *shown])
+    return rows
+
+
+def _notes(grid: NeedleGrid, out: Path, quiet: bool) -> None:
+    from offload_decode.evals.needle_grid import label
+
+    if repeated := grid.configuration["text_repeated_at"]:
+        lengths = ", ".join(map(label, repeated))
+        output.note(f"the text is shorter than {lengths} tokens and was repeated there", quiet)
+    if grid.mean("control") > 0:
+        output.note(
+            f"the control was answered in {grid.mean('control'):.0%} of the cells, although the needle was "
+            "taken out: do not trust the accuracies",
+            quiet,
+        )
+    output.note(f"{out / RESULT}, {out / PICTURE}", quiet)

@@ -1,0 +1,79 @@
+"""Errors as a user meets them: one sentence on stderr and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from offload_decode.errors import ConfigError, OffloadDecodeError
+
+FAILURE, WRONG_USE, INTERRUPTED = 1, 2, 130
+DEBUG = "OFFLOAD_DECODE_DEBUG"
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Turn what a command raises into a sentence and `typer.Exit`.
+
+    With OFFLOAD_DECODE_DEBUG=1 the traceback is shown too.
+    """
+    _hush_libraries()
+    try:
+        with warnings.catch_warnings():
+            if not os.environ.get(DEBUG):
+                warnings.simplefilter("ignore")
+            yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # Whoever read the output has enough. Python flushes stdout once more when it exits: let that succeed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILURE) from None
+    except Exception as error:
+        if type(error).__module__.startswith(
+            ("typer", "click")
+        ):  # deliberate exits, and wrong use it reports
+            raise
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
+        print(f"error: {sentence(error)}", file=sys.stderr)
+        raise typer.Exit(exit_code(error)) from None
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong and the way out."""
+    if isinstance(error, OffloadDecodeError) or _is_index_error(error):
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "out of memory: free some, use a smaller --chunk or --batch-size, or --device cpu"
+    if isinstance(error, OSError) and error.strerror:
+        return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
+    reason = " ".join(str(error).split())
+    return f"unexpected {type(error).__name__}: {reason}; set {DEBUG}=1 to see where it comes from"
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for wrong use, 1 for any other failure."""
+    unknown_kind = _is_index_error(error) and type(error).__name__ == "UnknownIndex"
+    return WRONG_USE if isinstance(error, ConfigError) or unknown_kind else FAILURE
+
+
+def _is_index_error(error: BaseException) -> bool:
+    # Recognised without importing them: `indexes` brings numpy along, which --help does without.
+    return any(kind.__module__ == "indexes.errors" for kind in type(error).__mro__)
+
+
+def _hush_libraries() -> None:
+    """No advice from libraries on stderr, and their progress bars on a terminal alone."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

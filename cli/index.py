@@ -1,0 +1,56 @@
+"""`offload-decode index`: store to vector indexes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from cli import output
+from cli.options import Json, Quiet, Store
+from cli.progress import Progress
+
+
+def index(
+    store: Store,
+    kind: Annotated[
+        str,
+        typer.Option(metavar="K", help="flat (exact, needs no building), faiss-ivf, faiss-hnsw or hnswlib."),
+    ],
+    recall: Annotated[
+        float, typer.Option(metavar="R", help="Recall to reach on the stored queries; it is measured.", max=1)
+    ] = 0.95,
+    k: Annotated[
+        int, typer.Option("--k", metavar="K", help="Recall is that of the best K keys.", min=1)
+    ] = 100,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Build vector indexes over the stored keys.
+
+    There is one for every layer and KV head, in STORE.indexes/ beside the store. Heads that are indexed
+    already are kept: the same command resumes a build that was interrupted.
+    """
+    from prefill_jobs.build import build_indexes
+
+    with Progress(quiet) as progress:
+        report = build_indexes(store, kind, recall=recall, k=k, progress=progress)
+    if as_json:
+        output.answer_json(asdict(report))
+    kept = f", {report.reused:,} kept" if report.reused else ""
+    tuned = "; ".join(f"{name} {_span(value)}" for name, value in report.parameters.items())
+    output.note(
+        f"{report.folder}: {report.heads:,} heads ({report.built:,} built{kept}), "
+        f"{output.size(report.bytes)}, in {output.duration(report.seconds)}; "
+        f"recall@{k} {report.recall:.3f} on average, {report.lowest_recall:.3f} for the worst head"
+        f"{f'; {tuned}' if tuned else ''}",
+        quiet,
+    )
+    if report.lowest_recall < recall:
+        output.note(f"some heads stay below the recall of {recall} that was asked for", quiet)
+
+
+def _span(value: object) -> str:
+    lowest, highest = value if isinstance(value, tuple) else (value, value)
+    return str(lowest) if lowest == highest else f"{lowest} to {highest}"

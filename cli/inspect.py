@@ -1,0 +1,118 @@
+"""`offload-decode inspect`: what a store holds and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from cli import output
+from cli.options import Json, Store
+
+if TYPE_CHECKING:
+    from cli.saved_indexes import SavedIndexes
+    from offload_decode.store.format import Manifest
+    from offload_decode.store.reader import KVStore
+
+_SHOWN = 10
+
+
+def inspect(store: Store, as_json: Json = False) -> None:
+    """Show what a store holds and costs.
+
+    The indexes beside it are shown too, with the recall that was measured when they were built.
+    """
+    from cli.saved_indexes import describe, saved_kinds
+    from offload_decode.store.reader import KVStore
+
+    opened = KVStore.open(store)
+    indexes = [describe(opened, kind) for kind in saved_kinds(opened)]
+    if as_json:
+        output.answer_json(_json(opened, indexes))
+        return
+    output.answer(output.facts(_facts(opened)))
+    output.answer("\n" + output.table(_costs(opened)))
+    output.answer("\n" + output.table(_documents(opened)))
+    if indexes:
+        output.answer("\n" + output.table(_indexes(indexes)))
+
+
+def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
+    cost = store.cost()
+    return {
+        "store": str(store.path),
+        "manifest": store.manifest.to_json(),
+        "documents": [asdict(document) for document in store.documents],
+        "bytes": sum(cost.values()),
+        "bytes_per_token": sum(cost.values()) / store.manifest.n_tokens,
+        "cost": cost,
+        "indexes": [asdict(found) for found in indexes],
+    }
+
+
+def _facts(store: KVStore) -> list[tuple[str, str]]:
+    manifest = store.manifest
+    prefill = dict(manifest.prefill)
+    details = "".join(f", {name} {value}" for name, value in prefill.items() if name != "method")
+    return [
+        ("store", str(store.path)),
+        ("made by", f"{manifest.software}, format version {manifest.format_version}"),
+        ("model", f"{manifest.model_id} (configuration {_short(manifest.model_config_hash)})"),
+        ("tokenizer", _short(manifest.tokenizer_hash)),
+        ("layers", _layers(manifest)),
+        (
+            "tokens",
+            f"{manifest.n_tokens:,} (hash {_short(manifest.token_hash)}), a {manifest.template} prompt",
+        ),
+        ("prefill", f"{prefill['method']}{details}"),
+        (
+            "extras",
+            f"pages of {manifest.page_size} tokens, {manifest.n_samples:,} sampled queries for each KV head",
+        ),
+    ]
+
+
+def _layers(manifest: Manifest) -> str:
+    shape = manifest.shape
+    full, every = len(shape.full_layers), len(shape.layers)
+    sliding = (
+        f" ({every - full} with a window of {shape.sliding_window:,} tokens)" if shape.sliding_window else ""
+    )
+    return (
+        f"{every}{sliding}, {shape.kv_heads} KV heads for {shape.query_heads} query heads, "
+        f"head dimension {shape.head_dim}, {manifest.dtype}"
+    )
+
+
+def _costs(store: KVStore) -> list[list[str]]:
+    cost, tokens = store.cost(), store.manifest.n_tokens
+    rows = [*sorted(cost.items(), key=lambda item: -item[1]), ("total", sum(cost.values()))]
+    return [
+        ["cost on disk", "size", "bytes a token"],
+        *([kind, output.size(count), f"{count / tokens:,.1f}"] for kind, count in rows),
+    ]
+
+
+def _documents(store: KVStore) -> list[list[str]]:
+    documents = store.documents
+    rows = [[document.name, f"{document.end - document.start:,}"] for document in documents[:_SHOWN]]
+    if more := documents[_SHOWN:]:
+        rows.append([f"… {len(more):,} more (--json lists them)", f"{more[-1].end - more[0].start:,}"])
+    return [[f"documents ({len(documents):,})", "tokens"], *rows]
+
+
+def _indexes(indexes: list[SavedIndexes]) -> list[list[str]]:
+    rows = [["index", "size", "heads", "recall measured", "worst head"]]
+    for found in indexes:
+        heads = (
+            f"{found.heads:,}"
+            if found.heads == found.heads_in_all
+            else f"{found.heads:,} of {found.heads_in_all:,}"
+        )
+        mean = "exact" if found.recall is None else f"{found.recall:.3f} (@{found.k})"
+        lowest = "" if found.lowest_recall is None else f"{found.lowest_recall:.3f}"
+        rows.append([found.kind, output.size(found.bytes), heads, mean, lowest])
+    return rows
+
+
+def _short(digest: str) -> str:
+    return digest[:12] or "none"

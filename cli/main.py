@@ -1,0 +1,74 @@
+"""The `offload-decode` command: `app` holds every command, `main` is the console entry."""
+
+from __future__ import annotations
+
+import io
+import sys
+from importlib.metadata import version as installed_version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from cli import ask, batch, chat, demo, eval, index, inspect, prefill, verify
+from cli.failures import guard
+
+
+class Commands(TyperGroup):
+    """Commands in the order of their use; every error that leaves one becomes a sentence and an exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        with guard():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    name="offload-decode",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"offload-decode {installed_version('offload-decode')}")
+        raise typer.Exit
+
+
+@app.callback()
+def offload_decode(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Prefill a corpus once, then answer questions from it again and again.
+
+    Answers go to stdout, progress to stderr. Exit codes: 0 success, 1 a failure, 2 wrong use.
+    """
+
+
+app.command("prefill")(prefill.prefill)
+app.command("index")(index.index)
+app.command("ask")(ask.ask)
+app.command("chat")(chat.chat)
+app.command("batch")(batch.batch)
+app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
+app.command("demo")(demo.demo)
+app.add_typer(eval.app, name="eval")
+
+
+def main() -> None:
+    """Run the command that the arguments name, and exit with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an answer must not fail on a terminal's encoding
+    app()

@@ -1,0 +1,52 @@
+"""Options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload_decode.errors import ConfigError
+
+Store = Annotated[
+    Path, typer.Argument(metavar="STORE", help="A store that `prefill` made.", show_default=False)
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="M", help="Model id or folder, where not the one that the store names.", show_default=False
+    ),
+]
+Selector = Annotated[
+    str,
+    typer.Option("-s", "--selector", metavar="NAME", help="How the stored tokens to attend to are chosen."),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o",
+        "--option",
+        metavar="KEY=VALUE",
+        help="Selector option, such as budget=2% or index=faiss-ivf; repeatable.",
+        show_default=False,
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.", min=1)]
+Temperature = Annotated[float, typer.Option(metavar="T", help="0 is greedy.", min=0)]
+TopP = Annotated[float, typer.Option(metavar="P", help="Share of the probability that is sampled from.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")]
+Device = Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes on stderr.")]
+
+
+def question_from(text: str) -> str:
+    """The question of an argument; `-` is standard input."""
+    if text == "-":
+        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+    question = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace").strip()
+    if not question:
+        raise ConfigError("the question is empty: give one, or - to read it from standard input")
+    return question

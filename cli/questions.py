@@ -1,0 +1,147 @@
+"""The two files of a batch: questions in, answers out, both with one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload_decode.errors import ConfigError
+
+# What an answer adds to its question: a question's own field of that name would be lost.
+_RESERVED = ("answer", "tokens", "finish", "selector", "options")
+_FIRST = '{"id": '
+
+
+@dataclass(frozen=True)
+class Question:
+    """One line of the questions file; `extra` holds the fields that are handed through."""
+
+    line: int
+    text: str
+    id: Any
+    store: str | None
+    extra: dict[str, Any]
+
+    def key(self, store: str) -> str:
+        """What tells this question to this store from every other."""
+        return _key(store, self.id, self.text)
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Raises `ConfigError` with the number of the first line that cannot be used."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: give a JSONL file") from error
+    except OSError as error:
+        raise ConfigError(f"the questions {path} cannot be read: {error.strerror}") from error
+    questions = [_question(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
+        raise ConfigError(f'{path} holds no questions: give it lines like {{"question": "…"}}')
+    return questions
+
+
+def assign(questions: Sequence[Question], stores: Sequence[str]) -> dict[str, list[Question]]:
+    """The questions of each store. Raises `ConfigError` for a store that is not there and for repetitions."""
+    if repeated := [store for store in stores if stores.count(store) > 1]:
+        raise ConfigError(f"the store {repeated[0]} is given twice")
+    asked: dict[str, list[Question]] = {store: [] for store in stores}
+    seen: dict[str, int] = {}
+    for question in questions:
+        for store in stores if question.store is None else [_named(question, stores)]:
+            first = seen.setdefault(question.key(store), question.line)
+            if first != question.line:
+                raise ConfigError(
+                    f"line {question.line} of the questions repeats line {first}: give each an id"
+                )
+            asked[store].append(question)
+    return asked
+
+
+def read_answered(path: Path, settings: dict[str, Any]) -> set[str]:
+    """The keys of the answers that an earlier run left; a last line that was cut short is taken off the file.
+
+    Raises `ConfigError` if the file is not one of answers, or of answers with other `settings`.
+    """
+    if not path.exists():
+        return set()
+    data = path.read_bytes()
+    whole, _, torn = data.rpartition(b"\n")
+    answered = {
+        _answered(path, number, line, settings)
+        for number, line in enumerate(whole.split(b"\n"), 1)
+        if line.strip()
+    }
+    if torn:
+        begin = _FIRST.encode()
+        if not (torn.startswith(begin) or begin.startswith(torn)):
+            raise _not_answers(path, data.count(b"\n") + 1)
+        os.truncate(path, len(data) - len(torn))
+    return answered
+
+
+def append_answers(path: Path, answers: Iterable[dict[str, Any]]) -> None:
+    """Write lines to the end of the file and down to the disk."""
+    lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _question(path: Path, number: int, line: str) -> Question:
+    where = f"line {number} of {path}"
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg} at column {error.colno}"
+        raise ConfigError(
+            f'{where} is not JSON ({problem}): each line is like {{"question": "…"}}'
+        ) from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("question"), str):
+        raise ConfigError(f'{where} has no text in "question": each line is like {{"question": "…"}}')
+    text, store = fields.pop("question"), fields.pop("store", None)
+    if not text.strip():
+        raise ConfigError(f"{where} asks nothing: its question is empty")
+    if not isinstance(store, str | None):
+        raise ConfigError(f'{where} has a "store" that is neither a name nor a path')
+    if lost := [name for name in _RESERVED if name in fields]:
+        raise ConfigError(f'{where} has a field "{lost[0]}", which its answer will have too: rename it')
+    return Question(number, text, fields.pop("id", None), store, fields)
+
+
+def _named(question: Question, stores: Sequence[str]) -> str:
+    wanted = question.store or ""
+    found = [store for store in stores if wanted in (store, Path(store).name)]
+    found = found or [store for store in stores if os.path.abspath(store) == os.path.abspath(wanted)]
+    if len(found) != 1:
+        problem = "several of those given have that name" if found else "it is not among those given"
+        raise ConfigError(f"line {question.line} of the questions asks the store {wanted}, but {problem}")
+    return found[0]
+
+
+def _answered(path: Path, number: int, line: bytes, settings: dict[str, Any]) -> str:
+    try:
+        fields = json.loads(line)
+        key = _key(fields["store"], fields["id"], fields["question"])
+        before = {name: fields[name] for name in settings}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _not_answers(path, number) from error
+    if before != settings:
+        raise ConfigError(
+            f"line {number} of {path} was answered with {json.dumps(before)}, not {json.dumps(settings)}: "
+            "choose another --out, or give the same settings"
+        )
+    return key
+
+
+def _not_answers(path: Path, number: int) -> ConfigError:
+    return ConfigError(f"line {number} of {path} is not an answer of this command: choose another --out")
+
+
+def _key(store: str, given_id: Any, text: str) -> str:
+    return json.dumps([store, given_id, text], sort_keys=True)

@@ -1,0 +1,55 @@
+"""`offload-decode verify`: is every byte what it was?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from cli import output
+from cli.failures import FAILURE, sentence
+from cli.options import Json, Quiet, Store
+from cli.progress import Progress
+from offload_decode.errors import OffloadDecodeError
+
+
+def verify(store: Store, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Check every byte of a store.
+
+    The indexes beside it are checked too.
+    """
+    with Progress(quiet) as progress:
+        checked, problems = _check(store, progress)
+    if as_json:
+        output.answer_json(
+            {"store": str(store), "ok": not problems, "checked": checked, "problems": problems}
+        )
+    elif not problems:
+        output.answer(f"{store} is whole: {', '.join(checked)}")
+    for problem in problems:
+        output.note(f"error: {problem}")
+    if problems:
+        raise typer.Exit(FAILURE)
+
+
+def _check(path: Path, progress: Progress) -> tuple[list[str], list[str]]:
+    """What is whole and what is wrong; the indexes are looked at only where the store is whole."""
+    from cli import saved_indexes
+    from indexes.errors import VectorIndexError
+    from offload_decode.store.reader import KVStore, verify_store
+
+    checked: list[str] = []
+    problems: list[str] = []
+    try:
+        verify_store(path, lambda done, total: progress("verify", done, total))
+    except OffloadDecodeError as error:
+        return checked, [sentence(error)]
+    store = KVStore.open(path)
+    checked.append(output.size(sum(store.cost().values())))
+    for kind in saved_indexes.saved_kinds(store):
+        try:
+            saved_indexes.verify(store, kind, progress)
+            checked.append(f"the {kind} index")
+        except VectorIndexError as error:
+            problems.append(sentence(error))
+    return checked, problems

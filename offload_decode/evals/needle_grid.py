@@ -1,0 +1,199 @@
+"""Needle in a haystack over a grid of lengths and depths: dense attention, a selector, and a control.
+
+Kamradt's test (github.com/gkamradt/LLMTest_NeedleInAHaystack) with RULER's needle (arXiv 2404.06654). The
+control asks the same questions of the same text without the needle: what is answered there was not read.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+from offload_decode.engine.engine import Engine
+from offload_decode.evals import tasks
+from offload_decode.evals.haystack import Haystack
+from offload_decode.evals.tasks import Example
+from offload_decode.models.loading import LoadedModel
+from offload_decode.store.reader import KVStore
+
+Panel = Literal["dense", "selected", "control"]
+PANELS: tuple[Panel, ...] = get_args(Panel)
+# Enough for models that repeat the question before they answer it; others stop earlier.
+MAX_NEW_TOKENS = 64
+
+MakeStore = Callable[[str, Path, Callable[[int], None]], KVStore]
+"""Prefill a text into a new store, reporting the tokens done, and open it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: `lengths` in tokens, `depths` from 0 (start) to 1 (end), `trials` needles for each.
+
+    `selector` with its `options` is what stands beside dense attention.
+    """
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    selector: str
+    options: Mapping[str, str]
+    trials: int = 1
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to prefill, the needles not counted."""
+        return sum(self.lengths) * (len(self.depths) + 1) * self.trials
+
+
+def label(length: int) -> str:
+    """`32K` for 32,768 tokens; the plain number where no unit goes into it without a rest."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if length % size == 0:
+            return f"{length // size}{unit}"
+    return f"{length:,}"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The generated text and its score, from 0 to 1."""
+
+    text: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One needle: where it was hidden, in how many stored tokens, and the three replies."""
+
+    length: int
+    depth: float
+    trial: int
+    stored_tokens: int
+    question: str
+    expected: str
+    dense: Reply
+    selected: Reply
+    control: Reply
+
+
+@dataclass(frozen=True)
+class NeedleGrid:
+    """A plan, the configuration that it was measured with, and its cells."""
+
+    plan: Plan
+    configuration: Mapping[str, Any]
+    cells: tuple[Cell, ...]
+
+    def accuracy(self, panel: Panel) -> list[list[float]]:
+        """Mean score `[depths][lengths]`."""
+        return [
+            [fmean(self._scores(panel, length, depth)) for length in self.plan.lengths]
+            for depth in self.plan.depths
+        ]
+
+    def mean(self, panel: Panel) -> float:
+        """Mean score over all cells."""
+        return fmean(getattr(cell, panel).score for cell in self.cells)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: the configuration, the means, and every cell."""
+        return {
+            "configuration": {**self.configuration, **asdict(self.plan)},
+            "accuracy": {panel: self.mean(panel) for panel in PANELS},
+            "cells": [asdict(cell) for cell in self.cells],
+        }
+
+    def _scores(self, panel: Panel, length: int, depth: float) -> Iterator[float]:
+        for cell in self.cells:
+            if (cell.length, cell.depth) == (length, depth):
+                yield getattr(cell, panel).score
+
+
+def measure(
+    loaded: LoadedModel,
+    haystack: Haystack,
+    plan: Plan,
+    make_store: MakeStore,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> NeedleGrid:
+    """Measure every cell of a plan, with one temporary store at a time; `progress` counts prefilled tokens.
+
+    The trials of a length take their text from evenly spread places. One control for each length and trial
+    serves all depths: without the needle their texts are the same. Raises as `make_store` and `Engine.open`.
+    """
+    done, cells, repeated = 0, [], set()
+
+    @contextmanager
+    def stored(text: str, length: int) -> Iterator[KVStore]:
+        nonlocal done
+        with TemporaryDirectory(prefix="offload-decode-needle-") as folder:
+            # A store is a little longer than its cell: the needle and what opens the prompt.
+            yield make_store(
+                text,
+                Path(folder) / "store",
+                lambda now: progress(done + min(now, length), plan.tokens),
+            )
+        done += length
+
+    # The longest first: the time that is left, judged by the speed so far, is then not promised too short.
+    for length in sorted(plan.lengths, reverse=True):
+        for trial in range(plan.trials):
+            filler = haystack.cut(loaded.tokenizer, length, start=trial / plan.trials)
+            if len(filler) > len(haystack.text):
+                repeated.add(length)
+            pairs = [_pair(plan, filler, length, depth, trial) for depth in plan.depths]
+            with stored(filler, length) as store:
+                controls = _replies(loaded, store, plan.selector, plan.options, [pair[1] for pair in pairs])
+            for depth, (example, _), control in zip(plan.depths, pairs, controls, strict=True):
+                with stored(example.context, length) as store:
+                    (dense,) = _replies(loaded, store, "dense", {}, [example])
+                    (selected,) = _replies(loaded, store, plan.selector, plan.options, [example])
+                    size = store.manifest.n_tokens
+                asked, expected = example.question, example.answers[0]
+                cells.append(Cell(length, depth, trial, size, asked, expected, dense, selected, control))
+    configuration = {**_configuration(loaded, haystack), "text_repeated_at": sorted(repeated)}
+    cells.sort(key=lambda cell: plan.lengths.index(cell.length))
+    return NeedleGrid(plan, configuration, tuple(cells))
+
+
+def _pair(plan: Plan, filler: str, length: int, depth: float, trial: int) -> tuple[Example, Example]:
+    rng = random.Random(f"{plan.seed} {length} {depth} {trial}")
+    return tasks.get("needle").pair(rng, filler, depth)
+
+
+def _replies(
+    loaded: LoadedModel,
+    store: KVStore,
+    selector: str,
+    options: Mapping[str, str],
+    examples: Sequence[Example],
+) -> list[Reply]:
+    engine = Engine.open(store, loaded, selector=selector, options=options)
+    answers = engine.answer_many([example.question for example in examples], MAX_NEW_TOKENS)
+    task = tasks.get("needle")
+    return [
+        Reply(answer.text, task.score(example, answer.text))
+        for example, answer in zip(examples, answers, strict=True)
+    ]
+
+
+def _configuration(loaded: LoadedModel, haystack: Haystack) -> dict[str, Any]:
+    packages = ("offload-decode", "torch", "transformers", "numpy", "zarr")
+    return {
+        "model": loaded.model_id,
+        "weights_hash": loaded.weights_hash,
+        "dtype": loaded.dtype,
+        "device": str(loaded.device),
+        "text": haystack.name,
+        "text_sha256": haystack.sha256,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+    }

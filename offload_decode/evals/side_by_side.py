@@ -1,0 +1,97 @@
+"""The same questions to one store in several ways, and what each answer cost.
+
+`python -m offload_decode.evals.side_by_side` does it in a process of its own, which knows nothing but the
+request (JSON) on standard input; it prints one JSON object a line: first the process, then every answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from indexes.errors import VectorIndexError
+from offload_decode.engine.engine import Engine
+from offload_decode.errors import OffloadDecodeError
+from offload_decode.models.loading import load
+from offload_decode.store.reader import KVStore
+
+
+@dataclass(frozen=True)
+class Way:
+    """A selector with options, and what people call it."""
+
+    name: str
+    selector: str
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer and what its decoding steps cost, the question's own pass not counted.
+
+    `attended` is the mean number of stored tokens that a step attends to in a full-attention layer and head,
+    `bytes_moved` (of stored keys and values) and `seconds` are for each generated token.
+    """
+
+    question: str
+    way: str
+    text: str
+    attended: float
+    bytes_moved: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The process that answers: its id, and the tokens of the store that it has open."""
+
+    process: int
+    stored_tokens: int
+
+
+def reply(engine: Engine, way: str, question: str, max_new_tokens: int) -> Reply:
+    """Answer one question greedily, as `Engine.answer` does, with the costs of its decoding steps."""
+    forked = engine.fork()
+    logits = forked.extend(forked.question_tokens(question))
+    asking = forked.prefix.take_stats()
+    text = engine.decode(list(forked.generate(logits, max_new_tokens)))
+    writing = forked.prefix.take_stats()
+    cost = writing if writing.tokens else asking  # an empty answer took no step of its own
+    return Reply(
+        question=question,
+        way=way,
+        text=text.strip(),
+        attended=cost.selected / max(1, cost.rows),
+        bytes_moved=cost.bytes_moved / cost.tokens,
+        seconds=cost.total_s / cost.tokens,
+    )
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    request = json.load(sys.stdin)
+    try:
+        store = KVStore.open(request["store"])
+        loaded = load(store.manifest.model_id, request["device"], store.manifest.dtype)
+        ways = [Way(**way) for way in request["ways"]]
+        engines = [Engine.open(store, loaded, selector=way.selector, options=way.options) for way in ways]
+        for engine in engines:
+            # Maps files and loads compiled code, which the first answer's costs would otherwise hold.
+            reply(engine, "warm-up", request["questions"][0], max_new_tokens=2)
+        _print(asdict(Opened(os.getpid(), store.manifest.n_tokens)))
+        for question in request["questions"]:
+            for way, engine in zip(ways, engines, strict=True):
+                _print(asdict(reply(engine, way.name, question, request["max_new_tokens"])))
+    except (OffloadDecodeError, VectorIndexError) as error:
+        _print({"error": str(error)})
+
+
+def _print(value: Mapping[str, object]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Eval tasks, one file a kind; `get(name)` imports the file when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from offload_decode.evals.tasks.base import Episode, Example, Question, Task
+
+_FILES = {
+    "needle": "needle",
+    "needle-multikey": "needle",
+    "needle-multivalue": "needle",
+    "needle-multiquery": "needle",
+    "plain-fact": "needle",
+    "key-value": "key_value",
+    "key-value-words": "key_value",
+    "variable-tracking": "variable_tracking",
+    "common-words": "common_words",
+    "header": "header",
+    "header-one": "header",
+}
+
+__all__ = ["Episode", "Example", "Question", "Task", "get", "names"]
+
+
+def names() -> tuple[str, ...]:
+    """The names that `get` knows."""
+    return tuple(_FILES)
+
+
+def get(name: str) -> Task:
+    """The task of that name."""
+    if name not in _FILES:
+        raise ValueError(f"There is no task {name!r}. Choose one of: {', '.join(_FILES)}.")
+    module = import_module(f"offload_decode.evals.tasks.{_FILES[name]}")
+    kinds: tuple[type[Task], ...] = module.TASKS
+    return next(kind() for kind in kinds if kind.name == name)

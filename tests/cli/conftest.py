@@ -1,0 +1,66 @@
+"""A tiny model on disk and a store that it prefilled, made by the commands themselves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+from tests.tiny import text_model, tiny_tokenizer
+
+TEXT = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(12))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command printed and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*args: str | Path, stdin: str | bytes | None = None) -> Ran:
+    """Run a command in this process; an exception that leaves it fails the test."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    assert "Traceback" not in result.stderr
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+def refused(code: int, *args: str | Path, stdin: str | bytes | None = None) -> str:
+    """Run a command that must fail with one sentence, which is returned."""
+    ran = run(*args, stdin=stdin)
+    assert (ran.code, ran.out) == (code, ""), ran
+    assert ran.err.startswith("error: "), ran.err
+    assert ran.err.count("\n") == 1, ran.err
+    return ran.err.strip()
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model/`, `corpus.txt` and `store.kv`: for reading only."""
+    folder = tmp_path_factory.mktemp("home")
+    text_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "corpus.txt").write_text(TEXT)
+    ran = run("prefill", folder / "corpus.txt", "--model", folder / "model", "--out", folder / "store.kv")
+    assert ran.code == 0, ran.err
+    return folder
+
+
+@pytest.fixture
+def store(home: Path) -> Path:
+    """The store itself: for reading only."""
+    return home / "store.kv"
+
+
+@pytest.fixture
+def copy(store: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a copy of the store that a test may spoil."""
+    return lambda name: Path(shutil.copytree(store, tmp_path / name))

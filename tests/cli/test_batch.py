@@ -1,0 +1,188 @@
+"""A batch asks each question of each store once, however often it is interrupted and run again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_decode import Engine
+from offload_decode.errors import StoreDamaged
+from offload_decode.models import loading
+from tests.cli.conftest import Ran, refused, run
+
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": "first?", "id": 1, "answers": ["a", "b"]},
+    {"question": "second, which is longer?", "id": "two"},
+    {"question": "third?"},
+]
+
+
+def _write(path: Path, questions: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    return path
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = ()) -> Ran:
+    return run("batch", *stores, "--questions", questions, "--out", out, "--max-new-tokens", "4", *options)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    return _write(tmp_path / "questions.jsonl", QUESTIONS)
+
+
+def test_every_store_answers_every_question(
+    store: Path, copy: Callable[[str], Path], questions: Path, tmp_path: Path
+) -> None:
+    stores = [store, copy("b.kv")]
+    ran = _batch(questions, tmp_path / "out.jsonl", *stores, options=("--batch-size", "2"))
+    assert (ran.code, ran.out) == (0, "")
+    engine = Engine.open(store)
+    answers = _read(tmp_path / "out.jsonl")
+    assert [line["store"] for line in answers] == [str(path) for path in stores for _ in QUESTIONS]
+    for line, asked in zip(answers, QUESTIONS * 2, strict=True):
+        answer = engine.answer(asked["question"], 4)
+        assert line == {
+            "id": None,
+            **asked,
+            "store": line["store"],
+            "answer": answer.text,
+            "tokens": 4,
+            "finish": "length",
+            "selector": "topk",
+            "options": {},
+        }
+
+
+def test_a_model_is_loaded_once_for_the_stores_that_share_it(
+    store: Path,
+    copy: Callable[[str], Path],
+    questions: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[str] = []
+    load = loading.load
+    monkeypatch.setattr(loading, "load", lambda *args: loaded.append(args[0]) or load(*args))
+    assert _batch(questions, tmp_path / "out.jsonl", store, copy("b.kv"), copy("c.kv")).code == 0
+    assert len(loaded) == 1
+
+
+def test_a_question_may_name_its_store_by_path_or_by_name(
+    store: Path, copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    other = copy("b.kv")
+    lines = [{"question": "one", "store": "b.kv"}, {"question": "two", "store": str(store)}]
+    assert _batch(_write(tmp_path / "q", lines), tmp_path / "out", store, other).code == 0
+    assert [(line["store"], line["question"]) for line in _read(tmp_path / "out")] == [
+        (str(store), "two"),
+        (str(other), "one"),
+    ]
+
+
+def test_what_is_answered_is_not_asked_again(store: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    _batch(questions, out, store)
+    whole = out.read_bytes()
+    ran = _batch(questions, out, store)
+    assert (ran.code, out.read_bytes()) == (0, whole)
+    assert "0 answers, 3 there already" in ran.err
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_torn_last_line_is_answered_again(store: Path, questions: Path, tmp_path: Path, cut: int) -> None:
+    out = tmp_path / "out.jsonl"
+    _batch(questions, out, store)
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-cut])
+    assert _batch(questions, out, store).code == 0
+    assert out.read_bytes() == whole
+
+
+def test_a_store_that_fails_does_not_stop_the_others(
+    store: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    ran = _batch(questions, out, tmp_path / "missing.kv", store)
+    assert ran.code == 1
+    assert [line["store"] for line in _read(out)] == [str(store)] * 3
+    assert "There is no store at" in ran.err
+    assert f"(unanswered: 3 questions to {tmp_path / 'missing.kv'})" in ran.err
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise StoreDamaged("a page is gone: restore it")
+
+    monkeypatch.setattr(Engine, "answer_many", fail)
+    ran = _batch(questions, tmp_path / "more.jsonl", store)
+    assert ran.code == 1
+    assert "error: a page is gone: restore it (unanswered: 3 questions" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"question": ', "line 2 of .* is not JSON"),
+        ('"question"', 'line 2 of .* has no text in "question"'),
+        ('{"id": 3}', 'line 2 of .* has no text in "question"'),
+        ('{"question": 3}', 'line 2 of .* has no text in "question"'),
+        ('{"question": "  "}', "line 2 of .* its question is empty"),
+        ('{"question": "q", "store": 3}', "line 2 of .* neither a name nor a path"),
+        ('{"question": "q", "store": "other.kv"}', "line 2 .* asks the store other.kv, but it is not among"),
+        ('{"question": "q", "answer": "gold"}', 'line 2 of .* has a field "answer".*rename it'),
+        ('{"question": "first?", "id": 1}', "line 2 .* repeats line 1"),
+    ],
+)
+def test_a_bad_line_is_named_before_any_work(store: Path, tmp_path: Path, line: str, told: str) -> None:
+    questions = _write(tmp_path / "q.jsonl", QUESTIONS[:1])
+    questions.write_text(questions.read_text() + line + "\n")
+    sentence = refused(2, "batch", store, "--questions", questions, "--out", tmp_path / "out")
+    assert re.search(told, sentence)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_not_what_they_should_be(
+    store: Path, home: Path, questions: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert "cannot be read" in refused(2, "batch", store, "--questions", tmp_path / "missing", "--out", out)
+    (tmp_path / "blank").write_text("\n\n")
+    assert "holds no questions" in refused(2, "batch", store, "--questions", tmp_path / "blank", "--out", out)
+    (tmp_path / "latin").write_bytes(b'{"question": "caf\xe9"}\n')
+    assert "not UTF-8" in refused(2, "batch", store, "--questions", tmp_path / "latin", "--out", out)
+    before = questions.read_bytes()
+    assert "holds the questions" in refused(2, "batch", store, "--questions", questions, "--out", questions)
+    for foreign in (b"some notes\n", b"some notes without an end", b'{"id": 1}\n'):
+        out.write_bytes(foreign)
+        assert "choose another --out" in refused(2, "batch", store, "--questions", questions, "--out", out)
+        assert out.read_bytes() == foreign
+    assert questions.read_bytes() == before
+
+
+def test_answers_of_other_settings_are_not_mixed(store: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert _batch(questions, out, store).code == 0
+    before = out.read_bytes()
+    for options in (("-s", "dense"), ("-o", "budget=3")):
+        ran = _batch(questions, out, store, options=options)
+        assert ran.code == 2
+        assert "choose another --out" in ran.err
+    assert out.read_bytes() == before
+
+
+def test_options_are_checked_before_any_work(store: Path, questions: Path, tmp_path: Path) -> None:
+    args = ["batch", store, "--questions", questions, "--out", tmp_path / "out"]
+    assert "unknown selector" in refused(2, *args, "-s", "nonsense")
+    assert "has no option" in refused(2, *args, "-o", "bugdet=3")
+    assert "is given twice" in refused(2, *args, store)
+    ran = run(*args, "-o", "budget=many")
+    assert ran.code == 2
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,167 @@
+"""Each command does what its help says, and its JSON can be read by a program."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import indexes.registry
+from offload_decode import Engine, KVStore
+from offload_decode.config import parse_options
+from offload_decode.selectors import registry
+from tests.cli.conftest import TEXT, run
+
+STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that opens the prompt comes
+QUESTION = "what is the colour of thing 3?"
+
+
+def test_prefill_reports_what_it_made(home: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    shutil.copy(home / "corpus.txt", corpus)
+    (corpus / "picture.png").write_bytes(b"\x89PNG")
+    ran = run("prefill", corpus, "--model", home / "model", "--out", tmp_path / "s", "--json")
+    report = json.loads(ran.out)
+    assert report["n_tokens"] == KVStore.open(tmp_path / "s").manifest.n_tokens == STORED
+    assert (report["documents"], report["resumed_from"]) == (1, 0)
+    assert report["skipped"] == [{"name": "picture.png", "reason": "it is an image"}]
+    assert "skipped 1 file: picture.png (it is an image)" in ran.err
+    assert ran.code == 0
+
+
+def test_prefill_reads_standard_input_and_can_be_silent(home: Path, tmp_path: Path) -> None:
+    ran = run("prefill", "-", "--model", home / "model", "--out", tmp_path / "s", "-q", stdin=TEXT)
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    same = [path / "SHA256SUMS" for path in (tmp_path / "s", home / "store.kv")]
+    names = [KVStore.open(path.parent).documents[0].name for path in same]
+    assert names == ["stdin", "corpus.txt"]
+    ours, theirs = ([line for line in path.read_text().splitlines() if "keys" in line] for path in same)
+    assert ours == theirs
+
+
+def test_ask_prints_the_engines_answer(store: Path) -> None:
+    expected = Engine.open(store).answer(QUESTION, 6)
+    ran = run("ask", store, QUESTION, "--max-new-tokens", "6")
+    assert (ran.code, ran.out.strip(), ran.err) == (0, expected.text, "")
+    from_stdin = run("ask", store, "-", "--max-new-tokens", "6", stdin=QUESTION + "\n")
+    assert from_stdin.out == ran.out
+
+
+def test_ask_as_json_names_everything_that_shaped_the_answer(store: Path) -> None:
+    ran = run("ask", store, QUESTION, "--max-new-tokens", "6", "--json", "-o", "budget=10%", "-s", "topk")
+    told = json.loads(ran.out)
+    assert (told["question"], told["tokens"], told["finish"]) == (QUESTION, 6, "length")
+    assert (told["selector"], told["options"]["budget"], told["options"]["index"]) == ("topk", "10%", "flat")
+    stats = told["stats"]
+    assert stats["selected"] == stats["rows"] * round(told["stored_tokens"] / 10)
+    assert stats["bytes_moved"] > 0
+
+
+def test_ask_shows_costs_on_stderr_and_leaves_stdout_to_the_answer(store: Path) -> None:
+    plain = run("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7")
+    ran = run("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7", "--stats")
+    assert ran.out == plain.out
+    assert f"attended  7.0 of {STORED:,} stored tokens" in ran.err
+    assert {line.split()[0] for line in ran.err.splitlines()} == {"tokens", "attended", "moved", "time"}
+
+
+def test_sampling_follows_its_seed(store: Path) -> None:
+    def asked(seed: str) -> str:
+        return run("ask", store, QUESTION, "--temperature", "3", "--seed", seed, "--max-new-tokens", "12").out
+
+    assert asked("1") == asked("1")
+    assert asked("1") != asked("2")
+
+
+def test_chat_remembers_until_it_is_reset(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.open(store)
+    turns = ["".join(engine.stream(question, 5)).strip() for question in ("one", "two")]
+    remembered: list[int] = []
+    stream = Engine.stream
+
+    def recorded(engine: Engine, *args: Any) -> Iterator[str]:
+        remembered.append(engine.cache.tail_length)
+        return stream(engine, *args)
+
+    monkeypatch.setattr(Engine, "stream", recorded)
+    ran = run(
+        "chat", store, "--max-new-tokens", "5", stdin="one\n\ntwo\n/reset\n/nonsense\none\n/exit\nnever\n"
+    )
+    assert ran.code == 0
+    assert ran.out.split("\n") == [*turns, turns[0], ""]
+    assert "there is no /nonsense: /reset" in ran.err
+    assert [tokens > 0 for tokens in remembered] == [False, True, False]
+
+
+def test_chat_ends_with_its_input(store: Path) -> None:
+    ran = run("chat", store, "--max-new-tokens", "2", stdin="")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+
+
+def test_inspect_accounts_for_every_byte_and_token(store: Path) -> None:
+    told = json.loads(run("inspect", store, "--json").out)
+    assert (
+        told["bytes"]
+        == sum(told["cost"].values())
+        == sum(f.stat().st_size for f in store.rglob("*") if f.is_file())
+    )
+    assert told["bytes_per_token"] == told["bytes"] / told["manifest"]["n_tokens"]
+    assert told["documents"] == [{"name": "corpus.txt", "start": 0, "end": told["manifest"]["n_tokens"]}]
+    shown = run("inspect", store).out
+    for piece in ("corpus.txt", "model", "float32", "dense, chunk 512", *told["cost"]):
+        assert piece in shown
+
+
+def test_index_is_built_kept_shown_and_searched(copy: Callable[[str], Path]) -> None:
+    store = copy("indexed.kv")
+    first = json.loads(run("index", store, "--kind", "faiss-ivf", "--k", "10", "--json").out)
+    again = json.loads(run("index", store, "--kind", "faiss-ivf", "--k", "10", "--json").out)
+    assert (first["built"], first["reused"]) == (first["heads"], 0)
+    assert (again["built"], again["reused"]) == (0, first["heads"])
+    assert first["recall"] >= first["lowest_recall"] > 0
+    (shown,) = json.loads(run("inspect", store, "--json").out)["indexes"]
+    assert (shown["kind"], shown["heads"], shown["k"]) == ("faiss-ivf", first["heads"], 10)
+    assert (shown["recall"], shown["bytes"]) == (pytest.approx(first["recall"]), first["bytes"])
+    assert "faiss-ivf" in run("inspect", store).out
+    assert "faiss-ivf index" in run("verify", store).out
+    found = json.loads(
+        run("ask", store, QUESTION, "-o", "index=faiss-ivf", "--max-new-tokens", "2", "--json").out
+    )
+    assert found["options"]["index"] == "faiss-ivf"
+
+
+def test_verify_tells_whole_from_damaged(store: Path, copy: Callable[[str], Path]) -> None:
+    assert json.loads(run("verify", store, "--json").out)["ok"] is True
+    damaged = copy("damaged.kv")
+    largest = max((f for f in damaged.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    ran = run("verify", damaged, "--json")
+    told = json.loads(ran.out)
+    assert (ran.code, told["ok"]) == (1, False)
+    assert str(largest.relative_to(damaged)) in told["problems"][0]
+    assert ran.err == f"error: {told['problems'][0]}\n"
+
+
+def test_verify_finds_a_damaged_index(copy: Callable[[str], Path]) -> None:
+    store = copy("damaged.kv")
+    assert run("index", store, "--kind", "flat").code == 0
+    metadata = store.with_name("damaged.kv.indexes") / "flat" / "layer-001-head-000.json"
+    metadata.write_text(metadata.read_text().replace('"n"', '"m"'))
+    ran = run("verify", store)
+    assert (ran.code, ran.out) == (1, "")
+    assert "layer-001-head-000" in ran.err
+
+
+def test_help_names_every_index_kind_and_each_selector_takes_the_shown_options() -> None:
+    shown = " ".join(run("index", "--help").out.split())
+    assert all(kind in shown for kind in indexes.registry.kinds())
+    for name in registry.names():
+        options = registry.get(name).options_type
+        assert parse_options(options, {"budget": "2%"}, name).budget == "2%"

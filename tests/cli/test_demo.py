@@ -1,0 +1,195 @@
+"""The demo tells the truth: its facts are in the text, the control is not, and another process answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from indexes.errors import MissingBackend
+from offload_decode import Engine
+from offload_decode.errors import OffloadDecodeError
+from offload_decode.evals.side_by_side import Opened, Reply, Way
+from offload_decode.store.reader import KVStore
+from prefill_jobs import build
+from prefill_jobs import demo as job
+from tests.cli.conftest import refused, run
+from tests.tiny import tiny_tokenizer
+
+WAYS = [Way("top-k", "topk", {"budget": "5"}), Way("dense", "dense", {})]
+
+
+def test_the_facts_are_hidden_and_the_control_is_not() -> None:
+    hidden = job.hide_facts(tiny_tokenizer(), 20_000)
+    assert [hidden.text.count(fact.sentence) for fact in hidden.facts] == [1] * 5
+    for fact in hidden.facts:
+        assert fact.depth == pytest.approx(hidden.text.index(fact.sentence) / len(hidden.text), abs=0.02)
+        assert fact.told(f"It is {fact.answer}.")
+        assert not fact.told(fact.answer + "1")
+    assert hidden.control.answer not in hidden.text
+    assert len({fact.question for fact in hidden.questions}) == 6
+    assert len({fact.answer for fact in hidden.questions}) == 6
+    assert not hidden.repeated
+
+
+def test_a_new_process_answers_as_the_engine_does(store: Path) -> None:
+    questions = ["what is thing 3?", "and thing 4?"]
+    opened, replies = job.ask_in_new_process(store, questions, WAYS, "cpu")
+    given = list(replies)
+    assert opened.process != os.getpid()
+    manifest = KVStore.open(store).manifest
+    assert opened.stored_tokens == manifest.n_tokens
+    assert [(reply.question, reply.way) for reply in given] == [
+        (question, way.name) for question in questions for way in WAYS
+    ]
+    for way in WAYS:
+        engine = Engine.open(store, selector=way.selector, options=way.options)
+        texts = [engine.answer(question, job.MAX_NEW_TOKENS).text for question in questions]
+        assert [reply.text for reply in given if reply.way == way.name] == texts
+        attended = {reply.attended for reply in given if reply.way == way.name}
+        assert attended == {5 if way.selector == "topk" else opened.stored_tokens}
+    # A decoding step of dense attention fetches all keys and values once: the question's pass is not in it.
+    shape = manifest.shape
+    everything = 2 * 4 * len(shape.full_layers) * shape.kv_heads * shape.head_dim * manifest.n_tokens
+    assert {reply.bytes_moved for reply in given if reply.way == "dense"} == {everything}
+
+
+def test_an_error_of_the_new_process_is_its_sentence(tmp_path: Path) -> None:
+    with pytest.raises(OffloadDecodeError, match="There is no store at"):
+        job.ask_in_new_process(tmp_path / "none", ["?"], WAYS)
+
+
+def test_a_crash_of_the_new_process_is_an_error(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(OffloadDecodeError, match="ended with code 1"):
+        job.ask_in_new_process(store, ["?"], WAYS)
+
+
+def test_the_story_of_a_model_that_finds_nothing(home: Path, tmp_path: Path) -> None:
+    ran = run("demo", "--model", home / "model", "--tokens", "600", "--out", tmp_path / "demo", "-q")
+    assert (ran.code, ran.err) == (1, "")
+    assert [line[0] for line in ran.out.splitlines() if line[:1].isdigit()] == list("12345")
+    text = (tmp_path / "demo" / "python-topics.txt").read_text()
+    hidden = job.hide_facts(tiny_tokenizer(), 600)
+    assert text == hidden.text
+    for fact in hidden.questions:
+        assert fact.question in ran.out
+    assert "Facts found: top-k 0 of 5" in ran.out
+    assert ran.out.count("✗") == ran.out.count(" tokens a step") * 5 // 6  # the control is right
+    store = KVStore.open(tmp_path / "demo" / "store")
+    assert f"{store.manifest.n_tokens:,} tokens in" in ran.out
+    assert f"ask {store.path} " in ran.out
+
+
+def test_json_holds_what_the_story_tells(home: Path, tmp_path: Path) -> None:
+    ran = run(
+        "demo", "--model", home / "model", "--tokens", "300", "--out", tmp_path / "demo", "--json", "-q"
+    )
+    assert (ran.code, ran.err) == (1, "")
+    told = json.loads(ran.out)
+    assert told["ok"] is False
+    assert told["prefill"]["store"] == str(tmp_path / "demo" / "store")
+    assert told["process"]["process"] != os.getpid()
+    assert set(told["found"].values()) == {0}
+    assert len(told["replies"]) == 6 * len(told["found"])
+
+
+Reader = Callable[[str, job.Fact], bool]
+
+
+@pytest.fixture
+def answered(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Reader], tuple[int, str]]:
+    """Run the demo with answers of which `Reader(way, fact)` says whether they hold the fact's answer."""
+
+    def demo(knows: Reader) -> tuple[int, str]:
+        facts = {fact.question: fact for fact in job.hide_facts(tiny_tokenizer(), 200).questions}
+
+        def ask(
+            store: Path, questions: Sequence[str], ways: Sequence[Way], device: str
+        ) -> tuple[Opened, Iterator[Reply]]:
+            replies = [
+                Reply(
+                    question,
+                    way.name,
+                    facts[question].answer if knows(way.name, facts[question]) else "no",
+                    5,
+                    9,
+                    1,
+                )
+                for question in questions
+                for way in ways
+            ]
+            return Opened(1, 10), iter(replies)
+
+        monkeypatch.setattr(job, "ask_in_new_process", ask)
+        ran = run("demo", "--model", home / "model", "--tokens", "200", "--out", tmp_path / "demo", "-q")
+        return ran.code, ran.out
+
+    return demo
+
+
+def test_without_faiss_the_exact_search_is_enough(
+    answered: Callable[[Reader], tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise MissingBackend("needs faiss: pip install 'offload-decode[cpu]'")
+
+    monkeypatch.setattr(build, "build_indexes", missing)
+    code, out = answered(lambda way, fact: fact.depth is not None)
+    assert code == 0
+    assert "pip install 'offload-decode[cpu]'" in out
+    assert "Facts found: top-k 5 of 5; dense 5 of 5." in out
+
+
+def test_all_facts_found_is_success(answered: Callable[[Reader], tuple[int, str]]) -> None:
+    code, out = answered(lambda way, fact: fact.depth is not None)
+    assert (code, out.count("✗")) == (0, 0)
+    assert "top-k 5 of 5" in out
+
+
+def test_a_fact_that_top_k_misses_is_a_failure(answered: Callable[[Reader], tuple[int, str]]) -> None:
+    code, out = answered(lambda way, fact: fact.depth is not None and (way, fact.depth) != ("top-k", 0.5))
+    assert (code, out.count("✗")) == (1, 1)
+    assert "top-k 4 of 5" in out
+
+
+def test_what_dense_attention_alone_misses_is_shown(answered: Callable[[Reader], tuple[int, str]]) -> None:
+    code, out = answered(lambda way, fact: fact.depth is not None and (way, fact.depth) != ("dense", 0.5))
+    assert (code, out.count("✗")) == (0, 1)
+    assert "dense 4 of 5" in out
+
+
+def test_a_control_that_is_answered_is_a_failure(answered: Callable[[Reader], tuple[int, str]]) -> None:
+    assert answered(lambda way, fact: True)[0] == 1
+
+
+def test_a_store_that_is_there_is_kept(home: Path, store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "store")
+    ran = run("demo", "--model", home / "model", "--tokens", "200", "--out", tmp_path)
+    assert ran.code == 1
+    assert "exists already" in ran.err
+    KVStore.open(tmp_path / "store").verify()
+    assert not (tmp_path / "python-topics.txt").exists()
+
+
+def test_bad_tokens_are_refused() -> None:
+    assert "'lots' is no number of tokens" in refused(2, "demo", "--tokens", "lots")
+
+
+@pytest.mark.slow
+def test_the_shipped_model_finds_the_facts(tmp_path: Path) -> None:
+    ran = run("demo", "--out", tmp_path / "demo", "--json", "-q")
+    assert ran.code == 0, ran.out or ran.err
+    told = json.loads(ran.out)
+    assert told["found"]["top-k"] == 5
+    assert told["seconds"] < 180
+    for reply in told["replies"]:
+        if reply["way"] == "top-k":
+            assert reply["attended"] <= 64

@@ -1,0 +1,227 @@
+"""Whatever goes wrong is one sentence with the way out and the right exit code; never a traceback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offload_decode.engine.engine import Engine
+from prefill_jobs.job import prefill
+from tests.cli.conftest import refused, run
+from tests.tiny import text_model, tiny_tokenizer
+
+LIGHT = "import sys; import cli.main; print(*sys.modules)"
+HEAVY = {"torch", "transformers", "numpy", "zarr", "faiss", "numba", "rich", "bs4"}
+
+
+def test_a_store_that_is_not_there(tmp_path: Path) -> None:
+    for command in (
+        ["ask", tmp_path / "no.kv", "q"],
+        ["chat", tmp_path / "no.kv"],
+        ["inspect", tmp_path / "no.kv"],
+    ):
+        assert "There is no store at" in refused(1, *command)
+    ran = run("verify", tmp_path / "no.kv")
+    assert (ran.code, ran.out) == (1, "")
+    assert "offload-decode prefill" in ran.err
+
+
+def test_a_folder_and_a_file_that_are_no_store(home: Path) -> None:
+    assert "is not a KV store" in refused(1, "ask", home / "model", "q")
+    assert "is not a KV store" in refused(1, "inspect", home / "corpus.txt")
+
+
+def test_a_half_written_store_is_refused_and_finished_by_the_same_command(home: Path, tmp_path: Path) -> None:
+    out, corpus, model = tmp_path / "s.kv", home / "corpus.txt", home / "model"
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "prefill" and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prefill(str(corpus), model=str(model), out=out, chunk=64, progress=interrupt)
+    assert "(64 of 530 tokens)" in refused(1, "ask", out, "q")
+    ran = run("prefill", corpus, "--model", model, "--out", out, "--chunk", "64")
+    assert ran.code == 0
+    assert "resumed after 64" in ran.err
+    assert run("verify", out).code == 0
+
+
+def test_a_truncated_store(copy: Callable[[str], Path]) -> None:
+    store = copy("truncated.kv")
+    largest = max((f for f in store.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    os.truncate(largest, largest.stat().st_size - 8)
+    assert "bytes and should have" in refused(1, "ask", store, "q")
+
+
+def test_another_model_and_another_tokenizer(store: Path, tmp_path: Path) -> None:
+    text_model(seed=1).save_pretrained(tmp_path / "other")
+    tiny_tokenizer().save_pretrained(tmp_path / "other")
+    assert "open the store with" in refused(1, "ask", store, "q", "--model", tmp_path / "other")
+    text_model().save_pretrained(tmp_path / "same")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"unk_token": "<pad>"})
+    tokenizer.save_pretrained(tmp_path / "same")
+    assert "tokenizer" in refused(1, "ask", store, "q", "--model", tmp_path / "same")
+
+
+def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    corpus = home / "corpus.txt"
+    told = refused(1, "prefill", corpus, "--model", tmp_path / "empty", "--out", tmp_path / "s")
+    assert "give 'demo', a folder, or a transformers id" in told
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["-s", "nonsense"], "unknown selector 'nonsense'; known are: dense"),
+        (["-o", "bugdet=3"], "has no option 'bugdet'; it has: budget"),
+        (["-o", "budget"], "not of the form key=value"),
+        (["-o", "budget=many"], "neither a count like 1024 nor a share like 2%"),
+        (["-o", "index=nonsense"], "no index kind 'nonsense'"),
+        (["-o", "index=faiss-hnsw"], "offload-decode index"),
+        (["--top-p", "7"], "top_p"),
+        (["--device", "abacus"], "unknown device 'abacus'"),
+    ],
+)
+def test_options_that_cannot_be_used(store: Path, args: list[str], told: str) -> None:
+    assert told in refused(2, "ask", store, "q", *args)
+
+
+def test_an_empty_question(store: Path) -> None:
+    assert "the question is empty" in refused(2, "ask", store, "  ")
+    assert "the question is empty" in refused(2, "ask", store, "-", stdin="\n")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nonsense"],
+        ["ask"],
+        ["ask", "store"],
+        ["ask", "store", "q", "--max-new-tokens", "0"],
+        ["ask", "store", "q", "--nonsense"],
+        ["prefill", "corpus", "--out", "s"],
+        ["prefill", "corpus", "--model", "m", "--out", "s", "--chunk", "many"],
+        ["index", "store"],
+    ],
+)
+def test_wrong_use_shows_the_usage(args: list[str]) -> None:
+    ran = run(*args)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("Usage: ")
+
+
+def test_corpora_that_cannot_be_read(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_bytes(b"%PDF-1.7")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    for corpus, told in (
+        ("missing", "there is no corpus at"),
+        ("a.pdf", "convert it to text first"),
+        ("empty.txt", "it holds no text"),
+        ("folder", "it has no files"),
+    ):
+        assert told in refused(
+            1, "prefill", tmp_path / corpus, "--model", home / "model", "--out", tmp_path / "s"
+        )
+    assert "holds no text" in refused(
+        1, "prefill", "-", "--model", home / "model", "--out", tmp_path / "s", stdin=""
+    )
+
+
+def test_a_store_is_never_overwritten(home: Path, store: Path) -> None:
+    args = ["prefill", home / "corpus.txt", "--model", home / "model", "--out"]
+    assert "exists already" in refused(1, *args, store)
+    assert "exists already" in refused(1, *args, home / "corpus.txt")
+
+
+def test_an_index_that_cannot_be_built(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "the kinds are flat" in refused(2, "index", store, "--kind", "nonsense")
+    assert "recall must be" in refused(2, "index", store, "--kind", "flat", "--recall", "0")
+    monkeypatch.setitem(sys.modules, "hnswlib", None)
+    assert "pip install" in refused(1, "index", store, "--kind", "hnswlib")
+
+
+def _fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "open", fail)
+
+
+def test_an_unforeseen_error_says_how_to_see_more(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fails_with(monkeypatch, ArithmeticError("first line\nsecond line"))
+    told = refused(1, "ask", store, "q")
+    assert told == (
+        "error: unexpected ArithmeticError: first line second line; "
+        "set OFFLOAD_DECODE_DEBUG=1 to see where it comes from"
+    )
+
+
+def test_debugging_shows_the_traceback(store: Path) -> None:
+    command = [sys.executable, "-m", "cli.main", "ask", str(store), ""]
+    command[1:3] = ["-c", "from cli.main import main; main()"]
+    env = {**os.environ, "OFFLOAD_DECODE_DEBUG": "1"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "Traceback" in ran.stderr
+    assert ran.stderr.splitlines()[-1].startswith("error: the question is empty")
+
+
+def test_errors_of_the_system_are_sentences(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fails_with(monkeypatch, OSError(28, "No space left on device", "s.kv"))
+    assert refused(1, "ask", store, "q") == "error: s.kv: No space left on device"
+    _fails_with(monkeypatch, MemoryError())
+    assert "out of memory: free some" in refused(1, "ask", store, "q")
+
+
+def test_control_c_is_one_line(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fails_with(monkeypatch, KeyboardInterrupt())
+    ran = run("ask", store, "q")
+    assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
+
+
+def test_a_reader_that_left_is_no_error_to_report(store: Path) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-c", "from cli.main import main; main()", "inspect", str(store)]
+    try:
+        ran = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(theirs)
+    assert (ran.returncode, ran.stderr) == (1, "")
+
+
+def test_help_comes_at_once_and_without_heavy_imports() -> None:
+    for args in (["--help"], ["-h"], ["ask", "-h"], ["--version"]):
+        assert run(*args).code == 0
+    loaded = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True).stdout
+    assert not HEAVY & set(loaded.split())
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-c", "from cli.main import main; main()", "--help"],
+            check=True,
+            capture_output=True,
+        )
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(3)) < 1
+
+
+def test_the_installed_command_is_this_one() -> None:
+    command = shutil.which("offload-decode", path=str(Path(sys.executable).parent))
+    assert command is not None
+    ran = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("offload-decode ")

@@ -1,0 +1,121 @@
+"""`eval needle` writes its result and its picture, and refuses what it cannot measure before it begins."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.readme import reference
+from offload_decode.evals import needle_grid
+from offload_decode.evals.haystack import python_topics
+from offload_decode.models import loading
+from tests.cli.conftest import TEXT, refused, run
+
+pytest.importorskip("matplotlib")
+SIZES = ("--lengths", "100,128", "--depths", "0,50%")
+
+
+@pytest.fixture(autouse=True)
+def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needle_grid, "MAX_NEW_TOKENS", 2)
+
+
+def test_a_table_a_picture_and_a_result(home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "here"
+    ran = run("eval", "needle", "--model", home / "model", *SIZES, "--budget", "7", "--out", out)
+    assert ran.code == 0, ran.err
+    heading, *rows = ran.out.splitlines()
+    assert heading.split("  ")[-3:] == ["0 %", "50 %", "mean"]
+    assert [row.split("  ")[0] for row in rows] == [
+        f"{length} tokens, {way}" for length in (100, 128) for way in ("dense", "topk", "control")
+    ]
+    assert ran.err.splitlines()[-1] == f"{out / 'needle.json'}, {out / 'needle.png'}"
+    assert (out / "needle.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((out / "needle.json").read_text())
+    assert len(result["cells"]) == 4
+    assert result["configuration"]["options"] == {"budget": "7"}
+    assert result["configuration"]["text_sha256"] == python_topics().sha256
+    assert {path.name for path in out.iterdir()} == {"needle.json", "needle.png"}
+
+
+def test_json_is_what_the_file_holds(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.md").write_text(TEXT)
+    where = ("--text", tmp_path / "text.md", "--out", tmp_path)
+    ran = run("eval", "needle", "--model", home / "model", *SIZES, *where, "--json", "-q")
+    assert (ran.code, ran.err) == (0, "")
+    assert json.loads(ran.out) == json.loads((tmp_path / "needle.json").read_text())
+    assert json.loads(ran.out)["configuration"]["text"] == "text.md"
+
+
+def test_the_selectors_index_is_built(home: Path, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    options = ("-o", "index=faiss-ivf", "-o", "budget=9", "--lengths", "100", "--depths", "50")
+    ran = run("eval", "needle", "--model", home / "model", *options, "--out", tmp_path)
+    assert ran.code == 0, ran.err
+    result = json.loads((tmp_path / "needle.json").read_text())
+    assert result["configuration"]["options"] == {"budget": "9", "index": "faiss-ivf"}
+
+
+def test_an_answered_control_and_a_repeated_text_are_said(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needle_grid.tasks.get("needle").__class__, "score", lambda *_: 1.0)
+    (tmp_path / "text.txt").write_text("Too short. ")
+    where = ("--text", tmp_path / "text.txt", "--out", tmp_path)
+    ran = run("eval", "needle", "--model", home / "model", *SIZES, *where)
+    assert ran.code == 0
+    assert "the control was answered in 100% of the cells" in ran.err
+    assert "the text is shorter than 100, 128 tokens and was repeated there" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--lengths", "2K,many"), "'many' is no number of tokens: write one like 2048, 32K or 1M"),
+        (("--lengths", "0"), "'0' is no number of tokens"),
+        (("--depths", "0,101"), "'101' is no depth"),
+        (("--depths", "half"), "'half' is no depth"),
+        (("--depths", "nan"), "'nan' is no depth"),
+        (("--budget", "5", "-o", "budget=6"), "the budget is given twice"),
+        (("-s", "magic"), "unknown selector 'magic'"),
+        (("-o", "recall=1"), "has no option 'recall'"),
+        (("-o", "index=magic"), "no index kind 'magic'"),
+    ],
+)
+def test_wrong_use_is_refused_before_a_model_is_loaded(
+    options: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("a model was loaded"))
+    assert sentence in refused(2, "eval", "needle", "--out", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_that_is_none_is_refused_before_the_first_prefill(home: Path, tmp_path: Path) -> None:
+    arguments = ("--model", home / "model", "--budget", "few", "--out", tmp_path / "out")
+    assert "budget 'few' is neither" in refused(2, "eval", "needle", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_text_is_refused(tmp_path: Path) -> None:
+    said = refused(1, "eval", "needle", "--text", tmp_path / "none.txt", "--out", tmp_path)
+    assert "there is no corpus at" in said
+
+
+def test_an_earlier_result_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "needle.json").write_text("mine")
+    assert "choose another --out" in refused(2, "eval", "needle", "--out", tmp_path)
+    assert (tmp_path / "needle.json").read_text() == "mine"
+
+
+def test_the_readmes_reference_has_it() -> None:
+    assert "$ offload-decode eval needle --help\nUsage: offload-decode eval needle [OPTIONS]" in reference()
+
+
+def test_without_matplotlib_the_extra_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'offload-decode[eval]'" in refused(2, "eval", "needle", "--out", tmp_path)

@@ -1,0 +1,80 @@
+"""Numbers for people, and progress that keeps off stdout and falls silent when told to."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from cli import output, progress
+from cli.progress import Progress
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (1_234_567, "1.23 MB"),
+        (5.5e9, "5.5 GB"),
+        (2e15, "2e+03 TB"),
+    ],
+)
+def test_sizes(amount: float, shown: str) -> None:
+    assert output.size(amount) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")]
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert output.duration(seconds) == shown
+
+
+def test_tables_align_their_columns() -> None:
+    assert output.table([["kind", "size"], ["a", "1,000"]]).splitlines() == ["kind   size", "a     1,000"]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _count(steps: Progress) -> None:
+    for done in (0, 50, 100):
+        steps("prefill", done, 100)
+    steps("publish", 0, 1)
+
+
+def test_no_terminal_gets_a_plain_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 0.0, 5.0, 20.0, 21.0, 21.0]).__next__
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    with Progress() as steps:
+        _count(steps)
+    assert capsys.readouterr() == ("", "prefill: 100 of 100 tokens, 5 tokens/s, 0.0 s left\n")
+
+
+def test_a_terminal_gets_a_bar_that_goes_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with Progress() as steps:
+        _count(steps)
+        steps("prefill", 100, 100)
+    assert "100 of 100 tokens" in terminal.getvalue()
+    assert capsys.readouterr().out == ""
+
+
+def test_quiet_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress(quiet=True) as steps:
+        _count(steps)
+    assert terminal.getvalue() == ""

@@ -1,0 +1,228 @@
+"""The grid hides, asks and scores as it says; a stand-in for the model reads the stored text alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload_decode.engine.engine import Answer, Engine
+from offload_decode.errors import ConfigError
+from offload_decode.evals import needle_grid
+from offload_decode.evals.haystack import Haystack
+from offload_decode.evals.needle_grid import Cell, NeedleGrid, Plan, Reply, label, measure
+from offload_decode.evals.plot import save_png
+from offload_decode.evals.tasks.base import holds
+from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.store.reader import KVStore
+from offload_decode.types import StepStats
+from prefill_jobs.corpus import TextDocument
+from prefill_jobs.text import prefill_text
+from tests.tiny import text_model, tiny_tokenizer
+
+WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(100)))
+PLAN = Plan((300, 500), (0.0, 0.5, 1.0), "topk", {"budget": "16"}, trials=2)
+SMALL = Plan((200, 300), (0.0, 1.0), "topk", {"budget": "16"})
+NEEDLE = re.compile(r" ?One of the special magic numbers for [\w-]+ is: (\d+)\. ?")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return wrap(text_model(), tiny_tokenizer(), "tiny")
+
+
+def _make_store(loaded: LoadedModel, contexts: list[str]) -> needle_grid.MakeStore:
+    def make(text: str, path: Path, report: Callable[[int], None]) -> KVStore:
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == "prefill":
+                report(done)
+
+        contexts.append(text)
+        prefill_text(loaded, TextDocument("text", text), path, progress)
+        return KVStore.open(path)
+
+    return make
+
+
+def _run(loaded: LoadedModel, plan: Plan = PLAN, **others: Any) -> tuple[NeedleGrid, list[str]]:
+    contexts: list[str] = []
+    return measure(loaded, WORDS, plan, _make_store(loaded, contexts), **others), contexts
+
+
+@pytest.fixture(scope="module")
+def measured(loaded: LoadedModel) -> tuple[NeedleGrid, list[str]]:
+    """A grid with the model's own answers, and the texts that were prefilled for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(needle_grid, "MAX_NEW_TOKENS", 3)
+        return _run(loaded)
+
+
+def _answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Engine, str], str]) -> None:
+    """Replace the model's answers: `answer(engine, question)`."""
+
+    def answer_many(engine: Engine, questions: list[str], *limits: int) -> list[Answer]:
+        return [Answer(answer(engine, question), (), StepStats(), "stop") for question in questions]
+
+    monkeypatch.setattr(Engine, "answer_many", answer_many)
+
+
+def _look_up(engine: Engine, question: str) -> str:
+    key = re.search(r"number for (\S+) mentioned", question)
+    assert key is not None, question
+    found = re.search(f"numbers for {key[1]} is: (\\d+)", engine.decode(engine.store.tokens.tolist()))
+    return f"It is {found[1]}." if found else "It is not there."
+
+
+def test_every_length_depth_and_trial_is_a_cell(measured: tuple[NeedleGrid, list[str]]) -> None:
+    grid, _ = measured
+    places = [(cell.length, cell.trial, cell.depth) for cell in grid.cells]
+    assert places == [(n, t, d) for n in PLAN.lengths for t in range(2) for d in PLAN.depths]
+    for cell in grid.cells:
+        assert cell.length < cell.stored_tokens < cell.length + 120  # the needle comes on top
+        for reply in (cell.dense, cell.selected, cell.control):
+            assert reply.score == holds(reply.text, cell.expected)
+    assert len({cell.expected for cell in grid.cells}) == len(grid.cells)
+
+
+def test_one_needle_in_each_text_at_its_depth_and_none_in_the_control(
+    measured: tuple[NeedleGrid, list[str]],
+) -> None:
+    _, contexts = measured
+    for first in range(0, len(contexts), 4):
+        control, *with_needle = contexts[first : first + 4]
+        assert NEEDLE.search(control) is None
+        for text, depth in zip(with_needle, PLAN.depths, strict=True):
+            (found,) = NEEDLE.finditer(text)
+            assert found.start() / (len(text) - len(found[0])) == pytest.approx(depth, abs=0.05)
+            assert NEEDLE.sub(" ", text).split() == control.split()
+    assert len(contexts) == 16
+
+
+def test_who_reads_the_store_finds_the_needle_and_not_in_the_control(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _answering(monkeypatch, _look_up)
+    grid, _ = _run(loaded, SMALL)
+    assert (grid.mean("dense"), grid.mean("selected"), grid.mean("control")) == (1, 1, 0)
+
+
+def test_only_what_was_generated_is_scored(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    _answering(monkeypatch, lambda engine, question: question)
+    grid, contexts = _run(loaded, SMALL)
+    assert all(any(cell.expected in text for text in contexts) for cell in grid.cells)
+    assert {grid.mean(panel) for panel in needle_grid.PANELS} == {0}
+
+
+def test_the_panels_are_dense_and_the_selector_with_its_options(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _answering(monkeypatch, lambda engine, _: f"{engine.selector.name} {engine.selector.options.budget}")
+    grid, _ = _run(loaded, SMALL)
+    assert {cell.dense.text for cell in grid.cells} == {"dense 100%"}
+    assert {cell.selected.text for cell in grid.cells} == {"topk 16"}
+    assert {cell.control.text for cell in grid.cells} == {"topk 16"}
+
+
+def test_accuracy_is_the_mean_of_the_trials_by_depth_and_length() -> None:
+    grid = _grid([1, 0, 1, 1, 0, 0, 0, 0])
+    assert grid.accuracy("dense") == [[0.5, 0.0], [1.0, 0.0]]
+    assert grid.mean("dense") == 3 / 8
+
+
+def test_a_run_can_be_repeated(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needle_grid, "MAX_NEW_TOKENS", 3)
+    plan = Plan((200,), (0.5,), "topk", {"budget": "16"})
+    assert _run(loaded, plan)[0] == _run(loaded, plan)[0]
+
+
+def test_progress_ends_at_all_tokens(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    _answering(monkeypatch, _look_up)
+    seen: list[tuple[int, int]] = []
+    _run(loaded, SMALL, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1] == (SMALL.tokens, SMALL.tokens) == (3 * 500, 3 * 500)
+
+
+def test_json_holds_the_configuration_and_every_cell(
+    loaded: LoadedModel, measured: tuple[NeedleGrid, list[str]]
+) -> None:
+    grid, _ = measured
+    read = json.loads(json.dumps(grid.to_json()))
+    configuration = read["configuration"]
+    assert configuration["text_sha256"] == WORDS.sha256
+    assert configuration["weights_hash"] == loaded.weights_hash
+    assert configuration["versions"].keys() == {
+        "python",
+        "offload-decode",
+        "torch",
+        "transformers",
+        "numpy",
+        "zarr",
+    }
+    assert {key: configuration[key] for key in ("model", "seed", "selector", "options", "lengths")} == {
+        "model": "tiny",
+        "seed": 0,
+        "selector": "topk",
+        "options": {"budget": "16"},
+        "lengths": [300, 500],
+    }
+    restored = [
+        Cell(**{name: Reply(**value) if isinstance(value, dict) else value for name, value in cell.items()})
+        for cell in read["cells"]
+    ]
+    assert tuple(restored) == grid.cells
+
+
+def test_lengths_beyond_the_text_are_named(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    _answering(monkeypatch, _look_up)
+    short = Haystack("short", "Some words. " * 20)
+    plan = Plan((200, 300), (0.5,), "topk", {"budget": "16"})
+    grid = measure(loaded, short, plan, _make_store(loaded, []))
+    assert grid.configuration["text_repeated_at"] == [300]
+
+
+def test_labels() -> None:
+    assert [label(n) for n in (300, 2048, 3000, 1 << 20)] == ["300", "2K", "3,000", "1M"]
+
+
+def _grid(dense: list[float], text: str = "t") -> NeedleGrid:
+    plan = Plan((1024, 2048), (0.0, 1.0), "topk", {"budget": "64"}, trials=2)
+    places = [
+        (length, depth, trial) for length in plan.lengths for depth in plan.depths for trial in range(2)
+    ]
+    cells = tuple(
+        Cell(*place, 9, "q", "1", Reply("", score), Reply("", 1.0), Reply("", 0.0))
+        for place, score in zip(places, dense, strict=True)
+    )
+    return NeedleGrid(plan, {"model": "some/model", "text": text}, cells)
+
+
+def test_the_picture_shows_the_accuracies(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    pictures = []
+    for scores in ([1.0] * 8, [0.0] * 8):
+        save_png(_grid(scores, text="a $ in a name.txt"), tmp_path / "grid.png")
+        pictures.append(image.imread(io.BytesIO((tmp_path / "grid.png").read_bytes())))
+    assert [path.name for path in tmp_path.iterdir()] == ["grid.png"]
+    found, missed = pictures
+    height, width, _ = found.shape
+    assert height > 400
+    assert width > 900
+    # Dense is the first panel: only there do the pictures differ, and it is dark where needles were found.
+    differing = np.flatnonzero((found != missed).any(axis=(0, 2)))
+    assert differing.max() < width * 0.45
+    body = np.s_[height // 3 : height * 2 // 3, differing.min() : differing.max()]
+    assert found[body].mean() < missed[body].mean() - 0.3
+
+
+def test_without_matplotlib_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'offload-decode\[eval\]'"):
+        save_png(_grid([1.0] * 8), tmp_path / "grid.png")

@@ -1,0 +1,106 @@
+"""Tasks: facts are where they were asked to be, the control has none, the score reads the answer alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from offload_decode.evals import tasks
+from offload_decode.evals.tasks import words
+from offload_decode.evals.tasks.base import insert
+
+FILLER = " ".join(f"Sentence {'abcdefghij'[i % 10] * (1 + i % 7)} says nothing at all." for i in range(400))
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_every_fact_is_in_the_context_once_and_nothing_else_is_changed(name: str) -> None:
+    task = tasks.get(name)
+    episode = task.sample(random.Random(3))
+    example, control = task.pair(random.Random(3), FILLER, 0.5)
+    rest = example.context
+    for fact in episode.facts:
+        assert rest.count(fact.strip()) == 1
+        rest = rest.replace(fact.strip(), "", 1)
+    assert rest.split() == FILLER.split()
+    assert control.context == FILLER
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_the_control_asks_the_same_and_holds_no_answer(name: str) -> None:
+    example, control = tasks.get(name).pair(random.Random(5), FILLER)
+    assert (control.question, control.answers) == (example.question, example.answers)
+    assert all(answer in example.context for answer in example.answers)
+    assert not any(answer in control.context for answer in example.answers)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("name", ["needle", "needle-multikey", "plain-fact", "key-value", "header"])
+def test_the_fact_asked_for_is_at_its_depth(name: str, depth: float) -> None:
+    task = tasks.get(name)
+    example = task.build(random.Random(7), FILLER, depth)
+    fact = task.sample(random.Random(7)).facts[0].strip()
+    before = example.context.index(fact)
+    others = sum(len(f) for f in task.sample(random.Random(7)).facts)
+    assert before / len(example.context) == pytest.approx(depth, abs=0.01 + others / len(FILLER))
+
+
+def test_a_needle_goes_between_two_sentences() -> None:
+    context = insert("One. Two. Three.", ["Here."], [0.3])
+    assert context == "One. Here. Two. Three."
+
+
+def test_a_depth_outside_the_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="share of the text"):
+        tasks.get("needle").build(random.Random(0), FILLER, 1.5)
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_the_score_is_one_for_the_answers_and_nothing_for_others(name: str) -> None:
+    task = tasks.get(name)
+    example = task.build(random.Random(1), FILLER)
+    assert task.score(example, " " + ", ".join(example.answers)) == 1
+    assert task.score(example, "") == 0
+    assert task.score(example, example.question.replace("?", " is what I do not know.")) == 0
+    other = task.build(random.Random(2), FILLER)
+    assert task.score(example, " " + ", ".join(other.answers)) < 1
+
+
+def test_part_of_the_answers_is_part_of_the_score() -> None:
+    task = tasks.get("needle-multivalue")
+    example = task.build(random.Random(1), FILLER)
+    assert task.score(example, " " + example.answers[2]) == pytest.approx(1 / len(example.answers))
+
+
+def test_a_longer_number_that_holds_the_answer_is_wrong() -> None:
+    task = tasks.get("needle")
+    example = task.build(random.Random(1), FILLER)
+    assert task.score(example, f" {example.answers[0]}0") == 0
+    assert task.score(example, f" {example.answers[0]}.") == 1
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_a_seed_decides_the_example(name: str) -> None:
+    task = tasks.get(name)
+    assert task.build(random.Random(4), FILLER, 0.3) == task.build(random.Random(4), FILLER, 0.3)
+    assert task.build(random.Random(4), FILLER, 0.3) != task.build(random.Random(5), FILLER, 0.3)
+
+
+def test_variable_tracking_assigns_in_order() -> None:
+    example = tasks.get("variable-tracking").build(random.Random(9), FILLER)
+    at = [example.context.index(f"VAR {name} =") for name in example.answers]
+    assert at == sorted(at)
+
+
+def test_training_and_evaluation_share_no_word_and_no_number() -> None:
+    for lists in (words.ADJECTIVES, words.NOUNS):
+        assert len(lists["eval"]) > 40
+        assert not set(lists["train"]) & set(lists["eval"])
+    rng = random.Random(0)
+    train, held_out = ({words.number(rng, split, 4) for _ in range(3000)} for split in ("train", "eval"))
+    assert not train & held_out
+
+
+def test_an_unknown_task_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="no task 'nedle'"):
+        tasks.get("nedle")
