@@ -37,7 +37,7 @@ def test_a_mask_that_does_not_cover_the_prefix_is_refused(engine, mask, says):
 
 def test_prompt_lookup_is_refused(engine):
     ids = torch.arange(3, 3 + N + 4)[None]
-    with pytest.raises(ConfigError, match="prompt lookup"):
+    with pytest.raises(ConfigError):  # by its own sentence, or up to transformers 5.8 by that of the mask
         engine.loaded.model.generate(ids, past_key_values=engine.new_cache(), prompt_lookup_num_tokens=2)
 
 
@@ -54,5 +54,6 @@ def test_cropping_a_cache_removes_from_the_end_only(engine):
 def test_without_a_cache_of_ours_attention_is_plain(engine):
     ids = torch.arange(3, 40)[None]
     plain = tiny_model("gemma2")
+    plain.set_attn_implementation("eager")
     with torch.inference_mode():
         torch.testing.assert_close(engine.loaded.model(ids).logits, plain(ids).logits, atol=1e-5, rtol=0)

@@ -94,6 +94,8 @@ def date(rng: random.Random) -> str:
 def fields(rng: random.Random, split: Split) -> dict[str, str]:
     """Five to eleven header fields with made-up values, in a usual order."""
     link = f"https://{words.made_up(rng)}.org/{words.made_up(rng)}/{rng.randint(1, 99999)}"
+    created = date(rng)
+    posted = [rng.choice([created, date(rng)]) for _ in range(rng.randint(1, 2))]
     every = {
         rng.choice(["Number", "PEP", "RFC", "Id"]): str(rng.randint(1, 9999)),
         "Title": title(rng, split),
@@ -108,11 +110,11 @@ def fields(rng: random.Random, split: Split) -> dict[str, str]:
         ),
         "Content-Type": rng.choice(["text/x-rst", "text/plain", "text/markdown"]),
         "Requires": str(rng.randint(1, 9999)),
-        "Created": date(rng),
+        "Created": created,
         "Version": f"{rng.randint(0, 9)}.{rng.randint(0, 19)}",
         "Python-Version": f"{rng.randint(1, 3)}.{rng.randint(0, 16)}",
         "Language": rng.choice(["English", "Dutch", "German", "Latin", "Greek", "Welsh", "Finnish"]),
-        "Post-History": f"`{date(rng)} <{link}>`__",
+        "Post-History": ", ".join(rng.choice([day, f"`{day} <{link}>`__"]) for day in posted),
         "Replaces": str(rng.randint(1, 9999)),
     }
     usual = {"Title", "Author", "Status", "Type", "Created"} if rng.random() < 0.5 else set()
