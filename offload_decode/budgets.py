@@ -18,8 +18,8 @@ class Budget:
 
     `amount`: a count (`1024`), a share of the stored tokens (`2%`), or one of these for every searched
     layer, separated by commas. `schedule`: `uniform`, or `linear` (grows linearly from the first to the
-    last searched layer, same total). `dense_layers`: layers that attend to everything, as indices separated
-    by commas.
+    last searched layer; same total, unless a layer's part is more than there is). `dense_layers`: layers
+    that attend to everything, as indices separated by commas.
     """
 
     amount: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
+from math import isqrt
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, Selection, StepStats
 
 BLOCK_TOKENS = 8192
-GATHER_IDS = 1 << 20
+SCORES = 1 << 22  # of one part of the rows: a handful of float32 temporaries of this size are held
 
 
 class Prefix(Protocol):
@@ -129,7 +130,8 @@ class HostKV:
             return self._attend_all(layer, query, scaling, softcap, stats)
         state = empty_state(query)
         kv_heads, rows, k = selection.ids.shape
-        step = max(1, GATHER_IDS // max(1, k))
+        # r rows meet a union of at most min(N, r·k) tokens, and are scored against all of it.
+        step = max(1, SCORES // self.length, isqrt(SCORES // max(1, k)))
         for head in range(kv_heads):
             for start in range(0, rows if k else 0, step):
                 part = slice(start, start + step)

@@ -88,7 +88,7 @@ def test_selecting_everything_is_dense_block_by_block(monkeypatch):
 
 def test_many_rows_are_taken_in_parts(monkeypatch):
     store, query, chosen = FakeStore(), queries(20), ids(5, 20)
-    monkeypatch.setattr(kv, "GATHER_IDS", 15)
+    monkeypatch.setattr(kv, "SCORES", 100)
     state = HostKV(store, torch.device("cpu")).attend(0, query, Selection(chosen), 0.4, None, StepStats())
     torch.testing.assert_close(state.out, by_mask(store, query, chosen)[0], atol=2e-6, rtol=0)
 

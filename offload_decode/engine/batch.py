@@ -16,9 +16,10 @@ def answer_batch(engine: Engine, questions: Sequence[str], max_new_tokens: int) 
     """Greedy answers, equal to `Engine.answer` for each question; every answer carries the batch's shared
     stats.
     """
-    forked = Engine(engine.loaded, engine.store, engine.selector)
-    device, stored = engine.loaded.device, forked.prefix.length
-    asked = [engine.prompt.first(engine.tokenizer, question) for question in questions]
+    forked = engine.fork()
+    forked.cache.batch_repeat_interleave(len(questions))
+    device, stored = engine.loaded.device, engine.length
+    asked = [engine.pending + engine.question_tokens(question) for question in questions]
     longest = max(map(len, asked))
     ids = torch.tensor([[0] * (longest - len(one)) + one for one in asked], device=device)
     own = torch.tensor([[False] * (longest - len(one)) + [True] * len(one) for one in asked], device=device)

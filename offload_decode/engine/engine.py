@@ -118,19 +118,21 @@ class Engine:
                 f"and {self.length} are there in all"
             )
         self.pending = []
-        # In place, not through Cache.crop: its argument changed its meaning between transformers releases.
-        for layer in self.cache.layers:
-            layer.tail.crop(length - self.prefix.length)
+        self.cache.cut(length - self.prefix.length)
 
     def extend(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run tokens (question or generated, one path) and return the logits `[V]` after the last one."""
-        given = torch.as_tensor(tokens, dtype=torch.long).reshape(1, -1)
+        given = torch.as_tensor(tokens, dtype=torch.long).reshape(1, -1).cpu()
         ids = torch.cat([torch.tensor([self.pending], dtype=torch.long), given], dim=1)
         if not ids.numel():
             raise ConfigError("there are no tokens to extend with")
+        before, began = self.cache.tail_length, time.perf_counter()
+        try:
+            logits = self.loaded.forward(ids, self.cache)[0]
+        except BaseException:  # an interrupt between two layers, too, must not leave half a step behind
+            self.cache.cut(before)
+            raise
         self.pending = []
-        began = time.perf_counter()
-        logits = self.loaded.forward(ids, self.cache)[0]
         self.prefix.stats.tokens += ids.shape[1]
         self.prefix.stats.total_s += time.perf_counter() - began
         return logits
@@ -174,7 +176,7 @@ class Engine:
     def answer_many(
         self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8
     ) -> list[Answer]:
-        """Answer questions independently of each other, greedily, `batch_size` in one forward pass."""
+        """`answer` for each question, greedily, `batch_size` of them in one forward pass."""
         from offload_decode.engine.batch import answer_batch
 
         answers: list[Answer] = []

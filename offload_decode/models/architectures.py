@@ -54,12 +54,19 @@ def shape_of(config: Any) -> ModelShape:
         raise UnsupportedModel(
             f"this '{name}' model attends in chunks, which is not served; use a full-attention model"
         )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModel(f"this '{name}' model attends to later tokens too; use a causal model")
     heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % kv_heads:
+        raise UnsupportedModel(
+            f"this '{name}' model has {heads} query heads for {kv_heads} KV heads, not a multiple"
+        )
     kinds = tuple(_kind(layer, name) for layer in DynamicCache(config=config).layers)
     return ModelShape(
         layers=kinds,
         query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         sliding_window=config.sliding_window if LayerKind.SLIDING in kinds else None,
     )

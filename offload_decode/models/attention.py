@@ -36,6 +36,8 @@ def prefix_attention(
     attention.
     """
     assert scaling is not None, "every served architecture states its scaling"
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
     layer: TailLayer | None = getattr(key, "offload_layer", None)
     state = attend_dense(query, key, value, scaling, attention_mask, softcap)
     if layer is not None:

@@ -185,6 +185,12 @@ class PrefixCache(Cache):
             "call generate without assistant_model and prompt_lookup_num_tokens"
         )
 
+    def cut(self, tail_length: int) -> None:
+        """Keep so many tokens after the prefix, also where a failed forward pass reached some layers only."""
+        for layer in self.layers:
+            layer.tail.crop(min(tail_length, layer.tail.length))
+            layer.unattended = False
+
     @property
     def tail_length(self) -> int:
         """Tokens after the prefix."""

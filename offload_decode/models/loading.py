@@ -20,8 +20,30 @@ from offload_decode.types import ModelShape
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
-# Config fields that say nothing about the keys and values a model computes.
-_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+# Config fields that shape keys and values and that the weights do not show. A list of what counts, not of
+# what does not: releases of transformers differ in the defaults that they write into a config.
+_SHAPING = (
+    "model_type",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "hidden_act",
+    "layer_types",
+    "no_rope_layers",
+    "sliding_window",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+)
+_ROPE = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -72,6 +94,7 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto") -> LoadedMode
     `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
     `float32`. Raises `ModelError`, `UnsupportedModel` or `ConfigError`.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -86,16 +109,17 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto") -> LoadedMode
         tokenizer = AutoTokenizer.from_pretrained(source)
         logging.disable_progress_bar()  # a bar of its own would tear the one that the caller shows
         model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES.get(dtype, "auto"))
+        model = model.to(chosen_device)
     except OffloadDecodeError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ModelError(
             f"cannot load the model '{model_id}': {reason}; give 'demo', a folder, or a transformers id"
         ) from error
     # A store must find its model again from any folder.
-    known_as = str(Path(model_id).resolve()) if Path(model_id).is_dir() else model_id
-    return wrap(model.to(chosen_device), tokenizer, known_as)
+    known_as = str(Path(model_id).resolve()) if model_id != "demo" and Path(model_id).is_dir() else model_id
+    return wrap(model, tokenizer, known_as)
 
 
 def wrap(model: Any, tokenizer: Any | None = None, model_id: str | None = None) -> LoadedModel:
@@ -130,14 +154,21 @@ def pick_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"unknown device '{device}'; choose one of: auto, cpu, cuda, cuda:0") from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device '{device}' is not there: torch finds no CUDA; use --device cpu")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{device}' is not served; choose one of: auto, cpu, cuda, cuda:0")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device '{device}' is not there: torch finds no such CUDA device; use --device cpu"
+        )
     return chosen
 
 
 def config_hash(config: Any) -> str:
-    """SHA-256 of the config without fields that do not change keys and values."""
-    fields = {name: value for name, value in config.to_dict().items() if name not in _VOLATILE}
+    """SHA-256 of what in the config shapes keys and values; the weights have a hash of their own."""
+    fields = {name: getattr(config, name, None) for name in _SHAPING}
+    rope = rope_parameters(config)
+    sets = {name: value for name, value in rope.items() if isinstance(value, dict)} or {"": rope}
+    fields["rope"] = {kind: {name: one.get(name) for name in _ROPE} for kind, one in sets.items()}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -146,7 +177,10 @@ def weights_hash(model: Any) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         flat = weight.detach().reshape(-1)
-        picked = torch.linspace(0, flat.numel() - 1, 32).long().to(flat.device)
+        if not flat.numel():
+            continue
+        # In integers: float32 cannot tell neighbours apart beyond 2**24 elements.
+        picked = torch.arange(32, device=flat.device) * (flat.numel() - 1) // 31
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(flat[picked].float().cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -34,20 +34,22 @@ class Prompt:
 
 def prompt_for(tokenizer: Any) -> Prompt:
     """The tokenizer's chat template split around the corpus, or a plain form for models without one."""
+    from jinja2 import TemplateError
+
     if not getattr(tokenizer, "chat_template", None):
         between = f"{_BETWEEN}Question: "
         return Prompt("plain", tokenizer.bos_token or "", between, "\nAnswer:", between)
     user = {"role": "user", "content": _CORPUS + _BETWEEN + _QUESTION}
     turns = [user, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
-    one = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-    two = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     try:
+        one = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        two = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         before, rest = one.split(_CORPUS)
         between, after = rest.split(_QUESTION)
         turn = two.split(_ANSWER)[1].split(_NEXT)[0]
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, TemplateError) as error:
         raise ModelError(
-            "the chat template of this tokenizer does not keep the user's text whole, so the corpus cannot "
+            "the chat template of this tokenizer fails or changes the user's text, so the corpus cannot "
             "be prefilled before the question; use a tokenizer without a chat template or with another one"
         ) from error
     return Prompt("chat", before, between, after, turn)

@@ -36,7 +36,7 @@ class TopK(base.Selector):
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         super().__init__(options, host, shape)
         self.indexes = HeadIndexes(host.store, options.index)
-        # One thread a core: an index searches on one thread, without the interpreter's lock.
+        # One thread a core: `flat` searches on the calling thread, without the interpreter's lock.
         self.pool = ThreadPoolExecutor(os.cpu_count())
 
     def choose(self, layer: int, queries: Tensor, k: int) -> Selection:

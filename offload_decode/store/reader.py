@@ -211,6 +211,10 @@ def verify_store(path: str | Path, progress: checksums.Report | None = None) -> 
 
 def _existing(path: Path) -> Path:
     path = Path(os.path.abspath(path))
+    if not path.name:
+        raise StoreForeign(
+            f"{path} is not a KV store: give the path of one that `offload-decode prefill` made."
+        )
     for partial in (path, partial_path(path)):
         if (partial / LOCK).exists() and not (path / metadata.ROOT).exists():
             raise StoreIncomplete(_how_far(partial))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
 import torch
 
+from offload_decode.engine import prefix
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.sampler import Sampler
 from offload_decode.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
-from offload_decode.models.loading import load, wrap
+from offload_decode.models.loading import config_hash, load, pick_device, weights_hash, wrap
 from prefill_jobs.job import prefill
 from tests.tiny import text_model, tiny_model, tiny_tokenizer
 
@@ -115,6 +117,49 @@ def test_crop_reaches_back_to_the_stored_tokens_and_no_further(engine):
             engine.crop(length)
 
 
+def test_an_interrupted_step_leaves_no_half_of_it(engine, monkeypatch):
+    """An interrupt between two layers: their tails must not differ in length afterwards."""
+    first = engine.extend([5, 6, 7])
+    list(engine.generate(first, 2))  # leaves a pending token
+    length, pending = engine.length, list(engine.pending)
+    expected = engine.fork().extend([8, 9])
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.prefix, "attend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.extend([8, 9])
+    monkeypatch.undo()
+    assert (engine.length, engine.pending) == (length, pending)
+    torch.testing.assert_close(engine.extend([8, 9]), expected, atol=1e-6, rtol=0)
+
+
+def test_a_fork_takes_the_pending_token_along_and_a_crop_drops_it(engine):
+    list(engine.stream(QUESTIONS[0], max_new_tokens=3))  # ended by length: the last token was never run
+    assert len(engine.pending) == 1
+    forked = engine.fork()
+    assert forked.pending == engine.pending
+    length = engine.length
+    assert forked.extend([7]).argmax() == engine.fork().extend([7]).argmax()
+    assert forked.length == length + 2
+    engine.crop(length)
+    engine.extend([7])
+    assert engine.length == length + 1
+
+
+def test_a_batch_goes_on_from_the_conversation_as_an_answer_does(engine):
+    list(engine.stream(QUESTIONS[0], max_new_tokens=4))
+    alone = [engine.answer(question, max_new_tokens=6).tokens for question in QUESTIONS]
+    assert [answer.tokens for answer in engine.answer_many(QUESTIONS, max_new_tokens=6)] == alone
+
+
+def test_a_long_question_is_taken_in_parts(engine, monkeypatch):
+    expected = engine.fork().extend(list(range(10, 60)))
+    monkeypatch.setattr(prefix, "SELECTED_IDS", 100)
+    torch.testing.assert_close(engine.extend(list(range(10, 60))), expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(("other", "says"), [("tuned", "weights"), ("other", "configuration")])
 def test_another_model_is_refused(folder, other, says):
     with pytest.raises(StoreMismatch, match=says):
@@ -163,6 +208,8 @@ def test_architectures_that_were_not_shown_to_be_exact_are_refused_by_name():
     mamba = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20)
     with pytest.raises(UnsupportedModel, match="mamba"):
         wrap(transformers.MambaForCausalLM(mamba))
+    with pytest.raises(UnsupportedModel, match="later tokens"):
+        wrap(tiny_model("gemma3", use_bidirectional_attention=True))
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
     with pytest.raises(UnsupportedModel, match="dynamic"):
         wrap(tiny_model("llama", rope_parameters=rope))
@@ -171,8 +218,36 @@ def test_architectures_that_were_not_shown_to_be_exact_are_refused_by_name():
 def test_lost_keys_are_noticed(engine):
     """A layer whose keys do not reach the registered function must not silently lose the prefix."""
     engine.loaded.model.set_attn_implementation("eager")
-    with pytest.raises((UnsupportedModel, RuntimeError)):
+    with pytest.raises(UnsupportedModel, match="without its stored prefix"):
         engine.extend([5])
+    cache = engine.new_cache()
+    engine.loaded.model(torch.tensor([[5]]), past_key_values=cache)
+    with pytest.raises(UnsupportedModel, match="without its stored prefix"):
+        engine.loaded.model(torch.tensor([[5]]), past_key_values=cache)
+
+
+def test_a_config_is_known_by_what_shapes_keys_and_values(engine):
+    config = copy.deepcopy(engine.loaded.model.config)
+    before = config_hash(config)
+    config.pad_token_id, config.max_position_embeddings = 5, 9999
+    assert config_hash(config) == before
+    config.query_pre_attn_scalar = 11
+    assert config_hash(config) != before
+
+
+def test_weights_of_any_size_are_told_apart():
+    """float32 positions would overflow beyond 2**24 elements."""
+    large = torch.nn.Linear(4096, 8193, bias=False, dtype=torch.bfloat16)
+    before = weights_hash(large)
+    with torch.no_grad():
+        large.weight[-1, -1] += 1
+    assert weights_hash(large) != before
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "cuda:99", "gpu"])
+def test_a_device_that_is_not_served_is_refused(device):
+    with pytest.raises(ConfigError, match="device"):
+        pick_device(device)
 
 
 def test_answers_are_frozen(engine):

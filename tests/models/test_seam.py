@@ -35,6 +35,12 @@ def test_a_mask_that_does_not_cover_the_prefix_is_refused(engine, mask, says):
         engine.loaded.model(torch.arange(4)[None], attention_mask=mask, past_key_values=engine.new_cache())
 
 
+def test_a_prepared_mask_must_be_bool(engine):
+    mask = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ConfigError, match="must be bool"):
+        engine.loaded.model(torch.arange(4)[None], attention_mask=mask, past_key_values=engine.new_cache())
+
+
 def test_prompt_lookup_is_refused(engine):
     ids = torch.arange(3, 3 + N + 4)[None]
     with pytest.raises(ConfigError):  # by its own sentence, or up to transformers 5.8 by that of the mask
