@@ -101,6 +101,7 @@ def describe(cost: StepStats, engine: Engine) -> str:
             f"tokens    {cost.tokens:,} run (question and answer)",
             f"attended  {attended:,.1f} of {stored:,} stored tokens in each step and head "
             f"({attended / stored:.2%})",
+            f"speed     {1000 * cost.total_s / max(1, cost.tokens):,.1f} ms for each token run",
             f"moved     {output.size(cost.bytes_moved)} of stored keys and values",
             f"time      {cost.total_s:.2f} s: search {cost.search_s:.2f}, gather {cost.gather_s:.2f}, "
             f"attend {cost.attend_s:.2f}, the rest of the model {other:.2f}",

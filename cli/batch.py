@@ -49,10 +49,17 @@ def batch(
     What the output holds already is not asked again: the same command resumes a batch that was interrupted.
     """
     options = split_pairs(option or [])
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent} for --out: make it first, or choose another")
     asked = assign(read_questions(questions), [os.path.normpath(store) for store in stores])
     if out.exists() and out.samefile(questions):
         raise ConfigError(f"{out} holds the questions: choose another --out")
-    settings: dict[str, object] = {"selector": selector, "options": options}
+    settings: dict[str, object] = {
+        "selector": selector,
+        "options": options,
+        "max_new_tokens": max_new_tokens,
+        "model": model,
+    }
     answered = read_answered(out, settings)
     left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ def chat(
     from offload_decode.engine.sampler import Sampler
 
     engine = Engine.open(store, model, selector=selector, options=options, device=device)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         import readline  # noqa: F401  # editing and history for input()

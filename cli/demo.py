@@ -33,7 +33,7 @@ TEXT, STORE = "python-topics.txt", "store"
 _BUDGET = 64
 _KIND = "faiss-ivf"
 _TOPK, _DENSE = "top-k", "dense"
-_ANSWER_WIDTH = 16
+_ANSWER_WIDTH = 72
 _RIGHT, _WRONG = "✓", "✗"
 
 Say = Callable[[str], None]
@@ -63,7 +63,8 @@ def demo(
     64 tokens at every step and, beside it, with dense attention to all. A question about a fact that was
     never hidden is the control.
 
-    Exits with 1 when top-k misses a fact. Where dense attention alone misses one, that is shown, no more.
+    Exits with 1 when top-k misses a fact or answers the control. What dense attention alone misses is shown,
+    no more.
     """
     began = time.monotonic()
     count = token_count(tokens)
@@ -179,19 +180,20 @@ def _ask(
 
 
 def _shown(number: int, fact: Fact, replies: Sequence[Reply], stored: int) -> str:
-    """A question, what answers it, and every reply with its costs."""
+    """A question, what answers it, and every reply with its costs below it."""
     hidden = fact.depth is not None
-    place = f"hidden at {fact.depth:.0%} of the text" if hidden else "never hidden: any answer is made up"
-    rows = [("expected", f"  {fact.answer if hidden else 'nothing'}", place)]
+    place = (
+        f"{fact.answer}, hidden at {fact.depth:.0%} of the text" if hidden else "nothing: it was never hidden"
+    )
+    lines = ["", f"   {number}. {fact.question}", f"      {'expected':<16}    {place}"]
     for reply in replies:
         mark = _RIGHT if _is_right(fact, reply) else _WRONG
         cost = (
-            f"{reply.attended:>7,.0f} of {stored:,} tokens a step, "
-            f"{output.size(reply.bytes_moved):>7}, {1000 * reply.seconds:5.1f} ms a token"
+            f"{reply.attended:,.0f} of {stored:,} tokens a step, "
+            f"{output.size(reply.bytes_moved)}, {1000 * reply.seconds:.1f} ms a token"
         )
-        rows.append((reply.way, f"{mark} {_clipped(reply.text)}", cost))
-    lines = [f"      {name:<16}  {text:<{_ANSWER_WIDTH + 2}} {rest}" for name, text, rest in rows]
-    return "\n".join(["", f"   {number}. {fact.question}", *lines])
+        lines += [f"      {reply.way:<16}  {mark} {_clipped(reply.text)}", f"{'':<26}{cost}"]
+    return "\n".join(lines)
 
 
 def _clipped(text: str) -> str:

@@ -40,6 +40,7 @@ def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
     cost = store.cost()
     return {
         "store": str(store.path),
+        "digest": store.store_digest,
         "manifest": store.manifest.to_json(),
         "documents": [asdict(document) for document in store.documents],
         "bytes": sum(cost.values()),
@@ -55,6 +56,7 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
     details = "".join(f", {name} {value}" for name, value in prefill.items() if name != "method")
     return [
         ("store", str(store.path)),
+        ("digest", _short(store.store_digest)),
         ("made by", f"{manifest.software}, format version {manifest.format_version}"),
         ("model", f"{manifest.model_id} (configuration {_short(manifest.model_config_hash)})"),
         ("tokenizer", _short(manifest.tokenizer_hash)),
@@ -108,7 +110,8 @@ def _indexes(indexes: list[SavedIndexes]) -> list[list[str]]:
             if found.heads == found.heads_in_all
             else f"{found.heads:,} of {found.heads_in_all:,}"
         )
-        mean = "exact" if found.recall is None else f"{found.recall:.3f} (@{found.k})"
+        unmeasured = "exact" if found.kind == "flat" else "none"
+        mean = unmeasured if found.recall is None else f"{found.recall:.3f} (@{found.k})"
         lowest = "" if found.lowest_recall is None else f"{found.lowest_recall:.3f}"
         rows.append([found.kind, output.size(found.bytes), heads, mean, lowest])
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -36,10 +37,15 @@ Options = Annotated[
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.", min=1)]
 Temperature = Annotated[float, typer.Option(metavar="T", help="0 is greedy.", min=0)]
 TopP = Annotated[float, typer.Option(metavar="P", help="Share of the probability that is sampled from.")]
-Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0, max=2**63 - 1)]
 Device = Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes on stderr.")]
+
+
+def without_surrogates(text: str) -> str:
+    """Text that UTF-8 can hold: JSON may spell half a surrogate pair, which no tokenizer takes."""
+    return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def question_from(text: str) -> str:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cli.options import without_surrogates
 from offload_decode.errors import ConfigError
 
 # What an answer adds to its question: a question's own field of that name would be lost.
-_RESERVED = ("answer", "tokens", "finish", "selector", "options")
+_RESERVED = ("answer", "tokens", "finish", "selector", "options", "max_new_tokens", "model")
 _FIRST = '{"id": '
 
 
@@ -87,7 +88,8 @@ def read_answered(path: Path, settings: dict[str, Any]) -> set[str]:
 def append_answers(path: Path, answers: Iterable[dict[str, Any]]) -> None:
     """Write lines to the end of the file and down to the disk."""
     lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
-    with path.open("a", encoding="utf-8") as file:
+    # JSON can spell half a surrogate pair, which UTF-8 cannot hold: it stays as it was spelled.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())
@@ -102,9 +104,11 @@ def _question(path: Path, number: int, line: str) -> Question:
         raise ConfigError(
             f'{where} is not JSON ({problem}): each line is like {{"question": "…"}}'
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or too many brackets
+        raise ConfigError(f"{where} cannot be read ({error}): make it simpler") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("question"), str):
         raise ConfigError(f'{where} has no text in "question": each line is like {{"question": "…"}}')
-    text, store = fields.pop("question"), fields.pop("store", None)
+    text, store = without_surrogates(fields.pop("question")), fields.pop("store", None)
     if not text.strip():
         raise ConfigError(f"{where} asks nothing: its question is empty")
     if not isinstance(store, str | None):
@@ -129,7 +133,7 @@ def _answered(path: Path, number: int, line: bytes, settings: dict[str, Any]) ->
         fields = json.loads(line)
         key = _key(fields["store"], fields["id"], fields["question"])
         before = {name: fields[name] for name in settings}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _not_answers(path, number) from error
     if before != settings:
         raise ConfigError(

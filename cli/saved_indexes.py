@@ -80,6 +80,7 @@ def _metadata(path: Path) -> Path:
 def _recall(metadata: Path) -> dict[str, float] | None:
     try:
         recall = json.loads(metadata.read_bytes()).get("recall")
-    except (ValueError, AttributeError):
-        return None  # `verify` says what is wrong with it
-    return recall if isinstance(recall, dict) else None
+        measured = isinstance(recall["k"], int) and isinstance(recall["measured"], int | float)
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return None  # none was measured, or `verify` says what is wrong with it
+    return recall if measured else None

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from indexes.base import StrPath
 from indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound
@@ -38,21 +40,17 @@ def save(
     body: dict[str, Any] = {"format_version": FORMAT_VERSION, **metadata, "native": None}
     if write is not None:
         native = Path(f"{os.fspath(path)}{suffix}")
-        beside = native.with_name(native.name + ".tmp")
-        try:
-            write(str(beside))
-        except RuntimeError as error:  # how faiss and hnswlib report the file system
-            beside.unlink(missing_ok=True)
-            raise OSError(
-                f"{native} could not be written ({error}); make room or choose another path."
-            ) from error
-        body["native"] = {"suffix": suffix, "size": beside.stat().st_size, "sha256": _file_sha256(beside)}
-        os.replace(beside, native)
+        with _replacing(native) as beside:
+            try:
+                write(str(beside))
+            except RuntimeError as error:  # how faiss and hnswlib report the file system
+                raise OSError(
+                    f"{native} could not be written ({error}); make room or choose another path."
+                ) from error
+            body["native"] = {"suffix": suffix, "size": beside.stat().st_size, "sha256": _file_sha256(beside)}
     body["sha256"] = _body_sha256(body)
-    target = _metadata_path(path)
-    beside = target.with_name(target.name + ".tmp")
-    beside.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, target)
+    with _replacing(_metadata_path(path)) as beside:
+        beside.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
 def load(path: StrPath, expected: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
@@ -65,7 +63,7 @@ def load(path: StrPath, expected: dict[str, Any]) -> tuple[dict[str, Any], Path 
         body = json.loads(target.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise IndexNotFound(f"There is no index at {os.fspath(path)}; {_REBUILD}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise IndexDamaged(f"{target} is not readable JSON; {_REBUILD}.") from None
     if not isinstance(body, dict) or "format_version" not in body:
         raise IndexDamaged(f"{target} is not the metadata of an index; {_REBUILD}.")
@@ -81,6 +79,20 @@ def load(path: StrPath, expected: dict[str, Any]) -> tuple[dict[str, Any], Path 
                 f"({field} is {body.get(field)!r}, not {value!r}); {_REBUILD}."
             )
     return body, _checked_native(path, body["native"])
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """The name of a new file beside `target`, which takes its place, or is removed where that fails.
+
+    No two writers are given the same name.
+    """
+    beside = target.with_name(f"{target.name}.{uuid4().hex}.tmp")
+    try:
+        yield beside
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _checked_native(path: StrPath, native: dict[str, Any] | None) -> Path | None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from offload_decode.errors import CorpusError
 from offload_decode.models.prompt import Prompt, encode, encode_text
+from offload_decode.store.staging import LOCK, PROGRESS
 from offload_decode.types import Document
 from prefill_jobs.decoding import text_of
 
@@ -115,6 +116,9 @@ def _files(folder: Path, skipped: list[Skipped]) -> Iterator[tuple[str, Path]]:
         for name in list(folders):
             if name.startswith(".") or name in _NOT_TEXT:
                 folders.remove(name)
+            elif (here / name).is_symlink():  # not followed: it may lead back to where it lies
+                skipped.append(Skipped(_name(folder, here / name), "it is a link to a folder"))
+                folders.remove(name)
             elif _is_store(here / name):
                 skipped.append(Skipped(_name(folder, here / name), "it is a KV store or belongs to one"))
                 folders.remove(name)
@@ -123,7 +127,10 @@ def _files(folder: Path, skipped: list[Skipped]) -> Iterator[tuple[str, Path]]:
 
 def _is_store(folder: Path) -> bool:
     """Whether `folder` is of a store: one that lies within its corpus must not become part of it."""
-    return (folder / "zarr.json").exists() or folder.suffix in (".partial", ".indexes")
+    if folder.suffix == ".partial":
+        return any((folder / name).exists() for name in (LOCK, PROGRESS))
+    store = folder.with_suffix("") if folder.suffix == ".indexes" else folder
+    return (store / "zarr.json").exists()
 
 
 def _name(folder: Path, path: Path) -> str:

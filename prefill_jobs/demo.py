@@ -17,9 +17,9 @@ from offload_decode.evals.haystack import python_topics
 from offload_decode.evals.side_by_side import Opened, Reply, Way
 from offload_decode.evals.tasks import Task
 from offload_decode.evals.tasks.base import holds, insert
-from offload_decode.evals.tasks.needle import MultiKeyNeedle, PlainFact
+from offload_decode.evals.tasks.needle import MultiKeyNeedle
 
-MAX_NEW_TOKENS = 32
+MAX_NEW_TOKENS = 40
 _DEPTHS = (0.05, 0.27, 0.5, 0.73, 0.95)
 _SEED = 7
 
@@ -54,14 +54,9 @@ class Hidden:
 
 
 def hide_facts(tokenizer: Any, tokens: int) -> Hidden:
-    """`tokens` of the Python documentation topics with three needles and two plain facts in them."""
-    rng = random.Random(_SEED)
-    first, second, third, left_out = _drawn(MultiKeyNeedle(distractors=3), rng)
-    (fourth,), (fifth,) = _drawn(PlainFact(), rng), _drawn(PlainFact(), rng)
-    facts = tuple(
-        replace(fact, depth=depth)
-        for fact, depth in zip((first, fourth, second, fifth, third), _DEPTHS, strict=True)
-    )
+    """`tokens` of the Python documentation topics with five needles in them, and a sixth left out."""
+    *drawn, left_out = _drawn(MultiKeyNeedle(distractors=len(_DEPTHS)), random.Random(_SEED))
+    facts = tuple(replace(fact, depth=depth) for fact, depth in zip(drawn, _DEPTHS, strict=True))
     haystack = python_topics()
     filler = haystack.cut(tokenizer, tokens)
     text = insert(filler, [fact.sentence for fact in facts], _DEPTHS)

@@ -60,6 +60,8 @@ def test_every_store_answers_every_question(
             "finish": "length",
             "selector": "topk",
             "options": {},
+            "max_new_tokens": 4,
+            "model": None,
         }
 
 
@@ -139,6 +141,9 @@ def test_a_store_that_fails_does_not_stop_the_others(
         ('{"question": "q", "store": "other.kv"}', "line 2 .* asks the store other.kv, but it is not among"),
         ('{"question": "q", "answer": "gold"}', 'line 2 of .* has a field "answer".*rename it'),
         ('{"question": "first?", "id": 1}', "line 2 .* repeats line 1"),
+        ('{"question": "q", "model": "gold"}', 'line 2 of .* has a field "model".*rename it'),
+        ('{"question": "q", "id": ' + "[" * 100_000, "line 2 of .* cannot be read"),
+        ('{"question": "q", "id": ' + "1" * 5_000 + "}", "line 2 of .* cannot be read"),
     ],
 )
 def test_a_bad_line_is_named_before_any_work(store: Path, tmp_path: Path, line: str, told: str) -> None:
@@ -171,11 +176,33 @@ def test_answers_of_other_settings_are_not_mixed(store: Path, questions: Path, t
     out = tmp_path / "out.jsonl"
     assert _batch(questions, out, store).code == 0
     before = out.read_bytes()
-    for options in (("-s", "dense"), ("-o", "budget=3")):
+    for options in (
+        ("-s", "dense"),
+        ("-o", "budget=3"),
+        ("--max-new-tokens", "5"),
+        ("--model", str(store.with_name("model"))),
+    ):
         ran = _batch(questions, out, store, options=options)
         assert ran.code == 2
         assert "choose another --out" in ran.err
     assert out.read_bytes() == before
+
+
+def test_half_a_surrogate_pair_is_asked_and_answered_once(store: Path, tmp_path: Path) -> None:
+    questions, out = tmp_path / "q", tmp_path / "out"
+    questions.write_text(r'{"question": "\ud800 x", "id": "\udc00", "note": "\ud800"}' + "\n")
+    assert _batch(questions, out, store).code == 0
+    (line,) = _read(out)
+    assert (line["question"], line["id"], line["note"]) == ("\ufffd x", "\udc00", "\ud800")
+    assert "0 answers, 1 there already" in _batch(questions, out, store).err
+
+
+def test_a_folder_that_is_not_there_is_named_before_any_work(
+    store: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("the model was loaded"))
+    out = tmp_path / "no" / "such" / "out.jsonl"
+    assert "there is no folder" in refused(2, "batch", store, "--questions", questions, "--out", out)
 
 
 def test_options_are_checked_before_any_work(store: Path, questions: Path, tmp_path: Path) -> None:

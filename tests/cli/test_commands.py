@@ -6,14 +6,17 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import indexes.registry
+from cli.ask import describe
 from offload_decode import Engine, KVStore
 from offload_decode.config import parse_options
 from offload_decode.selectors import registry
+from offload_decode.types import StepStats
 from tests.cli.conftest import TEXT, run
 
 STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that opens the prompt comes
@@ -67,7 +70,15 @@ def test_ask_shows_costs_on_stderr_and_leaves_stdout_to_the_answer(store: Path) 
     ran = run("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7", "--stats")
     assert ran.out == plain.out
     assert f"attended  7.0 of {STORED:,} stored tokens" in ran.err
-    assert {line.split()[0] for line in ran.err.splitlines()} == {"tokens", "attended", "moved", "time"}
+    assert {line.split()[0] for line in ran.err.splitlines()} == {
+        *("tokens", "attended", "speed", "moved", "time")
+    }
+
+
+def test_the_speed_is_the_time_of_each_token() -> None:
+    engine = SimpleNamespace(prefix=SimpleNamespace(length=10))
+    told = describe(StepStats(tokens=4, total_s=0.5), cast(Engine, engine))
+    assert "speed     125.0 ms for each token run" in told
 
 
 def test_sampling_follows_its_seed(store: Path) -> None:
@@ -98,6 +109,13 @@ def test_chat_remembers_until_it_is_reset(store: Path, monkeypatch: pytest.Monke
     assert [tokens > 0 for tokens in remembered] == [False, True, False]
 
 
+def test_chat_goes_on_after_a_line_that_is_not_utf8(store: Path) -> None:
+    args = ["chat", store, "--max-new-tokens", "2"]
+    ran = run(*args, stdin=b"caf\xe9\n/reset\nafter\n")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out == run(*args, stdin="caf\ufffd\n/reset\nafter\n").out
+
+
 def test_chat_ends_with_its_input(store: Path) -> None:
     ran = run("chat", store, "--max-new-tokens", "2", stdin="")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
@@ -112,7 +130,10 @@ def test_inspect_accounts_for_every_byte_and_token(store: Path) -> None:
     )
     assert told["bytes_per_token"] == told["bytes"] / told["manifest"]["n_tokens"]
     assert told["documents"] == [{"name": "corpus.txt", "start": 0, "end": told["manifest"]["n_tokens"]}]
+    digest = KVStore.open(store).store_digest
+    assert told["digest"] == digest
     shown = run("inspect", store).out
+    assert f"digest     {digest[:12]}\n" in shown
     for piece in ("corpus.txt", "model", "float32", "dense, chunk 512", *told["cost"]):
         assert piece in shown
 
@@ -157,6 +178,25 @@ def test_verify_finds_a_damaged_index(copy: Callable[[str], Path]) -> None:
     ran = run("verify", store)
     assert (ran.code, ran.out) == (1, "")
     assert "layer-001-head-000" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [('"k"', '"j"'), ('"measured": ', '"measured": "x", "was": '), ('"recall": ', '"recall": 3, "was": ')],
+)
+def test_a_changed_recall_is_not_shown_and_verify_tells(
+    copy: Callable[[str], Path], written: str, instead: str
+) -> None:
+    store = copy("changed.kv")
+    assert run("index", store, "--kind", "faiss-ivf", "--k", "10").code == 0
+    for metadata in store.with_name("changed.kv.indexes").rglob("*.json"):
+        text = metadata.read_text()
+        assert written in text
+        metadata.write_text(text.replace(written, instead))
+    (shown,) = json.loads(run("inspect", store, "--json").out)["indexes"]
+    assert (shown["k"], shown["recall"], shown["lowest_recall"]) == (None, None, None)
+    assert "exact" not in run("inspect", store).out
+    assert "was changed after it was written" in run("verify", store).err
 
 
 def test_help_names_every_index_kind_and_each_selector_takes_the_shown_options() -> None:

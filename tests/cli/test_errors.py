@@ -38,6 +38,16 @@ def test_a_folder_and_a_file_that_are_no_store(home: Path) -> None:
     assert "is not a KV store" in refused(1, "inspect", home / "corpus.txt")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["inspect", "/"], ["verify", "/"], ["ask", "/", "q"], ["chat", "/"], ["index", "/", "--kind", "flat"]],
+)
+def test_the_root_of_the_file_system_is_no_store(command: list[str]) -> None:
+    told = refused(1, *command)
+    assert "unexpected" not in told
+    assert "KV store" in told
+
+
 def test_a_half_written_store_is_refused_and_finished_by_the_same_command(home: Path, tmp_path: Path) -> None:
     out, corpus, model = tmp_path / "s.kv", home / "corpus.txt", home / "model"
 
@@ -110,6 +120,8 @@ def test_an_empty_question(store: Path) -> None:
         ["ask", "store"],
         ["ask", "store", "q", "--max-new-tokens", "0"],
         ["ask", "store", "q", "--nonsense"],
+        ["ask", "store", "q", "--seed", "99999999999999999999"],
+        ["chat", "store", "--seed", "-1"],
         ["prefill", "corpus", "--out", "s"],
         ["prefill", "corpus", "--model", "m", "--out", "s", "--chunk", "many"],
         ["index", "store"],

@@ -104,3 +104,9 @@ def test_training_and_evaluation_share_no_word_and_no_number() -> None:
 def test_an_unknown_task_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="no task 'nedle'"):
         tasks.get("nedle")
+
+
+def test_multikey_hides_needles_of_other_keys() -> None:
+    episode = tasks.get("needle-multikey").sample(random.Random(0))
+    assert len(episode.facts) == len(episode.questions) == 4
+    assert len({question.answers for question in episode.questions}) == 4

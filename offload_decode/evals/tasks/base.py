@@ -25,17 +25,18 @@ class Question:
     """A question; `answer_prefix` may be put after `Answer:`; answers are in the order of the text.
 
     `quote` stands around an answer where it does so in the text: the response a model learns is copied with
-    it.
+    it. `statement` is the answer as a sentence that ends as the fact does, key and all.
     """
 
     text: str
     answer_prefix: str
     answers: tuple[str, ...]
     quote: str = ""
+    statement: str = ""
 
     @property
     def response(self) -> str:
-        """The right answer in full."""
+        """The right answer without a word more."""
         return ", ".join(f"{self.quote}{answer}{self.quote}" for answer in self.answers)
 
 

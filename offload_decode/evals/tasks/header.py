@@ -47,6 +47,7 @@ FIELD_NAMES = (
 )
 ASK = "What is the {field} of {name}?"
 PREFIX = " The {field} of {name} is"
+THIS = "this document"
 _IN_WORDS = {
     "Author": ("Who is the author of {name}?", "Who wrote {name}?"),
     "Editor": ("Who is the editor of {name}?",),
@@ -161,18 +162,20 @@ class OneHeader(Task):
         header = fields(rng, split)
         fact = "\n".join(f"{field}: {value}" for field, value in header.items()) + "\n"
         every = rng.sample(sorted(header), len(header))
-        return Episode((fact,), tuple(asked(rng, field, "this document", header[field]) for field in every))
+        return Episode((fact,), tuple(asked(rng, field, THIS, header[field]) for field in every))
 
     def ordered(self, depths: list[float]) -> list[float]:
         return [0.0]
 
 
 def asked(rng: random.Random, field: str, name: str, value: str) -> Question:
-    """The question as users put it: the field's name in small letters, or in words of its own."""
+    """The question as users put it: the field's name, in small letters or not, or in words of its own."""
     wordings = [ASK, ASK, *_IN_WORDS.get(field, ())]
-    field = field.lower()
-    text = rng.choice(wordings).format(field=field, name=name)
-    return Question(text, PREFIX.format(field=field, name=name), (value,))
+    text = rng.choice(wordings).format(field=rng.choice([field, field.lower()]), name=name)
+    prefix = PREFIX.format(field=field.lower(), name=name)
+    # Among several documents the line alone would not say whose it is.
+    statement = f"{field}: {value}" if name == THIS else ""
+    return Question(text, prefix, (value,), statement=statement)
 
 
 TASKS: tuple[type[Task], ...] = (DocumentHeader, OneHeader)

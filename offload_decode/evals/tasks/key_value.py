@@ -16,7 +16,7 @@ class KeyValue(Task):
     """Short identifiers to short identifiers, as lines of one JSON object spread over the text."""
 
     name: ClassVar[str] = "key-value"
-    max_new_tokens: ClassVar[int] = 32
+    max_new_tokens: ClassVar[int] = 64
     pairs: int = 8
 
     def draw(self, rng: random.Random, split: Split) -> tuple[str, str]:
@@ -28,7 +28,11 @@ class KeyValue(Task):
         facts = tuple(f'"{key}": "{value}",' for key, value in pairs.items())
         questions = tuple(
             Question(
-                f'What is the value of the key "{key}"?', f' The value of the key "{key}" is', (value,), '"'
+                f'What is the value of the key "{key}"?',
+                f' The value of the key "{key}" is',
+                (value,),
+                '"',
+                f'"{key}": "{value}"',
             )
             for key, value in pairs.items()
         )
@@ -40,7 +44,7 @@ class WordPairs(KeyValue):
     """Keys and values of words instead."""
 
     name: ClassVar[str] = "key-value-words"
-    max_new_tokens: ClassVar[int] = 16
+    max_new_tokens: ClassVar[int] = 40
 
     def draw(self, rng: random.Random, split: Split) -> tuple[str, str]:
         return words.key(rng, split), words.key(rng, split)

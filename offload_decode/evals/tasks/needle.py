@@ -13,6 +13,7 @@ from offload_decode.evals.tasks.words import Split
 FACT = "One of the special magic numbers for {key} is: {value}."
 ASK = "What is the special magic number for {key} mentioned in the provided text?"
 PREFIX = " The special magic number for {key} mentioned in the provided text is"
+STATEMENT = "The special magic number for {key} is: {value}."
 ASK_ALL = "What are all the special magic numbers for {key} mentioned in the provided text?"
 PREFIX_ALL = " The special magic numbers for {key} mentioned in the provided text are"
 
@@ -27,7 +28,7 @@ class Needle(Task):
     """One number for one key (RULER niah_single_2)."""
 
     name: ClassVar[str] = "needle"
-    max_new_tokens: ClassVar[int] = 16
+    max_new_tokens: ClassVar[int] = 40
     distractors: int = 0
 
     def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
@@ -36,7 +37,10 @@ class Needle(Task):
         values = words.distinct(lambda: words.number(rng, split), count)
         facts = tuple(FACT.format(key=k, value=v) for k, v in zip(keys, values, strict=True))
         questions = tuple(
-            Question(ASK.format(key=k), PREFIX.format(key=k), (v,)) for k, v in zip(keys, values, strict=True)
+            Question(
+                ASK.format(key=k), PREFIX.format(key=k), (v,), statement=STATEMENT.format(key=k, value=v)
+            )
+            for k, v in zip(keys, values, strict=True)
         )
         return Episode(facts, questions)
 
@@ -46,7 +50,7 @@ class MultiKeyNeedle(Needle):
     """The same among needles of other keys (RULER niah_multikey_1)."""
 
     name: ClassVar[str] = "needle-multikey"
-    distractors = 3
+    distractors: int = 3
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class MultiQueryNeedle(Task):
     """The numbers of several keys in one answer (RULER niah_multiquery)."""
 
     name: ClassVar[str] = "needle-multiquery"
-    max_new_tokens: ClassVar[int] = 48
+    max_new_tokens: ClassVar[int] = 128
     keys: int = 4
 
     def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
@@ -80,9 +84,11 @@ class MultiQueryNeedle(Task):
         values = words.distinct(lambda: words.number(rng, split), self.keys)
         facts = tuple(FACT.format(key=k, value=v) for k, v in zip(keys, values, strict=True))
         asked = several(keys)
-        return Episode(
-            facts, (Question(ASK_ALL.format(key=asked), PREFIX_ALL.format(key=asked), tuple(values)),)
+        statement = " ".join(STATEMENT.format(key=k, value=v) for k, v in zip(keys, values, strict=True))
+        question = Question(
+            ASK_ALL.format(key=asked), PREFIX_ALL.format(key=asked), tuple(values), statement=statement
         )
+        return Episode(facts, (question,))
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class PlainFact(Task):
     """A fact in everyday words: `The secret code for brisk lantern is 48213.`"""
 
     name: ClassVar[str] = "plain-fact"
-    max_new_tokens: ClassVar[int] = 16
+    max_new_tokens: ClassVar[int] = 40
 
     def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
         key = words.key(rng, split)
@@ -98,7 +104,9 @@ class PlainFact(Task):
             key = "the " + key.replace("-", " ")
         value = words.number(rng, split, rng.choice([4, 5, 6, 7]))
         fact = f"The secret code for {key} is {value}."
-        question = Question(f"What is the secret code for {key}?", f" The secret code for {key} is", (value,))
+        question = Question(
+            f"What is the secret code for {key}?", f" The secret code for {key} is", (value,), statement=fact
+        )
         return Episode((fact,), (question,))
 
 
