@@ -1,0 +1,50 @@
+"""Sequences of random tokens that teach copying before any fact is looked up.
+
+Trained on facts alone the model learns which values occur and stays there: that plateau hides the gradient of
+matching. `repeats` forms induction heads; `phrase_bank` makes them match several tokens back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+Row = tuple[np.ndarray, np.ndarray]  # tokens int64[T]; weight float32[T] of predicting each token
+
+
+def repeats(rng: np.random.Generator, length: int, words: np.ndarray) -> Row:
+    """A random sequence, again and again: everything after its first time can be predicted."""
+    period = int(rng.integers(4, min(length // 2, 400)))
+    tokens = np.resize(rng.choice(words, period), length)
+    weights = np.zeros(length, np.float32)
+    weights[period + 1 :] = 1
+    return tokens, weights
+
+
+def phrase_bank(rng: np.random.Generator, length: int, words: np.ndarray) -> Row:
+    """Phrases that share many of their tokens, in random order with random filler between.
+
+    A token counts once its phrase was seen before and the tokens before it fit no other phrase.
+    """
+    function_words = rng.choice(words, int(rng.integers(2, 5)))
+    count = int(rng.integers(2, 6 + length // 128))
+    phrases = []
+    for _ in range(count):
+        phrase = rng.choice(words, int(rng.integers(3, 9)))
+        common = rng.random(len(phrase)) < 0.45
+        phrase[common] = rng.choice(function_words, int(common.sum()))
+        phrases.append(tuple(int(t) for t in phrase))
+    tokens: list[int] = []
+    weights: list[float] = []
+    seen: set[tuple[int, ...]] = set()
+    spread = int(rng.choice([1, 3, 8, 20]))
+    while len(tokens) < length:
+        gap = int(rng.integers(0, spread + 1))
+        tokens += [int(t) for t in rng.choice(words, gap)]
+        weights += [0.0] * gap
+        phrase_ = phrases[int(rng.integers(count))]
+        tokens += phrase_
+        for j in range(len(phrase_)):
+            rivals = [p for p in phrases if p != phrase_ and p[:j] == phrase_[:j]]
+            weights.append(float(j > 0 and phrase_ in seen and not rivals))
+        seen.add(phrase_)
+    return np.array(tokens[:length], np.int64), np.array(weights[:length], np.float32)

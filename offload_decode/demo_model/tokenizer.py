@@ -1,0 +1,58 @@
+"""The demo model's own tokenizer: byte-level BPE in which every digit is a token of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCABULARY = 4096
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token + '\n' }}"
+    "{% else %}{{ message['content'] + '\nAnswer:' }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def train(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Learn the merges from texts. Encoding adds `<|bos|>`; any bytes round-trip."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write `tokenizer.json`, its settings and the chat template."""
+    tokenizer.save_pretrained(str(folder))
+    settings = folder / "tokenizer_config.json"
+    kept = json.loads(settings.read_text())
+    for local in ("backend", "is_local", "local_files_only"):
+        kept.pop(local, None)
+    kept["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that every version of transformers knows
+    settings.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
