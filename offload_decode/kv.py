@@ -160,9 +160,10 @@ class HostKV:
         union, place = torch.unique(ids, return_inverse=True)
         pad = int(union[0] < 0)  # padding is -1 and sorts first
         fetch = union[pad:]
-        values = self.gather(self.values(layer, head), fetch)
+        stored = self.values(layer, head)
+        values = self.gather(stored, fetch)
         keys = self.gather(self.keys(layer, head), fetch) if scores is None else None
-        moved = fetch.numel() * values.shape[1] * self.values(layer, head).element_size()
+        moved = fetch.numel() * stored.shape[1] * stored.element_size()
         gathered = time.perf_counter()
 
         member = torch.full((ids.shape[0], union.numel()), -torch.inf, device=self.device)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from offload_decode import demo_model
 from offload_decode.evals import tasks
+from offload_decode.evals.haystack import python_topics
 from offload_decode.evals.tasks import Task
 
 CHUNK = 1024  # tokens of context a forward
@@ -42,13 +43,6 @@ class Cell:
         tokens, _, size = text.partition(":")
         contexts, _, questions = size.partition("x")
         return cls(int(tokens), int(contexts), int(questions or 1))
-
-
-def haystack() -> str:
-    """The Python documentation topics of the standard library, which training leaves out."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(text for _, text in sorted(topics.items()))
 
 
 def cut(text: str, tokenizer: Any, tokens: int, rng: random.Random) -> str:
@@ -145,7 +139,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").eval()
-    text = options.text.read_text(encoding="utf-8") if options.text else haystack()
+    text = options.text.read_text(encoding="utf-8") if options.text else python_topics().text
     results = []
     for cell in options.lengths.split(","):
         for name in options.tasks.split(","):
