@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_decode.attention import cap, empty_state, softmax
+from offload_decode.attention import empty_state, softmax
 from offload_decode.kernels.dense import attend_blocks
+from offload_decode.paging import attend_pages
+from offload_decode.queries import Queries
 from offload_decode.store.reader import KVStore
-from offload_decode.types import AttentionState, Selection, StepStats
+from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
 
 BLOCK_TOKENS = 8192
 SCORES = 1 << 22  # of one part of the rows: a handful of float32 temporaries of this size are held
@@ -115,20 +117,14 @@ class HostKV:
         return chosen.to(self.device, non_blocking=True).float()
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        selection: Selection,
-        scaling: float,
-        softcap: float | None,
-        stats: StepStats,
+        self, layer: int, queries: Queries, selection: Selection | PageSelection, stats: StepStats
     ) -> AttentionState:
-        """Attend from `query [Hkv, R, D]` to the selected tokens of one layer: `out [Hkv, R, D]`, `lse
-        [Hkv, R]`.
-        """
+        """Attend from R rows to the selected tokens of one layer: `out [Hkv, R, D]`, `lse [Hkv, R]`."""
+        if isinstance(selection, PageSelection):
+            return self._attend_pages(layer, queries, selection, stats)
         if selection.ids is None:
-            return self._attend_all(layer, query, scaling, softcap, stats)
-        state = empty_state(query)
+            return self._attend_all(layer, queries, stats)
+        state = empty_state(queries.rows)
         kv_heads, rows, k = selection.ids.shape
         # r rows meet a union of at most min(N, r·k) tokens, and are scored against all of it.
         step = max(1, SCORES // self.length, isqrt(SCORES // max(1, k)))
@@ -136,34 +132,34 @@ class HostKV:
             for start in range(0, rows if k else 0, step):
                 part = slice(start, start + step)
                 scores = None if selection.scores is None else selection.scores[head, part]
-                out, lse = self._attend_rows(
-                    layer, head, query[head, part], selection.ids[head, part], scores, scaling, softcap, stats
-                )
-                state.out[head, part], state.lse[head, part] = out, lse
+                query, ids = queries.rows[head, part], selection.ids[head, part]
+                logits, values = self._logits(layer, head, query, ids, scores, queries, stats)
+                began = time.perf_counter()
+                weights, state.lse[head, part] = softmax(logits)
+                state.out[head, part] = weights @ values
+                stats.attend_s += time.perf_counter() - began
         return state
 
-    def _attend_rows(
+    def _logits(
         self,
         layer: int,
         head: int,
         query: Tensor,
         ids: Tensor,
         scores: Tensor | None,
-        scaling: float,
-        softcap: float | None,
+        queries: Queries,
         stats: StepStats,
     ) -> tuple[Tensor, Tensor]:
-        """Rows of one KV head share the union of their tokens, so that each is fetched once; non-members
-        are masked.
+        """Rows of one KV head share the union of their U tokens, so that each is fetched once: logits
+        `[r, U]`, -inf where a token is not the row's, and values `[U, D]`.
         """
         began = time.perf_counter()
         union, place = torch.unique(ids, return_inverse=True)
-        pad = int(union[0] < 0)  # padding is -1 and sorts first
+        pad = int(union.numel() > 0 and union[0] < 0)  # padding is -1 and sorts first
         fetch = union[pad:]
         stored = self.values(layer, head)
         values = self.gather(stored, fetch)
         keys = self.gather(self.keys(layer, head), fetch) if scores is None else None
-        moved = fetch.numel() * stored.shape[1] * stored.element_size()
         gathered = time.perf_counter()
 
         member = torch.full((ids.shape[0], union.numel()), -torch.inf, device=self.device)
@@ -171,24 +167,22 @@ class HostKV:
         if keys is None:
             assert scores is not None
             member.scatter_(1, place, scores.to(self.device))
-            logits = cap(member[:, pad:] * scaling, softcap)
+            logits = queries.logits(member[:, pad:])
         else:
             member.scatter_(1, place, 0.0)
-            logits = cap(query @ keys.T * scaling, softcap) + member[:, pad:]
-        weights, lse = softmax(logits.masked_fill(torch.isneginf(member[:, pad:]), -torch.inf))
-        out = weights @ values
+            logits = queries.logits(query @ keys.T)
+        moved = fetch.numel() * stored.shape[1] * stored.element_size()
         stats.bytes_moved += moved if keys is None else 2 * moved
         stats.gather_s += gathered - began
         stats.attend_s += time.perf_counter() - gathered
-        return out, lse
+        return logits.masked_fill(torch.isneginf(member[:, pad:]), -torch.inf), values
 
-    def _attend_all(
-        self, layer: int, query: Tensor, scaling: float, softcap: float | None, stats: StepStats
-    ) -> AttentionState:
+    def _attend_all(self, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
         began = time.perf_counter()
-        heads = range(query.shape[0])
+        rows, heads = queries.rows, range(queries.rows.shape[0])
         per_head = [
-            attend_blocks(query[None, h : h + 1], self._blocks(layer, h), scaling, softcap) for h in heads
+            attend_blocks(rows[None, h : h + 1], self._blocks(layer, h), queries.scaling, queries.softcap)
+            for h in heads
         ]
         key = self.keys(layer, 0)
         stats.bytes_moved += 2 * len(heads) * key.numel() * key.element_size()
@@ -196,6 +190,36 @@ class HostKV:
         return AttentionState(
             torch.cat([state.out[0] for state in per_head]), torch.cat([state.lse[0] for state in per_head])
         )
+
+    def _attend_pages(
+        self, layer: int, queries: Queries, selection: PageSelection, stats: StepStats
+    ) -> AttentionState:
+        began = time.perf_counter()
+        heads, _, dim = queries.rows.shape
+        if selection.shared:  # a list for every token of every sequence
+            grouped = queries.by_token().transpose(2, 3).flatten(1, 2)
+        else:
+            grouped = queries.rows.unsqueeze(2)
+        keys, values = (
+            torch.stack([read(layer, head) for head in range(heads)]) for read in (self.keys, self.values)
+        )
+        state = attend_pages(
+            grouped,
+            keys,
+            values,
+            selection.pages,
+            selection.page_size,
+            selection.limit,
+            queries.scaling,
+            queries.softcap,
+        )
+        out, lse = state.out, state.lse
+        if selection.shared:
+            spread = (heads, queries.batch, queries.tokens, queries.group)
+            out = out.reshape(*spread, dim).transpose(2, 3)
+            lse = lse.reshape(spread).transpose(2, 3)
+        stats.attend_s += time.perf_counter() - began
+        return AttentionState(out.reshape(heads, -1, dim), lse.reshape(heads, -1))
 
     def _blocks(self, layer: int, head: int) -> Iterator[tuple[Tensor, Tensor]]:
         keys, values = self.keys(layer, head), self.values(layer, head)

@@ -77,6 +77,21 @@ class Selection:
     scores: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class PageSelection:
+    """The pages of stored tokens that each query row of one layer attends to.
+
+    `pages [Hkv, Q, K]` int64, best first, unique in a list, padded with -1. `shared` rows, a token's whole
+    GQA group or one, have a list in common: rows are `[batch, group, tokens]`, lists `[batch, tokens]` or as
+    the rows. `limit [Hkv]` int64: places in a list (`page_size` to a page) that count; the rest is cut off.
+    """
+
+    pages: Tensor
+    page_size: int
+    limit: Tensor
+    shared: bool
+
+
 @dataclass
 class StepStats:
     """What one forward pass of the engine cost: bytes moved to the device, tokens attended to, seconds by

@@ -11,6 +11,7 @@ import torch
 from offload_decode import kv
 from offload_decode.attention import attend
 from offload_decode.kv import HostKV, TailKV, numpy_view, tensor_view
+from offload_decode.queries import Queries
 from offload_decode.types import Selection, StepStats
 
 N, HKV, R, D = 50, 2, 6, 8
@@ -71,7 +72,7 @@ def test_attending_to_a_selection_is_masked_attention(k, scored, softcap):
     keys = torch.from_numpy(store.arrays[0].copy())
     scores = (query @ keys.transpose(1, 2)).gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
     out, lse = HostKV(store, torch.device("cpu")).attend(
-        0, query, Selection(chosen, scores if scored else None), 0.4, softcap, StepStats()
+        0, Queries(query, 0.4, softcap), Selection(chosen, scores if scored else None), StepStats()
     )
     expected = by_mask(store, query, chosen, softcap)
     torch.testing.assert_close(out, expected[0], atol=2e-6, rtol=0)
@@ -81,7 +82,7 @@ def test_attending_to_a_selection_is_masked_attention(k, scored, softcap):
 def test_selecting_everything_is_dense_block_by_block(monkeypatch):
     store, query = FakeStore(), queries()
     monkeypatch.setattr(kv, "BLOCK_TOKENS", 16)
-    state = HostKV(store, torch.device("cpu")).attend(0, query, Selection(None), 0.4, None, StepStats())
+    state = HostKV(store, torch.device("cpu")).attend(0, Queries(query, 0.4), Selection(None), StepStats())
     expected = by_mask(store, query, torch.arange(N).expand(HKV, R, N))
     torch.testing.assert_close(state.out, expected[0], atol=2e-6, rtol=0)
 
@@ -89,13 +90,13 @@ def test_selecting_everything_is_dense_block_by_block(monkeypatch):
 def test_many_rows_are_taken_in_parts(monkeypatch):
     store, query, chosen = FakeStore(), queries(20), ids(5, 20)
     monkeypatch.setattr(kv, "SCORES", 100)
-    state = HostKV(store, torch.device("cpu")).attend(0, query, Selection(chosen), 0.4, None, StepStats())
+    state = HostKV(store, torch.device("cpu")).attend(0, Queries(query, 0.4), Selection(chosen), StepStats())
     torch.testing.assert_close(state.out, by_mask(store, query, chosen)[0], atol=2e-6, rtol=0)
 
 
 def test_a_budget_of_nothing_is_the_empty_state():
     state = HostKV(FakeStore(), torch.device("cpu")).attend(
-        0, queries(), Selection(torch.empty(HKV, R, 0, dtype=torch.long)), 0.4, None, StepStats()
+        0, Queries(queries(), 0.4), Selection(torch.empty(HKV, R, 0, dtype=torch.long)), StepStats()
     )
     assert (state.out == 0).all()
     assert torch.isneginf(state.lse).all()
@@ -106,7 +107,7 @@ def test_a_row_shared_by_the_group_moves_once_and_keys_stay_when_scores_are_know
     same = torch.arange(10).expand(HKV, R, 10)
     for scores, arrays in ((None, 2), (torch.zeros(HKV, R, 10), 1)):
         stats = StepStats()
-        HostKV(store, torch.device("cpu")).attend(0, query, Selection(same, scores), 0.4, None, stats)
+        HostKV(store, torch.device("cpu")).attend(0, Queries(query, 0.4), Selection(same, scores), stats)
         assert stats.bytes_moved == arrays * HKV * 10 * D * 4
 
 

@@ -47,9 +47,8 @@ class Engine:
     ):
         self.loaded = loaded
         self.store = store
-        self.selector = selector
         self.prefix = StoredPrefix(selector.host, selector)
-        self.cache = self.new_cache() if cache is None else cache.fork(self.prefix)
+        self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
         # A token that was sampled but not run yet: it goes first in the next forward pass.
         self.pending: list[int] = []
 
@@ -84,17 +83,18 @@ class Engine:
         return cls(loaded, opened, create(selector, options or {}, host, loaded.shape))
 
     @property
+    def selector(self) -> Selector:
+        """How stored tokens are chosen, with what it remembers of this conversation."""
+        return self.prefix.selector
+
+    @property
     def length(self) -> int:
         """Stored tokens and those that followed, the pending one not counted."""
         return self.prefix.length + self.cache.tail_length
 
     def new_cache(self) -> PrefixCache:
         """An empty tail behind the stored prefix, for `generate(past_key_values=…)` or a loop of your own."""
-        shape = self.loaded.shape
-        windows = {
-            layer: self._window(layer) for layer, kind in enumerate(shape.layers) if kind is LayerKind.SLIDING
-        }
-        return PrefixCache.over(self.prefix, shape, windows)
+        return self._cache_behind(self.prefix.fresh())
 
     def inputs(self, question: str) -> dict[str, Any]:
         """Keyword arguments for `model.generate`: the question's ids, a mask over all tokens, and a fresh
@@ -106,7 +106,7 @@ class Engine:
 
     def fork(self) -> Engine:
         """An independent continuation from here."""
-        forked = Engine(self.loaded, self.store, self.selector, self.cache)
+        forked = Engine(self.loaded, self.store, self.selector.fork(), self.cache)
         forked.pending = list(self.pending)
         return forked
 
@@ -126,16 +126,22 @@ class Engine:
         ids = torch.cat([torch.tensor([self.pending], dtype=torch.long), given], dim=1)
         if not ids.numel():
             raise ConfigError("there are no tokens to extend with")
-        before, began = self.cache.tail_length, time.perf_counter()
+        before, remembered, began = self.cache.tail_length, self.selector.fork(), time.perf_counter()
         try:
             logits = self.loaded.forward(ids, self.cache)[0]
         except BaseException:  # an interrupt between two layers, too, must not leave half a step behind
             self.cache.cut(before)
+            self.prefix.selector = remembered
             raise
         self.pending = []
         self.prefix.stats.tokens += ids.shape[1]
         self.prefix.stats.total_s += time.perf_counter() - began
         return logits
+
+    def ask(self, question: str) -> Tensor:
+        """Put a question: logits `[V]` after its last token. A selector that forgets starts afresh."""
+        self.selector.reset()
+        return self.extend(self.question_tokens(question))
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from `logits [V]` on, until an end token (which is not yielded) or `max_new_tokens`."""
@@ -155,7 +161,7 @@ class Engine:
         """Ask a question and yield the answer piece by piece; the conversation goes on from there."""
         tokens: list[int] = []
         shown = ready = 0  # tokens[shown:ready] were shown last; they may join with what follows
-        for token in self.generate(self.extend(self.question_tokens(question)), max_new_tokens, sampler):
+        for token in self.generate(self.ask(question), max_new_tokens, sampler):
             tokens.append(token)
             before, written = self.decode(tokens[shown:ready]), self.decode(tokens[shown:])
             # A character of several bytes may lack its last ones: they decode to U+FFFD until they come.
@@ -168,15 +174,18 @@ class Engine:
     def answer(self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None) -> Answer:
         """Answer one question on its own: this engine's conversation stays as it is."""
         forked = self.fork()
-        logits = forked.extend(forked.question_tokens(question))
-        tokens = tuple(forked.generate(logits, max_new_tokens, sampler))
+        tokens = tuple(forked.generate(forked.ask(question), max_new_tokens, sampler))
         finish = "length" if len(tokens) == max_new_tokens else "stop"
         return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), finish)
 
     def answer_many(
         self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8
     ) -> list[Answer]:
-        """`answer` for each question, greedily, `batch_size` of them in one forward pass."""
+        """`answer` for each question, greedily, `batch_size` of them in one forward pass; one by one where
+        the selector remembers a conversation.
+        """
+        if self.selector.remembers:
+            return [self.answer(question, max_new_tokens) for question in questions]
         from offload_decode.engine.batch import answer_batch
 
         answers: list[Answer] = []
@@ -214,6 +223,13 @@ class Engine:
         if configured is None:
             return frozenset()
         return frozenset([configured] if isinstance(configured, int) else configured)
+
+    def _cache_behind(self, prefix: StoredPrefix) -> PrefixCache:
+        shape = self.loaded.shape
+        windows = {
+            layer: self._window(layer) for layer, kind in enumerate(shape.layers) if kind is LayerKind.SLIDING
+        }
+        return PrefixCache.over(prefix, shape, windows)
 
     def _window(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self.store.window(layer)

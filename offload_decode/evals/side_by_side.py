@@ -55,7 +55,7 @@ class Opened:
 def reply(engine: Engine, way: str, question: str, max_new_tokens: int) -> Reply:
     """Answer one question greedily, as `Engine.answer` does, with the costs of its decoding steps."""
     forked = engine.fork()
-    logits = forked.extend(forked.question_tokens(question))
+    logits = forked.ask(question)
     asking = forked.prefix.take_stats()
     text = engine.decode(list(forked.generate(logits, max_new_tokens)))
     writing = forked.prefix.take_stats()

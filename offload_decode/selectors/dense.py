@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from offload_decode.queries import Queries
 from offload_decode.selectors import base
 from offload_decode.types import Selection
 
@@ -22,8 +21,10 @@ class Dense(base.Selector):
 
     name = "dense"
     paper = "https://arxiv.org/abs/1706.03762"
+    reads = "nothing"
+    holds = "nothing"
     options_type = Options
 
-    def choose(self, layer: int, queries: Tensor, k: int) -> Selection:
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """Everything, whatever the budget says."""
         return base.EVERYTHING

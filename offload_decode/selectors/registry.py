@@ -18,17 +18,16 @@ _NOT_SELECTORS = {"base", "registry"}
 
 
 def names() -> list[str]:
-    """Every selector: one module of this package each."""
-    return sorted(
-        module.name for module in pkgutil.iter_modules(package.__path__) if module.name not in _NOT_SELECTORS
-    )
+    """Every selector: one module of this package each; `a_b.py` holds the two stages `a+b`."""
+    modules = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(module.replace("_", "+") for module in modules if module not in _NOT_SELECTORS)
 
 
 def get(name: str) -> type[Selector]:
-    """The selector class of a name, which is its module's name."""
+    """The selector class of a name, which is in the module of that name."""
     if name not in names():
         raise ConfigError(f"unknown selector '{name}'; known are: {', '.join(names())}")
-    module = importlib.import_module(f"offload_decode.selectors.{name}")
+    module = importlib.import_module(f"offload_decode.selectors.{name.replace('+', '_')}")
     found = [
         member
         for _, member in inspect.getmembers(module, inspect.isclass)

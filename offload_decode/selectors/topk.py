@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from offload_decode.head_indexes import HeadIndexes
 from offload_decode.kv import HostKV, numpy_view
+from offload_decode.queries import Queries
 from offload_decode.selectors import base
 from offload_decode.types import ModelShape, Selection
 
@@ -31,6 +31,8 @@ class TopK(base.Selector):
 
     name = "topk"
     paper = "https://arxiv.org/abs/2502.06766"
+    reads = "the keys (flat) or what the index probes of them"
+    holds = "the index; nothing with flat"
     options_type = Options
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
@@ -39,9 +41,9 @@ class TopK(base.Selector):
         # One thread a core: `flat` searches on the calling thread, without the interpreter's lock.
         self.pool = ThreadPoolExecutor(os.cpu_count())
 
-    def choose(self, layer: int, queries: Tensor, k: int) -> Selection:
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The index's k best; with their scores where the index knows them exactly."""
-        rows = numpy_view(queries)
+        rows = numpy_view(queries.rows)
         searched = [self.indexes.get(layer, head) for head in range(rows.shape[0])]
         hits = list(self.pool.map(lambda index, own: index.search(own, k), searched, rows))
         ids = torch.from_numpy(np.stack([hit.ids for hit in hits]))

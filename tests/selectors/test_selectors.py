@@ -12,6 +12,7 @@ import torch
 from offload_decode import selectors
 from offload_decode.errors import ConfigError
 from offload_decode.kv import HostKV, tensor_view
+from offload_decode.queries import Queries
 from offload_decode.selectors import registry
 from prefill_jobs.build import build_indexes
 from tests.contracts.selector_contract import LAYER, SelectorContract, stored
@@ -24,7 +25,7 @@ class TestTopKFlat(SelectorContract):
         queries = self.queries(store)
         selection = self.make(store, budget="5").select(LAYER, queries)
         for head in range(store.manifest.shape.kv_heads):
-            scores = queries[head] @ tensor_view(store.keys(LAYER, head)).float().T
+            scores = queries.rows[head] @ tensor_view(store.keys(LAYER, head)).float().T
             best = scores.topk(min(5, scores.shape[1])).values.sort(-1).values
             chosen = scores.gather(1, selection.ids[head]).sort(-1).values
             torch.testing.assert_close(chosen, best, atol=1e-5, rtol=0)
@@ -55,9 +56,9 @@ def test_a_new_selector_is_one_file(tmp_path, monkeypatch):
         "from offload_decode.types import Selection\n"
         "class First(Selector):\n"
         "    '''The first k tokens.'''\n"
-        "    name, paper = 'first', 'none'\n"
+        "    name, paper, reads, holds = 'first', 'none', 'nothing', 'nothing'\n"
         "    def choose(self, layer, queries, k):\n"
-        "        return Selection(torch.arange(k).expand(*queries.shape[:2], k))\n"
+        "        return Selection(torch.arange(k).expand(*queries.rows.shape[:2], k))\n"
     )
     monkeypatch.setattr(selectors, "__path__", [*selectors.__path__, str(tmp_path)])
     importlib.invalidate_caches()
@@ -66,7 +67,7 @@ def test_a_new_selector_is_one_file(tmp_path, monkeypatch):
     selector = registry.create(
         "first", {"budget": "3"}, HostKV(store, torch.device("cpu")), store.manifest.shape
     )
-    assert selector.select(0, torch.randn(2, 4, 16)).ids[1, 3].tolist() == [0, 1, 2]
+    assert selector.select(0, Queries(torch.randn(2, 4, 16), 0.3)).ids[1, 3].tolist() == [0, 1, 2]
     del sys.modules["offload_decode.selectors.first"]
 
 

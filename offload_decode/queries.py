@@ -1,0 +1,41 @@
+"""The queries of one layer, with what turns their inner products into attention logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from offload_decode.attention import cap
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries that one layer puts to the stored prefix in one forward pass.
+
+    `rows [Hkv, R, D]` float32, unscaled. The R rows of a KV head are its `group` query heads times `tokens`
+    new tokens, for every sequence of the batch: R = batch · group · tokens, tokens running fastest.
+    """
+
+    rows: Tensor
+    scaling: float
+    softcap: float | None = None
+    group: int = 1
+    tokens: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Sequences in the batch."""
+        return self.rows.shape[1] // (self.group * self.tokens)
+
+    def by_token(self) -> Tensor:
+        """The rows as `[Hkv, batch, group, tokens, D]`."""
+        return self.rows.reshape(len(self.rows), self.batch, self.group, self.tokens, -1)
+
+    def part(self, start: int, end: int) -> Queries:
+        """Rows `start:end`, each standing for itself."""
+        return replace(self, rows=self.rows[:, start:end], group=1, tokens=1)
+
+    def logits(self, scores: Tensor) -> Tensor:
+        """Attention logits of inner products q·k."""
+        return cap(scores * self.scaling, self.softcap)
