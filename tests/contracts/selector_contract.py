@@ -1,5 +1,6 @@
-"""What every selector promises. Inherit, set `name` and `options`, and pytest collects the promises; a fixture
-`store` gives the stores.
+"""What every selector promises. Inherit, set `name` and `options`, and pytest collects the promises.
+
+A fixture `store` gives the stores.
 """
 
 from __future__ import annotations
