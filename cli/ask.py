@@ -77,6 +77,11 @@ def ask(
     else:
         show(engine.stream(asked, max_new_tokens, sampler))
         cost = engine.prefix.take_stats()
+    if cost.tail_rows:
+        output.note(
+            f"The sampled tail leaves the denominator of the attention uncertain by {cost.tail_error:.2%} "
+            "(standard error, mean)."
+        )
     if stats:
         output.note(describe(cost, engine))
 

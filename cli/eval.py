@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
+from cli import fidelity, output
 from cli.counts import token_count
 from cli.options import Device, Json, Options, Quiet, Selector
 from cli.progress import Progress
@@ -28,6 +28,7 @@ RESULT, PICTURE = "needle.json", "needle.png"
 _BUDGET = "64"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how good the answers are.")
+app.command("fidelity")(fidelity.fidelity)
 
 
 @app.command("needle")
@@ -93,7 +94,8 @@ def needle(
     haystack = _haystack(text)
     chosen = _check_selector(selector, options)
     loaded = load(model, device)
-    Budget(chosen.budget, chosen.schedule, chosen.dense_layers).per_layer(counts[0], loaded.shape.full_layers)
+    budgets = Budget(chosen.budget, chosen.schedule, chosen.dense_layers)
+    budgets.per_layer(counts[0], loaded.shape.full_layers, loaded.shape.kv_heads)
     plan = Plan(counts, shares, selector, options, trials)
     out.mkdir(parents=True, exist_ok=True)
     with Progress(quiet) as progress:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cli import ask, batch, chat, demo, eval, index, inspect, prefill, verify
+from cli import ask, batch, chat, demo, eval, index, inspect, prefill, selectors, verify
 from cli.failures import guard
 
 
@@ -60,6 +60,7 @@ app.command("index")(index.index)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
 app.command("batch")(batch.batch)
+app.command("selectors")(selectors.selectors)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("demo")(demo.demo)

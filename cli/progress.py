@@ -22,6 +22,7 @@ _UNITS = {
     "verify": "bytes",
     "verify indexes": "heads",
     "answer": "questions",
+    "fidelity": "tokens",
 }
 
 

@@ -35,7 +35,7 @@ def inner_products(block: Keys, queries: Float32) -> Float32:
         queries = np.concatenate([queries, np.zeros((padding, queries.shape[1]), np.float32)])
     scores = np.empty((len(queries), len(block)), np.float32)
     bits = block.view(np.uint32 if block.dtype == np.float32 else np.uint16)
-    _score(bits, _layout(block), queries, scores)
+    score_rows(bits, _layout(block), queries, scores)
     return scores[:group]
 
 
@@ -57,19 +57,19 @@ def unpack(candidates: Candidates) -> tuple[npt.NDArray[np.int64], Float32]:
     return ids, bits.view(np.float32)
 
 
-_HALF, _BRAIN, _SINGLE = 0, 1, 2
+HALF, BRAIN, SINGLE = 0, 1, 2
 
 
 def _layout(block: Keys) -> int:
     if block.dtype == np.float32:
-        return _SINGLE
-    return _BRAIN if block.dtype == BFLOAT16 else _HALF
+        return SINGLE
+    return BRAIN if block.dtype == BFLOAT16 else HALF
 
 
 @njit(nogil=True, cache=True)
-def _widen_row(bits: Any, layout: int, out: Any) -> None:
+def widen_row(bits: Any, layout: int, out: Any) -> None:
     """One row of half, bfloat16 or float32 bits as float32; exact, subnormals and infinities included."""
-    if layout == _HALF:
+    if layout == HALF:
         for d in range(len(bits)):
             half = np.uint32(bits[d])
             magnitude = np.uint32(half & 0x7FFF)
@@ -79,7 +79,7 @@ def _widen_row(bits: Any, layout: int, out: Any) -> None:
             if magnitude < 0x0400:
                 wide = np.float32(np.float32(magnitude) * np.float32(2.0**-24)).view(np.uint32)
             out[d] = np.uint32(wide | ((half & 0x8000) << 16)).view(np.float32)
-    elif layout == _BRAIN:
+    elif layout == BRAIN:
         for d in range(len(bits)):
             out[d] = np.uint32(np.uint32(bits[d]) << 16).view(np.float32)
     else:
@@ -88,12 +88,12 @@ def _widen_row(bits: Any, layout: int, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
-def _score(bits: Any, layout: int, queries: Any, scores: Any) -> None:
+def score_rows(bits: Any, layout: int, queries: Any, scores: Any) -> None:
     rows = np.zeros((_ROWS, bits.shape[1]), np.float32)
     for j in range(0, len(bits), _ROWS):
         last = min(j + 1, len(bits) - 1)
-        _widen_row(bits[j], layout, rows[0])
-        _widen_row(bits[last], layout, rows[1])
+        widen_row(bits[j], layout, rows[0])
+        widen_row(bits[last], layout, rows[1])
         for g in range(0, len(queries), _QUERIES):
             a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
             for d in range(bits.shape[1]):

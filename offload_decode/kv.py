@@ -1,14 +1,12 @@
-"""Where keys and values live: `TailKV` on the device, `HostKV` in the memory-mapped store, one seam between
-them.
-"""
+"""Where the stored keys and values live: `HostKV`, over the memory-mapped store."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isqrt
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,81 +14,13 @@ from torch import Tensor
 
 from offload_decode.attention import empty_state, softmax
 from offload_decode.kernels.dense import attend_blocks
-from offload_decode.paging import attend_pages
+from offload_decode.kernels.pages import attend_pages, loaded_tokens
 from offload_decode.queries import Queries
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
 
 BLOCK_TOKENS = 8192
 SCORES = 1 << 22  # of one part of the rows: a handful of float32 temporaries of this size are held
-
-
-class Prefix(Protocol):
-    """What stands before the tail: a stored corpus (decoding) or what is written of it so far (prefill)."""
-
-    @property
-    def length(self) -> int:
-        """Tokens in the prefix."""
-        ...
-
-    def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
-        """Attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees all of
-        it.
-        """
-        ...
-
-
-class TailKV:
-    """Keys and values of the question and of generated tokens: `[B, Hkv, S, D]`, preallocated, grown by
-    doubling.
-    """
-
-    def __init__(self) -> None:
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self.length = 0
-
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add `[B, Hkv, T, D]` at the end."""
-        end = self.length + keys.shape[2]
-        self._keys = self._grown(self._keys, keys, end)
-        self._values = self._grown(self._values, values, end)
-        self._keys[:, :, self.length : end] = keys
-        self._values[:, :, self.length : end] = values
-        self.length = end
-
-    def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
-        if buffer is not None and buffer.shape[2] >= needed:
-            return buffer
-        batch, heads, _, dim = like.shape
-        grown = like.new_empty(batch, heads, max(64, 2 * needed), dim)
-        if buffer is not None:
-            grown[:, :, : self.length] = buffer[:, :, : self.length]
-        return grown
-
-    def view(self) -> tuple[Tensor, Tensor]:
-        """Keys and values so far, without a copy; only after the first `append`."""
-        assert self._keys is not None, "nothing was appended"
-        assert self._values is not None
-        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
-
-    def fork(self) -> TailKV:
-        """An independent copy."""
-        copy = TailKV()
-        if self._keys is not None and self._values is not None:
-            copy._keys, copy._values, copy.length = self._keys.clone(), self._values.clone(), self.length
-        return copy
-
-    def crop(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
-        assert 0 <= length <= self.length
-        self.length = length
-
-    def rows(self, index: Tensor) -> None:
-        """Reorder, repeat or drop batch rows: `index` int64 over the present rows."""
-        if self._keys is not None and self._values is not None:
-            self._keys = self._keys.index_select(0, index.to(self._keys.device))
-            self._values = self._values.index_select(0, index.to(self._values.device))
 
 
 class HostKV:
@@ -195,37 +125,46 @@ class HostKV:
         self, layer: int, queries: Queries, selection: PageSelection, stats: StepStats
     ) -> AttentionState:
         began = time.perf_counter()
-        heads, _, dim = queries.rows.shape
-        if selection.shared:  # a list for every token of every sequence
-            grouped = queries.by_token().transpose(2, 3).flatten(1, 2)
-        else:
-            grouped = queries.rows.unsqueeze(2)
-        keys, values = (
-            torch.stack([read(layer, head) for head in range(heads)]) for read in (self.keys, self.values)
-        )
-        state = attend_pages(
-            grouped,
-            keys,
-            values,
-            selection.pages,
-            selection.page_size,
-            selection.limit,
-            queries.scaling,
-            queries.softcap,
-        )
-        out, lse = state.out, state.lse
-        if selection.shared:
-            spread = (heads, queries.batch, queries.tokens, queries.group)
-            out = out.reshape(*spread, dim).transpose(2, 3)
-            lse = lse.reshape(spread).transpose(2, 3)
+        heads = range(len(queries.rows))
+        keys, values = ([read(layer, head) for head in heads] for read in (self.keys, self.values))
+        state = attend_selected(queries, keys, values, selection)
+        tokens = sum(loaded_tokens(own, selection.page_size, self.length) for own in selection.pages)
+        stats.bytes_moved += 2 * tokens * keys[0].shape[1] * keys[0].element_size()
         stats.attend_s += time.perf_counter() - began
-        return AttentionState(out.reshape(heads, -1, dim), lse.reshape(heads, -1))
+        return state
 
     def _blocks(self, layer: int, head: int) -> Iterator[tuple[Tensor, Tensor]]:
         keys, values = self.keys(layer, head), self.values(layer, head)
         for start in range(0, self.length, BLOCK_TOKENS):
             part = slice(start, start + BLOCK_TOKENS)
             yield keys[None, None, part], values[None, None, part]
+
+
+def attend_selected(
+    queries: Queries,
+    keys: Sequence[Tensor] | Tensor,
+    values: Sequence[Tensor] | Tensor,
+    selection: PageSelection,
+) -> AttentionState:
+    """Attend from R rows to selected pages of `keys` and `values`, `[N, D]` for each KV head: `out
+    [Hkv, R, D]`, `lse [Hkv, R]`.
+    """
+    heads, rows, dim = queries.rows.shape
+    grouped = queries.by_list() if selection.shared else queries.rows.unsqueeze(2)
+    out, lse = attend_pages(
+        grouped,
+        keys,
+        values,
+        selection.pages,
+        selection.page_size,
+        selection.limit,
+        queries.scaling,
+        queries.softcap,
+    )
+    if selection.shared:
+        spread = (heads, queries.batch, queries.tokens, queries.group)
+        out, lse = out.reshape(*spread, dim).transpose(2, 3), lse.reshape(spread).transpose(2, 3)
+    return AttentionState(out.reshape(heads, rows, dim), lse.reshape(heads, rows))
 
 
 def tensor_view(array: np.ndarray[Any, Any]) -> Tensor:

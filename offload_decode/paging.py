@@ -30,6 +30,15 @@ class PageBounds(NamedTuple):
     upper: Tensor
     scale: Tensor | None = None
 
+    def first(self, pages: int) -> PageBounds:
+        """The bounds of the first pages."""
+        return PageBounds(self.lower[:, :pages].contiguous(), self.upper[:, :pages].contiguous(), self.scale)
+
+    def to(self, device: torch.device) -> PageBounds:
+        """The bounds on a device."""
+        scale = None if self.scale is None else self.scale.to(device)
+        return PageBounds(self.lower.to(device), self.upper.to(device), scale)
+
     def widened(self) -> tuple[Tensor, Tensor]:
         """Both bounds in float32."""
         lower, upper = self.lower.float(), self.upper.float()
@@ -91,7 +100,7 @@ def attend_pages(
     heads, lists, tokens = ids.shape
     place = ids.clamp(min=0).flatten(1)[..., None].expand(-1, -1, keys.shape[2])
     own_keys, own_values = (
-        part.gather(1, place).reshape(heads * lists, 1, tokens, -1) for part in (keys, values)
+        part.gather(1, place).reshape(heads * lists, 1, tokens, keys.shape[2]) for part in (keys, values)
     )
     # Lists stand in the batch, a list's group in the query tokens.
     state = attend(

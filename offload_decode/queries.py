@@ -32,6 +32,10 @@ class Queries:
         """The rows as `[Hkv, batch, group, tokens, D]`."""
         return self.rows.reshape(len(self.rows), self.batch, self.group, self.tokens, -1)
 
+    def by_list(self) -> Tensor:
+        """The rows as `[Hkv, Q, group, D]`: a token's group together, Q = batch · tokens."""
+        return self.by_token().transpose(2, 3).flatten(1, 2)
+
     def part(self, start: int, end: int) -> Queries:
         """Rows `start:end`, each standing for itself."""
         return replace(self, rows=self.rows[:, start:end], group=1, tokens=1)

@@ -96,6 +96,9 @@ class PageSelection:
 class StepStats:
     """What one forward pass of the engine cost: bytes moved to the device, tokens attended to, seconds by
     stage.
+
+    `tail_error`: where the unselected tail was sampled, the relative standard error of the attention's
+    denominator as the draws state it, the mean over `tail_rows` rows.
     """
 
     tokens: int = 0
@@ -106,10 +109,13 @@ class StepStats:
     gather_s: float = 0.0
     attend_s: float = 0.0
     total_s: float = 0.0
+    tail_rows: int = 0
+    tail_error: float = 0.0
     by_layer: dict[int, int] = field(default_factory=dict)
 
     def add(self, other: StepStats) -> None:
         """Accumulate another pass into this one."""
+        self.add_tail_error(other.tail_error, other.tail_rows)
         for name in (
             "tokens",
             "rows",
@@ -123,3 +129,9 @@ class StepStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for layer, selected in other.by_layer.items():
             self.by_layer[layer] = self.by_layer.get(layer, 0) + selected
+
+    def add_tail_error(self, mean: float, rows: int) -> None:
+        """Take the mean of further rows into `tail_error`."""
+        self.tail_rows += rows
+        if rows:
+            self.tail_error += (mean - self.tail_error) * rows / self.tail_rows

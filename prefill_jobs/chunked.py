@@ -38,6 +38,9 @@ class StagedPrefix:
         self._sample(layer, query)
         return attend_blocks(query, self._blocks(layer), scaling, softcap)
 
+    def attend_tail(self, *_: object) -> None:
+        """All of the chunk is attended."""
+
     def _blocks(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         heads = range(self.shape.kv_heads)
         keys = [tensor_view(self.writer.keys(layer, head)) for head in heads]

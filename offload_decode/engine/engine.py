@@ -182,9 +182,9 @@ class Engine:
         self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8
     ) -> list[Answer]:
         """`answer` for each question, greedily, `batch_size` of them in one forward pass; one by one where
-        the selector remembers a conversation.
+        the selector looks at a question as a whole.
         """
-        if self.selector.remembers:
+        if self.selector.one_question:
             return [self.answer(question, max_new_tokens) for question in questions]
         from offload_decode.engine.batch import answer_batch
 

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from offload_decode.kv import HostKV
+from offload_decode.attention import merge_states
+from offload_decode.budgets import SELECTED_IDS
+from offload_decode.kv import HostKV, attend_selected
 from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
 from offload_decode.selectors.base import Selector
+from offload_decode.tail_kv import TailKV
+from offload_decode.tails.base import Tail
 from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
-
-SELECTED_IDS = 1 << 23  # ids and scores in memory at once: a long question is taken in parts
 
 
 class StoredPrefix:
@@ -32,18 +34,27 @@ class StoredPrefix:
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
         """`query [B, H, T, D]` to a state over the tokens that the selector chose for each of its rows."""
+        queries = self._queries(query, scaling, softcap)
+        states = [self._attend_rows(layer, part) for part in self._parts(layer, queries)]
+        out, lse = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
+        return _by_head(AttentionState(out, lse), queries)
+
+    def attend_tail(
+        self, layer: int, query: Tensor, tail: TailKV, scaling: float, softcap: float | None
+    ) -> AttentionState | None:
+        """Attend to the pages of the conversation that the selector chooses, if it does."""
+        queries = self._queries(query, scaling, softcap)
+        selection = self.selector.select_tail(layer, queries, tail)
+        if selection is None:
+            return None
+        keys, values = tail.view()
+        return _by_head(attend_selected(queries, keys[0], values[0], selection), queries)
+
+    def _queries(self, query: Tensor, scaling: float, softcap: float | None) -> Queries:
         batch, heads, tokens, dim = query.shape
         kv_heads = self.selector.shape.kv_heads
         rows = query.float().reshape(batch, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
-        queries = Queries(rows, scaling, softcap, heads // kv_heads, tokens)
-
-        states = [self._attend_rows(layer, part) for part in self._parts(layer, queries)]
-        out, lse = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
-        shape = (kv_heads, batch, heads // kv_heads, tokens)
-        return AttentionState(
-            out.reshape(*shape, dim).transpose(0, 1).reshape(batch, heads, tokens, dim),
-            lse.reshape(shape).transpose(0, 1).reshape(batch, heads, tokens),
-        )
+        return Queries(rows, scaling, softcap, heads // kv_heads, tokens)
 
     def _parts(self, layer: int, queries: Queries) -> Iterator[Queries]:
         k, rows = self.selector.budgets[layer], queries.rows.shape[1]
@@ -66,7 +77,27 @@ class StoredPrefix:
         self.stats.by_layer[layer] = self.stats.by_layer.get(layer, 0) + chosen
         self.stats.selected += chosen
         self.stats.rows += rows
-        return self.host.attend(layer, queries, selection, self.stats)
+        state = self.host.attend(layer, queries, selection, self.stats)
+        if self.selector.tail is None or chosen == rows * self.length:
+            return state
+        return self._with_tail(self.selector.tail, state, layer, queries, selection)
+
+    def _with_tail(
+        self,
+        tail: Tail,
+        state: AttentionState,
+        layer: int,
+        queries: Queries,
+        selection: Selection | PageSelection,
+    ) -> AttentionState:
+        began = time.perf_counter()
+        rest = tail.estimate(layer, queries, selection)
+        state = merge_states(state, AttentionState(rest.out, rest.lse))
+        if rest.deviation is not None:
+            relative = (rest.deviation - state.lse).exp()
+            self.stats.add_tail_error(float(relative.mean()), relative.numel())
+        self.stats.attend_s += time.perf_counter() - began
+        return state
 
     def fresh(self) -> StoredPrefix:
         """The same prefix for a conversation that begins."""
@@ -78,6 +109,17 @@ class StoredPrefix:
         """The costs since they were last taken."""
         stats, self.stats = self.stats, StepStats()
         return stats
+
+
+def _by_head(state: AttentionState, queries: Queries) -> AttentionState:
+    """A state of rows as `[B, H, T, D]` and `[B, H, T]`."""
+    kv_heads, dim = len(queries.rows), state.out.shape[-1]
+    split = (kv_heads, queries.batch, queries.group, queries.tokens)
+    merged = (queries.batch, kv_heads * queries.group, queries.tokens)
+    return AttentionState(
+        state.out.reshape(*split, dim).transpose(0, 1).reshape(*merged, dim),
+        state.lse.reshape(split).transpose(0, 1).reshape(merged),
+    )
 
 
 def selected_tokens(selection: Selection | PageSelection, rows: int, n_tokens: int) -> int:

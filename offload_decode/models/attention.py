@@ -14,6 +14,7 @@ from offload_decode.attention import merge_states, sink_state
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.dense import attend_dense
 from offload_decode.models.cache import PrefixLayer, TailLayer
+from offload_decode.types import AttentionState
 
 NAME = "offload_decode"
 
@@ -39,7 +40,11 @@ def prefix_attention(
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
     layer: TailLayer | None = getattr(key, "offload_layer", None)
-    state = attend_dense(query, key, value, scaling, attention_mask, softcap)
+    state: AttentionState | None = None
+    if isinstance(layer, PrefixLayer):
+        state = layer.prefix.attend_tail(layer.index, query, layer.tail, scaling, softcap)
+    if state is None:
+        state = attend_dense(query, key, value, scaling, attention_mask, softcap)
     if layer is not None:
         layer.unattended = False
         if isinstance(layer, PrefixLayer):

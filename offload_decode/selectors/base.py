@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Self, TypeVar
 
+import torch
+
 from offload_decode.budgets import Budget
 from offload_decode.errors import ConfigError
 from offload_decode.kv import HostKV
+from offload_decode.mass import MassBudget, cut
 from offload_decode.queries import Queries
+from offload_decode.tail_kv import TailKV
+from offload_decode.tails import registry as tails
 from offload_decode.types import ModelShape, PageSelection, Selection
 
 EVERYTHING = Selection(ids=None)
@@ -19,11 +25,18 @@ StateT = TypeVar("StateT")
 
 @dataclass(frozen=True)
 class Options:
-    """Options that every selector has; see `offload_decode.budgets.Budget`."""
+    """Options that every selector has; see `offload_decode.budgets.Budget`.
+
+    `budget`: tokens for each query row of a layer: `1024`, `2%`, `mass=0.99`; `,` between layers, `/` between
+    KV heads. `schedule`: `uniform` or `linear`. `dense_layers`: `0,1` or `first:2`.
+    `tail`: an estimate of the tokens that are not selected: `off`, `clusters` or `sample`, with a size as in
+    `clusters:32` (keys a cluster) and `sample:512` (tokens drawn).
+    """
 
     budget: str = "1024"
     schedule: str = "uniform"
     dense_layers: str = ""
+    tail: str = "off"
 
 
 class Selector(ABC):
@@ -31,7 +44,8 @@ class Selector(ABC):
 
     name: the module's name, `+` for `_`. reads: what choosing reads in a step, for each layer and KV head.
     holds: memory beyond the store. per_row: a row's tokens depend on that row alone, so that a long question
-    can be taken in parts. remembers: the choice depends on earlier tokens of the conversation.
+    can be taken in parts. one_question: all tokens of a pass choose together, so that a batch's padding must
+    not be among them. remembers: the choice depends on earlier tokens of the conversation.
     """
 
     name: ClassVar[str]
@@ -40,23 +54,51 @@ class Selector(ABC):
     holds: ClassVar[str]
     options_type: ClassVar[type[Options]] = Options
     per_row: ClassVar[bool] = True
+    one_question: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         self.options = options
         self.host = host
         self.shape = shape
+        self.tail = tails.create(options.tail, host)  # shared by forks, as all that is built from the store
         budget = Budget(options.budget, options.schedule, options.dense_layers)
-        self.budgets = budget.per_layer(host.length, shape.full_layers)
+        self.layer_budgets = budget.per_layer(host.length, shape.full_layers, shape.kv_heads)
+        # The most that a row of each layer may take; None is dense.
+        self.budgets = {
+            layer: None if own is None else own.largest for layer, own in self.layer_budgets.items()
+        }
+        self.mass = MassBudget(host)
+        uncommon = [own for own in self.layer_budgets.values() if own and (own.by_mass or own.uneven)]
+        if self.remembers and uncommon:
+            raise ConfigError(
+                f"selector '{self.name}' keeps equally many tokens in all heads of a layer: "
+                "give it a budget like 1024, 2% or 64,128, without mass= and /"
+            )
 
     def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
-        """Tokens for the rows of `queries`, as many as the layer's budget allows."""
-        k = self.budgets[layer]
-        return EVERYTHING if k is None else self.choose(layer, queries, k)
+        """Tokens for the rows of `queries`, as many as the budgets of the layer's heads allow."""
+        budget = self.layer_budgets[layer]
+        if budget is None:
+            return EVERYTHING
+        if budget.by_mass:
+            return self.mass.select(layer, queries, budget, lambda k: self.choose(layer, queries, k))
+        chosen = self.choose(layer, queries, budget.largest)
+        if not budget.uneven:
+            return chosen
+        counts = torch.tensor([head.tokens for head in budget.heads])
+        if isinstance(chosen, PageSelection):
+            limit = chosen.limit.minimum(counts.to(chosen.limit.device))
+            return dataclasses.replace(chosen, limit=limit)
+        return chosen if chosen.ids is None else cut(chosen, counts.unsqueeze(-1))
 
     @abstractmethod
     def choose(self, layer: int, queries: Queries, k: int) -> Selection | PageSelection:
         """At most `k ≤ N` tokens for each row, best first: a smaller budget takes a prefix of them."""
+
+    def select_tail(self, layer: int, queries: Queries, tail: TailKV) -> PageSelection | None:
+        """Pages of the conversation itself for the rows of `queries`; None, as here, is all of it."""
+        return None
 
     def reset(self) -> None:  # noqa: B027 (most have nothing to forget)
         """Start afresh: a new question is put to the whole store."""
@@ -72,10 +114,15 @@ class Memory(Selector, Generic[StateT]):
     """
 
     per_row = False
+    one_question = True
     remembers = True
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         super().__init__(options, host, shape)
+        if self.tail is not None:
+            raise ConfigError(
+                f"selector '{self.name}' gives up what it does not keep: leave tail={options.tail} out"
+            )
         self.state: dict[int, StateT] = {}
 
     def select(self, layer: int, queries: Queries) -> Selection | PageSelection:

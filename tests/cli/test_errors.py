@@ -96,7 +96,7 @@ def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path) -> None:
         (["-s", "nonsense"], "unknown selector 'nonsense'; known are: dense"),
         (["-o", "bugdet=3"], "has no option 'bugdet'; it has: budget"),
         (["-o", "budget"], "not of the form key=value"),
-        (["-o", "budget=many"], "neither a count like 1024 nor a share like 2%"),
+        (["-o", "budget=many"], "a count like 1024, a share like 2%"),
         (["-o", "index=nonsense"], "no index kind 'nonsense'"),
         (["-o", "index=faiss-hnsw"], "offload-decode index"),
         (["--top-p", "7"], "top_p"),

@@ -95,7 +95,7 @@ def test_wrong_use_is_refused_before_a_model_is_loaded(
 
 def test_a_budget_that_is_none_is_refused_before_the_first_prefill(home: Path, tmp_path: Path) -> None:
     arguments = ("--model", home / "model", "--budget", "few", "--out", tmp_path / "out")
-    assert "budget 'few' is neither" in refused(2, "eval", "needle", *arguments)
+    assert "budget 'few' is none of these" in refused(2, "eval", "needle", *arguments)
     assert not (tmp_path / "out").exists()
 
 

@@ -17,7 +17,7 @@ from offload_decode.kv import HostKV, tensor_view
 from offload_decode.models.loading import wrap
 from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
-from offload_decode.selectors.registry import create
+from offload_decode.selectors.registry import create, get
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, PageSelection, Selection, StepStats
 from prefill_jobs.job import prefill_tokens
@@ -33,7 +33,13 @@ def stored(folder, tokens, heads, kv_heads):
         .numpy()
         .astype(np.int32)
     )
-    model = tiny_model("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, num_hidden_layers=2)
+    model = tiny_model(
+        "llama",
+        hidden_size=8 * heads,  # which transformers wants to be a multiple of the heads
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=2,
+    )
     prefill_tokens(wrap(model), ids, [Document("all", 0, tokens)], folder / "store", chunk=64)
     return KVStore.open(folder / "store")
 
@@ -106,6 +112,17 @@ class SelectorContract:
     def test_a_dense_layer_selects_everything(self, store):
         selector = self.make(store, budget="1", dense_layers="1")
         assert selected_ids(selector, self.queries(store)) is None
+
+    def test_every_head_keeps_to_a_budget_of_its_own(self, store):
+        heads = store.manifest.shape.kv_heads
+        budget = "/".join(str(2 * head + 1) for head in range(heads))
+        if heads > 1 and store.manifest.n_tokens > 1 and get(self.name).remembers:
+            with pytest.raises(ConfigError, match="equally many tokens"):
+                self.make(store, budget=budget)
+            return
+        ids = selected_ids(self.make(store, budget=budget), self.queries(store))
+        for head, own in enumerate(() if ids is None else ids):
+            assert int((own >= 0).sum(-1).max()) <= 2 * head + 1
 
     def test_an_unknown_option_is_refused(self, store):
         with pytest.raises(ConfigError, match="no option"):

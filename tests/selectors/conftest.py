@@ -5,7 +5,7 @@ import pytest
 from tests.contracts.selector_contract import stored
 
 
-@pytest.fixture(scope="session", params=[(1, 4, 2), (37, 4, 4), (130, 8, 1)], ids=str)
+@pytest.fixture(scope="session", params=[(1, 4, 2), (37, 1, 1), (50, 40, 5), (130, 8, 8)], ids=str)
 def store(request, tmp_path_factory):
     """A store of (tokens, query heads, KV heads)."""
     return stored(tmp_path_factory.mktemp("store"), *request.param)

@@ -1,0 +1,293 @@
+"""Quest's kernels on a CUDA device: time, share of the copy bandwidth, and ratio to dense attention.
+
+    python benchmarks/gpu_quest.py [--dim 128] [--out benchmarks/results]
+
+Every kernel is first checked against the plain torch reference on the sizes it is timed on. Times are medians
+of CUDA-graph replays, so that they hold the device's work and not Python's launches; a replay reads more
+bytes than the L2 cache holds, or the cache is flushed before it. Dense attention is the fastest of torch's
+fused backends, each with the group's keys shared or repeated, whichever is faster. Needs torch and triton.
+Exit code 2 without a CUDA device. `--tiny` runs every step on small sizes, without times on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from math import nan
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from offload_decode import paging
+from offload_decode.paging import SCALE_PAGES, PageBounds
+from offload_decode.types import AttentionState
+
+BUDGET = 2048
+REPEATS = 30
+DENSE_TOKENS = 2**17  # beyond, repeated keys and values outgrow small cards
+# Llama-3-8B's layer, and the paper's (Llama-2-7B: no shared heads). (KV heads, group)
+HEADS = {"8 KV heads x 4": (8, 4), "32 KV heads x 1": (32, 1)}
+
+
+def milliseconds(work: Callable[[], object], device: torch.device) -> float | None:
+    """Median time of a replay with a cold cache; None where there is no device to time."""
+    if device.type != "cuda":
+        work()
+        return None
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compiles and warms up outside the capture
+            work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    flush = torch.empty(
+        4 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device
+    )
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended))
+    return statistics.median(times)
+
+
+def copy_bandwidth(device: torch.device, tiny: bool) -> float | None:
+    """Bytes a second that a copy on the device reads and writes together."""
+    size = 2**12 if tiny else 2**30
+    source = torch.zeros(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    time = milliseconds(lambda: target.copy_(source), device)
+    return time and 2 * size / time * 1e3
+
+
+def make_bounds(keys: torch.Tensor, page_size: int, kind: str) -> PageBounds:
+    """True bounds of pages, rounded outward: in float16 to their neighbours, in int8 to a scale's steps."""
+    heads, tokens, dim = keys.shape
+    pages = keys[:, : tokens // page_size * page_size].reshape(heads, -1, page_size, dim)
+    lower, upper = pages.amin(2), pages.amax(2)
+    if kind == "float16":  # the keys are float16: so are their extremes
+        return PageBounds(lower, upper)
+    blocks = -(-lower.shape[1] // SCALE_PAGES)
+    reach = torch.zeros(heads, blocks * SCALE_PAGES, dim, device=keys.device)
+    reach[:, : lower.shape[1]] = torch.maximum(lower.abs(), upper.abs())
+    scale = (reach.reshape(heads, blocks, SCALE_PAGES, dim).amax(2) / 126).clamp(min=1e-9)
+    step = scale.repeat_interleave(SCALE_PAGES, 1)[:, : lower.shape[1]]
+    return PageBounds((lower / step).floor().to(torch.int8), (upper / step).ceil().to(torch.int8), scale)
+
+
+def check(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Equal to the reference, relative to its largest value; else the run ends here."""
+    gap = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1)
+    if not gap <= tolerance:
+        sys.exit(f"{name} is off the torch reference by {float(gap):.1e} of its largest value")
+
+
+def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Every way torch has for one token's attention over all keys, `query [Hkv, G, D]` in the keys' dtype."""
+    kv_heads, group, dim = query.shape
+    attend = torch.nn.functional.scaled_dot_product_attention
+    ways: dict[str, Callable[[], object]] = {}
+    repeated = tuple(part[None].repeat_interleave(group, 1) for part in (keys, values))
+    shared = keys[None], values[None]
+    for backend in (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.MATH,
+    ):
+
+        def run(rows: torch.Tensor, held: tuple[torch.Tensor, ...], backend: SDPBackend = backend) -> object:
+            with sdpa_kernel(backend):
+                return attend(rows, *held, enable_gqa=rows.shape[1] != held[0].shape[1])
+
+        # The group's heads as query rows of their KV head read each key once, as grouped heads would.
+        forms = {"group as rows": (query[None], shared)}
+        if group > 1:
+            forms["repeated"] = (query.reshape(1, kv_heads * group, 1, dim), repeated)
+            forms["enable_gqa"] = (query.reshape(1, kv_heads * group, 1, dim), shared)
+        for form, (rows, held) in forms.items():
+            ways[f"{backend.name.lower()}, {form}"] = lambda run=run, rows=rows, held=held: run(rows, held)
+    return ways
+
+
+def fastest_dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[str, float | None, dict[str, float | str | None]]:
+    """The fastest way, its time, and every way's time or its reason to refuse."""
+    times: dict[str, float | str | None] = {}
+    for name, work in dense(query, keys, values).items():
+        try:
+            times[name] = milliseconds(work, query.device)
+        except RuntimeError as refusal:  # a backend that cannot take this shape on this card
+            times[name] = "refused: " + str(refusal).splitlines()[0]
+    ran = {name: time for name, time in times.items() if not isinstance(time, str)}
+    name = min(ran, key=lambda way: ran[way] or 0.0)
+    return name, ran[name], times
+
+
+def measure(
+    heads: tuple[int, int],
+    tokens: int,
+    dim: int,
+    page_size: int,
+    kind: str,
+    bandwidth: float | None,
+    device: torch.device,
+) -> dict[str, object]:
+    """One row of the table: scoring, top-k and attention of one layer's step for one token."""
+    from offload_decode.kernels import device_pages
+
+    kv_heads, group = heads
+    torch.manual_seed(0)
+    keys, values = (torch.randn(kv_heads, tokens, dim, dtype=torch.float16, device=device) for _ in range(2))
+    query = torch.randn(kv_heads, 1, group, dim, device=device).half().float()
+    bounds = make_bounds(keys, page_size, kind)
+    k, scaling = min(BUDGET, tokens) // page_size, dim**-0.5
+    limit = torch.full((kv_heads,), BUDGET, device=device)
+
+    def score() -> torch.Tensor:
+        return device_pages.page_scores(query, bounds)
+
+    def choose() -> torch.Tensor:
+        return device_pages.top_pages(scores, k)
+
+    def attend(chosen: torch.Tensor) -> AttentionState:
+        return device_pages.attend_pages(query, keys, values, chosen, page_size, limit, scaling)
+
+    scores = score()
+    check("page_scores", scores, paging.page_scores(query, bounds), 1e-5)
+    pages = choose()
+    if not torch.equal(pages, paging.top_pages(scores, k)):
+        sys.exit("top_pages differs from the torch reference")
+    state = attend(pages)
+    expected = paging.attend_pages(query, keys, values, pages, page_size, limit, scaling)
+    check("attend_pages", state.out, expected.out, 1e-4)
+    check("attend_pages' log-sum-exp", state.lse, expected.lse, 1e-4)
+
+    if tokens <= DENSE_TOKENS:
+        name, dense_ms, ways = fastest_dense(query[:, 0].half(), keys, values)
+    else:
+        name, dense_ms, ways = None, None, {}
+    row: dict[str, object] = {
+        "heads": f"{kv_heads} KV heads x {group}",
+        "tokens": tokens,
+        "page_size": page_size,
+        "bounds": kind,
+        "dense_backend": name,
+        "dense_ms": dense_ms,
+        "dense_ways": ways,
+    }
+    read = {
+        "scoring": sum(part.numel() * part.element_size() for part in bounds if part is not None),
+        "top_k": scores.numel() * scores.element_size(),
+        "attention": 2 * kv_heads * k * page_size * dim * keys.element_size(),
+        "quest": 0,
+    }
+    work: dict[str, Callable[[], object]] = {
+        "scoring": score,
+        "top_k": choose,
+        "attention": lambda: attend(pages),
+        "quest": lambda: attend(device_pages.top_pages(score(), k)),
+    }
+    for part, run in work.items():
+        time = milliseconds(run, device)
+        row[f"{part}_ms"] = time
+        if time and bandwidth and read[part]:
+            row[f"{part}_bytes"] = read[part]
+            row[f"{part}_share_of_copy"] = read[part] / time * 1e3 / bandwidth
+    row["torch_topk_ms"] = milliseconds(lambda: torch.topk(scores, k), device)
+    quest_ms = row["quest_ms"]
+    row["dense_over_quest"] = dense_ms / quest_ms if dense_ms and isinstance(quest_ms, float) else None
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dim", type=int, default=128, help="head dimension")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--tiny", action="store_true", help="small sizes; on a CPU the steps without times")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() and not options.tiny:
+        print("gpu_quest.py needs a CUDA device, and there is none here.", file=sys.stderr)
+        sys.exit(2)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    import triton
+
+    card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    bandwidth = copy_bandwidth(device, options.tiny)
+    print(f"{card}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"copy bandwidth (read + written): {(bandwidth or nan) / 1e9:.0f} GB/s\n")
+    print(
+        "heads             tokens  page bounds   scoring ms (copy)   top-k ms (torch)"
+        "  attention ms (copy)   quest ms  dense ms  ratio"
+    )
+
+    sizes = [2**6] if options.tiny else [2**15, 2**17, 2**20]
+    rows = []
+    for name, heads in HEADS.items():
+        for tokens in sizes:
+            if name != "8 KV heads x 4" and tokens > 2**15:
+                continue  # the paper's shape is measured at the paper's length
+            for page_size in (16, 32):
+                for kind in ("float16", "int8"):
+                    row = measure(
+                        (2, heads[1]) if options.tiny else heads,
+                        tokens,
+                        options.dim,
+                        page_size,
+                        kind,
+                        bandwidth,
+                        device,
+                    )
+                    rows.append(row)
+                    number = {key: nan if value is None else value for key, value in row.items()}
+                    print(
+                        "{heads:<16} {tokens:>7} {page_size:>5} {bounds:<8}".format(**row),
+                        "{:>10.4f} ({:>4.0%}) {:>9.4f} ({:.4f}) {:>12.4f} ({:>4.0%})".format(
+                            number["scoring_ms"],
+                            number.get("scoring_share_of_copy", nan),
+                            number["top_k_ms"],
+                            number["torch_topk_ms"],
+                            number["attention_ms"],
+                            number.get("attention_share_of_copy", nan),
+                        ),
+                        "{quest_ms:>10.4f} {dense_ms:>9.4f} {dense_over_quest:>5.2f}x".format(**number),
+                        flush=True,
+                    )
+    today = datetime.date.today().isoformat()
+    result = {
+        "date": today,
+        "card": card,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "dim": options.dim,
+        "budget": BUDGET,
+        "dtype": "float16",
+        "timing": f"median of {REPEATS} CUDA-graph replays with a cold L2 cache",
+        "copy_bytes_per_s": bandwidth,
+        "rows": rows,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / f"gpu_quest-{card.replace(' ', '-')}-{today}.json"
+    partial = target.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(target)
+    print(f"\nwritten to {target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""`offload-decode eval fidelity`: how near every selector comes to exact attention."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import output
+from cli.failures import FAILURE
+from cli.options import Device, Json, Model, Quiet, Store, question_from
+from cli.progress import Progress
+from offload_decode.config import split_pairs
+from offload_decode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offload_decode.evals.fidelity_report import Contender, Entry, FidelityReport
+
+RESULT, PICTURE = "fidelity.json", "fidelity.png"
+_QUESTION = "What is this text about?"
+
+
+def fidelity(
+    store: Store,
+    selector: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-s",
+            "--selector",
+            metavar="NAME[:KEY=VALUE,…]",
+            help="A selector, with options of its own as in topk:index=faiss-ivf or "
+            "quest:page_size=32,metadata=int8; repeatable.  [default: every selector]",
+            show_default=False,
+        ),
+    ] = None,
+    budgets: Annotated[
+        str,
+        typer.Option(
+            metavar="K,…", help="Stored tokens for each query row: counts, or shares of the store like 2%."
+        ),
+    ] = "64,256,1024",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-o",
+            "--option",
+            metavar="KEY=VALUE",
+            help="An option for all selectors alike, such as dense_layers=0,1; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    question: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help=f'A question whose queries are measured; repeatable.  [default: "{_QUESTION}"]',
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens to generate for each question.", min=2)
+    ] = 256,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help=f"Where {RESULT} and {PICTURE} are written.")
+    ] = Path("fidelity"),
+    model: Model = None,
+    device: Device = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure how near selectors come to exact attention.
+
+    Every selector gets the same budgets and the same queries: those of questions answered with dense
+    attention, and the latest that prefill kept. Shown are the share of the exact top-k that was found
+    (recall), the share of the attention that it holds (mass), and the error of the attention to the stored
+    tokens, relative to dense: in all, of exact top-k with that budget (appr.), and of the selection against
+    exact top-k (search). Then the dense run's tokens are put through each selector, and the next tokens'
+    probabilities compared (KL in nats, same first choice). dense, random and streaming are always measured
+    too. A selector that cannot run is refused before anything is measured; one that fails later is named at
+    the end, and the others' results are kept.
+    """
+    questions = tuple(map(question_from, question or [_QUESTION]))
+    amounts = tuple(dict.fromkeys(amount.strip() for amount in budgets.split(",")))
+    common = split_pairs(option or [])
+    for name in (RESULT, PICTURE):
+        if (out / name).exists():
+            raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
+
+    from offload_decode.engine.engine import Engine
+    from offload_decode.evals.fidelity import check, measure
+    from offload_decode.evals.fidelity_plot import save_png
+    from offload_decode.evals.fidelity_report import Plan
+    from offload_decode.evals.plot import check_matplotlib
+    from offload_decode.store.reader import KVStore
+    from offload_decode.store.staging import write_atomically
+
+    check_matplotlib()
+    plan = Plan(_contenders(selector or []), amounts, questions, tokens, common)
+    opened = KVStore.open(store)
+    check(opened, plan)
+    loaded = Engine.open(opened, model, selector="dense", device=device).loaded
+    out.mkdir(parents=True, exist_ok=True)
+    with Progress(quiet) as progress:
+        report = measure(loaded, opened, plan, lambda done, total: progress("fidelity", done, total))
+    result = report.to_json()
+    write_atomically(out / RESULT, json.dumps(result).encode())
+    save_png(report, out / PICTURE)
+    if as_json:
+        output.answer_json(result)
+    else:
+        output.answer(output.table(_rows(report)))
+    output.note(f"{out / RESULT}, {out / PICTURE}", quiet)
+    for failure in report.failures:
+        output.note(f"error: {failure.label} at budget {failure.budget} was not measured: {failure.error}")
+    if report.failures:
+        raise typer.Exit(FAILURE)
+
+
+def _contenders(given: Sequence[str]) -> tuple[Contender, ...]:
+    """What was asked for, or everything, and the controls."""
+    from offload_decode.evals.fidelity import CONTROLS, DENSE
+    from offload_decode.evals.fidelity_report import Contender
+    from offload_decode.selectors.registry import names
+
+    contenders = []
+    for text in given or names():
+        name, _, options = text.partition(":")
+        contenders.append(Contender(name, split_pairs(options.split(",") if options else [])))
+    labels = [contender.label for contender in contenders]
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise ConfigError(f"selector '{repeated[0]}' is given twice")
+    missing = [name for name in (DENSE, *CONTROLS) if name not in labels]
+    return (*contenders, *map(Contender, missing))
+
+
+def _rows(report: FidelityReport) -> list[list[str]]:
+    """One line an entry, budget by budget: of live queries, and three columns of stored ones."""
+    errors = ["p50", "p95", "p99", "appr. p95", "search p95"]
+    live = ["recall", "mass", *(f"error {name}" if name[0] == "p" else name for name in errors)]
+    stored = ["stored: recall", "mass", "error p50"]
+    rows = [["selector", "budget", "tokens", "moved", *live, "worst", "KL", "top-1", *stored]]
+    return rows + [_row(entry) for entry in report.entries]
+
+
+def _row(entry: Entry) -> list[str]:
+    live, stored = entry.live, entry.stored
+    shares = [live.recall, live.mass, live.error.p50, live.error.p95, live.error.p99]
+    shares += [live.approximation.p95, live.search.p95]
+    worst = f"{live.worst.layer}/{live.worst.head} {_percent(live.worst.error.mean)}"
+    sampled = [] if stored is None else [stored.recall, stored.mass, stored.error.p50]
+    return [
+        entry.label,
+        entry.budget,
+        f"{entry.attended:,.0f}",
+        output.size(entry.bytes_moved),
+        *map(_percent, shares),
+        worst,
+        f"{entry.agreement.kl_mean:.2g}",
+        _percent(entry.agreement.top1),
+        *(map(_percent, sampled) if sampled else ["-"] * 3),
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"

@@ -1,0 +1,130 @@
+"""Exact float32 attention of recorded queries, in plain torch, and how far a selection is from it.
+
+`Hkv` KV heads, `R` query rows of each, `N` stored tokens, `D` head dimension. Nothing here uses an index, a
+selector or a fast kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from offload_decode.attention import attend, empty_state, merge_states, softmax
+from offload_decode.kv import BLOCK_TOKENS, HostKV
+from offload_decode.queries import Queries
+from offload_decode.ranking import top_scores
+
+MEASURES = ("recall", "mass", "error", "approximation", "search")
+_NUMBERS = 1 << 24  # of the gathered keys or values [r, k, D] that are in memory at once
+_ROUNDING = 1e-5  # of a row's largest score: float32 inner products that differ by less are equal
+
+
+class Exact:
+    """Dense attention and exact top-k attention, for every k of `ks`, of one layer's rows.
+
+    `out [Hkv, R, D]`, `lse [Hkv, R]` of dense attention; `top[k] [Hkv, R, D]` of the k largest scores, and
+    `kth[k] [Hkv, R]` the smallest of these, both for k < N.
+    """
+
+    def __init__(self, host: HostKV, layer: int, queries: Queries, ks: Collection[int]):
+        self.host, self.layer, self.queries = host, layer, queries
+        self.ks = sorted({k for k in ks if k < host.length})
+        self.out, self.lse = empty_state(queries.rows)
+        self.largest = torch.zeros_like(self.lse)
+        self.top = {k: torch.zeros_like(self.out) for k in self.ks}
+        self.kth = {k: torch.zeros_like(self.lse) for k in self.ks}
+        for head in range(len(queries.rows)):
+            self._attend(head)
+            self._rank(head)
+
+    def judge(self, rows: slice, ids: Tensor | None, out: Tensor, k: int) -> Tensor:
+        """Measures `[5, Hkv, r]`, in the order of `MEASURES`, of what was chosen and attended for some rows.
+
+        `ids [Hkv, r, w]` padded with -1, or None for every token; `out [Hkv, r, D]`. recall: how many of the
+        k tokens with the largest scores were chosen, as a share (equally large ones are equally good). mass:
+        the chosen tokens' share of dense attention. error: ‖out − dense‖ / ‖dense‖; approximation: the same
+        of exact top-k attention; search: ‖out − exact top-k‖ / ‖dense‖; so error ≤ approximation + search.
+        """
+        dense = self.out[:, rows]
+        top = self.top[k][:, rows] if k in self.top else dense
+        found = torch.ones(2, *dense.shape[:2]) if ids is None else self._found(rows, ids, k)
+        errors = [_relative(out - dense, dense), _relative(top - dense, dense), _relative(out - top, dense)]
+        return torch.cat([found.to(dense.device), torch.stack(errors)])
+
+    def _attend(self, head: int) -> None:
+        queries, length = self.queries, self.host.length
+        keys, values = self.host.keys(self.layer, head), self.host.values(self.layer, head)
+        step = max(1, _NUMBERS // BLOCK_TOKENS)
+        for start in range(0, queries.rows.shape[1], step):
+            rows = queries.rows[None, head : head + 1, start : start + step]
+            state = empty_state(rows)
+            for first in range(0, length, BLOCK_TOKENS):
+                key, value = (
+                    part[None, None, first : first + BLOCK_TOKENS].to(rows.device) for part in (keys, values)
+                )
+                own = attend(rows, key, value, queries.scaling, softcap=queries.softcap)
+                state = merge_states(state, own)
+            self.out[head, start : start + step] = state.out[0, 0]
+            self.lse[head, start : start + step] = state.lse[0, 0]
+
+    def _rank(self, head: int) -> None:
+        widest = max(self.ks, default=0)
+        keys, values = self.host.keys(self.layer, head), self.host.values(self.layer, head)
+        for part in self._parts(self.queries.rows.shape[1], widest):
+            rows = self.queries.rows[head, part]
+            scores, ids = top_scores(
+                lambda block, rows=rows: rows @ keys[block].to(rows.device).float().T,  # type: ignore[misc]
+                rows.shape[:1],
+                self.host.length,
+                max(1, widest),
+            )
+            self.largest[head, part] = scores.abs().amax(-1)
+            gathered = self._gather(values, ids[:, :widest])
+            for k in self.ks:
+                weights, _ = softmax(self.queries.logits(scores[:, :k]))
+                self.top[k][head, part] = torch.einsum("rk,rkd->rd", weights, gathered[:, :k])
+                self.kth[k][head, part] = scores[:, k - 1] if k else torch.inf
+
+    def _found(self, rows: slice, ids: Tensor, k: int) -> Tensor:
+        """Recall and mass `[2, Hkv, r]`."""
+        found = torch.zeros(2, *ids.shape[:2], device=self.lse.device)
+        for head in range(len(ids)):
+            keys, asked = self.host.keys(self.layer, head), self.queries.rows[head, rows]
+            kth = (
+                self.kth[k][head, rows]
+                if k in self.kth
+                else torch.full_like(self.lse[head, rows], -torch.inf)
+            )
+            least = kth - _ROUNDING * self.largest[head, rows]
+            lse = self.lse[head, rows]
+            for part in self._parts(len(asked), ids.shape[2]):
+                own = ids[head, part].to(asked.device)
+                scores = torch.einsum("rd,rkd->rk", asked[part], self._gather(keys, own.clamp(min=0)))
+                scores = scores.masked_fill(own < 0, -torch.inf)
+                hits = ((own >= 0) & (scores >= least[part, None])).sum(-1)
+                wanted = min(k, self.host.length)
+                found[0, head, part] = hits.clamp(max=wanted) / wanted if wanted else 1.0
+                shares = torch.exp(self.queries.logits(scores) - lse[part, None])
+                found[1, head, part] = torch.where(own < 0, 0.0, shares).sum(-1)
+        return found
+
+    def _parts(self, rows: int, width: int) -> list[slice]:
+        step = max(1, _NUMBERS // max(1, width * self.queries.rows.shape[-1]))
+        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def _gather(self, stored: Tensor, ids: Tensor) -> Tensor:
+        """Rows of the store `[r, k, D]` in float32."""
+        return self.host.gather(stored, ids.cpu().flatten()).reshape(*ids.shape, stored.shape[1])
+
+
+def together(queries: list[Queries]) -> Queries:
+    """The rows of several calls of one layer, in their order, each standing for itself."""
+    return replace(queries[0], rows=torch.cat([one.rows for one in queries], dim=1), group=1, tokens=1)
+
+
+def _relative(difference: Tensor, dense: Tensor) -> Tensor:
+    norm, of = difference.norm(dim=-1), dense.norm(dim=-1)
+    return torch.where(norm == 0, 0.0, norm / of)

@@ -1,0 +1,241 @@
+"""How near selectors come to exact attention, all with the same budget in tokens.
+
+Three questions, each answered by the engine's own path (`StoredPrefix.attend`, `Engine.extend`): how near is
+the attention of the stored prefill queries, how near is that of live decode queries, and how near are the
+next tokens' probabilities to those of dense attention. The reference is `evals.exact`.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from indexes.errors import VectorIndexError
+from offload_decode.config import parse_options
+from offload_decode.engine.engine import Engine
+from offload_decode.errors import ConfigError, OffloadDecodeError
+from offload_decode.evals.agreement import agreement, forced
+from offload_decode.evals.exact import MEASURES, Exact, together
+from offload_decode.evals.fidelity_report import (
+    Contender,
+    Entry,
+    Failure,
+    Fidelity,
+    FidelityReport,
+    Plan,
+    summarize,
+)
+from offload_decode.evals.live_queries import (
+    SAMPLE_SHARE,
+    Call,
+    DenseRun,
+    Replay,
+    run_dense,
+    sampled_calls,
+    sampled_tokens,
+)
+from offload_decode.kv import HostKV
+from offload_decode.models.loading import LoadedModel
+from offload_decode.selectors import base
+from offload_decode.selectors.registry import create
+from offload_decode.store.reader import KVStore
+from offload_decode.types import StepStats
+
+CONTROLS = ("random", "streaming")
+DENSE, EVERYTHING = "dense", "100%"
+# What can befall one selector and leaves the others' results true; anything else is a mistake in the code.
+FAILURES = (OffloadDecodeError, VectorIndexError, MemoryError, torch.OutOfMemoryError)
+
+
+def measure(
+    loaded: LoadedModel,
+    store: KVStore,
+    plan: Plan,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> FidelityReport:
+    """Measure a plan; `progress` counts tokens, generated, put to a selector, or forced through the engine.
+
+    Raises `ConfigError` before anything is measured where a contender cannot run with its options. One that
+    fails later loses its own entry alone: it is in the report's `failures`.
+    """
+    budgets = check(store, plan)
+    host = HostKV(store, loaded.device)
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    jobs = [
+        (contender, budget)
+        for contender in plan.contenders
+        for budget in ((EVERYTHING,) if contender.selector == DENSE else plan.budgets)
+    ]
+    asked = plan.tokens * len(plan.questions)
+    total = asked + len(jobs) * (2 * asked + len(sampled_tokens(store)))
+    runs = [run_dense(loaded, store, question, plan.tokens, step) for question in plan.questions]
+    ks = {k for per_layer in budgets.values() for k in per_layer.values() if k is not None}
+    live = Source(host, [run.calls for run in runs], ks)
+    stored = Source(host, [sampled_calls(host, runs[0].calls)], ks)
+
+    entries: dict[tuple[str, str], Entry] = {}
+    failures = []
+    for contender, budget in jobs:
+        per_layer = budgets[DENSE if contender.selector == DENSE else budget]
+        try:
+            selector = _create(host, plan, contender, budget)
+            entries[contender.label, budget] = _entry(
+                loaded, store, contender, budget, selector, per_layer, runs, stored, live, step
+            )
+        except FAILURES as error:
+            failures.append(Failure(contender.label, budget, " ".join(str(error).split())))
+    order = [
+        (contender.label, budget) for budget in (EVERYTHING, *plan.budgets) for contender in plan.contenders
+    ]
+    kept = tuple(entries[key] for key in dict.fromkeys(order) if key in entries)
+    return FidelityReport(_configuration(loaded, store, plan, stored, live), kept, tuple(failures))
+
+
+class Source:
+    """Conversations of calls, and the exact attention of all their rows."""
+
+    def __init__(self, host: HostKV, conversations: Sequence[Sequence[Call]], ks: Iterable[int]):
+        self.host = host
+        self.conversations = [calls for calls in conversations if calls]
+        kv_heads = host.store.manifest.shape.kv_heads
+        by_layer: dict[int, list[Call]] = {}
+        for call in (call for calls in self.conversations for call in calls):
+            by_layer.setdefault(call.layer, []).append(call)
+        self.tokens = sum(call.query.shape[2] for call in next(iter(by_layer.values()), []))
+        self.exact = {
+            layer: Exact(host, layer, together([call.queries(kv_heads) for call in calls]), set(ks))
+            for layer, calls in by_layer.items()
+        }
+
+    def judge(
+        self, selector: base.Selector, per_layer: Mapping[int, int | None], step: Callable[[], None]
+    ) -> tuple[Fidelity | None, StepStats, StepStats]:
+        """How near a selector comes on the searched layers, and what its one-token calls cost there and in
+        all layers.
+        """
+        begin = dict.fromkeys(per_layer, 0)
+        measured: dict[int, list[Tensor]] = {layer: [] for layer, k in per_layer.items() if k is not None}
+        searched, whole = StepStats(), StepStats()
+        last = max(per_layer)
+        for calls in self.conversations:
+            for call, reply, stats in Replay(self.host, selector)(calls):
+                layer, k, (_, heads, tokens, _) = call.layer, per_layer[call.layer], call.query.shape
+                rows = slice(begin[layer], begin[layer] + reply.out.shape[1])
+                begin[layer] = rows.stop
+                if k is not None:
+                    judged = self.exact[layer].judge(rows, reply.ids, reply.out, k)
+                    measured[layer].append(judged.reshape(len(MEASURES), heads, tokens))
+                if tokens == 1:
+                    whole.add(stats)
+                    if k is not None:
+                        searched.add(stats)
+                if layer == last:
+                    step()
+        if not self.conversations:
+            return None, searched, whole
+        joined = {layer: torch.cat(parts, dim=2).cpu().double() for layer, parts in measured.items()}
+        return summarize(joined), searched, whole
+
+
+def check(store: KVStore, plan: Plan) -> dict[str, dict[int, int | None]]:
+    """Tokens for each layer at each budget and for `DENSE`; raises `ConfigError` for what cannot be run."""
+    host = HostKV(store, torch.device("cpu"))
+    if "budget" in plan.common or any("budget" in contender.options for contender in plan.contenders):
+        raise ConfigError("all selectors have the same budget: give it as --budgets, not as an option")
+    for contender in plan.contenders:
+        if shared := [name for name in ("schedule", "dense_layers") if name in contender.options]:
+            raise ConfigError(
+                f"'{contender.label}': all selectors have the same {shared[0]}: give it as -o {shared[0]}=…"
+            )
+    parse_options(base.Options, plan.common, "what all selectors share")
+    budgets: dict[str, dict[int, int | None]] = {}
+    for amount in plan.budgets:
+        if not re.fullmatch(r"\d+|\d*\.?\d+%", amount):
+            raise ConfigError(f"budget '{amount}' is neither a count like 1024 nor a share like 2%")
+        per_layer = _create(host, plan, Contender(DENSE), amount).budgets
+        if not any(per_layer.values()):
+            raise ConfigError(
+                f"budget '{amount}' leaves nothing to measure in {host.length:,} stored tokens: it is 0, "
+                "or every layer is dense"
+            )
+        budgets[amount] = per_layer
+    for contender in plan.contenders:
+        _create(host, plan, contender, plan.budgets[0])
+    return {**budgets, DENSE: _create(host, plan, Contender(DENSE), EVERYTHING).budgets}
+
+
+def _create(host: HostKV, plan: Plan, contender: Contender, budget: str) -> base.Selector:
+    # What a selector has as its own default must not set it apart.
+    same = {"schedule": base.Options.schedule, "dense_layers": base.Options.dense_layers, **plan.common}
+    options = {**same, **contender.options, "budget": budget}
+    return create(contender.selector, options, host, host.store.manifest.shape)
+
+
+def _entry(
+    loaded: LoadedModel,
+    store: KVStore,
+    contender: Contender,
+    budget: str,
+    selector: base.Selector,
+    per_layer: Mapping[int, int | None],
+    runs: Sequence[DenseRun],
+    stored: Source,
+    live: Source,
+    step: Callable[[], None],
+) -> Entry:
+    sampled, _, _ = stored.judge(selector, per_layer, step)
+    decoded, searched, whole = live.judge(selector, per_layer, step)
+    assert decoded is not None, "a dense run has calls"
+    pairs = [(run.logits, forced(Engine(loaded, store, selector), run, step)) for run in runs]
+    steps = sum(len(run.tokens) - 1 for run in runs)
+    amounts = [k for k in per_layer.values() if k is not None]
+    return Entry(
+        label=contender.label,
+        selector=contender.selector,
+        options=dict(contender.options),
+        budget=budget,
+        budget_tokens=sum(amounts) / len(amounts),
+        attended=searched.selected / searched.rows,
+        bytes_moved=whole.bytes_moved / steps,
+        stored=sampled,
+        live=decoded,
+        agreement=agreement(pairs),
+    )
+
+
+def _configuration(
+    loaded: LoadedModel, store: KVStore, plan: Plan, stored: Source, live: Source
+) -> dict[str, Any]:
+    packages = ("offload-decode", "torch", "transformers", "numpy", "zarr")
+    return {
+        "store": str(store.path),
+        "store_digest": store.store_digest,
+        "stored_tokens": store.manifest.n_tokens,
+        "searched_layers": list(loaded.shape.full_layers),
+        "query_heads": loaded.shape.query_heads,
+        "kv_heads": loaded.shape.kv_heads,
+        "model": loaded.model_id,
+        "weights_hash": loaded.weights_hash,
+        "dtype": loaded.dtype,
+        "device": str(loaded.device),
+        **asdict(plan),
+        "sampled_query_tokens": stored.tokens,
+        "sample_share": SAMPLE_SHARE,
+        "live_query_tokens": live.tokens,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+    }

@@ -1,0 +1,192 @@
+"""The queries that selectors are measured on, and putting them to a store as the engine would.
+
+Live queries are those of a dense run, question and generated tokens: every selector is asked the very same,
+in the order in which a model asks. They are caught in a selector's place: the engine's own code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.prefix import StoredPrefix
+from offload_decode.kv import HostKV, tensor_view
+from offload_decode.models.loading import LoadedModel
+from offload_decode.paging import page_tokens
+from offload_decode.queries import Queries
+from offload_decode.selectors.base import Selector
+from offload_decode.selectors.registry import create
+from offload_decode.store.reader import KVStore
+from offload_decode.types import PageSelection, Selection, StepStats
+
+SAMPLE_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one layer asks of the stored prefix in one forward pass: `query [1, H, T, D]`, unscaled."""
+
+    layer: int
+    query: Tensor
+    scaling: float
+    softcap: float | None
+
+    def queries(self, kv_heads: int) -> Queries:
+        """The same in the selectors' form; the group's rows follow each other, tokens fastest."""
+        _, heads, tokens, dim = self.query.shape
+        rows = self.query.float().reshape(kv_heads, -1, dim)
+        return Queries(rows, self.scaling, self.softcap, heads // kv_heads, tokens)
+
+
+@dataclass(frozen=True)
+class DenseRun:
+    """A question answered with dense attention: its greedy `tokens [n]` (end tokens do not end it), the
+    `logits [n, V]` that each was picked from, and every layer's calls in the engine's order.
+    """
+
+    question: str
+    tokens: tuple[int, ...]
+    logits: Tensor
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a selector answered to a call: the ids `[Hkv, R, k]` that it chose (None for every token), and the
+    attention `[Hkv, R, D]` of the stored part.
+    """
+
+    ids: Tensor | None
+    out: Tensor
+
+
+class Watched:
+    """Stands in a selector's place, and keeps what it was asked and what it chose."""
+
+    def __init__(self, selector: Selector):
+        self._selector = selector
+        self.seen: list[tuple[int, Queries, Selection | PageSelection]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._selector, name)
+
+    def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
+        """As the selector's own."""
+        selection = self._selector.select(layer, queries)
+        self.seen.append((layer, queries, selection))
+        return selection
+
+
+def run_dense(
+    loaded: LoadedModel, store: KVStore, question: str, tokens: int, progress: Callable[[], None]
+) -> DenseRun:
+    """Answer with dense attention and keep what was asked; `progress` is called for each of the tokens."""
+    shape = loaded.shape
+    # A layer that is dense is asked for all rows at once.
+    options = {"dense_layers": ",".join(map(str, shape.full_layers))}
+    watched = Watched(create("dense", options, HostKV(store, loaded.device), shape))
+    engine = Engine(loaded, store, cast(Selector, watched))
+    logits = [engine.ask(question)]
+    progress()
+    while len(logits) < tokens:
+        logits.append(engine.extend([int(logits[-1].argmax())]))
+        progress()
+    picked = torch.stack(logits)
+    calls = tuple(_call(layer, queries) for layer, queries, _ in watched.seen)
+    return DenseRun(question, tuple(picked.argmax(-1).tolist()), picked, calls)
+
+
+def _call(layer: int, queries: Queries) -> Call:
+    # One sequence: [Hkv, 1, G, T, D].
+    query = queries.by_token().transpose(0, 1).flatten(1, 2)
+    return Call(layer, query, queries.scaling, queries.softcap)
+
+
+def sampled_tokens(store: KVStore) -> range:
+    """The tokens of `sampled_calls`: token i is made of the store's samples `i · G` to `i · G + G - 1`.
+
+    At least one; none where the store keeps fewer than G queries.
+    """
+    group, positions = store.manifest.shape.group, store.query_positions
+    tokens = len(positions) // group
+    late = positions[: tokens * group : group] >= (1 - SAMPLE_SHARE) * store.manifest.n_tokens
+    return range(min(int((~late).sum()), max(0, tokens - 1)), tokens)
+
+
+def sampled_calls(host: HostKV, like: Sequence[Call]) -> tuple[Call, ...]:
+    """The stored prefill queries of the last `SAMPLE_SHARE` of the positions: token by token, layer by layer.
+
+    They are put to the whole store. A query of position p never saw the keys after it, so that only the last
+    ones are near to what a decoding step asks: at most that share of the keys is younger. A store keeps one
+    query head at a position, in turns: the G neighbouring samples that hold each head of a group once stand
+    for one token. `like` gives the layers with their scaling.
+    """
+    shape, tokens = host.store.manifest.shape, sampled_tokens(host.store)
+    group = shape.group
+    forms = {call.layer: call for call in like}
+    stored = {
+        layer: torch.stack([tensor_view(host.store.queries(layer, h)) for h in range(shape.kv_heads)])
+        .to(host.device)
+        .float()
+        for layer in forms
+    }
+    return tuple(
+        Call(
+            layer,
+            stored[layer][:, token * group : (token + 1) * group].reshape(1, -1, 1, shape.head_dim),
+            form.scaling,
+            form.softcap,
+        )
+        for token in tokens
+        for layer, form in forms.items()
+    )
+
+
+class Replay:
+    """Puts calls to a selector through `StoredPrefix.attend`, as one conversation that begins here."""
+
+    def __init__(self, host: HostKV, selector: Selector):
+        selector.reset()
+        self._watched = Watched(selector)
+        self._prefix = StoredPrefix(host, cast(Selector, self._watched))
+        self._kv_heads = selector.shape.kv_heads
+
+    def __call__(self, calls: Iterable[Call]) -> Iterator[tuple[Call, Reply, StepStats]]:
+        """Every call with its reply and what it cost."""
+        for call in calls:
+            state = self._prefix.attend(call.layer, call.query, call.scaling, call.softcap)
+            selections = [
+                selected_ids(selection, queries, self._prefix.length)
+                for _, queries, selection in self._watched.seen
+            ]
+            self._watched.seen.clear()
+            out = state.out.reshape(self._kv_heads, -1, state.out.shape[-1])
+            yield call, Reply(_joined(selections), out), self._prefix.take_stats()
+
+
+def selected_ids(selection: Selection | PageSelection, queries: Queries, n_tokens: int) -> Tensor | None:
+    """The tokens `[Hkv, R, k]` that each row attends to, padded with -1; None is everything."""
+    if isinstance(selection, Selection):
+        return selection.ids
+    ids = page_tokens(selection.pages, selection.page_size, n_tokens, selection.limit)
+    if not selection.shared:
+        return ids
+    heads, _, width = ids.shape
+    spread = ids.reshape(heads, queries.batch, 1, queries.tokens, width)
+    return spread.expand(-1, -1, queries.group, -1, -1).flatten(1, 3)
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The parts of the rows together; a long question is taken in parts."""
+    ids = [part for part in parts if part is not None]
+    if len(ids) < len(parts):
+        assert not ids, "a layer is dense for all rows or for none"
+        return None
+    width = max(part.shape[2] for part in ids)
+    padded = [torch.nn.functional.pad(part, (0, width - part.shape[2]), value=-1) for part in ids]
+    return torch.cat(padded, dim=1)

@@ -1,0 +1,82 @@
+"""Scores of every stored key, a block at a time: what selectors that look at all keys have in common.
+
+A block of keys is moved to the device in the store's dtype and widened there, so that neither a copy of the
+keys nor all scores of a row are ever in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from offload_decode.errors import ConfigError
+from offload_decode.ranking import BLOCK_SCORES, top_scores
+from offload_decode.types import Selection
+
+BLOCK_TOKENS = 8192
+
+
+def blocks(length: int, start: int = 0, rows: int = 1) -> Iterator[slice]:
+    """`start:length` in slices of at most `BLOCK_TOKENS`, of which `rows` rows have at most `BLOCK_SCORES`
+    scores.
+    """
+    step = max(1, min(BLOCK_TOKENS, BLOCK_SCORES // rows))
+    for first in range(start, length, step):
+        yield slice(first, min(first + step, length))
+
+
+def widened(keys: Tensor, part: slice, device: torch.device) -> Tensor:
+    """Rows `part` of `keys [N, D]` in float32 on the device."""
+    return keys[part].to(device).float()
+
+
+def inner_products(query: Tensor, keys: Tensor, part: slice) -> Tensor:
+    """`query [R, d]` float32 with rows `part` of `keys [N, d]`: `[R, part]` float32."""
+    # Keys on the left: for the few rows of a decoding step twice as fast as the other way round.
+    return (widened(keys, part, query.device) @ query.T).T
+
+
+def top_tokens(score: Callable[[slice], Tensor], rows: int, length: int, k: int) -> tuple[Tensor, Tensor]:
+    """As `ranking.top_scores`, for a `score` of `[rows, part]` that is never asked for more than a block.
+
+    Scores float32 and ids int64 `[rows, min(k, length)]`, best first, on the host, where keys and values are
+    fetched.
+    """
+
+    def wide(part: slice) -> Tensor:
+        return torch.cat([score(block) for block in blocks(part.stop, part.start)], dim=-1)
+
+    best, ids = top_scores(wide, (rows,), length, k)
+    return best.cpu(), ids.cpu()
+
+
+def top_inner_products(query: Tensor, keys: Callable[[int], Tensor], k: int) -> Selection:
+    """The `k` keys of the largest inner product with each row, and these products in float32.
+
+    `query [Hkv, R, d]` float32; `keys(head)` is `[N, d]`, of any dtype, on the host.
+    """
+    found = [_top_of_head(own, keys(head), k) for head, own in enumerate(query)]
+    scores, ids = (torch.stack(parts) for parts in zip(*found, strict=True))
+    return Selection(ids, scores)
+
+
+def _top_of_head(query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return top_tokens(lambda part: inner_products(query, keys, part), len(query), len(keys), k)
+
+
+def channels(amount: str, head_dim: int, option: str) -> int:
+    """How many of `head_dim` channels an option asks for: a count (`16`; all, if it is more than there are)
+    or a share (`25%`, rounded up). Raises `ConfigError` for anything else and for none.
+    """
+    try:
+        count = ceil(float(amount[:-1]) / 100 * head_dim) if amount.endswith("%") else int(amount)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"option {option} '{amount}' is neither a count like 16 nor a share like 25%"
+        ) from error
+    if count < 1:
+        raise ConfigError(f"option {option} '{amount}' leaves no channel: it must be at least 1")
+    return min(count, head_dim)

@@ -1,0 +1,50 @@
+"""KeyDiff: the keys least similar to the others, whatever is asked.
+
+Park et al. 2025: the mean is that of the keys at unit length, so that the cosine with it ranks a key by
+its mean cosine with all keys. The paper evicts block by block; here the whole store is ranked at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from offload_decode.key_scores import blocks, top_tokens, widened
+from offload_decode.kv import HostKV
+from offload_decode.queries import Queries
+from offload_decode.selectors import base
+from offload_decode.types import ModelShape, Selection
+
+
+class KeyDiff(base.Selector):
+    """Select the keys that are least similar (cosine) to the mean key."""
+
+    name = "keydiff"
+    paper = "https://arxiv.org/abs/2504.15364"
+    reads = "nothing (every key at a layer's first use)"
+    holds = "k ids"
+
+    def __init__(self, options: base.Options, host: HostKV, shape: ModelShape):
+        super().__init__(options, host, shape)
+        self._ranked: dict[int, Tensor] = {}  # int64 [Hkv, k] for the largest k so far
+
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection:
+        """The k least similar, the same for every row of a KV head."""
+        ranked = self._ranked.get(layer)
+        if ranked is None or ranked.shape[1] < k:
+            heads = range(self.shape.kv_heads)
+            ranked = torch.stack([self._least_similar(self.host.keys(layer, head), k) for head in heads])
+            self._ranked[layer] = ranked
+        return Selection(ranked[:, None, :k].expand(-1, queries.rows.shape[1], -1))
+
+    def _least_similar(self, keys: Tensor, k: int) -> Tensor:
+        length, device = len(keys), self.host.device
+
+        def unit(part: slice) -> Tensor:
+            return normalize(widened(keys, part, device), dim=-1)
+
+        anchor = sum(
+            (unit(part).sum(0) for part in blocks(length)), torch.zeros(keys.shape[1], device=device)
+        )
+        return top_tokens(lambda part: -(unit(part) @ anchor)[None], 1, length, k)[1][0]

@@ -1,0 +1,72 @@
+"""Loki: keys have few dimensions that matter; scores in those, then top-k.
+
+Singhania et al. 2024: principal components of the keys after RoPE, one basis for each layer and KV head.
+They are computed from the stored keys themselves, the best calibration there is. The covariance is centred,
+the scores are not: the mean key shifts all scores of a query alike, and so does not change their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload_decode.key_scores import blocks, channels, top_inner_products, widened
+from offload_decode.kv import HostKV
+from offload_decode.queries import Queries
+from offload_decode.selectors import base
+from offload_decode.types import ModelShape, Selection
+
+
+@dataclass(frozen=True)
+class Options(base.Options):
+    """`dims`: principal components that are scored, as a count (`32`) or a share of the dimension (`25%`)."""
+
+    dims: str = "25%"
+
+
+class Loki(base.Selector):
+    """Score every key in the first principal components of its head's keys and select the best."""
+
+    name = "loki"
+    paper = "https://arxiv.org/abs/2406.02542"
+    reads = "dims of D numbers of every key"
+    holds = "dims of D numbers of every key in the store's dtype, from a layer's first use on"
+    options_type = Options
+
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
+        super().__init__(options, host, shape)
+        self.dims = channels(options.dims, shape.head_dim, "dims")
+        self._rotated: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection:
+        """The k best by scores in the first components."""
+        if layer not in self._rotated:
+            stored = [self.host.keys(layer, head) for head in range(len(queries.rows))]
+            bases = [principal_components(own, self.dims, self.host.device) for own in stored]
+            self._rotated[layer] = torch.stack(bases), [*map(rotate, stored, bases)]
+        basis, keys = self._rotated[layer]
+        return Selection(top_inner_products(queries.rows @ basis, keys.__getitem__, k).ids)
+
+
+def principal_components(keys: Tensor, dims: int, device: torch.device) -> Tensor:
+    """The `dims` directions of largest variance of `keys [N, D]`, as float32 columns `[D, dims]`."""
+    length, dim = keys.shape
+    mean = torch.zeros(dim, dtype=torch.float64, device=device)
+    for part in blocks(length):
+        mean += widened(keys, part, device).sum(0) / length
+    covariance = torch.zeros(dim, dim, dtype=torch.float64, device=device)
+    for part in blocks(length):
+        centred = widened(keys, part, device) - mean.float()
+        covariance += centred.T @ centred / length
+    ascending: Tensor = torch.linalg.eigh(covariance).eigenvectors
+    return ascending.flip(-1)[:, :dims].float()
+
+
+def rotate(keys: Tensor, basis: Tensor) -> Tensor:
+    """`keys [N, D]` in a basis `[D, dims]`: `[N, dims]` on the host, in the dtype of the keys."""
+    rotated = keys.new_empty(len(keys), basis.shape[1])
+    for part in blocks(len(keys)):
+        rotated[part] = widened(keys, part, basis.device) @ basis
+    return rotated

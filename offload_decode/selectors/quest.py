@@ -1,0 +1,103 @@
+"""Quest: the pages of keys whose bounds allow the largest inner products with the query.
+
+Quest, arXiv 2406.10774, §3.3-3.5. The paper's models have no query groups; here a group's heads share a list,
+by the maximum of their scores (METHODS §3). A ragged last page is being filled and always attended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from offload_decode.errors import ConfigError
+from offload_decode.kernels.pages import page_scores, top_pages
+from offload_decode.kv import HostKV
+from offload_decode.page_bounds import METADATA, stored_bounds
+from offload_decode.paging import PageBounds
+from offload_decode.queries import Queries
+from offload_decode.selectors import base
+from offload_decode.tail_kv import TailKV
+from offload_decode.types import ModelShape, PageSelection, Selection
+
+SCORES = 1 << 24  # in memory at once: a long question is taken in parts
+WHOLE_TAIL = 4096  # tokens of a conversation that are attended to without choosing
+
+
+@dataclass(frozen=True)
+class Options(base.Options):
+    """`page_size`: tokens of a page. `metadata`: how bounds are kept, `fp16` or `int8`. `per_head`: a list of
+    pages for each query head, not for each KV head.
+    """
+
+    dense_layers: str = "first:2"
+    page_size: int = 16
+    metadata: str = "fp16"
+    per_head: bool = False
+
+
+class Quest(base.Selector):
+    """Score the bounds of all pages, attend to the best pages."""
+
+    name = "quest"
+    paper = "https://arxiv.org/abs/2406.10774"
+    reads = "two bounds of every page: 2·N/S rows of fp16, or half of that in int8"
+    holds = "these bounds on the device, built when a layer is first searched"
+    options_type = Options
+    per_row = False  # the rows of a group choose together
+
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
+        super().__init__(options, host, shape)
+        if options.page_size < 1:
+            raise ConfigError(f"a page holds at least one token: page_size={options.page_size} cannot be")
+        if options.metadata not in METADATA:
+            raise ConfigError(f"unknown metadata '{options.metadata}'; choose one of: {', '.join(METADATA)}")
+        self.page_size = options.page_size
+        self.metadata = options.metadata
+        self.per_head = options.per_head
+        self._bounds: dict[int, PageBounds] = {}
+
+    def choose(self, layer: int, queries: Queries, k: int) -> PageSelection | Selection:
+        """The best pages of each list, with room for `k` tokens."""
+        if k >= self.host.length:
+            return base.EVERYTHING
+        return self.best_pages(self.bounds(layer), self.host.length, self.lists(queries), k)
+
+    def select_tail(self, layer: int, queries: Queries, tail: TailKV) -> PageSelection | None:
+        """Pages of the conversation, once it is so long that choosing among them pays: a step's cost stays
+        bounded however much is written. Their bounds grow with it.
+        """
+        k = self.budgets[layer]
+        if k is None or queries.batch * queries.tokens > 1 or tail.length <= max(k, WHOLE_TAIL):
+            return None
+        bounds = tail.page_bounds(self.page_size, self.metadata).first(tail.length // self.page_size)
+        return self.best_pages(bounds, tail.length, self.lists(queries), max(k, WHOLE_TAIL))
+
+    def lists(self, queries: Queries) -> Tensor:
+        """The rows `[Hkv, Q, G, D]` of each list of pages."""
+        return queries.rows.unsqueeze(2) if self.per_head else queries.by_list()
+
+    def best_pages(self, bounds: PageBounds, n_tokens: int, query: Tensor, tokens: int) -> PageSelection:
+        """The best of the pages of `n_tokens` tokens for `query [Hkv, Q, G, D]`, cut to exactly `tokens ≤
+        n_tokens` of them; `bounds` are those of the whole pages.
+        """
+        whole, rest = divmod(n_tokens, self.page_size)
+        wanted = -(-max(0, tokens - rest) // self.page_size)
+        step = max(1, SCORES // max(1, len(query) * whole))
+        parts = [top_pages(page_scores(part, bounds), wanted) for part in torch.split(query, step, 1)]
+        pages, places = torch.cat(parts, dim=1), tokens
+        if rest and tokens:
+            pages = pad(pages, (1, 0), value=whole)
+            if tokens > rest:  # the places that the ragged page leaves empty hold no tokens
+                places += self.page_size - rest
+        limit = torch.full((len(query),), places, device=query.device)
+        return PageSelection(pages, self.page_size, limit, shared=not self.per_head)
+
+    def bounds(self, layer: int) -> PageBounds:
+        """Bounds of the whole pages of a layer, on the device."""
+        if layer not in self._bounds:
+            stored = stored_bounds(self.host.store, layer, self.page_size, self.metadata).bounds
+            self._bounds[layer] = stored.first(self.host.length // self.page_size).to(self.host.device)
+        return self._bounds[layer]

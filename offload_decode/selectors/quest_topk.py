@@ -1,0 +1,70 @@
+"""Quest's pages as a coarse filter on the device, then exact scores of their keys on the host: only the
+values of the k best tokens travel (METHODS §3, two-stage; the pages are those of Quest, arXiv 2406.10774).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload_decode.errors import ConfigError
+from offload_decode.kernels.host_pages import token_scores, top_pages
+from offload_decode.kv import HostKV
+from offload_decode.paging import page_tokens
+from offload_decode.queries import Queries
+from offload_decode.selectors import base, quest
+from offload_decode.types import ModelShape, Selection
+
+
+@dataclass(frozen=True)
+class Options(quest.Options):
+    """`coarse`: how many times the budget's tokens the pages of the first stage hold."""
+
+    coarse: int = 4
+
+
+class QuestTopK(quest.Quest):
+    """Choose pages for the group, then each query head's own k best of their tokens."""
+
+    name = "quest+topk"
+    paper = "https://arxiv.org/abs/2406.10774"
+    reads = "two bounds of every page, and the keys of the pages they lead to"
+    holds = "the bounds on the device, built when a layer is first searched"
+    options_type = Options
+
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
+        super().__init__(options, host, shape)
+        if options.coarse < 1:
+            raise ConfigError(f"coarse={options.coarse} leaves too few tokens: it must be 1 or more")
+        self.coarse = options.coarse
+
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection:
+        """The k best of the pages' tokens with their exact scores."""
+        if k >= self.host.length:
+            return base.EVERYTHING
+        tokens = min(self.coarse * k, self.host.length)
+        query = self.lists(queries)
+        heads, _, group, _ = query.shape
+        step = max(1, quest.SCORES // max(1, heads * group * tokens))
+        parts = [self._best_tokens(layer, part, tokens, k) for part in torch.split(query, step, 1)]
+        ids, scores = (_by_row(torch.cat(side, dim=1), queries.batch) for side in zip(*parts, strict=True))
+        return Selection(ids, scores)
+
+    def _best_tokens(self, layer: int, query: Tensor, tokens: int, k: int) -> tuple[Tensor, Tensor]:
+        """Ids and scores `[Hkv, Q, G, k]` for `query [Hkv, Q, G, D]`."""
+        chosen = self.best_pages(self.bounds(layer), self.host.length, query, tokens)
+        pages, limit = chosen.pages.cpu(), chosen.limit.cpu()
+        keys = [self.host.keys(layer, head) for head in range(len(query))]
+        scores = token_scores(query.cpu(), keys, pages, self.page_size, limit)
+        ids = page_tokens(pages, self.page_size, self.host.length, limit).unsqueeze(2).expand(scores.shape)
+        place = top_pages(scores.flatten(1, 2), k).reshape(*scores.shape[:3], -1)
+        return ids.gather(3, place), scores.gather(3, place)
+
+
+def _by_row(lists: Tensor, batch: int) -> Tensor:
+    """`[Hkv, Q, G, k]`, lists by `[batch, tokens]`, as `[Hkv, R, k]`, rows by `[batch, group, tokens]`."""
+    heads, count, group, k = lists.shape
+    by_token = lists.reshape(heads, batch, count // batch, group, k)
+    return by_token.transpose(2, 3).reshape(heads, count * group, k)

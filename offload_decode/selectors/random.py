@@ -1,0 +1,65 @@
+"""Random tokens: the control that every selector must beat."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+
+from offload_decode.errors import ConfigError
+from offload_decode.kv import HostKV
+from offload_decode.queries import Queries
+from offload_decode.selectors import base
+from offload_decode.types import ModelShape, Selection
+
+
+@dataclass(frozen=True)
+class Options(base.Options):
+    """`seed`: which draws are made."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"option seed {self.seed} is out of range: it must be 0 or more")
+
+
+class Random(base.Selector):
+    """Select tokens drawn uniformly without replacement, anew for every row and step.
+
+    Draws are counted from the question on: asked again, it meets the same ones, and a fork goes on as the
+    conversation that it was taken from would.
+    """
+
+    name = "random"
+    paper = "none: a control"
+    reads = "nothing"
+    holds = "nothing"
+    options_type = Options
+    options: Options
+
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
+        super().__init__(options, host, shape)
+        self.draws = 0
+
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection:
+        """k tokens for each row."""
+        # For small shares numpy draws with Floyd's algorithm, whose cost is that of k, not of N.
+        generator = np.random.default_rng([self.options.seed, self.draws])
+        self.draws += 1
+        heads, rows, _ = queries.rows.shape
+        ids = np.empty((heads * rows, k), dtype=np.int64)
+        for row in ids:
+            row[:] = generator.choice(self.host.length, k, replace=False)
+        return Selection(torch.from_numpy(ids).reshape(heads, rows, k))
+
+    def reset(self) -> None:
+        """Draw as at the beginning."""
+        self.draws = 0
+
+    def fork(self) -> Self:
+        """A selector that goes on from here with the same draws, on its own count."""
+        return copy.copy(self)

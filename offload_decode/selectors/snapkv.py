@@ -1,0 +1,79 @@
+"""SnapKV: the end of the prompt votes for the tokens that its answer will need.
+
+Li et al. 2024, Listing 1, with the max pooling and the kernel of the authors' LongBench runs. The prompt ends
+with the question: the first forward pass after a reset gives the observation window, its last tokens. Each of
+its queries spreads one vote, its softmax over the stored tokens; votes are summed over the window and the
+query heads of a KV head's group, pooled over neighbours, and the top k chosen once. All rows of that pass and
+all later tokens attend to them until the next question. A question that comes in several passes is judged by
+the first. The tail, the window in it, is attended to densely beside the k tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload_decode.errors import ConfigError
+from offload_decode.kv import HostKV
+from offload_decode.queries import Queries
+from offload_decode.ranking import BLOCK_SCORES
+from offload_decode.selectors import base
+from offload_decode.types import ModelShape, Selection
+
+
+@dataclass(frozen=True)
+class Options(base.Options):
+    """`window`: tokens at a question's end that vote. `kernel`: neighbours that share their highest vote."""
+
+    window: int = 32
+    kernel: int = 7
+
+
+class SnapKV(base.Memory[Tensor]):
+    """Choose k tokens once for the whole answer, by the votes of the question's last tokens.
+
+    The state is their ids `[Hkv, k]`, those with the most votes first.
+    """
+
+    name = "snapkv"
+    paper = "https://arxiv.org/abs/2404.14469"
+    reads = "nothing (every key, twice, when a question is put)"
+    holds = "k ids; a number for every token while a head votes"
+    options_type = Options
+    options: Options
+
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
+        super().__init__(options, host, shape)
+        if options.window < 1 or options.kernel < 1 or options.kernel % 2 == 0:
+            raise ConfigError(
+                f"snapkv: window={options.window}, kernel={options.kernel} will not do: "
+                "the window is 1 or more, the kernel an odd number"
+            )
+
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection:
+        """The tokens that the question's end voted for, the same for every row of a KV head."""
+        if k >= self.host.length:
+            return base.EVERYTHING
+        if layer not in self.state:
+            heads = range(len(queries.rows))
+            self.state[layer] = torch.stack([self._elected(layer, head, queries, k) for head in heads])
+        return Selection(self.state[layer][:, None].expand(-1, queries.rows.shape[1], -1))
+
+    def _elected(self, layer: int, head: int, queries: Queries, k: int) -> Tensor:
+        votes, kernel = self._votes(layer, head, queries), self.options.kernel
+        pooled = torch.nn.functional.max_pool1d(votes[None], kernel, stride=1, padding=kernel // 2)[0]
+        return pooled.topk(k).indices.cpu()
+
+    def _votes(self, layer: int, head: int, queries: Queries) -> Tensor:
+        """Attention of the window's queries to each stored token, summed: float32 `[N]`."""
+        window = queries.by_token()[head, 0, :, -self.options.window :].flatten(0, 1)
+        keys, step = self.host.keys(layer, head), max(1, BLOCK_SCORES // len(window))
+
+        def logits(start: int) -> Tensor:
+            return queries.logits(window @ keys[start : start + step].to(window.device).float().T)
+
+        starts = range(0, len(keys), step)
+        lse = torch.stack([logits(start).logsumexp(1) for start in starts]).logsumexp(0)
+        return torch.cat([(logits(start) - lse[:, None]).exp().sum(0) for start in starts])

@@ -1,0 +1,46 @@
+"""SparQ: the channels in which a query is large approximate its scores.
+
+Ribar et al. 2023, the first step: the r largest |q|. Its temperature does not change the order of the
+scores, and its mean value of what is not selected is no part of a selection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from offload_decode.key_scores import channels, top_inner_products
+from offload_decode.kv import HostKV
+from offload_decode.queries import Queries
+from offload_decode.selectors import base
+from offload_decode.types import ModelShape, Selection
+
+
+@dataclass(frozen=True)
+class Options(base.Options):
+    """`r`: channels that are scored, as a count (`16`) or as a share of the head dimension (`25%`)."""
+
+    r: str = "25%"
+
+
+class SparQ(base.Selector):
+    """Score every key in the r channels in which |q| is largest and select the best."""
+
+    name = "sparq"
+    paper = "https://arxiv.org/abs/2312.04985"
+    reads = "r of D channels of every key (stored row by row, so that all D pass through memory)"
+    holds = "nothing"
+    options_type = Options
+
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
+        super().__init__(options, host, shape)
+        self.r = channels(options.r, shape.head_dim, "r")
+
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection:
+        """The k best by approximate scores; each row has channels of its own."""
+        rows = queries.rows
+        kept = rows.abs().topk(self.r, dim=-1).indices
+        # Other channels at zero: one product for the whole group, although its rows differ in channels.
+        sparse = torch.zeros_like(rows).scatter(-1, kept, rows.gather(-1, kept))
+        return Selection(top_inner_products(sparse, lambda head: self.host.keys(layer, head), k).ids)

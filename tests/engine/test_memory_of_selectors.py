@@ -1,0 +1,123 @@
+"""Selectors that remember a conversation, in the engine: every question starts afresh, and no step leaves a
+half of itself behind.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_decode.engine.engine import Engine
+from offload_decode.errors import ConfigError
+from prefill_jobs.job import prefill
+from tests.tiny import text_model, tiny_tokenizer
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 4
+QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    text_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "corpus.txt").write_text(TEXT)
+    prefill(
+        str(folder / "corpus.txt"),
+        model=str(folder / "model"),
+        out=folder / "store",
+        chunk=64,
+        query_samples=40,
+    )
+    return folder
+
+
+@pytest.fixture(params=["h2o", "tova", "snapkv"])
+def engine(request, folder):
+    return Engine.open(folder / "store", selector=request.param, options={"budget": "90"})
+
+
+def remembered(engine):
+    """Every layer's memory as plain lists."""
+    state = engine.selector.state
+    return {
+        layer: [torch.as_tensor(part).tolist() for part in (kept if isinstance(kept, tuple) else [kept])]
+        for layer, kept in state.items()
+    }
+
+
+def test_questions_are_answered_alike_in_any_order(engine):
+    def answers(questions):
+        return {question: engine.answer(question, max_new_tokens=8).tokens for question in questions}
+
+    first = answers(QUESTIONS)
+    assert answers(QUESTIONS[::-1]) == first
+    many = engine.answer_many(QUESTIONS, max_new_tokens=8)
+    assert [answer.tokens for answer in many] == list(first.values())
+    assert remembered(engine) == {}
+
+
+def test_a_conversation_starts_afresh_at_each_question(engine, monkeypatch):
+    kind, passes = type(engine.selector), []
+    choose = kind.choose
+
+    def recorded(selector, layer, queries, k):
+        passes.append((layer, layer in selector.state))
+        return choose(selector, layer, queries, k)
+
+    monkeypatch.setattr(kind, "choose", recorded)
+    layers = engine.loaded.shape.full_layers
+    for question in QUESTIONS:
+        passes.clear()
+        "".join(engine.stream(question, max_new_tokens=4))
+        afresh = [(layer, False) for layer in layers]
+        assert passes == afresh + 3 * [(layer, True) for layer in layers]
+
+
+def test_a_fork_goes_its_own_way(engine):
+    engine.ask(QUESTIONS[0])
+    before, other = remembered(engine), engine.fork()
+    expected = engine.fork().extend([9])
+    other.ask(QUESTIONS[1])
+    assert remembered(engine) == before
+    assert remembered(other) != before
+    torch.testing.assert_close(engine.extend([9]), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_an_interrupted_step_leaves_the_memory_as_it_was(engine, monkeypatch, fails_at):
+    engine.ask(QUESTIONS[0])
+    before, expected = remembered(engine), engine.fork().extend([8, 9])
+    attend, calls = engine.prefix.attend, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) > fails_at:
+            raise KeyboardInterrupt
+        return attend(*arguments)
+
+    monkeypatch.setattr(engine.prefix, "attend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.extend([8, 9])
+    monkeypatch.undo()
+    assert remembered(engine) == before
+    torch.testing.assert_close(engine.extend([8, 9]), expected, atol=1e-6, rtol=0)
+
+
+def test_a_budget_of_everything_is_dense_and_a_small_one_is_not(folder, engine):
+    question = QUESTIONS[1]
+    dense = Engine.open(folder / "store", selector="dense").ask(question)
+    whole = Engine.open(folder / "store", selector=engine.selector.name, options={"budget": "100%"})
+    torch.testing.assert_close(whole.ask(question), dense, atol=1e-5, rtol=0)
+    assert (engine.ask(question) - dense).abs().max() > 1e-3
+
+
+def test_a_long_answer_outlives_the_stored_tokens(folder, engine):
+    small = Engine.open(folder / "store", selector=engine.selector.name, options={"budget": "5"})
+    answer = small.answer(QUESTIONS[1], max_new_tokens=12)
+    assert len(answer.tokens) == 12
+
+
+def test_beams_and_batches_are_refused(engine):
+    with pytest.raises(ConfigError, match="one conversation"):
+        engine.loaded.model.generate(**engine.inputs(QUESTIONS[0]), max_new_tokens=3, num_beams=2)

@@ -1,0 +1,44 @@
+"""Loki against principal components from a singular value decomposition."""
+
+import pytest
+import torch
+
+from offload_decode.errors import ConfigError
+from tests.contracts.selector_contract import SelectorContract
+from tests.selectors.memory_host import MemoryCases, assert_best
+
+
+class TestLoki(SelectorContract, MemoryCases):
+    name = "loki"
+
+    @pytest.mark.parametrize("dims", ["1", "3"])
+    def test_the_first_components_choose(self, case, dims):
+        if case.host.dtype is not torch.float32 or case.host.length == 1:
+            pytest.skip("rounded components, or none: the order is not that of the formula")
+        queries, keys = case.queries(), case.keys(4).double()
+        ids = case.make("loki", dims=dims, budget="8").select(4, queries).ids
+        _, _, components = torch.linalg.svd(keys - keys.mean(1, keepdim=True), full_matrices=False)
+        first = components[:, : int(dims)].transpose(1, 2)
+        assert_best((queries.rows.double() @ first) @ (keys @ first).transpose(1, 2), ids, 8)
+
+    def test_all_components_are_the_oracle(self, case):
+        queries = case.queries()
+        chosen = case.make("loki", dims="100%", budget="8").select(4, queries)
+        exact = queries.rows @ case.keys(4).transpose(1, 2)
+        found, best = exact.gather(-1, chosen.ids), exact.topk(min(8, case.host.length)).values
+        # Components are kept in the store's dtype: scores are off by what that rounds.
+        rounding = torch.finfo(case.host.dtype).eps * 8 * case.host.dim**2
+        assert (best - found).abs().max() <= max(1e-4, rounding)
+        assert chosen.scores is None
+
+    def test_keys_are_read_once(self, case):
+        selector = case.make("loki", budget="8")
+        selector.select(4, case.queries())
+        read = len(case.host.read)
+        selector.fork().select(4, case.queries(tokens=1))
+        assert len(case.host.read) == read == case.shape.kv_heads
+
+    @pytest.mark.parametrize("dims", ["0", "-3", "0%", "few"])
+    def test_senseless_dimensions_are_refused(self, case, dims):
+        with pytest.raises(ConfigError, match="option dims"):
+            case.make("loki", dims=dims)

@@ -1,0 +1,180 @@
+"""Quest against its definition, with bounds of every kind; and its two-stage form against the oracle."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from offload_decode.errors import ConfigError
+from offload_decode.kv import HostKV, tensor_view
+from offload_decode.paging import page_tokens
+from offload_decode.queries import Queries
+from offload_decode.selectors import quest, registry
+from offload_decode.types import StepStats
+from tests.contracts.selector_contract import LAYER, SelectorContract, selected_ids, stored
+
+
+class QuestContract(SelectorContract):
+    """Stage one of both selectors searches layer 1, which is dense by default."""
+
+    def make(self, store, **options):
+        return super().make(store, **{"dense_layers": "", **options})
+
+    @pytest.mark.parametrize("options", [{"page_size": 0}, {"page_size": -3}, {"metadata": "fp8"}])
+    def test_options_that_cannot_be_are_refused(self, store, options):
+        with pytest.raises(ConfigError, match=r"at least one token|choose one of: fp16, int8"):
+            self.make(store, **options)
+
+
+class TestQuest(QuestContract):
+    name = "quest"
+
+    @pytest.mark.parametrize("budget", ["3", "16", "40"])
+    def test_chosen_pages_have_the_highest_upper_bounds(self, store, budget):
+        selector, queries = self.make(store, budget=budget), self.queries(store)
+        selection = selector.select(LAYER, queries)
+        if getattr(selection, "pages", None) is None:
+            return
+        keys = torch.stack(
+            [tensor_view(store.keys(LAYER, head)).float() for head in range(store.manifest.shape.kv_heads)]
+        )
+        whole, rest = divmod(keys.shape[1], selector.page_size)
+        pages = keys[:, : whole * selector.page_size].unflatten(1, (whole, selector.page_size))
+        lower, upper = selector.bounds(LAYER).widened()
+        assert (lower <= pages.amin(2)).all()
+        assert (upper >= pages.amax(2)).all()
+
+        chosen = selection.pages
+        if rest:
+            assert (chosen[:, :, 0] == whole).all()
+            chosen = chosen[:, :, 1:]
+        rows = queries.by_token()[:, 0].transpose(1, 2)  # [Hkv, T, G, D]
+        if selector.per_head:
+            rows = queries.rows.unsqueeze(2)
+        rows = rows.unsqueeze(3)
+        scores = torch.maximum(rows * lower[:, None, None], rows * upper[:, None, None]).sum(-1).amax(2)
+        best = scores.topk(chosen.shape[2]).values
+        torch.testing.assert_close(scores.gather(2, chosen), best, atol=1e-4, rtol=1e-6)
+
+    @pytest.mark.parametrize("budget", ["1", "7", "16", "33"])
+    def test_the_budget_is_used_up_and_the_page_being_filled_is_first(self, store, budget):
+        selector, queries = self.make(store, budget=budget), self.queries(store)
+        ids = selected_ids(selector, queries)
+        if ids is None:
+            return
+        assert ((ids >= 0).sum(-1) == int(budget)).all()
+        ragged = store.manifest.n_tokens % selector.page_size
+        if ragged:
+            assert (ids[:, :, 0] == store.manifest.n_tokens - ragged).all()
+
+
+class TestQuestInt8(TestQuest):
+    options: ClassVar[dict[str, object]] = {"metadata": "int8"}
+
+
+class TestQuestPerHead(TestQuest):
+    options: ClassVar[dict[str, object]] = {"per_head": True, "page_size": 3}
+
+
+class TestQuestPagesOfOne(TestQuest):
+    options: ClassVar[dict[str, object]] = {"page_size": 1}
+
+
+class TestQuestPagesOf7Int8(TestQuest):
+    options: ClassVar[dict[str, object]] = {"page_size": 7, "metadata": "int8"}
+
+
+class TestQuestPagesOf32(TestQuest):
+    options: ClassVar[dict[str, object]] = {"page_size": 32}
+
+
+class TestQuestTopK(QuestContract):
+    name = "quest+topk"
+
+    @pytest.mark.parametrize("budget", ["1", "5", "12"])
+    def test_with_pages_for_everything_it_is_exact_top_k(self, store, budget):
+        queries = self.queries(store)
+        selection = self.make(store, budget=budget, coarse=1000).select(LAYER, queries)
+        if selection.ids is None:
+            return
+        for head in range(store.manifest.shape.kv_heads):
+            scores = queries.rows[head] @ tensor_view(store.keys(LAYER, head)).float().T
+            best = scores.topk(selection.ids.shape[2]).values
+            torch.testing.assert_close(scores.gather(1, selection.ids[head]), best, atol=1e-5, rtol=1e-6)
+            torch.testing.assert_close(selection.scores[head], best, atol=1e-5, rtol=1e-6)
+
+    @pytest.mark.parametrize("budget", ["4", "9"])
+    def test_each_row_takes_its_best_tokens_of_its_groups_pages(self, store, budget):
+        selector, queries = self.make(store, budget=budget, coarse=2), self.queries(store)
+        selection = selector.select(LAYER, queries)
+        if selection.ids is None:
+            return
+        tokens = min(2 * int(budget), store.manifest.n_tokens)
+        pages = selector.best_pages(
+            selector.bounds(LAYER), selector.host.length, selector.lists(queries), tokens
+        )
+        ids = page_tokens(pages.pages, pages.page_size, store.manifest.n_tokens, pages.limit)
+        if pages.shared:
+            ids = ids[:, None].expand(-1, queries.group, -1, -1).flatten(1, 2)
+        for head in range(store.manifest.shape.kv_heads):
+            scores = queries.rows[head] @ tensor_view(store.keys(LAYER, head)).float().T
+            own = scores.gather(1, ids[head].clamp(min=0)).masked_fill(ids[head] < 0, -torch.inf)
+            best = own.topk(selection.ids.shape[2]).values
+            torch.testing.assert_close(selection.scores[head], best, atol=1e-5, rtol=1e-6)
+
+    @pytest.mark.parametrize("coarse", [0, -1])
+    def test_a_first_stage_of_nothing_is_refused(self, store, coarse):
+        with pytest.raises(ConfigError, match="1 or more"):
+            self.make(store, coarse=coarse)
+
+
+class TestQuestTopKPerHeadInt8(TestQuestTopK):
+    options: ClassVar[dict[str, object]] = {"per_head": True, "page_size": 7, "metadata": "int8"}
+
+
+@pytest.fixture(scope="module")
+def batched(tmp_path_factory):
+    return stored(tmp_path_factory.mktemp("store"), 90, 4, 2)
+
+
+@pytest.mark.parametrize("name", ["quest", "quest+topk"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_batch_is_its_questions_one_by_one(batched, name, per_head, monkeypatch):
+    """Rows of a batch, of a question in parts, and of one question alone attend to the same tokens."""
+    options = {"budget": "9", "dense_layers": "", "page_size": 3, "per_head": per_head}
+    selector = registry.create(name, options, HostKV(batched, torch.device("cpu")), batched.manifest.shape)
+    rows = torch.randn(2, 2, 2, 5, 16, generator=torch.Generator().manual_seed(1))  # Hkv, batch, G, T, D
+
+    def attended(part):
+        queries = Queries(part.flatten(1, 3), 0.3, group=2, tokens=part.shape[3])
+        state = selector.host.attend(LAYER, queries, selector.select(LAYER, queries), StepStats())
+        return state.out.reshape(part.shape)
+
+    together = attended(rows)
+    for sequence in range(2):
+        for token in range(5):
+            alone = (slice(None), slice(sequence, sequence + 1), slice(None), slice(token, token + 1))
+            torch.testing.assert_close(together[alone], attended(rows[alone]), atol=1e-5, rtol=1e-6)
+    monkeypatch.setattr(quest, "SCORES", 100)
+    torch.testing.assert_close(attended(rows), together, atol=1e-5, rtol=1e-6)
+
+
+def test_the_first_two_layers_of_the_model_are_dense_by_default(batched):
+    host = HostKV(batched, torch.device("cpu"))
+    assert registry.create("quest", {"budget": "4"}, host, batched.manifest.shape).budgets == {
+        0: None,
+        1: None,
+    }
+
+
+def test_bytes_count_the_pages_that_are_read_once_for_each_kv_head(batched):
+    host = HostKV(batched, torch.device("cpu"))
+    selector = registry.create("quest", {"budget": "26", "dense_layers": ""}, host, batched.manifest.shape)
+    queries = Queries(torch.ones(2, 6, 16), 0.3, group=2, tokens=3)  # every token's list is the same
+    stats = StepStats()
+    selection = selector.select(LAYER, queries)
+    host.attend(LAYER, queries, selection, stats)
+    assert selection.pages.shape == (2, 3, 2)  # the ragged page of 10 tokens and one of 16
+    assert stats.bytes_moved == 2 * 2 * (10 + 16) * 16 * 4

@@ -1,0 +1,128 @@
+"""Quest over a long conversation: its pages' bounds grow with it, and a step chooses among them."""
+
+import pytest
+import torch
+
+from offload_decode.attention import attend
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.prefix import StoredPrefix
+from offload_decode.kv import HostKV
+from offload_decode.models.loading import wrap
+from offload_decode.page_bounds import GrowingBounds
+from offload_decode.paging import page_scores, page_tokens
+from offload_decode.queries import Queries
+from offload_decode.selectors import quest
+from offload_decode.selectors.registry import create
+from offload_decode.store.reader import KVStore
+from offload_decode.tail_kv import TailKV
+from tests.contracts.selector_contract import LAYER, stored
+from tests.tiny import VOCAB, tiny_model
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("store")
+    stored(path, 40, HEADS, KV_HEADS)
+    return path
+
+
+def selector(folder, **options):
+    store = KVStore.open(folder / "store")
+    given = {"dense_layers": "", "page_size": 4, **options}
+    return create("quest", given, HostKV(store, torch.device("cpu")), store.manifest.shape)
+
+
+def written(*lengths):
+    """A conversation that came in pieces."""
+    tail, source = TailKV(), torch.Generator().manual_seed(0)
+    for length in lengths:
+        tail.append(*torch.randn(2, 1, KV_HEADS, length, DIM, generator=source))
+    return tail
+
+
+def query():
+    return torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("metadata", ["fp16", "int8"])
+def test_bounds_grow_with_the_conversation_and_forget_what_is_taken_back(metadata):
+    def expected(tail):
+        whole = GrowingBounds(4, metadata)
+        whole.append(tail.view()[0][0])
+        return whole.bounds
+
+    def same(one, other):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True) if a is not None)
+
+    tail = written(9, 1, 1)
+    same(tail.page_bounds(4, metadata), expected(tail))
+    tail.append(*torch.randn(2, 1, KV_HEADS, 6, DIM))
+    same(tail.page_bounds(4, metadata), expected(tail))
+    fork = tail.fork()
+    tail.crop(7)
+    tail.append(*torch.randn(2, 1, KV_HEADS, 12, DIM))
+    same(tail.page_bounds(4, metadata), expected(tail))
+    same(fork.page_bounds(4, metadata), expected(fork))
+    assert tail.page_bounds(8, metadata).lower.shape[1] == -(-tail.length // 8)
+
+
+def test_a_short_conversation_a_question_and_a_dense_layer_are_attended_whole(folder, monkeypatch):
+    row = Queries(query().reshape(KV_HEADS, -1, DIM), 0.3, group=2)
+    assert selector(folder, budget="8").select_tail(LAYER, row, written(100)) is None
+    monkeypatch.setattr(quest, "WHOLE_TAIL", 8)
+    assert selector(folder, budget="8").select_tail(LAYER, row, written(100)) is not None
+    assert selector(folder, budget="8").select_tail(LAYER, row, written(8)) is None
+    dense = selector(folder, budget="8", dense_layers="1")
+    assert dense.select_tail(LAYER, row, written(100)) is None
+    question = Queries(torch.randn(KV_HEADS, 6, DIM), 0.3, group=2, tokens=3)
+    assert selector(folder, budget="8").select_tail(LAYER, question, written(100)) is None
+
+
+@pytest.mark.parametrize("length", [24, 27])
+def test_a_step_attends_to_the_best_pages_and_the_one_being_filled(folder, monkeypatch, length):
+    monkeypatch.setattr(quest, "WHOLE_TAIL", 8)
+    chosen, tail = selector(folder, budget="3"), written(length)
+    rows = Queries(query().reshape(KV_HEADS, -1, DIM), 0.3, group=2)
+    selection = chosen.select_tail(LAYER, rows, tail)
+    ids = page_tokens(selection.pages, 4, length, selection.limit)
+    assert ((ids >= 0).sum(-1) == 8).all()  # the larger of the budget and WHOLE_TAIL
+    scores = page_scores(rows.by_list(), tail.page_bounds(4, "fp16"))[:, 0, : length // 4]
+    for head in range(KV_HEADS):
+        pages = selection.pages[head, 0].tolist()
+        if length % 4:
+            assert pages.pop(0) == length // 4
+        best = scores[head].topk(len(pages)).indices.tolist()
+        assert pages == best
+
+    state = StoredPrefix(chosen.host, chosen).attend_tail(LAYER, query(), tail, 0.3, None)
+    keys, values = tail.view()
+    seen = torch.zeros(1, HEADS, 1, length, dtype=torch.bool)
+    for head in range(HEADS):
+        seen[0, head, 0, ids[head // 2, 0][ids[head // 2, 0] >= 0]] = True
+    repeated = (part.repeat_interleave(2, dim=1) for part in (keys, values))
+    expected = attend(query(), *repeated, 0.3, mask=seen)
+    torch.testing.assert_close(state.out, expected.out, atol=1e-5, rtol=0)
+    torch.testing.assert_close(state.lse, expected.lse, atol=1e-5, rtol=0)
+
+
+def test_the_engine_takes_long_conversations_through_their_pages(folder, monkeypatch):
+    model = tiny_model(
+        "llama", hidden_size=32, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, num_hidden_layers=2
+    )
+    tokens = torch.randint(3, VOCAB, (30,), generator=torch.Generator().manual_seed(2))
+
+    def last_logits(whole, budget, asked):
+        monkeypatch.setattr(quest, "WHOLE_TAIL", whole)
+        options = {"budget": budget, "dense_layers": "", "page_size": 1}
+        engine = Engine.open(folder / "store", wrap(model), selector="quest", options=options)
+        engine.extend(asked)
+        return engine.extend([7])
+
+    # 40 stored tokens are the budget, so that none of the 31 that follow is left out.
+    exact = last_logits(4096, "100%", tokens)
+    torch.testing.assert_close(last_logits(1, "100%", tokens), exact, atol=1e-5, rtol=0)
+    # Of 61 some are.
+    longer = torch.cat([tokens, tokens])
+    assert not torch.allclose(last_logits(1, "100%", longer), last_logits(4096, "100%", longer), atol=1e-4)

@@ -1,0 +1,68 @@
+"""SnapKV: the question's last tokens vote once, neighbours share their highest vote."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_decode.errors import ConfigError
+from offload_decode.kv import tensor_view
+from offload_decode.selectors import snapkv
+from tests.contracts.selector_contract import LAYER, SelectorContract, selected_ids
+from tests.selectors.evicting import asked, passes, sampled
+
+
+def pooled_votes(store, head, queries, window, kernel):
+    """Straight from the definition, in float64."""
+    keys = tensor_view(store.keys(LAYER, head)).double()
+    votes = torch.zeros(len(keys), dtype=torch.float64)
+    for of_head in queries.by_token()[head, 0].double():
+        for row in of_head[-window:]:
+            votes += queries.logits(keys @ row).softmax(0)
+    reach = kernel // 2
+    return torch.stack([votes[max(0, i - reach) : i + reach + 1].max() for i in range(len(votes))])
+
+
+class TestSnapKV(SelectorContract):
+    name = "snapkv"
+
+    @pytest.mark.parametrize("blocks", [1 << 22, 50])
+    @pytest.mark.parametrize(("window", "kernel"), [(32, 7), (1, 1), (4, 3), (12, 41)])
+    def test_the_chosen_hold_the_highest_pooled_votes(self, store, window, kernel, blocks, monkeypatch):
+        monkeypatch.setattr(snapkv, "BLOCK_SCORES", blocks)
+        queries = asked(store, softcap=2.0)
+        selector = self.make(store, budget="6", window=window, kernel=kernel)
+        ids = selected_ids(selector, queries)
+        if ids is None:
+            return
+        for head, own in enumerate(ids):
+            assert torch.equal(own, own[:1].expand_as(own)), "one list for all rows"
+            votes = pooled_votes(store, head, queries, window, kernel)
+            torch.testing.assert_close(votes[own[0]], votes.topk(6).values, atol=0, rtol=1e-4)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_stores_of_low_precision(self, tmp_path, dtype):
+        store = sampled(tmp_path, 30, 8, dtype)
+        queries = asked(store)
+        for head, own in enumerate(selected_ids(self.make(store, budget="6"), queries)):
+            votes = pooled_votes(store, head, queries, 32, 7)
+            torch.testing.assert_close(votes[own[0]], votes.topk(6).values, atol=0, rtol=1e-4)
+
+    def test_the_first_pass_chooses_for_the_whole_answer(self, store):
+        if store.manifest.n_tokens == 1:
+            return
+        queries, selector = asked(store), self.make(store, budget="6")
+        first, then, last = passes(queries, 4, 1, 7)
+        chosen = selected_ids(selector, first)[:, 0]
+        for part in (then, last):
+            ids = selected_ids(selector, part)
+            assert torch.equal(ids, chosen[:, None].expand_as(ids))
+        forked = selector.fork()
+        selector.reset()
+        assert not torch.equal(selected_ids(selector, last)[:, 0], chosen)
+        assert torch.equal(selected_ids(forked, last)[:, 0], chosen)
+
+    @pytest.mark.parametrize("wrong", [{"kernel": 4}, {"kernel": -1}, {"window": 0}])
+    def test_a_window_of_nothing_and_an_even_kernel_are_refused(self, store, wrong):
+        with pytest.raises(ConfigError, match="odd"):
+            self.make(store, **wrong)

@@ -1,0 +1,291 @@
+"""The estimate of the unselected tail against dense attention, naive formulas and many seeds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from offload_decode.attention import attend, merge_states
+from offload_decode.engine.prefix import StoredPrefix
+from offload_decode.errors import ConfigError
+from offload_decode.kv import HostKV
+from offload_decode.queries import Queries
+from offload_decode.selectors.registry import create as selector_of
+from offload_decode.tails import base, registry
+from offload_decode.tails.base import selected_lists
+from offload_decode.tails.sample import SampleTail, _unselected
+from offload_decode.types import AttentionState, LayerKind, ModelShape, PageSelection, Selection, StepStats
+
+HKV, D, SCALING = 2, 8, 0.4
+
+
+def host_of(keys, values):
+    """A prefix `[Hkv, N, D]` in memory."""
+    store = SimpleNamespace(
+        manifest=SimpleNamespace(n_tokens=keys.shape[1]),
+        digest=lambda layer, head: "none",
+        keys=lambda layer, head: keys[head],
+        values=lambda layer, head: values[head],
+    )
+    return HostKV(store, torch.device("cpu"))
+
+
+def random_host(tokens=150, dim=D, dtype=np.float32):
+    generator = np.random.default_rng(0)
+    return host_of(*generator.standard_normal((2, HKV, tokens, dim)).astype(dtype))
+
+
+def some_queries(rows=6, dim=D, softcap=None):
+    generator = torch.Generator().manual_seed(3)
+    return Queries(torch.randn(HKV, rows, dim, generator=generator), SCALING, softcap)
+
+
+def some_ids(host, k, rows=6):
+    """Different tokens for every row; one place in each row is padding."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.rand(HKV, rows, host.length, generator=generator).argsort(-1)[..., :k]
+    ids[..., k // 2 : k // 2 + 1] = -1
+    return ids
+
+
+def both(host, read):
+    return torch.stack([read(0, head).float() for head in range(HKV)])
+
+
+def dense(host, queries, ids=None):
+    """Attention to all tokens, or to those that `ids` leave out."""
+    seen = torch.ones(HKV, queries.rows.shape[1], host.length + 1, dtype=torch.bool)
+    if ids is not None:
+        seen.scatter_(2, ids.where(ids >= 0, host.length), False)
+    states = [
+        attend(
+            queries.rows[None, head : head + 1],
+            both(host, host.keys)[None, head : head + 1],
+            both(host, host.values)[None, head : head + 1],
+            SCALING,
+            mask=seen[None, head : head + 1, :, :-1],
+            softcap=queries.softcap,
+        )
+        for head in range(HKV)
+    ]
+    return AttentionState(*(torch.cat(part)[:, 0] for part in zip(*states, strict=True)))
+
+
+def exact_scores(host, queries, ids):
+    scores = (queries.rows @ both(host, host.keys).transpose(1, 2)).gather(2, ids.clamp(min=0))
+    return scores.masked_fill(ids < 0, -torch.inf)
+
+
+def prefix_of(host, group=3, **options):
+    shape = ModelShape((LayerKind.FULL,), HKV * group, HKV, host.keys(0, 0).shape[1])
+    return StoredPrefix(host, selector_of("topk", options, host, shape))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_clusters_of_one_key_are_the_unselected_tokens_exactly(softcap, scored, dtype):
+    host, queries = random_host(dtype=dtype), some_queries(softcap=softcap)
+    ids = some_ids(host, 20)
+    scores = exact_scores(host, queries, ids) if scored else None
+    estimate = registry.create("clusters:1", host).estimate(0, queries, Selection(ids, scores))
+    expected = dense(host, queries, ids)
+    torch.testing.assert_close(estimate.out, expected.out, atol=2e-6, rtol=0)
+    torch.testing.assert_close(estimate.lse, expected.lse, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_clusters_stand_for_their_unselected_members(scored):
+    """The definition: the mean key of what is left, as often as it is left, with the mean value."""
+    host, queries = random_host(), some_queries()
+    ids, tail = some_ids(host, 60), registry.create("clusters:5", host)
+    scores = exact_scores(host, queries, ids) if scored else None
+    estimate = tail.estimate(0, queries, Selection(ids, scores))
+    for head in range(HKV):
+        labels = tail.clusters.get(0, head).labels
+        keys, values = (read(0, head).numpy() for read in (host.keys, host.values))
+        for row in range(ids.shape[1]):
+            left = np.setdiff1d(np.arange(host.length), ids[head, row].numpy())
+            weight, total = 0.0, np.zeros(D)
+            for cluster in set(labels[left]):
+                members = left[labels[left] == cluster]
+                logit = SCALING * queries.rows[head, row].numpy() @ keys[members].mean(axis=0)
+                weight += len(members) * np.exp(logit)
+                total += np.exp(logit) * values[members].sum(axis=0)
+            np.testing.assert_allclose(estimate.lse[head, row], np.log(weight), atol=1e-5)
+            np.testing.assert_allclose(estimate.out[head, row], total / weight, atol=1e-5)
+
+
+def test_sampling_is_unbiased_and_states_its_error():
+    """Over many seeds denominator and numerator have the right mean, and the stated spread."""
+    host, queries = random_host(tokens=400), some_queries(rows=2)
+    ids, seeds = some_ids(host, 40, rows=2), 600
+    expected, sums, stated, tail = dense(host, queries, ids), [], [], SampleTail(host, 32)
+    for tail.seed in range(seeds):
+        out, lse, deviation = tail.estimate(0, queries, Selection(ids))
+        sums.append(torch.cat([out, torch.ones(HKV, 2, 1)], -1) * (lse - expected.lse).exp()[..., None])
+        stated.append((2 * (deviation - expected.lse)).exp())
+    drawn = torch.stack(sums)
+    truth = torch.cat([expected.out, torch.ones(HKV, 2, 1)], -1)
+    error = drawn.std(0) / seeds**0.5
+    assert ((drawn.mean(0) - truth).abs() < 4 * error).all()
+    spread = drawn[..., -1].std(0)
+    assert spread.min() > 0.01  # or there was nothing to estimate
+    ratio = torch.stack(stated).mean(0).sqrt() / spread
+    assert ((ratio > 0.9) & (ratio < 1.4)).all()  # never too small but for chance
+
+
+def test_the_unselected_places_in_order():
+    places, padding = torch.tensor([[4, 9, 0, 5]]), torch.tensor([[False, True, False, False]])
+    assert _unselected(places, padding, torch.arange(7)[None]).tolist() == [[1, 2, 3, 6, 7, 8, 9]]
+
+
+def test_draws_go_where_the_attention_is():
+    """Ten of 2,000 tokens hold nearly all of it: a uniform draw of 64 would mostly miss them."""
+    keys = np.random.default_rng(2).standard_normal((1, 2000, D)).astype(np.float32) * 0.3
+    keys[:, 700:710, 0] = 20
+    host = host_of(np.repeat(keys, HKV, 0), np.repeat(keys, HKV, 0))
+    rows = torch.zeros(HKV, 1, D)
+    rows[..., 0] = 1
+    queries = Queries(rows, SCALING)
+    estimate = registry.create("sample:64", host).estimate(
+        0, queries, Selection(torch.zeros(HKV, 1, 0).long())
+    )
+    torch.testing.assert_close(estimate.lse, dense(host, queries).lse, atol=0.2, rtol=0)
+
+
+@pytest.mark.parametrize("option", ["clusters", "sample"])
+def test_rows_are_taken_in_parts_and_each_stands_for_itself(monkeypatch, option):
+    host, queries = random_host(), some_queries()
+    ids = some_ids(host, 20)
+    whole = registry.create(option, host).estimate(0, queries, Selection(ids))
+    monkeypatch.setattr(base, "SCORES", 1)
+    parts = registry.create(option, host).estimate(0, queries, Selection(ids))
+    torch.testing.assert_close(parts.out, whole.out, atol=1e-6, rtol=0)
+    torch.testing.assert_close(parts.lse, whole.lse, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("option", ["clusters", "sample"])
+def test_a_row_that_selected_everything_has_no_tail(option):
+    host, queries = random_host(tokens=37), some_queries()
+    ids = torch.arange(37).expand(HKV, 6, 37).clone()
+    ids[:, 1, 5] = -1  # this row left token 5
+    estimate = registry.create(option, host).estimate(0, queries, Selection(ids))
+    assert torch.isneginf(estimate.lse[:, [0, 2, 3, 4, 5]]).all()
+    assert (estimate.out[:, 0] == 0).all()
+    torch.testing.assert_close(estimate.out[:, 1], both(host, host.values)[:, 5], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("option", ["clusters", "sample"])
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_a_budget_of_nothing_is_an_estimate_alone(option, tokens):
+    host = random_host(tokens)
+    state = prefix_of(host, budget="0", tail=option).attend(0, torch.randn(2, 6, 3, D), SCALING, None)
+    assert torch.isfinite(state.out).all()
+    assert torch.isfinite(state.lse).all()
+    assert state.out.abs().max() <= both(host, host.values).abs().max() + 1e-5
+    if tokens == 1:  # one token is what it is
+        expected = both(host, host.values)[:, 0].repeat_interleave(3, 0)[None, :, None].expand(2, 6, 3, D)
+        torch.testing.assert_close(state.out, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("option", ["clusters", "sample"])
+def test_a_budget_of_everything_stays_as_it_is(option):
+    host, query = random_host(), torch.randn(2, 6, 3, D)
+    plain, estimated = (
+        prefix_of(host, budget="100%", tail=tail).attend(0, query, SCALING, None) for tail in ("off", option)
+    )
+    assert torch.equal(plain.out, estimated.out)
+    assert torch.equal(plain.lse, estimated.lse)
+
+
+def test_the_prefix_merges_selected_and_unselected_tokens():
+    host, query = random_host(), torch.randn(2, 6, 3, D)
+    exact, merged = (
+        prefix_of(host, **options).attend(0, query, SCALING, None)
+        for options in ({"budget": "100%"}, {"budget": "7", "tail": "clusters:1"})
+    )
+    torch.testing.assert_close(merged.out, exact.out, atol=2e-6, rtol=0)
+    torch.testing.assert_close(merged.lse, exact.lse, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_pages_leave_their_tokens_out(shared):
+    """Lists of two pages and a limit inside the second; a shared list is that of the row's token."""
+    host, batch, group, tokens = random_host(tokens=70), 2, 3, 2
+    rows = torch.randn(HKV, batch * group * tokens, D)
+    queries = Queries(rows, SCALING, group=group, tokens=tokens)
+    lists = batch * tokens if shared else batch * group * tokens
+    pages = torch.rand(HKV, lists, 5).argsort(-1)[..., :2]
+    selection = PageSelection(pages, 16, torch.full((HKV,), 25), shared)
+    state = host.attend(0, queries, selection, StepStats())
+    rest = registry.create("clusters:1", host).estimate(0, queries, selection)
+    merged = merge_states(state, AttentionState(rest.out, rest.lse))
+    expected = dense(host, queries)
+    torch.testing.assert_close(merged.out, expected.out, atol=2e-6, rtol=0)
+    torch.testing.assert_close(merged.lse, expected.lse, atol=2e-6, rtol=0)
+    assert selected_lists(selection, queries, 70)[0].shape == (HKV, lists, 32)
+
+
+def test_the_stated_error_is_a_mean_over_rows():
+    host, query = random_host(), torch.randn(1, 6, 4, D)
+    prefix = prefix_of(host, budget="10", tail="sample:32")
+    prefix.attend(0, query, SCALING, None)
+    first = prefix.take_stats()
+    queries = Queries(query.reshape(HKV, 12, D), SCALING, group=3, tokens=4)
+    rest = prefix.selector.tail.estimate(0, queries, prefix.selector.select(0, queries))
+    whole = prefix.attend(0, query, SCALING, None).lse.reshape(HKV, 12)
+    assert first.tail_error == pytest.approx(float((rest.deviation - whole).exp().mean()), rel=1e-4)
+    assert first.tail_error > 0
+    assert first.tail_rows == 24
+    total = StepStats(tail_error=0.5, tail_rows=8)
+    total.add(first)
+    total.add(StepStats())
+    assert total.tail_error == pytest.approx((8 * 0.5 + 24 * first.tail_error) / 32)
+    larger = prefix_of(host, budget="10", tail="sample:3200")
+    larger.attend(0, query, SCALING, None)
+    assert larger.stats.tail_error < first.tail_error / 10
+
+
+def test_forks_share_what_was_built():
+    prefix = prefix_of(random_host(), tail="clusters")
+    assert prefix.fresh().selector.tail is prefix.selector.tail
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["", "on", "clusters:", "clusters:0", "clusters:-1", "sample:1", "sample:x", "sample:1.5", "off:3"],
+)
+def test_another_option_is_refused_with_the_way_out(option):
+    with pytest.raises(ConfigError, match=r"choose off, clusters or sample|as in (clusters:16|sample:256)"):
+        registry.create(option, random_host())
+
+
+@pytest.mark.parametrize(("option", "error"), [("off", None), ("clusters", 0.03), ("sample:512", 0.12)])
+def test_counts_that_top_k_loses_are_repaired(option, error):
+    """Tier T3: a head that attends alike to every occurrence of eight words, more than four times its budget
+    of 2 %; values are one-hot, so that its output is their counts. Top-k sees those with the largest noise.
+    """
+    counts, tokens, dim = np.array([60, 45, 35, 25, 18, 14, 10, 8]), 2500, 64
+    generator = np.random.default_rng(7)
+    words = np.concatenate(
+        [np.repeat(np.arange(8), counts), generator.integers(8, 100, tokens - counts.sum())]
+    )
+    generator.shuffle(words)
+    units = np.linalg.qr(generator.standard_normal((dim, dim)))[0].astype(np.float32)
+    units = np.concatenate([units, units[8:44]])  # the others only stand at right angles to the eight
+    keys = units[words] + 0.004 * generator.standard_normal((HKV, tokens, dim)).astype(np.float32)
+    values = np.eye(100, dim, dtype=np.float32)[words] * (words < 8)[:, None]
+    host = host_of(keys, np.stack([values] * HKV))
+    query = torch.from_numpy(14 * units[:8].sum(0)).expand(1, HKV * 3, 1, dim)
+
+    out = prefix_of(host, budget="2%", tail=option).attend(0, query, 1.0, None).out[0, :, 0, :8].numpy()
+    off = np.abs(out / out.sum(1, keepdims=True) * counts.sum() / counts - 1).mean(1)
+    if error is None:
+        assert (off > 0.15).all()  # or there is nothing to repair
+    else:
+        assert (off < error).all()
+        assert (np.argsort(-out, 1)[:, :3] == [0, 1, 2]).all()
