@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -80,8 +81,10 @@ def replies(
             if name == "with":
                 ways += [(way, budget) for budget in arguments.budgets for way in arguments.selectors]
             for way, budget in ways:
+                selector, _, own = way.partition(":")
                 options = {} if way == "dense" else {**common, "budget": budget}
-                engine = Engine.open(store, loaded, selector=way, options=options)
+                options |= split_pairs(re.split(r",(?=\w+=)", own) if own else [])
+                engine = Engine.open(store, loaded, selector=selector, options=options)
                 label = CONTROL if name == CONTROL else way
                 yield Reply(task.name, tokens, index, label, budget, *ask(engine, task, example))
 
@@ -113,7 +116,13 @@ def main() -> None:
     parser.add_argument("--tasks", default="needle-multikey", help="names, separated by commas")
     parser.add_argument("--lengths", default="8192,32768", help="tokens, separated by commas")
     parser.add_argument("--contexts", type=int, default=12, help="contexts for each task and length")
-    parser.add_argument("--selectors", help="names, separated by commas; default: every one")
+    parser.add_argument(
+        "-s",
+        "--selector",
+        action="append",
+        dest="selectors",
+        help="NAME or NAME:KEY=VALUE,...; repeatable; default: every one",
+    )
     parser.add_argument("--budgets", default="64,2%", help="separated by commas")
     parser.add_argument("-o", "--option", action="append", default=[], help="option of every selector")
     parser.add_argument("--seed", type=int, default=0)
@@ -121,7 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.budgets = arguments.budgets.split(",")
     everything = [name for name in registry.names() if name != "dense"]
-    arguments.selectors = arguments.selectors.split(",") if arguments.selectors else everything
+    arguments.selectors = arguments.selectors or everything
 
     loaded = load("demo", "cpu", "auto")
     haystack = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -80,7 +81,8 @@ def fidelity(
     exact top-k (search). Then the dense run's tokens are put through each selector, and the next tokens'
     probabilities compared (KL in nats, same first choice). dense, random and streaming are always measured
     too. A selector that cannot run is refused before anything is measured; one that fails later is named at
-    the end, and the others' results are kept.
+    the end, and the others' results are kept. h2o and tova count question and answer in their budget, so
+    that they attend to fewer stored tokens: see the column `tokens`.
     """
     questions = tuple(map(question_from, question or [_QUESTION]))
     amounts = tuple(dict.fromkeys(amount.strip() for amount in budgets.split(",")))
@@ -128,7 +130,9 @@ def _contenders(given: Sequence[str]) -> tuple[Contender, ...]:
     contenders = []
     for text in given or names():
         name, _, options = text.partition(":")
-        contenders.append(Contender(name, split_pairs(options.split(",") if options else [])))
+        # A value may be a list itself: a comma parts two options only where a name follows it.
+        pairs = re.split(r",(?=\w+=)", options) if options else []
+        contenders.append(Contender(name, split_pairs(pairs)))
     labels = [contender.label for contender in contenders]
     if repeated := [label for label in labels if labels.count(label) > 1]:
         raise ConfigError(f"selector '{repeated[0]}' is given twice")

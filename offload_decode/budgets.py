@@ -36,8 +36,8 @@ class LayerBudget:
 
     @property
     def by_mass(self) -> bool:
-        """A share of the attention decides for some head."""
-        return any(head.mass is not None for head in self.heads)
+        """Shares of the attention decide, for all heads."""
+        return self.heads[0].mass is not None
 
     @property
     def uneven(self) -> bool:
@@ -51,10 +51,11 @@ class Budget:
 
     `amount`: a count (`1024`), a share of the stored tokens (`2%`), or `mass=0.99`, as many as hold that
     share of the attention. One for all layers, or one for each searched layer, separated by commas; each of
-    these is one for all KV heads, or one for each, separated by slashes (`64/128,2%`). `schedule`: `uniform`,
-    or `linear` (grows linearly from the first to the last searched layer; same total, unless a layer's part
-    is more than there is). `dense_layers`: layers that attend to everything, as indices separated by commas,
-    or `first:2`, those of the model's first two that are searched.
+    these is one for all KV heads, or one for each, separated by slashes (`64/128,2%`), all of them counts or
+    all masses. `schedule`: `uniform`, or `linear` (grows linearly from the first to the last searched layer;
+    same total, unless a layer's part is more than there is). `dense_layers`: layers that attend to
+    everything, as indices separated by commas, or `first:2`, those of the model's first two that are
+    searched.
     """
 
     amount: str
@@ -108,7 +109,12 @@ def _heads(amounts: str, n_tokens: int, kv_heads: int) -> list[HeadBudget]:
         parts *= kv_heads
     if len(parts) != kv_heads:
         raise ConfigError(f"budget '{amounts}' lists {len(parts)} heads, but a layer has {kv_heads} KV heads")
-    return [_amount(part.strip(), n_tokens) for part in parts]
+    heads = [_amount(part.strip(), n_tokens) for part in parts]
+    if len({head.mass is None for head in heads}) > 1:
+        raise ConfigError(
+            f"budget '{amounts}' mixes a mass with counts in one layer: give all heads a mass, or none"
+        )
+    return heads
 
 
 def _amount(amount: str, n_tokens: int) -> HeadBudget:
@@ -139,9 +145,7 @@ def _limited(heads: list[HeadBudget], n_tokens: int) -> LayerBudget | None:
     """No count is more than there is, and all of the mass is all of the tokens."""
     if all(head.mass == 1 for head in heads):
         return None
-    return LayerBudget(
-        tuple(HeadBudget(min(head.tokens, n_tokens), None if head.mass == 1 else head.mass) for head in heads)
-    )
+    return LayerBudget(tuple(HeadBudget(min(head.tokens, n_tokens), head.mass) for head in heads))
 
 
 def _linear_heads(layers: list[list[HeadBudget]]) -> list[list[HeadBudget]]:

@@ -47,7 +47,15 @@ def top_tokens(score: Callable[[slice], Tensor], rows: int, length: int, k: int)
     """
 
     def wide(part: slice) -> Tensor:
-        return torch.cat([score(block) for block in blocks(part.stop, part.start)], dim=-1)
+        # In place: small scores kept between two widened blocks stop the allocator from reusing these.
+        first, *others = blocks(part.stop, part.start)
+        begun = score(first)
+        scores = begun.new_empty(rows, part.stop - part.start)
+        scores[:, : first.stop - part.start] = begun
+        del begun
+        for block in others:
+            scores[:, block.start - part.start : block.stop - part.start] = score(block)
+        return scores
 
     best, ids = top_scores(wide, (rows,), length, k)
     return best.cpu(), ids.cpu()

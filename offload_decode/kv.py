@@ -128,7 +128,7 @@ class HostKV:
         heads = range(len(queries.rows))
         keys, values = ([read(layer, head) for head in heads] for read in (self.keys, self.values))
         state = attend_selected(queries, keys, values, selection)
-        tokens = sum(loaded_tokens(own, selection.page_size, self.length) for own in selection.pages)
+        tokens = loaded_tokens(selection.pages, selection.page_size, self.length)
         stats.bytes_moved += 2 * tokens * keys[0].shape[1] * keys[0].element_size()
         stats.attend_s += time.perf_counter() - began
         return state
@@ -149,7 +149,6 @@ def attend_selected(
     """Attend from R rows to selected pages of `keys` and `values`, `[N, D]` for each KV head: `out
     [Hkv, R, D]`, `lse [Hkv, R]`.
     """
-    heads, rows, dim = queries.rows.shape
     grouped = queries.by_list() if selection.shared else queries.rows.unsqueeze(2)
     out, lse = attend_pages(
         grouped,
@@ -162,9 +161,8 @@ def attend_selected(
         queries.softcap,
     )
     if selection.shared:
-        spread = (heads, queries.batch, queries.tokens, queries.group)
-        out, lse = out.reshape(*spread, dim).transpose(2, 3), lse.reshape(spread).transpose(2, 3)
-    return AttentionState(out.reshape(heads, rows, dim), lse.reshape(heads, rows))
+        return AttentionState(queries.by_row(out), queries.by_row(lse))
+    return AttentionState(out.squeeze(2), lse.squeeze(2))
 
 
 def tensor_view(array: np.ndarray[Any, Any]) -> Tensor:

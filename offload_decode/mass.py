@@ -14,6 +14,7 @@ Tokens that are not the k best leave a rest without such a bound.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.budgets import SELECTED_IDS, LayerBudget
+from offload_decode.kernels.host_pages import token_scores
 from offload_decode.kv import HostKV
 from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
@@ -74,36 +76,35 @@ class MassBudget:
     def select(
         self, layer: int, queries: Queries, budget: LayerBudget, choose: Callable[[int], Chosen]
     ) -> Selection:
-        """The smallest prefixes of what `choose(k)` gives that hold each head's mass, or all that it gives;
-        heads without a mass get their count.
+        """The smallest prefixes of what `choose(k)` gives that hold each head's mass, or all that it gives.
 
         Everything, once the rows together take (by estimate) half of all tokens or more, or more than may be
         held at once: reading in order costs no more than picking out half.
         """
         device, n_tokens, rows = self.host.device, self.host.length, queries.rows.shape[:2].numel()
-        wanted = [torch.inf if head.mass is None else head.mass for head in budget.heads]
+        wanted = [head.mass for head in budget.heads]
         share = torch.tensor(wanted, dtype=torch.float64, device=device).unsqueeze(-1)
-        count = torch.tensor([head.tokens for head in budget.heads], device=device).unsqueeze(-1)
-        may_be_dense = all(head.mass is not None for head in budget.heads)
-        most = min(n_tokens, SELECTED_IDS // rows + 1) if may_be_dense else n_tokens
-        k = min(max([FIRST, *(head.tokens for head in budget.heads if head.mass is None)]), most)
+        most = min(n_tokens, SELECTED_IDS // rows + 1)
+        k, moved = min(FIRST, most), 0
         while True:
-            tokens = chosen_tokens(choose(k), queries, n_tokens)
+            tokens = scored(self.host, layer, queries, choose(k))
             if tokens.ids is None:
                 return tokens
-            scores = exact_scores(self.host, layer, queries, tokens)
+            scores = tokens.scores
+            assert scores is not None
+            moved += tokens.moved
             rest = self.rest(layer, queries, tokens.ids)
-            logits = queries.logits(scores)
+            logits = queries.logits(scores).masked_fill(scores.isneginf(), -torch.inf)
             whole = torch.logaddexp(torch.logsumexp(logits, -1), rest.log_sum())
             held = torch.exp(logits - whole.unsqueeze(-1)).double().cumsum(-1)
-            kept = ((held < share.unsqueeze(-1)).sum(-1) + 1).clamp(max=k).minimum(count)
-            short = (held[..., -1] < share) & share.isfinite() & (k < n_tokens)
+            kept = ((held < share.unsqueeze(-1)).sum(-1) + 1).clamp(max=k)
+            short = (held[..., -1] < share) & (k < n_tokens)
             lacking = rest.needed(whole, share - held[..., -1]) * short
             taken = kept.minimum(n_tokens - rest.others) + lacking
-            if may_be_dense and (2 * taken.sum() >= rows * n_tokens or (k == most and short.any())):
+            if 2 * taken.sum() >= rows * n_tokens or (k == most and short.any()):
                 return Selection(ids=None)
             if not short.any():
-                return cut(Selection(tokens.ids, scores), kept)
+                return replace(cut(Selection(tokens.ids, scores), kept), moved=moved)
             k = min(max(GROWTH * k, k + int(SLACK * lacking.max())), most)
 
     def rest(self, layer: int, queries: Queries, ids: Tensor) -> Rest:
@@ -137,37 +138,44 @@ def cut(selection: Selection, kept: Tensor) -> Selection:
     beyond = (places >= kept.unsqueeze(-1)).to(selection.ids.device)
     ids = selection.ids.masked_fill(beyond, -1)
     scores = selection.scores
-    return Selection(
-        ids, None if scores is None else scores.masked_fill(beyond.to(scores.device), -torch.inf)
-    )
+    if scores is not None:
+        scores = scores.masked_fill(beyond.to(scores.device), -torch.inf)
+    return replace(selection, ids=ids, scores=scores)
 
 
-def chosen_tokens(selection: Chosen, queries: Queries, n_tokens: int) -> Selection:
-    """A selection of pages as tokens of each row, in the pages' order; others as they are."""
-    if isinstance(selection, Selection):
-        return selection
-    ids = page_tokens(selection.pages, selection.page_size, n_tokens, selection.limit)
-    if selection.shared:
-        lists = ids.reshape(len(ids), queries.batch, 1, queries.tokens, -1)
-        ids = lists.expand(-1, -1, queries.group, -1, -1).flatten(1, 3)
-    return Selection(ids.cpu())
+def scored(host: HostKV, layer: int, queries: Queries, chosen: Chosen) -> Selection:
+    """A selection as tokens of each row (pages: in their order) with their inner products on the device."""
+    if isinstance(chosen, Selection):
+        return chosen if chosen.ids is None else exact_scores(host, layer, queries, chosen)
+    pages, limit = chosen.pages.cpu(), chosen.limit.cpu()
+    query = queries.by_list() if chosen.shared else queries.rows.unsqueeze(2)
+    keys = [host.keys(layer, head) for head in range(len(pages))]
+    scores = token_scores(query.cpu(), keys, pages, chosen.page_size, limit)
+    ids = page_tokens(pages, chosen.page_size, host.length, limit)
+    # A ragged page leaves padding between tokens: places are counted later, so it goes to the end.
+    order = (ids < 0).int().argsort(dim=-1, stable=True).unsqueeze(2)
+    ids, scores = ids.unsqueeze(2).gather(-1, order), scores.gather(-1, order.expand_as(scores))
+    if chosen.shared:
+        return Selection(queries.by_row(ids), queries.by_row(scores).to(host.device))
+    return Selection(ids.squeeze(2), scores.squeeze(2).to(host.device))
 
 
-def exact_scores(host: HostKV, layer: int, queries: Queries, tokens: Selection) -> Tensor:
-    """Inner products q·k of selected tokens, -inf in the padding: the selection's own where it has them,
-    otherwise from the stored keys, few of them in float32 at a time.
+def exact_scores(host: HostKV, layer: int, queries: Queries, tokens: Selection) -> Selection:
+    """Selected tokens with their inner products q·k, -inf in the padding: the selection's own where it has
+    them, otherwise from the stored keys, few of them in float32 at a time.
     """
     if tokens.scores is not None:
-        return tokens.scores.to(host.device)
+        return replace(tokens, scores=tokens.scores.to(host.device))
     assert tokens.ids is not None
-    scores = torch.empty(tokens.ids.shape, device=host.device)
+    scores, moved = torch.empty(tokens.ids.shape, device=host.device), 0
     per_row = tokens.ids.shape[2]
     for head, ids in enumerate(tokens.ids.flatten(1)):
         keys = host.keys(layer, head)
+        moved += len(ids) * keys.shape[1] * keys.element_size()
         step = max(1, GATHERED // keys.shape[1])
         for start in range(0, len(ids), step):
             own = ids[start : start + step].clamp(min=0)
             row = torch.arange(start, start + len(own), device=host.device) // per_row
             products = host.gather(keys, own) * queries.rows[head, row]
             scores[head].view(-1)[start : start + len(own)] = products.sum(-1)
-    return scores.masked_fill((tokens.ids < 0).to(host.device), -torch.inf)
+    return Selection(tokens.ids, scores.masked_fill((tokens.ids < 0).to(host.device), -torch.inf), moved)

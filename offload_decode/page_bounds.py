@@ -14,6 +14,7 @@ from offload_decode.paging import SCALE_PAGES, PageBounds
 from offload_decode.store.reader import KVStore
 
 METADATA = ("fp16", "int8")
+STEP_TOKENS = 1 << 14  # widened to float32 at a time
 _HALF_MAX = torch.finfo(torch.float16).max
 _LARGEST = 3.4e38  # a step more of an int8 scale is infinite
 
@@ -24,7 +25,7 @@ def stored_bounds(store: KVStore, layer: int, page_size: int, metadata: str) -> 
     """
     bounds, manifest = GrowingBounds(page_size, metadata), store.manifest
     heads, stride = range(manifest.shape.kv_heads), manifest.page_size
-    step = SCALE_PAGES * page_size
+    step = max(1, STEP_TOKENS // stride) * stride
     for start in range(0, manifest.n_tokens, step):
         end = min(start + step, manifest.n_tokens)
         if page_size % stride == 0:
@@ -92,10 +93,10 @@ class GrowingBounds:
         if not bool((rows.abs() <= _LARGEST).all()):
             raise StoreError("The keys hold NaN or infinite values: prefill the store again.")
         filled, width = (tokens // row_tokens for tokens in (self.length % self.page_size, self.page_size))
-        ahead = pad(rows + 0.0, (0, 0, filled, -(filled + rows.shape[2]) % width), value=-torch.inf)
-        pages = ahead.reshape(*rows.shape[:2], -1, width, rows.shape[3]).amax(
-            3
-        )  # +0.0 above: -0 and 0 are one bound
+        pages = rows + 0.0  # -0 and 0 are one bound
+        if width > 1:
+            ahead = pad(pages, (0, 0, filled, -(filled + rows.shape[2]) % width), value=-torch.inf)
+            pages = ahead.reshape(*rows.shape[:2], -1, width, rows.shape[3]).amax(3)
         if self._open is None:
             self._open = pages
             return
@@ -116,7 +117,7 @@ def _half(outer: Tensor) -> PageBounds:
     # The next larger number is one step of the bits away from zero, for a negative one towards it.
     above = torch.where(bits < 0, bits - 1, bits + 1).view(torch.float16)
     up = torch.where(near.float() < outer, above, near)
-    return PageBounds(-up[0], up[1])
+    return PageBounds(up[0].neg_(), up[1])
 
 
 def _bytes(outer: Tensor) -> PageBounds:

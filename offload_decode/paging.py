@@ -80,6 +80,18 @@ def page_tokens(pages: Tensor, page_size: int, n_tokens: int, limit: Tensor) -> 
     return torch.where(place < limit.to(pages.device)[:, None, None], ids, -1)
 
 
+def places(tokens: Tensor, rest: int, page_size: int) -> Tensor:
+    """Places of a list that hold so many `tokens`, int64, where a page of `rest` tokens comes first."""
+    return torch.where((rest > 0) & (tokens > rest), tokens + page_size - rest, tokens)
+
+
+def count_tokens(pages: Tensor, page_size: int, n_tokens: int, limit: Tensor) -> int:
+    """How many tokens `page_tokens` gives for all lists together."""
+    places = torch.arange(pages.shape[2], device=pages.device) * page_size
+    inside = (n_tokens - pages * page_size).minimum(limit.to(pages.device)[:, None, None] - places)
+    return int(inside.clamp(0, page_size).masked_fill(pages < 0, 0).sum())
+
+
 def attend_pages(
     query: Tensor,
     keys: Tensor,

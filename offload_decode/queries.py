@@ -36,6 +36,14 @@ class Queries:
         """The rows as `[Hkv, Q, group, D]`: a token's group together, Q = batch · tokens."""
         return self.by_token().transpose(2, 3).flatten(1, 2)
 
+    def by_row(self, lists: Tensor) -> Tensor:
+        """`lists [Hkv, Q, group, ...]`, in the order of `by_list`, as `[Hkv, R, ...]`. A list that a group
+        shares, `[Hkv, Q, 1, ...]`, is repeated.
+        """
+        heads, _, members, *rest = lists.shape
+        spread = lists.reshape(heads, self.batch, self.tokens, members, *rest).transpose(2, 3)
+        return spread.expand(-1, -1, self.group, -1, *rest).flatten(1, 3)
+
     def part(self, start: int, end: int) -> Queries:
         """Rows `start:end`, each standing for itself."""
         return replace(self, rows=self.rows[:, start:end], group=1, tokens=1)

@@ -70,11 +70,12 @@ class Selection:
 
     `ids [Hkv, R, k]` int64, unique in a row, padded with -1; None selects every token. `scores [Hkv, R, k]`
     float32 are the exact inner products q·k (not yet scaled, -inf in the padding), where the selector knows
-    them: then only values need to move.
+    them: then only values need to move. `moved` is the bytes of single keys that were fetched to know them.
     """
 
     ids: Tensor | None
     scores: Tensor | None = None
+    moved: int = 0
 
 
 @dataclass(frozen=True)

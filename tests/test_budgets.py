@@ -73,9 +73,9 @@ def test_spellings(budget, expected):
     [
         (Budget("64"), [[None, None]] * 3),
         (Budget("mass=0.9"), [[0.9, 0.9]] * 3),
-        (Budget("8,mass=0.9,mass=0.5/2%"), [[None, None], [0.9, 0.9], [0.5, None]]),
+        (Budget("8,mass=0.9,mass=0.5/mass=0.2"), [[None, None], [0.9, 0.9], [0.5, 0.2]]),
         (Budget("mass=1"), [None] * 3),  # dense
-        (Budget("mass=1/mass=0.5"), [[None, 0.5]] * 3),
+        (Budget("mass=1/mass=0.5"), [[1, 0.5]] * 3),
         (Budget("mass=0.9", dense_layers="2"), [[0.9, 0.9], None, [0.9, 0.9]]),
     ],
 )
@@ -117,13 +117,14 @@ def test_linear_keeps_each_heads_total_and_grows(amounts, layers):
         (Budget("nan%"), "0 or more"),
         (Budget("inf%"), "0 or more"),
         (Budget("1,2"), "lists 2 layers, but 3"),
+        (Budget("mass=0.5/2%"), "mixes a mass with counts"),
         (Budget("1/2/3"), "lists 3 heads, but a layer has 2"),
         (Budget("1/"), "none of these"),
         (Budget("1,2/3/4,5"), "lists 3 heads"),
         (Budget("1,2,3", schedule="linear"), "leave 'schedule' out"),
         (Budget("mass=0.5", schedule="linear"), "leave 'schedule' out"),
         (Budget("mass=1", schedule="linear"), "leave 'schedule' out"),
-        (Budget("8/mass=0.5", schedule="linear"), "leave 'schedule' out"),
+        (Budget("8/mass=0.5"), "mixes a mass with counts"),
         (Budget("8", schedule="cosine"), "uniform, linear"),
         (Budget("8", dense_layers="1"), "searched layers are 0, 2, 5"),
         (Budget("8", dense_layers="first"), "like 0,1 nor first:2"),
@@ -184,7 +185,7 @@ def test_each_head_gets_the_best_of_its_own_budget(store, first, second):
     assert made(FirstPages, store, f"{first}/{second}").select(LAYER, queries).limit.tolist() == wanted
 
 
-@pytest.mark.parametrize("budget", ["mass=0.9", "8,mass=0.9", "8/16", "mass=1/3"])
+@pytest.mark.parametrize("budget", ["mass=0.9", "8,mass=0.9", "8/16", "mass=1/mass=0.5"])
 def test_a_memory_has_one_count_for_all_heads(store, budget):
     with pytest.raises(ConfigError, match="without mass= and /"):
         made(Kept, store, budget)

@@ -117,6 +117,13 @@ class Engine:
                 f"cannot crop to {length} tokens: {self.prefix.length} are stored, "
                 f"and {self.length} are there in all"
             )
+        if self.selector.remembers and length < self.length:
+            if length > self.prefix.length:
+                raise ConfigError(
+                    f"selector '{self.selector.name}' cannot remember what it has dropped: crop to the "
+                    f"{self.prefix.length} stored tokens, or fork the engine before you branch"
+                )
+            self.selector.reset()
         self.pending = []
         self.cache.cut(length - self.prefix.length)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from offload_decode.attention import merge_states
 from offload_decode.budgets import SELECTED_IDS
 from offload_decode.kv import HostKV, attend_selected
-from offload_decode.paging import page_tokens
+from offload_decode.paging import count_tokens
 from offload_decode.queries import Queries
 from offload_decode.selectors.base import Selector
 from offload_decode.tail_kv import TailKV
@@ -61,7 +61,8 @@ class StoredPrefix:
         if k is None or not self.selector.per_row:
             yield queries
             return
-        step = max(1, SELECTED_IDS // max(1, k * queries.rows.shape[0]))
+        # The rows of a group share a search and what it fetches.
+        step = max(queries.group, SELECTED_IDS // max(1, k * queries.rows.shape[0]))
         if step >= rows:
             yield queries
             return
@@ -77,6 +78,7 @@ class StoredPrefix:
         self.stats.by_layer[layer] = self.stats.by_layer.get(layer, 0) + chosen
         self.stats.selected += chosen
         self.stats.rows += rows
+        self.stats.bytes_moved += selection.moved if isinstance(selection, Selection) else 0
         state = self.host.attend(layer, queries, selection, self.stats)
         if self.selector.tail is None or chosen == rows * self.length:
             return state
@@ -125,8 +127,9 @@ def _by_head(state: AttentionState, queries: Queries) -> AttentionState:
 def selected_tokens(selection: Selection | PageSelection, rows: int, n_tokens: int) -> int:
     """Tokens attended to, summed over `rows` query rows."""
     if isinstance(selection, PageSelection):
-        ids = page_tokens(selection.pages, selection.page_size, n_tokens, selection.limit)
-        return int((ids >= 0).sum()) * rows // max(1, ids.shape[0] * ids.shape[1])
+        lists, limit = selection.pages.shape[:2].numel(), selection.limit
+        listed = count_tokens(selection.pages, selection.page_size, n_tokens, limit)
+        return listed * rows // max(1, lists)
     if selection.ids is None:
         return rows * n_tokens
     return int((selection.ids >= 0).sum())

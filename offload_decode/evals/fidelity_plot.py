@@ -108,7 +108,8 @@ def _draw(
     _plain_ticks(axis.xaxis, sorted({round(entry.budget_tokens) for _, own in lines for entry in own}))
     if logarithmic:
         axis.set_yscale("log", nonpositive="mask")
-        axis.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
+        for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            set_formatter(lambda number, _: f"{number:g}")
     else:
         axis.set_ylim(0, 102)
     axis.grid(color="#e4e8e7", linewidth=0.8)

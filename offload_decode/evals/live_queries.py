@@ -174,11 +174,7 @@ def selected_ids(selection: Selection | PageSelection, queries: Queries, n_token
     if isinstance(selection, Selection):
         return selection.ids
     ids = page_tokens(selection.pages, selection.page_size, n_tokens, selection.limit)
-    if not selection.shared:
-        return ids
-    heads, _, width = ids.shape
-    spread = ids.reshape(heads, queries.batch, 1, queries.tokens, width)
-    return spread.expand(-1, -1, queries.group, -1, -1).flatten(1, 3)
+    return queries.by_row(ids.unsqueeze(2)) if selection.shared else ids
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

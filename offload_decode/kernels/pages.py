@@ -58,8 +58,11 @@ def attend_pages(
 
 
 def loaded_tokens(pages: Tensor, page_size: int, n_tokens: int) -> int:
-    """Tokens in the pages that any list of one KV head's `pages [Q, K]` names."""
-    return int((n_tokens - _union(pages) * page_size).clamp(max=page_size).sum())
+    """Tokens in the pages that any list of `pages [Hkv, Q, K]` names, once for each KV head."""
+    named = pages.flatten(1).sort(dim=1).values
+    # Padding is -1 and sorts first.
+    new = named.diff(dim=1, prepend=named.new_full((len(named), 1), -1)) > 0
+    return int((n_tokens - named[new] * page_size).clamp(max=page_size).sum())
 
 
 def gather_pages(

@@ -14,6 +14,7 @@ from offload_decode.budgets import Budget
 from offload_decode.errors import ConfigError
 from offload_decode.kv import HostKV
 from offload_decode.mass import MassBudget, cut
+from offload_decode.paging import places
 from offload_decode.queries import Queries
 from offload_decode.tail_kv import TailKV
 from offload_decode.tails import registry as tails
@@ -54,7 +55,7 @@ class Selector(ABC):
     holds: ClassVar[str]
     options_type: ClassVar[type[Options]] = Options
     per_row: ClassVar[bool] = True
-    one_question: ClassVar[bool] = False
+    one_question: bool = False
     remembers: ClassVar[bool] = False
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
@@ -69,6 +70,9 @@ class Selector(ABC):
             layer: None if own is None else own.largest for layer, own in self.layer_budgets.items()
         }
         self.mass = MassBudget(host)
+        # A mass is found for all rows of a pass together, and another question's must not be among them.
+        by_mass = any(own is not None and own.by_mass for own in self.layer_budgets.values())
+        self.one_question = self.one_question or by_mass
         uncommon = [own for own in self.layer_budgets.values() if own and (own.by_mass or own.uneven)]
         if self.remembers and uncommon:
             raise ConfigError(
@@ -88,8 +92,8 @@ class Selector(ABC):
             return chosen
         counts = torch.tensor([head.tokens for head in budget.heads])
         if isinstance(chosen, PageSelection):
-            limit = chosen.limit.minimum(counts.to(chosen.limit.device))
-            return dataclasses.replace(chosen, limit=limit)
+            own = places(counts, self.host.length % chosen.page_size, chosen.page_size)
+            return dataclasses.replace(chosen, limit=chosen.limit.minimum(own.to(chosen.limit.device)))
         return chosen if chosen.ids is None else cut(chosen, counts.unsqueeze(-1))
 
     @abstractmethod

@@ -73,7 +73,8 @@ class Evicting(base.Memory[Kept]):
 
         per_row = torch.stack(seen, dim=1)[:, None].expand_as(scores)
         scores, order = scores.masked_fill(per_row < 0, -torch.inf).sort(dim=-1, descending=True)
-        return Selection(per_row.gather(-1, order).flatten(1, 2).cpu(), scores.flatten(1, 2))
+        moved = ids.numel() * keys[0].shape[1] * self.host.keys(layer, 0).element_size()
+        return Selection(per_row.gather(-1, order).flatten(1, 2).cpu(), scores.flatten(1, 2), moved)
 
     def _step(
         self, ids: Tensor, merit: Tensor, logits: Tensor, weight: float, end: int, k: int

@@ -49,6 +49,11 @@ class LessIsMore(base.Selector):
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         super().__init__(options, host, shape)
+        if any(own is not None and own.by_mass for own in self.layer_budgets.values()):
+            raise ConfigError(
+                "selector 'lessismore' has one list for all heads and layers: "
+                "give it a budget like 1024 or 2%, without mass="
+            )
         self.select_layers = _select_layers(options.select_layers, self.budgets)
         self._ranked: tuple[int, Tensor] | None = None  # the layer it is of, and int64 [batch · tokens, k]
 

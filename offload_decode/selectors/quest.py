@@ -16,7 +16,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.kernels.pages import page_scores, top_pages
 from offload_decode.kv import HostKV
 from offload_decode.page_bounds import METADATA, stored_bounds
-from offload_decode.paging import PageBounds
+from offload_decode.paging import PageBounds, places
 from offload_decode.queries import Queries
 from offload_decode.selectors import base
 from offload_decode.tail_kv import TailKV
@@ -54,25 +54,24 @@ class Quest(base.Selector):
             raise ConfigError(f"a page holds at least one token: page_size={options.page_size} cannot be")
         if options.metadata not in METADATA:
             raise ConfigError(f"unknown metadata '{options.metadata}'; choose one of: {', '.join(METADATA)}")
-        self.page_size = options.page_size
+        self.page_size = min(options.page_size, host.length)
         self.metadata = options.metadata
         self.per_head = options.per_head
         self._bounds: dict[int, PageBounds] = {}
 
     def choose(self, layer: int, queries: Queries, k: int) -> PageSelection | Selection:
         """The best pages of each list, with room for `k` tokens."""
-        if k >= self.host.length:
-            return base.EVERYTHING
         return self.best_pages(self.bounds(layer), self.host.length, self.lists(queries), k)
 
     def select_tail(self, layer: int, queries: Queries, tail: TailKV) -> PageSelection | None:
         """Pages of the conversation, once it is so long that choosing among them pays: a step's cost stays
-        bounded however much is written. Their bounds grow with it.
+        bounded however much is written. Their bounds grow with it. Its last page is the one being filled,
+        full or not, for the query's own token is there. Several conversations at once are attended whole.
         """
         k = self.budgets[layer]
         if k is None or queries.batch * queries.tokens > 1 or tail.length <= max(k, WHOLE_TAIL):
             return None
-        bounds = tail.page_bounds(self.page_size, self.metadata).first(tail.length // self.page_size)
+        bounds = tail.page_bounds(self.page_size, self.metadata).first((tail.length - 1) // self.page_size)
         return self.best_pages(bounds, tail.length, self.lists(queries), max(k, WHOLE_TAIL))
 
     def lists(self, queries: Queries) -> Tensor:
@@ -81,18 +80,17 @@ class Quest(base.Selector):
 
     def best_pages(self, bounds: PageBounds, n_tokens: int, query: Tensor, tokens: int) -> PageSelection:
         """The best of the pages of `n_tokens` tokens for `query [Hkv, Q, G, D]`, cut to exactly `tokens ≤
-        n_tokens` of them; `bounds` are those of the whole pages.
+        n_tokens` of them. What follows the pages of `bounds` is the page being filled: it comes first.
         """
-        whole, rest = divmod(n_tokens, self.page_size)
+        whole = bounds.lower.shape[1]
+        rest = n_tokens - whole * self.page_size
         wanted = -(-max(0, tokens - rest) // self.page_size)
         step = max(1, SCORES // max(1, len(query) * whole))
         parts = [top_pages(page_scores(part, bounds), wanted) for part in torch.split(query, step, 1)]
-        pages, places = torch.cat(parts, dim=1), tokens
+        pages = torch.cat(parts, dim=1)
         if rest and tokens:
             pages = pad(pages, (1, 0), value=whole)
-            if tokens > rest:  # the places that the ragged page leaves empty hold no tokens
-                places += self.page_size - rest
-        limit = torch.full((len(query),), places, device=query.device)
+        limit = places(torch.full((len(query),), tokens, device=query.device), rest, self.page_size)
         return PageSelection(pages, self.page_size, limit, shared=not self.per_head)
 
     def bounds(self, layer: int) -> PageBounds:

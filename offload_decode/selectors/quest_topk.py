@@ -14,7 +14,7 @@ from offload_decode.kernels.host_pages import token_scores, top_pages
 from offload_decode.kv import HostKV
 from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
-from offload_decode.selectors import base, quest
+from offload_decode.selectors import quest
 from offload_decode.types import ModelShape, Selection
 
 
@@ -42,15 +42,15 @@ class QuestTopK(quest.Quest):
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The k best of the pages' tokens with their exact scores."""
-        if k >= self.host.length:
-            return base.EVERYTHING
         tokens = min(self.coarse * k, self.host.length)
         query = self.lists(queries)
         heads, _, group, _ = query.shape
         step = max(1, quest.SCORES // max(1, heads * group * tokens))
         parts = [self._best_tokens(layer, part, tokens, k) for part in torch.split(query, step, 1)]
-        ids, scores = (_by_row(torch.cat(side, dim=1), queries.batch) for side in zip(*parts, strict=True))
-        return Selection(ids, scores)
+        ids, scores = (torch.cat(side, dim=1) for side in zip(*parts, strict=True))
+        if self.per_head:
+            return Selection(ids.squeeze(2), scores.squeeze(2))
+        return Selection(queries.by_row(ids), queries.by_row(scores))
 
     def _best_tokens(self, layer: int, query: Tensor, tokens: int, k: int) -> tuple[Tensor, Tensor]:
         """Ids and scores `[Hkv, Q, G, k]` for `query [Hkv, Q, G, D]`."""
@@ -61,10 +61,3 @@ class QuestTopK(quest.Quest):
         ids = page_tokens(pages, self.page_size, self.host.length, limit).unsqueeze(2).expand(scores.shape)
         place = top_pages(scores.flatten(1, 2), k).reshape(*scores.shape[:3], -1)
         return ids.gather(3, place), scores.gather(3, place)
-
-
-def _by_row(lists: Tensor, batch: int) -> Tensor:
-    """`[Hkv, Q, G, k]`, lists by `[batch, tokens]`, as `[Hkv, R, k]`, rows by `[batch, group, tokens]`."""
-    heads, count, group, k = lists.shape
-    by_token = lists.reshape(heads, batch, count // batch, group, k)
-    return by_token.transpose(2, 3).reshape(heads, count * group, k)

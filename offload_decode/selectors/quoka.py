@@ -91,5 +91,7 @@ class QuoKA(base.Selector):
         return top_tokens(score, len(asking), len(keys), k)[1]
 
     def _norm(self, keys: Tensor) -> Tensor:
-        norms = [widened(keys, part, self.host.device).norm(dim=-1).cpu() for part in blocks(len(keys))]
-        return torch.cat(norms).clamp(min=torch.finfo(torch.float32).tiny)
+        norms = torch.empty(len(keys))
+        for part in blocks(len(keys)):
+            norms[part] = widened(keys, part, self.host.device).norm(dim=-1)
+        return norms.clamp(min=torch.finfo(torch.float32).tiny)

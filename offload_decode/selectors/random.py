@@ -40,6 +40,7 @@ class Random(base.Selector):
     holds = "nothing"
     options_type = Options
     options: Options
+    one_question = True  # whose rows draw one after the other
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         super().__init__(options, host, shape)

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from offload_decode.errors import ConfigError
+from offload_decode.key_scores import blocks, inner_products
 from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
-from offload_decode.ranking import BLOCK_SCORES
 from offload_decode.selectors import base
 from offload_decode.types import ModelShape, Selection
+
+LARGEST = 1 << 16  # window or kernel
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class SnapKV(base.Memory[Tensor]):
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         super().__init__(options, host, shape)
-        if options.window < 1 or options.kernel < 1 or options.kernel % 2 == 0:
+        if not (1 <= options.window <= LARGEST and 1 <= options.kernel <= LARGEST and options.kernel % 2):
             raise ConfigError(
                 f"snapkv: window={options.window}, kernel={options.kernel} will not do: "
-                "the window is 1 or more, the kernel an odd number"
+                f"the window is from 1 to {LARGEST:,}, and the kernel an odd number in that range"
             )
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
@@ -69,11 +71,10 @@ class SnapKV(base.Memory[Tensor]):
     def _votes(self, layer: int, head: int, queries: Queries) -> Tensor:
         """Attention of the window's queries to each stored token, summed: float32 `[N]`."""
         window = queries.by_token()[head, 0, :, -self.options.window :].flatten(0, 1)
-        keys, step = self.host.keys(layer, head), max(1, BLOCK_SCORES // len(window))
-
-        def logits(start: int) -> Tensor:
-            return queries.logits(window @ keys[start : start + step].to(window.device).float().T)
-
-        starts = range(0, len(keys), step)
-        lse = torch.stack([logits(start).logsumexp(1) for start in starts]).logsumexp(0)
-        return torch.cat([(logits(start) - lse[:, None]).exp().sum(0) for start in starts])
+        keys = self.host.keys(layer, head)
+        lse, votes = window.new_full((len(window),), -torch.inf), window.new_empty(len(keys))
+        for part in blocks(len(keys), rows=len(window)):
+            lse = torch.logaddexp(lse, queries.logits(inner_products(window, keys, part)).logsumexp(1))
+        for part in blocks(len(keys), rows=len(window)):
+            votes[part] = (queries.logits(inner_products(window, keys, part)) - lse[:, None]).exp().sum(0)
+        return votes

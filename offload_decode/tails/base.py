@@ -55,6 +55,7 @@ class Tail(ABC):
     name: ClassVar[str]
     default_size: ClassVar[int]
     least_size: ClassVar[int] = 1
+    largest_size: ClassVar[int] = 1 << 16
     states_error: ClassVar[bool] = False
 
     def __init__(self, host: HostKV, size: int):

@@ -25,10 +25,11 @@ def create(option: str, host: HostKV) -> Tail | None:
     kind = _KINDS[name]
     size = kind.default_size
     if colon:
-        if not (number.isascii() and number.isdigit() and int(number) >= kind.least_size):
+        whole = number.isascii() and number.isdigit() and len(number) < 10
+        if not (whole and kind.least_size <= int(number) <= kind.largest_size):
             raise ConfigError(
-                f"tail '{option}' needs a whole number of at least {kind.least_size} after the colon, "
-                f"as in {name}:{kind.default_size}"
+                f"tail '{option}' needs a whole number from {kind.least_size} to {kind.largest_size} "
+                f"after the colon, as in {name}:{kind.default_size}"
             )
         size = int(number)
     return kind(host, size)

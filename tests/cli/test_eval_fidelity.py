@@ -59,6 +59,15 @@ def test_a_selector_can_have_options_of_its_own(store: Path, tmp_path: Path) -> 
     assert result["configuration"]["common"] == {"dense_layers": "0"}
 
 
+def test_a_value_may_be_a_list(store: Path, tmp_path: Path) -> None:
+    chosen = ("-s", "lessismore:select_layers=0,1,tail=off")
+    result = json.loads(
+        run("eval", "fidelity", store, *chosen, *SMALL, "--out", tmp_path, "--json", "-q").out
+    )
+    options = {entry["selector"]: entry["options"] for entry in result["entries"]}
+    assert options["lessismore"] == {"select_layers": "0,1", "tail": "off"}
+
+
 def test_one_that_fails_is_named_and_the_others_are_kept(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,3 +27,5 @@ def test_clusters_state_none(store: Path) -> None:
 
 def test_a_wrong_estimate_is_refused(store: Path) -> None:
     assert "off, clusters or sample" in refused(2, "ask", store, *ASK, "-o", "tail=mean")
+    for size in ("70000", "1" + 30 * "0"):
+        assert "from 2 to 65536" in refused(2, "ask", store, *ASK, "-o", f"tail=sample:{size}")

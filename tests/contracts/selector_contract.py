@@ -116,13 +116,30 @@ class SelectorContract:
     def test_every_head_keeps_to_a_budget_of_its_own(self, store):
         heads = store.manifest.shape.kv_heads
         budget = "/".join(str(2 * head + 1) for head in range(heads))
-        if heads > 1 and store.manifest.n_tokens > 1 and get(self.name).remembers:
-            with pytest.raises(ConfigError, match="equally many tokens"):
-                self.make(store, budget=budget)
+        if get(self.name).remembers:
+            if heads > 1 and store.manifest.n_tokens > 1:
+                with pytest.raises(ConfigError, match="equally many tokens"):
+                    self.make(store, budget=budget)
             return
         ids = selected_ids(self.make(store, budget=budget), self.queries(store))
         for head, own in enumerate(() if ids is None else ids):
-            assert int((own >= 0).sum(-1).max()) <= 2 * head + 1
+            assert ((own >= 0).sum(-1) == min(2 * head + 1, store.manifest.n_tokens)).all()
+
+    def test_a_head_with_a_budget_of_everything_is_dense_beside_others(self, store):
+        shape, n = store.manifest.shape, store.manifest.n_tokens
+        if shape.kv_heads == 1 or n == 1 or get(self.name).remembers:
+            pytest.skip("needs heads that differ")
+        budget = "/".join(["1"] * (shape.kv_heads - 1) + ["100%"])
+        selector, queries = self.make(store, budget=budget), self.queries(store)
+        selection = selector.select(LAYER, queries)
+        state = selector.host.attend(LAYER, queries, selection, StepStats())
+        keys, values = (
+            tensor_view(read(LAYER, shape.kv_heads - 1))[None, None] for read in (store.keys, store.values)
+        )
+        dense = attend(queries.rows[None, -1:], keys, values, 0.3)
+        torch.testing.assert_close(state.out[-1], dense.out[0, 0], atol=1e-5, rtol=0)
+        if (ids := selected_ids(selector, queries)) is not None:
+            assert ((ids[:-1] >= 0).sum(-1) == 1).all()
 
     def test_an_unknown_option_is_refused(self, store):
         with pytest.raises(ConfigError, match="no option"):

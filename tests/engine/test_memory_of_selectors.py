@@ -121,3 +121,42 @@ def test_a_long_answer_outlives_the_stored_tokens(folder, engine):
 def test_beams_and_batches_are_refused(engine):
     with pytest.raises(ConfigError, match="one conversation"):
         engine.loaded.model.generate(**engine.inputs(QUESTIONS[0]), max_new_tokens=3, num_beams=2)
+
+
+def test_what_was_dropped_is_not_cropped_back(engine):
+    first = engine.extend([5, 6, 7])
+    before = remembered(engine)
+    engine.extend([8, 9])
+    with pytest.raises(ConfigError, match="fork the engine"):
+        engine.crop(engine.length - 1)
+    engine.crop(engine.length)  # nothing is taken back
+    engine.crop(engine.prefix.length)
+    assert torch.equal(engine.extend([5, 6, 7]), first)
+    assert remembered(engine) == before
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova"])
+def test_the_keys_that_choosing_fetches_are_counted(folder, name):
+    """Each kept token's key and value move once in every layer and KV head."""
+    engine = Engine.open(folder / "store", selector=name, options={"budget": "20"})
+    engine.extend([5])
+    stats, shape = engine.prefix.take_stats(), engine.loaded.shape
+    kept = len(shape.full_layers) * shape.kv_heads * 20
+    assert stats.bytes_moved == kept * 2 * shape.head_dim * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("random", {"budget": "30"}),
+        ("streaming", {"budget": "mass=0.5"}),
+        ("keydiff", {"budget": "mass=0.5"}),
+        ("quoka", {"budget": "30"}),
+        ("quest", {"budget": "30", "dense_layers": ""}),
+        ("topk", {"budget": "mass=0.8"}),
+    ],
+)
+def test_many_questions_are_answered_as_each_alone(folder, name, options):
+    engine = Engine.open(folder / "store", selector=name, options=options)
+    alone = [engine.answer(question, max_new_tokens=8).tokens for question in QUESTIONS]
+    assert [answer.tokens for answer in engine.answer_many(QUESTIONS, max_new_tokens=8)] == alone

@@ -351,3 +351,5 @@ def test_a_picture_is_drawn(report: FidelityReport, tmp_path: Path, monkeypatch:
     for axis in drawn[0].axes:
         styles = [line.get_linestyle() for line in axis.get_lines()]
         assert styles == ["-", "-", "--", "--"]
+        ticks = [*axis.get_yticklabels(which="both"), *axis.get_xticklabels(which="both")]
+        assert not any("$" in label.get_text() for label in ticks), "numbers for people, no mathtext"

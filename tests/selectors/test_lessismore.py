@@ -69,6 +69,10 @@ class TestLessIsMore(SelectorContract, MemoryCases):
         with pytest.raises(AssertionError):
             forked.select(2, case.queries())
 
+    def test_a_mass_is_refused(self, case):
+        with pytest.raises(ConfigError, match="without mass="):
+            case.make("lessismore", budget="mass=0.9")
+
     @pytest.mark.parametrize("layers", ["0", "1,6", "first", "-1"])
     def test_layers_that_are_not_searched_are_refused(self, case, layers):
         with pytest.raises(ConfigError, match="select_layers"):

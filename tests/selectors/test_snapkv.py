@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload_decode import key_scores
 from offload_decode.errors import ConfigError
 from offload_decode.kv import tensor_view
-from offload_decode.selectors import snapkv
 from tests.contracts.selector_contract import LAYER, SelectorContract, selected_ids
 from tests.selectors.evicting import asked, passes, sampled
 
@@ -29,7 +29,7 @@ class TestSnapKV(SelectorContract):
     @pytest.mark.parametrize("blocks", [1 << 22, 50])
     @pytest.mark.parametrize(("window", "kernel"), [(32, 7), (1, 1), (4, 3), (12, 41)])
     def test_the_chosen_hold_the_highest_pooled_votes(self, store, window, kernel, blocks, monkeypatch):
-        monkeypatch.setattr(snapkv, "BLOCK_SCORES", blocks)
+        monkeypatch.setattr(key_scores, "BLOCK_SCORES", blocks)
         queries = asked(store, softcap=2.0)
         selector = self.make(store, budget="6", window=window, kernel=kernel)
         ids = selected_ids(selector, queries)
@@ -62,7 +62,9 @@ class TestSnapKV(SelectorContract):
         assert not torch.equal(selected_ids(selector, last)[:, 0], chosen)
         assert torch.equal(selected_ids(forked, last)[:, 0], chosen)
 
-    @pytest.mark.parametrize("wrong", [{"kernel": 4}, {"kernel": -1}, {"window": 0}])
+    @pytest.mark.parametrize(
+        "wrong", [{"kernel": 4}, {"kernel": -1}, {"window": 0}, {"kernel": 10**30 + 1}, {"window": 10**30}]
+    )
     def test_a_window_of_nothing_and_an_even_kernel_are_refused(self, store, wrong):
         with pytest.raises(ConfigError, match="odd"):
             self.make(store, **wrong)
