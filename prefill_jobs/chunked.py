@@ -22,7 +22,7 @@ from offload_decode.types import AttentionState, LayerKind, ModelShape
 
 
 class StagedPrefix:
-    """What is written so far, as `offload_decode.kv.Prefix`; takes the query samples on their way through."""
+    """What is written so far, as `tail_kv.Prefix`; takes the query samples on their way through."""
 
     def __init__(self, writer: KVStoreWriter, shape: ModelShape):
         self.writer = writer

@@ -20,7 +20,7 @@ from offload_decode.types import AttentionState, PageSelection, Selection, StepS
 
 
 class StoredPrefix:
-    """Implements `offload_decode.kv.Prefix` over a store."""
+    """Implements `offload_decode.tail_kv.Prefix` over a store."""
 
     def __init__(self, host: HostKV, selector: Selector):
         self.host = host

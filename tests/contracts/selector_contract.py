@@ -89,7 +89,7 @@ class SelectorContract:
         queries = self.queries(store)
         selection = self.make(store, budget="9").select(LAYER, queries)
         if isinstance(selection, PageSelection) or selection.ids is None or selection.scores is None:
-            return
+            pytest.skip("no scores are told")
         for head, (ids, scores) in enumerate(zip(selection.ids, selection.scores, strict=True)):
             keys = tensor_view(store.keys(LAYER, head)).float()
             exact = (queries.rows[head] @ keys.T).gather(1, ids.clamp(min=0))
