@@ -108,8 +108,8 @@ def _draw(
     _plain_ticks(axis.xaxis, sorted({round(entry.budget_tokens) for _, own in lines for entry in own}))
     if logarithmic:
         axis.set_yscale("log", nonpositive="mask")
-        for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-            set_formatter(lambda number, _: f"{number:g}")
+        low, high = axis.get_ylim()
+        _plain_decades(axis.yaxis, few=high < 100 * low)
     else:
         axis.set_ylim(0, 102)
     axis.grid(color="#e4e8e7", linewidth=0.8)
@@ -119,6 +119,15 @@ def _draw(
 def _plain_ticks(axis: Any, places: list[int]) -> None:
     axis.set_ticks(places, labels=[f"{place:,}" for place in places])
     axis.set_minor_locator(importlib.import_module("matplotlib.ticker").NullLocator())
+
+
+def _plain_decades(axis: Any, few: bool) -> None:
+    """Numbers without mathtext: of every decade 1, 2 and 5 where there are few decades, else 1."""
+    ticker = importlib.import_module("matplotlib.ticker")
+    if few:
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(lambda number, _: f"{number:g}")
+    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _title(report: FidelityReport) -> str:
