@@ -87,6 +87,11 @@ class Prefix(Protocol):
         """Tokens in the prefix."""
         ...
 
+    @property
+    def remembers(self) -> bool:
+        """What was attended depends on earlier tokens, so that none can be taken back."""
+        ...
+
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
         """Attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees all of
         it.

@@ -24,6 +24,8 @@ from offload_decode.types import AttentionState, LayerKind, ModelShape
 class StagedPrefix:
     """What is written so far, as `tail_kv.Prefix`; takes the query samples on their way through."""
 
+    remembers = False
+
     def __init__(self, writer: KVStoreWriter, shape: ModelShape):
         self.writer = writer
         self.shape = shape

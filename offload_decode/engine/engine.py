@@ -147,8 +147,13 @@ class Engine:
 
     def ask(self, question: str) -> Tensor:
         """Put a question: logits `[V]` after its last token. A selector that forgets starts afresh."""
-        self.selector.reset()
-        return self.extend(self.question_tokens(question))
+        before = self.selector.fork()
+        try:
+            self.selector.reset()
+            return self.extend(self.question_tokens(question))
+        except BaseException:
+            self.prefix.selector = before
+            raise
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from `logits [V]` on, until an end token (which is not yielded) or `max_new_tokens`."""
@@ -189,9 +194,11 @@ class Engine:
         self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8
     ) -> list[Answer]:
         """`answer` for each question, greedily, `batch_size` of them in one forward pass; one by one where
-        the selector looks at a question as a whole.
+        the selector looks at a question as a whole, or chooses among the tokens of a conversation so long.
         """
-        if self.selector.one_question:
+        asked = max((len(self.question_tokens(question)) for question in questions), default=0)
+        longest = self.cache.tail_length + len(self.pending) + asked + max_new_tokens
+        if self.selector.one_question or longest > self.selector.whole_tail:
             return [self.answer(question, max_new_tokens) for question in questions]
         from offload_decode.engine.batch import answer_batch
 

@@ -32,6 +32,11 @@ class StoredPrefix:
         """Stored tokens."""
         return self.host.length
 
+    @property
+    def remembers(self) -> bool:
+        """As its selector does."""
+        return self.selector.remembers
+
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
         """`query [B, H, T, D]` to a state over the tokens that the selector chose for each of its rows."""
         queries = self._queries(query, scaling, softcap)

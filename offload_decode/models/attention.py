@@ -41,7 +41,8 @@ def prefix_attention(
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
     layer: TailLayer | None = getattr(key, "offload_layer", None)
     state: AttentionState | None = None
-    if isinstance(layer, PrefixLayer):
+    whole = attention_mask is None or bool(attention_mask.all())  # a query that sees all of the tail
+    if isinstance(layer, PrefixLayer) and whole:
         state = layer.prefix.attend_tail(layer.index, query, layer.tail, scaling, softcap)
     if state is None:
         state = attend_dense(query, key, value, scaling, attention_mask, softcap)

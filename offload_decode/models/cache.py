@@ -78,6 +78,11 @@ class TailLayer(CacheLayerMixin):
                 f"cannot crop by {tokens}: give minus the number of tokens to remove, and of the "
                 f"{self.tail.length} that follow the stored prefix at most all"
             )
+        if tokens and self.prefix.remembers:
+            raise ConfigError(
+                "this selector cannot remember what it has dropped: "
+                "begin with a new cache instead of cropping this one"
+            )
         self.tail.crop(self.tail.length + tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

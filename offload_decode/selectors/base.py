@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Self, TypeVar
@@ -93,12 +94,20 @@ class Selector(ABC):
         counts = torch.tensor([head.tokens for head in budget.heads])
         if isinstance(chosen, PageSelection):
             own = places(counts, self.host.length % chosen.page_size, chosen.page_size)
-            return dataclasses.replace(chosen, limit=chosen.limit.minimum(own.to(chosen.limit.device)))
+            limit = chosen.limit.minimum(own.to(chosen.limit.device))
+            starts = torch.arange(chosen.pages.shape[2], device=limit.device) * chosen.page_size
+            pages = chosen.pages.masked_fill(starts >= limit[:, None, None], -1)
+            return dataclasses.replace(chosen, pages=pages, limit=limit)
         return chosen if chosen.ids is None else cut(chosen, counts.unsqueeze(-1))
 
     @abstractmethod
     def choose(self, layer: int, queries: Queries, k: int) -> Selection | PageSelection:
         """At most `k ≤ N` tokens for each row, best first: a smaller budget takes a prefix of them."""
+
+    @property
+    def whole_tail(self) -> float:
+        """Tokens of a conversation up to which `select_tail` takes all of it."""
+        return math.inf
 
     def select_tail(self, layer: int, queries: Queries, tail: TailKV) -> PageSelection | None:
         """Pages of the conversation itself for the rows of `queries`; None, as here, is all of it."""

@@ -59,6 +59,11 @@ class Quest(base.Selector):
         self.per_head = options.per_head
         self._bounds: dict[int, PageBounds] = {}
 
+    @property
+    def whole_tail(self) -> float:
+        """See `Selector.whole_tail`."""
+        return WHOLE_TAIL
+
     def choose(self, layer: int, queries: Queries, k: int) -> PageSelection | Selection:
         """The best pages of each list, with room for `k` tokens."""
         return self.best_pages(self.bounds(layer), self.host.length, self.lists(queries), k)
@@ -66,13 +71,17 @@ class Quest(base.Selector):
     def select_tail(self, layer: int, queries: Queries, tail: TailKV) -> PageSelection | None:
         """Pages of the conversation, once it is so long that choosing among them pays: a step's cost stays
         bounded however much is written. Their bounds grow with it. Its last page is the one being filled,
-        full or not, for the query's own token is there. Several conversations at once are attended whole.
+        full or not, for the query's own token is there. Attended whole are several conversations at once, a
+        question of several tokens, a page larger than what is wanted, and with a budget of everything.
         """
         k = self.budgets[layer]
-        if k is None or queries.batch * queries.tokens > 1 or tail.length <= max(k, WHOLE_TAIL):
+        if k is None or k >= self.host.length or queries.batch * queries.tokens > 1:
             return None
-        bounds = tail.page_bounds(self.page_size, self.metadata).first((tail.length - 1) // self.page_size)
-        return self.best_pages(bounds, tail.length, self.lists(queries), max(k, WHOLE_TAIL))
+        wanted, before = max(k, WHOLE_TAIL), (tail.length - 1) // self.page_size
+        if tail.length <= wanted or tail.length - before * self.page_size > wanted:
+            return None
+        bounds = tail.page_bounds(self.page_size, self.metadata).first(before)
+        return self.best_pages(bounds, tail.length, self.lists(queries), wanted)
 
     def lists(self, queries: Queries) -> Tensor:
         """The rows `[Hkv, Q, G, D]` of each list of pages."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload_decode.engine import batch
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
+from offload_decode.models.loading import LoadedModel
+from offload_decode.selectors import quest
 from prefill_jobs.job import prefill
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -160,3 +163,37 @@ def test_many_questions_are_answered_as_each_alone(folder, name, options):
     engine = Engine.open(folder / "store", selector=name, options=options)
     alone = [engine.answer(question, max_new_tokens=8).tokens for question in QUESTIONS]
     assert [answer.tokens for answer in engine.answer_many(QUESTIONS, max_new_tokens=8)] == alone
+
+
+def test_an_interrupted_question_leaves_the_conversation_as_it_was(engine, monkeypatch):
+    engine.ask(QUESTIONS[0])
+    twin = engine.fork()
+    monkeypatch.setattr(LoadedModel, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.ask(QUESTIONS[1])
+    monkeypatch.undo()
+    assert remembered(engine) == remembered(twin)
+    assert torch.equal(engine.extend([5]), twin.extend([5]))
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_cache_of_ones_own_is_not_cropped(engine):
+    inputs = engine.inputs(QUESTIONS[0])
+    engine.loaded.model(**inputs)
+    with pytest.raises(ConfigError, match="new cache"):
+        inputs["past_key_values"].crop(-1)
+
+
+def test_a_conversation_that_may_be_paged_is_asked_one_by_one(folder, monkeypatch):
+    monkeypatch.setattr(quest, "WHOLE_TAIL", 20)
+    engine = Engine.open(
+        folder / "store", selector="quest", options={"budget": "6", "dense_layers": "", "page_size": 4}
+    )
+    engine.extend([5, 6, 7] * 10)
+    alone = [engine.answer(question, max_new_tokens=12).tokens for question in QUESTIONS]
+    assert [answer.tokens for answer in engine.answer_many(QUESTIONS, max_new_tokens=12)] == alone
+    monkeypatch.setattr(batch, "answer_batch", lambda *_: pytest.fail("they went as a batch"))
+    engine.answer_many(QUESTIONS, max_new_tokens=2)

@@ -120,9 +120,48 @@ def test_the_engine_takes_long_conversations_through_their_pages(folder, monkeyp
         engine.extend(asked)
         return engine.extend([7])
 
-    # 40 stored tokens are the budget, so that none of the 31 that follow is left out.
-    exact = last_logits(4096, "100%", tokens)
-    torch.testing.assert_close(last_logits(1, "100%", tokens), exact, atol=1e-5, rtol=0)
-    # Of 61 some are.
     longer = torch.cat([tokens, tokens])
-    assert not torch.allclose(last_logits(1, "100%", longer), last_logits(4096, "100%", longer), atol=1e-4)
+    exact = last_logits(4096, "39", longer)
+    assert torch.equal(last_logits(61, "39", longer), exact)
+    # With 39 of 61 tokens some are left out; a budget of everything leaves out none.
+    assert not torch.allclose(last_logits(1, "39", longer), exact, atol=1e-4)
+    assert torch.equal(last_logits(1, "100%", longer), last_logits(4096, "100%", longer))
+
+
+def test_a_budget_of_everything_and_masked_tokens_leave_the_conversation_whole(folder, monkeypatch):
+    monkeypatch.setattr(quest, "WHOLE_TAIL", 8)
+    row = Queries(query().reshape(KV_HEADS, -1, DIM), 0.3, group=2)
+    assert selector(folder, budget="100%").select_tail(LAYER, row, written(100)) is None
+    assert selector(folder, budget="mass=0.9").select_tail(LAYER, row, written(100)) is None
+    assert selector(folder, budget="8", page_size=30).select_tail(LAYER, row, written(59)) is None
+    assert selector(folder, budget="8", page_size=30).select_tail(LAYER, row, written(65)) is not None
+
+
+def test_padding_in_a_long_conversation_is_not_attended(folder, monkeypatch):
+    monkeypatch.setattr(quest, "WHOLE_TAIL", 8)
+    model = tiny_model(
+        "llama", hidden_size=32, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, num_hidden_layers=2
+    )
+    options = {"budget": "8", "dense_layers": ""}
+
+    def last_logits(padding):
+        engine = Engine.open(folder / "store", wrap(model), selector="quest", options=options)
+        stored, cache = engine.prefix.length, engine.new_cache()
+        ids = torch.tensor([[5] * padding + [7, 8, 9]])
+        mask = torch.ones(1, stored + ids.shape[1], dtype=torch.bool)
+        mask[:, stored : stored + padding] = False
+        position = (stored + mask[:, stored:].cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=mask, past_key_values=cache, position_ids=position)
+            mask = torch.cat([mask, mask[:, -1:]], dim=1)
+            given = {"attention_mask": mask, "past_key_values": cache, "position_ids": position[:, -1:] + 1}
+            return model(input_ids=torch.tensor([[6]]), **given).logits[0, -1]
+
+    torch.testing.assert_close(last_logits(20), last_logits(0), atol=1e-5, rtol=0)
+
+
+def test_heads_with_small_budgets_fetch_few_pages(folder):
+    rows = Queries(torch.randn(KV_HEADS, 2, DIM), 0.3, group=2)
+    pages = selector(folder, budget="1/30").select(LAYER, rows).pages
+    assert (pages[0, :, 1:] == -1).all()
+    assert (pages[1] >= 0).sum() == 8
