@@ -6,15 +6,17 @@ keys nor all scores of a row are ever in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 
 import torch
 from torch import Tensor
 
 from offload_decode.errors import ConfigError
+from offload_decode.kernels.host_pages import token_scores
+from offload_decode.paging import page_tokens
 from offload_decode.ranking import BLOCK_SCORES, top_scores
-from offload_decode.types import Selection
+from offload_decode.types import PageSelection, Selection
 
 BLOCK_TOKENS = 8192
 
@@ -73,6 +75,16 @@ def top_inner_products(query: Tensor, keys: Callable[[int], Tensor], k: int) -> 
 
 def _top_of_head(query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return top_tokens(lambda part: inner_products(query, keys, part), len(query), len(keys), k)
+
+
+def page_token_scores(query: Tensor, keys: Sequence[Tensor], chosen: PageSelection) -> tuple[Tensor, Tensor]:
+    """Tokens of selected pages with their exact inner products, on the host: ids int64 `[Hkv, Q, 1, n]`,
+    padded with -1, and scores float32 `[Hkv, Q, G, n]`, for `query [Hkv, Q, G, D]` and `keys` `[N, D]` of
+    each KV head.
+    """
+    pages, limit = chosen.pages.cpu(), chosen.limit.cpu()
+    scores = token_scores(query.cpu(), keys, pages, chosen.page_size, limit)
+    return page_tokens(pages, chosen.page_size, len(keys[0]), limit).unsqueeze(2), scores
 
 
 def channels(amount: str, head_dim: int, option: str) -> int:

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from offload_decode.budgets import SELECTED_IDS, LayerBudget
-from offload_decode.kernels.host_pages import token_scores
+from offload_decode.key_scores import page_token_scores
 from offload_decode.kv import HostKV
-from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
 from offload_decode.types import PageSelection, Selection
 
@@ -147,14 +146,12 @@ def scored(host: HostKV, layer: int, queries: Queries, chosen: Chosen) -> Select
     """A selection as tokens of each row (pages: in their order) with their inner products on the device."""
     if isinstance(chosen, Selection):
         return chosen if chosen.ids is None else exact_scores(host, layer, queries, chosen)
-    pages, limit = chosen.pages.cpu(), chosen.limit.cpu()
     query = queries.by_list() if chosen.shared else queries.rows.unsqueeze(2)
-    keys = [host.keys(layer, head) for head in range(len(pages))]
-    scores = token_scores(query.cpu(), keys, pages, chosen.page_size, limit)
-    ids = page_tokens(pages, chosen.page_size, host.length, limit)
+    keys = [host.keys(layer, head) for head in range(len(query))]
+    ids, scores = page_token_scores(query, keys, chosen)
     # A ragged page leaves padding between tokens: places are counted later, so it goes to the end.
-    order = (ids < 0).int().argsort(dim=-1, stable=True).unsqueeze(2)
-    ids, scores = ids.unsqueeze(2).gather(-1, order), scores.gather(-1, order.expand_as(scores))
+    order = (ids < 0).int().argsort(dim=-1, stable=True)
+    ids, scores = ids.gather(-1, order), scores.gather(-1, order.expand_as(scores))
     if chosen.shared:
         return Selection(queries.by_row(ids), queries.by_row(scores).to(host.device))
     return Selection(ids.squeeze(2), scores.squeeze(2).to(host.device))

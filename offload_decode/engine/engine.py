@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,13 +135,9 @@ class Engine:
         ids = torch.cat([torch.tensor([self.pending], dtype=torch.long), given], dim=1)
         if not ids.numel():
             raise ConfigError("there are no tokens to extend with")
-        before, remembered, began = self.cache.tail_length, self.selector.fork(), time.perf_counter()
-        try:
+        began = time.perf_counter()
+        with self._taken_back_on_failure():
             logits = self.loaded.forward(ids, self.cache)[0]
-        except BaseException:  # an interrupt between two layers, too, must not leave half a step behind
-            self.cache.cut(before)
-            self.prefix.selector = remembered
-            raise
         self.pending = []
         self.prefix.stats.tokens += ids.shape[1]
         self.prefix.stats.total_s += time.perf_counter() - began
@@ -147,13 +145,9 @@ class Engine:
 
     def ask(self, question: str) -> Tensor:
         """Put a question: logits `[V]` after its last token. A selector that forgets starts afresh."""
-        before = self.selector.fork()
-        try:
+        with self._taken_back_on_failure():
             self.selector.reset()
             return self.extend(self.question_tokens(question))
-        except BaseException:
-            self.prefix.selector = before
-            raise
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from `logits [V]` on, until an end token (which is not yielded) or `max_new_tokens`."""
@@ -196,9 +190,7 @@ class Engine:
         """`answer` for each question, greedily, `batch_size` of them in one forward pass; one by one where
         the selector looks at a question as a whole, or chooses among the tokens of a conversation so long.
         """
-        asked = max((len(self.question_tokens(question)) for question in questions), default=0)
-        longest = self.cache.tail_length + len(self.pending) + asked + max_new_tokens
-        if self.selector.one_question or longest > self.selector.whole_tail:
+        if self.selector.one_question or self._may_outgrow(questions, max_new_tokens):
             return [self.answer(question, max_new_tokens) for question in questions]
         from offload_decode.engine.batch import answer_batch
 
@@ -237,6 +229,24 @@ class Engine:
         if configured is None:
             return frozenset()
         return frozenset([configured] if isinstance(configured, int) else configured)
+
+    @contextmanager
+    def _taken_back_on_failure(self) -> Iterator[None]:
+        """An interrupt between two layers, too, must not leave half a step behind."""
+        before, remembered = self.cache.tail_length, self.selector.fork()
+        try:
+            yield
+        except BaseException:
+            self.cache.cut(before)
+            self.prefix.selector = remembered
+            raise
+
+    def _may_outgrow(self, questions: Sequence[str], max_new_tokens: int) -> bool:
+        """Whether some answer may end in a conversation of which the selector chooses a part."""
+        room = self.selector.whole_tail - self.cache.tail_length - len(self.pending) - max_new_tokens
+        if room == math.inf:
+            return False
+        return any(len(self.question_tokens(question)) > room for question in questions)
 
     def _cache_behind(self, prefix: StoredPrefix) -> PrefixCache:
         shape = self.loaded.shape

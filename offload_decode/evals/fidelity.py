@@ -7,12 +7,10 @@ next tokens' probabilities to those of dense attention. The reference is `evals.
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -42,6 +40,7 @@ from offload_decode.evals.live_queries import (
     sampled_calls,
     sampled_tokens,
 )
+from offload_decode.evals.made_with import made_with
 from offload_decode.kv import HostKV
 from offload_decode.models.loading import LoadedModel
 from offload_decode.selectors import base
@@ -220,7 +219,6 @@ def _entry(
 def _configuration(
     loaded: LoadedModel, store: KVStore, plan: Plan, stored: Source, live: Source
 ) -> dict[str, Any]:
-    packages = ("offload-decode", "torch", "transformers", "numpy", "zarr")
     return {
         "store": str(store.path),
         "store_digest": store.store_digest,
@@ -228,14 +226,10 @@ def _configuration(
         "searched_layers": list(loaded.shape.full_layers),
         "query_heads": loaded.shape.query_heads,
         "kv_heads": loaded.shape.kv_heads,
-        "model": loaded.model_id,
-        "weights_hash": loaded.weights_hash,
-        "dtype": loaded.dtype,
-        "device": str(loaded.device),
+        **made_with(loaded),
         **asdict(plan),
         "sampled_query_tokens": stored.tokens,
         "sample_share": SAMPLE_SHARE,
         "live_query_tokens": live.tokens,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }

@@ -6,12 +6,10 @@ control asks the same questions of the same text without the needle: what is ans
 
 from __future__ import annotations
 
-import platform
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -20,6 +18,7 @@ from typing import Any, Literal, get_args
 from offload_decode.engine.engine import Engine
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack
+from offload_decode.evals.made_with import made_with
 from offload_decode.evals.tasks import Example
 from offload_decode.models.loading import LoadedModel
 from offload_decode.store.reader import KVStore
@@ -186,14 +185,9 @@ def _replies(
 
 
 def _configuration(loaded: LoadedModel, haystack: Haystack) -> dict[str, Any]:
-    packages = ("offload-decode", "torch", "transformers", "numpy", "zarr")
     return {
-        "model": loaded.model_id,
-        "weights_hash": loaded.weights_hash,
-        "dtype": loaded.dtype,
-        "device": str(loaded.device),
+        **made_with(loaded),
         "text": haystack.name,
         "text_sha256": haystack.sha256,
         "max_new_tokens": MAX_NEW_TOKENS,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }

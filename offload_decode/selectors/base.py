@@ -72,8 +72,8 @@ class Selector(ABC):
         }
         self.mass = MassBudget(host)
         # A mass is found for all rows of a pass together, and another question's must not be among them.
-        by_mass = any(own is not None and own.by_mass for own in self.layer_budgets.values())
-        self.one_question = self.one_question or by_mass
+        self.by_mass = any(own is not None and own.by_mass for own in self.layer_budgets.values())
+        self.one_question = self.one_question or self.by_mass
         uncommon = [own for own in self.layer_budgets.values() if own and (own.by_mass or own.uneven)]
         if self.remembers and uncommon:
             raise ConfigError(

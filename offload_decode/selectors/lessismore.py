@@ -49,7 +49,7 @@ class LessIsMore(base.Selector):
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         super().__init__(options, host, shape)
-        if any(own is not None and own.by_mass for own in self.layer_budgets.values()):
+        if self.by_mass:
             raise ConfigError(
                 "selector 'lessismore' has one list for all heads and layers: "
                 "give it a budget like 1024 or 2%, without mass="

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from offload_decode.errors import ConfigError
-from offload_decode.kernels.host_pages import token_scores, top_pages
+from offload_decode.kernels.host_pages import top_pages
+from offload_decode.key_scores import page_token_scores
 from offload_decode.kv import HostKV
-from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
 from offload_decode.selectors import quest
 from offload_decode.types import ModelShape, Selection
@@ -55,9 +55,7 @@ class QuestTopK(quest.Quest):
     def _best_tokens(self, layer: int, query: Tensor, tokens: int, k: int) -> tuple[Tensor, Tensor]:
         """Ids and scores `[Hkv, Q, G, k]` for `query [Hkv, Q, G, D]`."""
         chosen = self.best_pages(self.bounds(layer), self.host.length, query, tokens)
-        pages, limit = chosen.pages.cpu(), chosen.limit.cpu()
         keys = [self.host.keys(layer, head) for head in range(len(query))]
-        scores = token_scores(query.cpu(), keys, pages, self.page_size, limit)
-        ids = page_tokens(pages, self.page_size, self.host.length, limit).unsqueeze(2).expand(scores.shape)
+        ids, scores = page_token_scores(query, keys, chosen)
         place = top_pages(scores.flatten(1, 2), k).reshape(*scores.shape[:3], -1)
-        return ids.gather(3, place), scores.gather(3, place)
+        return ids.expand(scores.shape).gather(3, place), scores.gather(3, place)
