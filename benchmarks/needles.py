@@ -28,7 +28,7 @@ from offload_decode.models.loading import LoadedModel, load
 from offload_decode.selectors import registry
 from offload_decode.store.reader import KVStore
 from prefill_jobs.corpus import TextDocument
-from prefill_jobs.text import prefill_text
+from prefill_jobs.job import prefill_texts
 
 CONTROL = "without the needle"
 HELD_BACK = 150  # tokens of a context that are kept for the needles and the question
@@ -75,7 +75,7 @@ def replies(
     with TemporaryDirectory(prefix="offload-decode-needles-") as folder:
         for name, text in (("with", example.context), (CONTROL, filler)):
             path = Path(folder) / name
-            prefill_text(loaded, TextDocument(haystack.name, text), path)
+            prefill_texts(loaded, [TextDocument(haystack.name, text)], path)
             store = KVStore.open(path)
             ways = [("dense", "100%")]
             if name == "with":

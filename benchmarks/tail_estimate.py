@@ -41,7 +41,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.tails.sample import CLUSTER_SIZE, SampleTail
 from offload_decode.types import LayerKind, ModelShape
 from prefill_jobs.corpus import TextDocument
-from prefill_jobs.text import prefill_text
+from prefill_jobs.job import prefill_texts
 
 SHARE = 0.02
 WORDS, ATTENDED, RANKED = (
@@ -117,7 +117,7 @@ def model_heads(loaded: LoadedModel, context: str, question: str, answer_tokens:
     """T2."""
     with TemporaryDirectory(prefix="offload-decode-tails-") as folder:
         path = Path(folder) / "store"
-        prefill_text(loaded, TextDocument("words", context), path)
+        prefill_texts(loaded, [TextDocument("words", context)], path)
         store = KVStore.open(path)
         calls = run_dense(loaded, store, question, answer_tokens, lambda: None).calls
         results = attended(HostKV(store, loaded.device), loaded.shape, calls)

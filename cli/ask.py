@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import output
+from cli.limits import admit_ask
 from cli.options import (
     Device,
+    GpuMemory,
     Json,
     MaxNewTokens,
     Model,
     Options,
+    Ram,
     Seed,
     Selector,
     Store,
     Temperature,
     TopP,
+    Weights,
     question_from,
 )
 from offload_decode.config import split_pairs
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from offload_decode.engine.engine import Engine
+    from offload_decode.store.format import Manifest
     from offload_decode.types import StepStats
 
 
@@ -42,7 +47,10 @@ def ask(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    weights: Weights = "auto",
     device: Device = "auto",
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
     as_json: Json = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what the answer cost.")] = False,
 ) -> None:
@@ -56,7 +64,8 @@ def ask(
     from offload_decode.engine.sampler import Sampler
 
     sampler = Sampler(temperature, top_p, seed)
-    engine = Engine.open(store, model, selector=selector, options=options, device=device)
+    opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram)
+    engine = Engine.open(opened, model, selector=selector, options=options, device=device, weights=weights)
     if as_json:
         given = engine.answer(asked, max_new_tokens, sampler)
         cost = given.stats
@@ -71,12 +80,16 @@ def ask(
                 "store": str(store),
                 "model": engine.loaded.model_id,
                 "stored_tokens": engine.prefix.length,
+                "prefill": opened.manifest.prefill,
+                "kv": opened.manifest.kv,
                 "stats": asdict(cost),
             }
         )
     else:
         show(engine.stream(asked, max_new_tokens, sampler))
         cost = engine.prefix.take_stats()
+    if inexact := approximations(opened.manifest):
+        output.note(f"The store's keys and values are approximate: {inexact}.")
     if cost.tail_rows:
         output.note(
             f"The sampled tail leaves the denominator of the attention uncertain by {cost.tail_error:.2%} "
@@ -84,6 +97,16 @@ def ask(
         )
     if stats:
         output.note(describe(cost, engine))
+
+
+def approximations(manifest: Manifest) -> str:
+    """What keeps a store's keys and values from being those of exact attention; empty for nothing."""
+    options = dict(manifest.prefill)
+    method = options.pop("method")
+    given = ", ".join(f"{name}={value}" for name, value in options.items())
+    parts = [f"prefilled with {method} ({given})"] if method != "dense" else []
+    parts += [f"{kind} are {form}" for kind, form in manifest.kv.items() if manifest.encoding(kind)]
+    return ", ".join(parts)
 
 
 def show(pieces: Iterable[str]) -> None:

@@ -11,7 +11,19 @@ import typer
 
 from cli import output
 from cli.failures import exit_code, sentence
-from cli.options import Device, MaxNewTokens, Model, Options, Quiet, Selector
+from cli.limits import caps_of, check_store
+from cli.options import (
+    Device,
+    GpuMemory,
+    MaxNewTokens,
+    Model,
+    Options,
+    Quiet,
+    Ram,
+    Selector,
+    Weights,
+    on_this_machine,
+)
 from cli.progress import Progress
 from cli.questions import Question, append_answers, assign, read_answered, read_questions
 from offload_decode.config import parse_options, split_pairs
@@ -21,13 +33,20 @@ if TYPE_CHECKING:
     from indexes.errors import VectorIndexError
     from offload_decode.engine.engine import Answer, Engine
     from offload_decode.models.loading import LoadedModel
+    from offload_decode.planning.caps import Caps
 
 OpenEngine = Callable[[str], "Engine"]
 
 
 def batch(
     stores: Annotated[
-        list[Path], typer.Argument(metavar="STORE", help="The stores to ask.", show_default=False)
+        list[Path],
+        typer.Argument(
+            metavar="STORE",
+            help="The stores to ask.",
+            show_default=False,
+            callback=lambda stores: [on_this_machine(store) for store in stores],
+        ),
     ],
     questions: Annotated[
         Path, typer.Option(metavar="FILE.jsonl", help='Lines like {"question": "…", "id": 1, "store": "…"}.')
@@ -38,7 +57,10 @@ def batch(
     model: Model = None,
     max_new_tokens: MaxNewTokens = 128,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Questions in one forward pass.", min=1)] = 8,
+    weights: Weights = "auto",
     device: Device = "auto",
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
     quiet: Quiet = False,
 ) -> None:
     """Ask many questions of many stores.
@@ -59,17 +81,21 @@ def batch(
         "options": options,
         "max_new_tokens": max_new_tokens,
         "model": model,
+        "weights": weights,
     }
     answered = read_answered(out, settings)
     left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
 
+    from offload_decode.planning.caps import apply_caps
     from offload_decode.selectors.registry import get
 
     parse_options(get(selector).options_type, options, f"selector '{selector}'")
+    caps = caps_of(gpu_memory, ram)
+    apply_caps(caps, device)
     with Progress(quiet) as progress:
         failures = _answer(
             {store: own for store, own in left.items() if own},
-            _opener(model, selector, options, device),
+            _opener(model, selector, options, weights, device, caps),
             out,
             settings,
             max_new_tokens,
@@ -94,20 +120,26 @@ class Failure(NamedTuple):
     error: OffloadDecodeError | VectorIndexError
 
 
-def _opener(model: str | None, selector: str, options: dict[str, str], device: str) -> OpenEngine:
+def _opener(
+    model: str | None, selector: str, options: dict[str, str], weights: str, device: str, caps: Caps
+) -> OpenEngine:
     """Opens engines one after another; a model is loaded once while the stores share it."""
+    from offload_decode.memory import own_memory
+
     held: dict[tuple[str, str], LoadedModel] = {}
+    before: int | None = None
 
     def open_engine(path: str) -> Engine:
+        nonlocal before
         from offload_decode.engine.engine import Engine
         from offload_decode.models.loading import load
-        from offload_decode.store.reader import KVStore
 
-        store = KVStore.open(path)
+        store = check_store(path, model, selector, options, weights, device, caps, before)
+        before = before or own_memory()
         wanted = (model or store.manifest.model_id, store.manifest.dtype)
         if wanted not in held:
             held.clear()
-            held[wanted] = load(wanted[0], device, wanted[1])
+            held[wanted] = load(wanted[0], device, wanted[1], weights)
         return Engine.open(store, held[wanted], selector=selector, options=options, device=device)
 
     return open_engine

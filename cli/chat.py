@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING
 
 from cli import output
 from cli.ask import show
-from cli.options import Device, MaxNewTokens, Model, Options, Seed, Selector, Store, Temperature, TopP
+from cli.limits import admit_ask
+from cli.options import (
+    Device,
+    GpuMemory,
+    MaxNewTokens,
+    Model,
+    Options,
+    Ram,
+    Seed,
+    Selector,
+    Store,
+    Temperature,
+    TopP,
+    Weights,
+)
 from offload_decode.config import split_pairs
 
 if TYPE_CHECKING:
@@ -27,7 +41,10 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    weights: Weights = "auto",
     device: Device = "auto",
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
 ) -> None:
     """Talk about a store, line by line.
 
@@ -39,7 +56,8 @@ def chat(
     from offload_decode.engine.engine import Engine
     from offload_decode.engine.sampler import Sampler
 
-    engine = Engine.open(store, model, selector=selector, options=options, device=device)
+    opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram)
+    engine = Engine.open(opened, model, selector=selector, options=options, device=device, weights=weights)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""Numbers of tokens as people write them: `32K` is 32,768."""
+"""Numbers as people write them: `32K` tokens are 32,768, `16GiB` are 2**34 bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from offload_decode.errors import ConfigError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+_PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def token_count(text: str) -> int:
@@ -15,3 +16,16 @@ def token_count(text: str) -> int:
     if found is None or int(found[1]) == 0:
         raise ConfigError(f"'{text}' is no number of tokens: write one like 2048, 32K or 1M")
     return int(found[1]) * _UNITS[found[2]]
+
+
+def byte_count(text: str) -> int:
+    """Bytes such as `16GiB`, `1.5 GB`, `512MB`; `16G` is 16GiB. Raises `ConfigError` for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(|I?B)", text.strip().upper())
+    size = (
+        0
+        if found is None
+        else round(float(found[1]) * (1000 if found[3] == "B" else 1024) ** _PREFIXES[found[2]])
+    )
+    if size == 0:
+        raise ConfigError(f"'{text}' is no size: write one like 16GiB, 64GB or 512MB")
+    return size

@@ -77,14 +77,15 @@ def demo(
     loaded = load(model, device)
     hidden = hide_facts(loaded.tokenizer, count)
     folder = out or Path(mkdtemp(prefix="offload-decode-demo-"))
+    store = folder / STORE
     report = _prefill(loaded, hidden, folder, say, quiet)
-    index = _index(report.store, say, quiet)
-    opened, replies = _ask(report.store, hidden, index is not None, device, say, quiet)
+    index = _index(store, say, quiet)
+    opened, replies = _ask(store, hidden, index is not None, device, say, quiet)
     ways = list(dict.fromkeys(reply.way for reply in replies))
     found = {way: sum(_right(fact, way, replies) for fact in hidden.facts) for way in ways}
     say(_summary(found, len(hidden.facts), replies, opened.stored_tokens))
     seconds = time.monotonic() - began
-    say(f"\n5  Go on: all this took {output.duration(seconds)}, and the store stays\n{_next(report.store)}")
+    say(f"\n5  Go on: all this took {output.duration(seconds)}, and the store stays\n{_next(store)}")
     ok = all(_right(fact, _TOPK, replies) for fact in hidden.questions)
     if as_json:
         output.answer_json(
@@ -107,14 +108,14 @@ def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet:
     from offload_decode.store.publish import refuse_existing
     from offload_decode.store.staging import write_atomically
     from prefill_jobs.corpus import TextDocument
-    from prefill_jobs.text import prefill_text
+    from prefill_jobs.job import prefill_texts
 
     say("\n1  Prefill: the text goes through the model once, and its keys and values stay on disk")
     refuse_existing(folder / STORE)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / TEXT, hidden.text.encode())
     with Progress(quiet) as progress:
-        report = prefill_text(loaded, TextDocument(TEXT, hidden.text), folder / STORE, progress)
+        report = prefill_texts(loaded, [TextDocument(TEXT, hidden.text)], folder / STORE, progress=progress)
     say(f"   {folder / TEXT}{' (repeated, because it is too short)' if hidden.repeated else ''}")
     say(
         f"   {report.n_tokens:,} tokens in {output.duration(report.seconds)} "

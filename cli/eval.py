@@ -162,14 +162,14 @@ def _store_maker(loaded: LoadedModel, haystack: Haystack, options: Mapping[str, 
     from offload_decode.store.reader import KVStore
     from prefill_jobs.build import build_indexes
     from prefill_jobs.corpus import TextDocument
-    from prefill_jobs.text import prefill_text
+    from prefill_jobs.job import prefill_texts
 
     def make(text: str, path: Path, report: Callable[[int], None]) -> KVStore:
         def progress(stage: str, done: int, total: int) -> None:
             if stage == "prefill":
                 report(done)
 
-        prefill_text(loaded, TextDocument(haystack.name, text), path, progress)
+        prefill_texts(loaded, [TextDocument(haystack.name, text)], path, progress=progress)
         if _index_of(options) != "flat":
             build_indexes(path, _index_of(options))
         return KVStore.open(path)

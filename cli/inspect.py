@@ -31,6 +31,8 @@ def inspect(store: Store, as_json: Json = False) -> None:
         return
     output.answer(output.facts(_facts(opened)))
     output.answer("\n" + output.table(_costs(opened)))
+    if opened.manifest.kv_error:
+        output.answer("\n" + output.table(_errors(opened.manifest)))
     output.answer("\n" + output.table(_documents(opened)))
     if indexes:
         output.answer("\n" + output.table(_indexes(indexes)))
@@ -66,6 +68,7 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
             f"{manifest.n_tokens:,} (hash {_short(manifest.token_hash)}), a {manifest.template} prompt",
         ),
         ("prefill", f"{prefill['method']}{details}"),
+        ("stored as", f"keys {manifest.kv['keys']}, values {manifest.kv['values']}"),
         (
             "extras",
             f"pages of {manifest.page_size} tokens, {manifest.n_samples:,} sampled queries for each KV head",
@@ -92,6 +95,18 @@ def _costs(store: KVStore) -> list[list[str]]:
         ["cost on disk", "size", "bytes a token"],
         *([kind, output.size(count), f"{count / tokens:,.1f}"] for kind, count in rows),
     ]
+
+
+def _errors(manifest: Manifest) -> list[list[str]]:
+    """What encoding cost in each layer: the root mean square, relative to that of the numbers."""
+    kinds = manifest.kv_error
+    layers = [entry["layer"] for entry in next(iter(kinds.values()))]
+    rows = [["error of encoding", *(part for kind in kinds for part in (f"{kind}, relative", "largest"))]]
+    for place, layer in enumerate(layers):
+        found = [kinds[kind][place] for kind in kinds]
+        cells = [cell for each in found for cell in (f"{each['relative_rms']:.2%}", f"{each['largest']:.3g}")]
+        rows.append([f"layer {layer}", *cells])
+    return rows
 
 
 def _documents(store: KVStore) -> list[list[str]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cli import ask, batch, chat, demo, eval, index, inspect, prefill, selectors, verify
+from cli import ask, batch, chat, demo, eval, index, inspect, plan, prefill, pull, push, selectors, verify
 from cli.failures import guard
 
 
@@ -56,6 +56,7 @@ def offload_decode(
 
 
 app.command("prefill")(prefill.prefill)
+app.command("plan")(plan.plan)
 app.command("index")(index.index)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
@@ -63,6 +64,8 @@ app.command("batch")(batch.batch)
 app.command("selectors")(selectors.selectors)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
+app.command("push")(push.push)
+app.command("pull")(pull.pull)
 app.command("demo")(demo.demo)
 app.add_typer(eval.app, name="eval")
 

@@ -11,8 +11,26 @@ import typer
 
 from offload_decode.errors import ConfigError
 
+
+def on_this_machine(store: Path) -> Path:
+    """The path of a store, unless it is the URL of one."""
+    scheme, colon, rest = str(store).partition(":")
+    if colon and scheme in ("s3", "gs", "file"):
+        url = f"{scheme}:/{'/' if scheme == 'file' else ''}{rest}"  # a path keeps one slash of several
+        raise ConfigError(
+            f"{url} is in a bucket: pull it first, with `offload-decode pull {url} {store.name}`"
+        )
+    return store
+
+
 Store = Annotated[
-    Path, typer.Argument(metavar="STORE", help="A store that `prefill` made.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="STORE",
+        help="A store that `prefill` made.",
+        show_default=False,
+        callback=on_this_machine,
+    ),
 ]
 Model = Annotated[
     str | None,
@@ -39,6 +57,22 @@ Temperature = Annotated[float, typer.Option(metavar="T", help="0 is greedy.", mi
 TopP = Annotated[float, typer.Option(metavar="P", help="Share of the probability that is sampled from.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0, max=2**63 - 1)]
 Device = Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")]
+Weights = Annotated[
+    str,
+    typer.Option(metavar="W", help="auto (as prefilled), int8 or int4: the model's weights in fewer bits."),
+]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Use no more GPU memory than that, like 16GiB.", show_default=False),
+]
+Ram = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Use no more memory than that, like 8GiB; mapped stores do not count.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes on stderr.")]
 

@@ -1,34 +1,68 @@
-"""`offload-decode prefill`: corpus to store."""
+"""`offload-decode prefill`: corpora to stores."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli import output
-from cli.options import Device, Json, Quiet
+from cli.failures import FAILURE, sentence
+from cli.limits import admit_prefill, caps_of
+from cli.options import Device, GpuMemory, Json, Quiet, Ram
 from cli.progress import Progress
+from cli.push import summary
+from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from prefill_jobs.corpus import Skipped
+    from prefill_jobs.job import PrefillReport
+    from prefill_jobs.many import Results
 
 _SHOWN = 5
 
 
 def prefill(
-    corpus: Annotated[
-        str, typer.Argument(metavar="CORPUS", help="A text file, a folder of them, or - for standard input.")
+    corpora: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CORPUS",
+            help="A text file, a folder of them, or - for standard input; each becomes a store.",
+            show_default=False,
+        ),
     ],
     model: Annotated[
         str, typer.Option(metavar="M", help="'demo' (shipped), a transformers id, or a model's folder.")
     ],
     out: Annotated[
-        Path, typer.Option(metavar="STORE", help="Where the store is to be; nothing may be there.")
+        str,
+        typer.Option(
+            metavar="STORE",
+            help="Where the store is to be: a path, or a URL (s3://, gs://, file://). Of several corpora, or "
+            "with a / at its end, a folder of stores that are named after them.",
+        ),
     ],
-    chunk: Annotated[int, typer.Option(metavar="N", help="Tokens in one forward pass.", min=1)] = 512,
+    method: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="dense (exact), or quoka, sample or window: see docs/prefill.md."),
+    ] = "dense",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-o",
+            "--option",
+            metavar="KEY=VALUE",
+            help="Option of the method, such as chunk=512 (tokens in one forward pass) or budget=25%; "
+            "repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    kv: Annotated[
+        str,
+        typer.Option(metavar="K", help="Keys and values as auto (the model's dtype), int8 or int4-values."),
+    ] = "auto",
     query_samples: Annotated[
         int, typer.Option(metavar="N", help="Prefill queries to keep for each KV head.", min=1)
     ] = 1024,
@@ -36,6 +70,34 @@ def prefill(
     dtype: Annotated[
         str, typer.Option(metavar="T", help="auto (as the model has it), float16, bfloat16 or float32.")
     ] = "auto",
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
+    staging: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where a store for a URL is written before it is pushed; else in the user's cache.",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W",
+            help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: spread the corpora "
+            "over a Ray cluster. --out is then a URL, or a path that all its machines share.",
+            show_default=False,
+        ),
+    ] = None,
+    worker_count: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --workers: how many; else one for each GPU, or for each machine where there are none.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -44,33 +106,108 @@ def prefill(
     Its keys and values are kept on disk. Text, Markdown, reStructuredText, HTML and source code are read;
     what is not text in a folder is skipped and named.
 
-    The same command resumes a prefill that was interrupted.
+    The same command resumes a prefill that was interrupted, and keeps a store that is there already, of the
+    same tokens, model and settings. Of several corpora, one that fails is reported at the end and stops no
+    other.
     """
+    from offload_decode.config import split_pairs
+    from prefill_jobs.job import Settings
     from prefill_jobs.job import prefill as run
+    from prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
+    settings = Settings(method, split_pairs(option or []), query_samples, kv)
+    if worker_count and not workers:
+        raise ConfigError("--worker-count is of --workers: give --workers ray too, or leave it out")
+    several = is_folder(corpora, out)
+    jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
+    given: dict[str, Any] = {
+        "model": model,
+        "settings": settings,
+        "device": device,
+        "dtype": dtype,
+        "staging": staging,
+    }
+    if workers:
+        from prefill_jobs.ray_workers import Cluster, prefill_on_ray
+
+        cluster = Cluster(workers, worker_count, caps_of(gpu_memory, ram))
+        with Progress(quiet) as progress:
+            results = prefill_on_ray(jobs, cluster, **given, progress=progress)
+        _report_all(results, as_json, quiet)
+        return
+    admit_prefill(model, settings.chunk, device, dtype, gpu_memory, ram)
     with Progress(quiet) as progress:
-        report = run(
-            corpus,
-            model=model,
-            out=out,
-            chunk=chunk,
-            query_samples=query_samples,
-            device=device,
-            dtype=dtype,
-            progress=progress,
-        )
+        if several:
+            results = prefill_many(jobs, **given, progress=progress)
+        else:
+            report = run(corpora[0], out=out, **given, progress=progress)
+    if several:
+        _report_all(results, as_json, quiet)
+    else:
+        if as_json:
+            output.answer_json(_as_json(report))
+        output.note(f"{_made(report)}\n{_next(report)}", quiet)
+
+
+def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
+    """What was made, kept and failed; raises `typer.Exit` where anything failed."""
+    from prefill_jobs.job import PrefillReport
+
+    reports = {job: found for job, found in results.items() if isinstance(found, PrefillReport)}
+    failures = {
+        job: sentence(found) for job, found in results.items() if not isinstance(found, PrefillReport)
+    }
     if as_json:
-        output.answer_json(asdict(report) | {"skipped": [skipped._asdict() for skipped in report.skipped]})
-    if report.skipped:
-        output.note(_skipped(report.skipped), quiet)
-    resumed = f", resumed after {report.resumed_from:,}" if report.resumed_from else ""
-    output.note(
-        f"{report.store}: {report.n_tokens:,} tokens{resumed}, {output.count(report.documents, 'document')}, "
-        f"{output.size(report.bytes)}, in {output.duration(report.seconds)} "
-        f"({report.tokens_per_second:,.0f} tokens/s, peak memory {output.size(report.peak_memory)})\n"
-        f'ask it something: offload-decode ask {report.store} "…"',
-        quiet,
-    )
+        output.answer_json(
+            {
+                "stores": [{"corpus": job.corpus, **_as_json(report)} for job, report in reports.items()],
+                "failures": [
+                    {"corpus": job.corpus, "store": job.store, "error": error}
+                    for job, error in failures.items()
+                ],
+            }
+        )
+    for report in reports.values():
+        output.note(_made(report), quiet)
+    for job, error in failures.items():
+        output.note(f"error: {job.corpus}: {error}")
+    kept = sum(report.kept for report in reports.values())
+    counts = {"made": len(reports) - kept, "kept": kept, "failed": len(failures)}
+    output.note(", ".join(f"{number:,} {what}" for what, number in counts.items() if number), quiet)
+    if failures:
+        raise typer.Exit(FAILURE)
+    output.note(_next(next(iter(reports.values()))), quiet)
+
+
+def _as_json(report: PrefillReport) -> dict[str, object]:
+    return asdict(report) | {"skipped": [skipped._asdict() for skipped in report.skipped]}
+
+
+def _made(report: PrefillReport) -> str:
+    """A line or two on a store."""
+    held = f"{report.n_tokens:,} tokens"
+    if report.resumed_from and not report.kept:
+        held += f", resumed after {report.resumed_from:,}"
+    held += f", {output.count(report.documents, 'document')}, {output.size(report.bytes)}"
+    lines = [_skipped(report.skipped)] if report.skipped else []
+    if report.kept:
+        lines.append(f"{report.store}: kept, it is there already: {held}")
+    elif not report.seconds:  # all that was left was to push it
+        lines.append(f"{report.store}: {held}")
+    else:
+        lines.append(
+            f"{report.store}: {held}, in {output.duration(report.seconds)} "
+            f"({report.tokens_per_second:,.0f} tokens/s, peak memory {output.size(report.peak_memory)})"
+        )
+    if report.pushed:
+        lines.append(f"{report.store}: {summary(report.pushed, 'sent')}")
+    return "\n".join(lines)
+
+
+def _next(report: PrefillReport) -> str:
+    if "://" in str(report.store):
+        return f"fetch it: offload-decode pull {report.store} STORE"
+    return f'ask it something: offload-decode ask {report.store} "…"'
 
 
 def _skipped(skipped: tuple[Skipped, ...]) -> str:

@@ -20,6 +20,10 @@ _UNITS = {
     "prefill": "tokens",
     "index": "heads",
     "verify": "bytes",
+    "hash indexes": "bytes",
+    "check": "bytes",
+    "push": "bytes",
+    "pull": "bytes",
     "verify indexes": "heads",
     "answer": "questions",
     "fidelity": "tokens",
@@ -27,7 +31,9 @@ _UNITS = {
 
 
 class Progress:
-    """Called with `(stage, done, total)`; a new stage starts anew. Used as a context manager."""
+    """Called with `(stage, done, total)`, and where in a larger whole that is; a new stage starts anew. Used
+    as a context manager.
+    """
 
     def __init__(self, quiet: bool = False):
         self._shown = not quiet
@@ -49,29 +55,38 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, done: int, total: int, about: str = "") -> None:
         if not self._shown:
             return
         if stage != self._stage:
             self._stage, self._first = stage, done
             self._began = self._last = time.monotonic()
         if self._bar is not None:
-            self._draw(self._bar, stage, done, total)
+            self._draw(self._bar, stage, done, total, about)
         elif (now := time.monotonic()) - self._last >= PLAIN_EVERY_S:
             self._last = now
-            note(_line(stage, done, total, speed=(done - self._first) / (now - self._began)))
+            note(_line(stage, done, total, (done - self._first) / (now - self._began), about))
 
-    def _draw(self, bar: Bar, stage: str, done: int, total: int) -> None:
+    def _draw(self, bar: Bar, stage: str, done: int, total: int, about: str) -> None:
         if self._task is None or bar.tasks[-1].description != stage:
             if self._task is not None:
                 bar.remove_task(self._task)
-            known = total if stage in _UNITS else None
             self._task = bar.add_task(
-                stage, total=known, completed=done, counts="", began=self._began, first=done
+                stage,
+                total=None,
+                completed=done,
+                counts="",
+                about="",
+                began=self._began,
+                first=done,
             )
         elapsed = time.monotonic() - self._began
         speed = (done - self._first) / elapsed if elapsed else 0.0
-        bar.update(self._task, completed=done, counts=_counts(stage, done, total, speed))
+        known = total if stage in _UNITS else None
+        named = f" {about}" if about else ""
+        bar.update(
+            self._task, completed=done, total=known, counts=_counts(stage, done, total, speed), about=named
+        )
 
 
 def _bar() -> Bar:
@@ -79,7 +94,7 @@ def _bar() -> Bar:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}{task.fields[about]}", markup=False),
         BarColumn(),
         TextColumn("{task.fields[counts]}"),
         TimeRemainingColumn(),
@@ -99,10 +114,11 @@ def _counts(stage: str, done: int, total: int, speed: float) -> str:
     return f"{done:,} of {total:,} {unit}, {_speed(speed)} {unit}/s"
 
 
-def _line(stage: str, done: int, total: int, speed: float) -> str:
+def _line(stage: str, done: int, total: int, speed: float, about: str) -> str:
     counts = _counts(stage, done, total, speed)
     left = f", {duration((total - done) / speed)} left" if counts and speed else ""
-    return f"{stage}: {counts}{left}" if counts else f"{stage} …"
+    named = f"{stage} {about}" if about else stage
+    return f"{named}: {counts}{left}" if counts else f"{named} …"
 
 
 def _speed(speed: float) -> str:

@@ -13,7 +13,7 @@ from cli.options import without_surrogates
 from offload_decode.errors import ConfigError
 
 # What an answer adds to its question: a question's own field of that name would be lost.
-_RESERVED = ("answer", "tokens", "finish", "selector", "options", "max_new_tokens", "model")
+_RESERVED = ("answer", "tokens", "finish", "selector", "options", "max_new_tokens", "model", "weights")
 _FIRST = '{"id": '
 
 

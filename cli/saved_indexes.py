@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from indexes.errors import VectorIndexError
 from offload_decode.head_indexes import index_path, indexes_folder
 
 if TYPE_CHECKING:
@@ -52,15 +53,20 @@ def describe(store: KVStore, kind: str) -> SavedIndexes:
     )
 
 
-def verify(store: KVStore, kind: str, progress: Callable[[str, int, int], None]) -> None:
-    """Load every head's index, which reads all of its bytes; raises `indexes.errors.VectorIndexError`."""
+def verify(
+    store: KVStore, kind: str, progress: Callable[[str, int, int], None]
+) -> Iterator[VectorIndexError]:
+    """Load every head's index, which reads all of its bytes; what is wrong with each."""
     from indexes.registry import get
 
     chosen = get(kind)
     heads = _heads(store)
     for done, (layer, head) in enumerate(heads, 1):
         path = index_path(store.path, kind, layer, head)
-        chosen.load(path, store.keys(layer, head), digest=store.digest(layer, head))
+        try:
+            chosen.load(path, store.keys(layer, head), digest=store.digest(layer, head))
+        except VectorIndexError as error:
+            yield error
         progress("verify indexes", done, len(heads))
 
 

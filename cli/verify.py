@@ -48,8 +48,10 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str]]:
     checked.append(output.size(sum(store.cost().values())))
     for kind in saved_indexes.saved_kinds(store):
         try:
-            saved_indexes.verify(store, kind, progress)
+            found = [sentence(error) for error in saved_indexes.verify(store, kind, progress)]
+        except VectorIndexError as error:  # of the kind itself: it is unknown, or its library is not there
+            found = [sentence(error)]
+        problems += found
+        if not found:
             checked.append(f"the {kind} index")
-        except VectorIndexError as error:
-            problems.append(sentence(error))
     return checked, problems

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from indexes import files
+from indexes import encodings, files
 from indexes.base import Hits, RecallRecord, StrPath, VectorIndex, check_recall_options
 from indexes.errors import IndexDamaged
 from indexes.flat import FlatIndex
@@ -50,7 +50,7 @@ class ApproximateIndex(VectorIndex):
         check_keys(keys)
         check_recall_options(target_recall, k)
         if queries is not None:
-            check_queries(queries, keys.shape[1])
+            check_queries(queries, encodings.dim(keys))
         index = cls(keys, keys_digest(keys) if digest is None else digest)
         index._native = index._build_native()
         index.recall = tune(index, index.flat, queries, k, target_recall)

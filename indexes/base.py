@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from indexes import encodings
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_count, check_keys, check_queries
 
@@ -50,8 +51,9 @@ class RecallRecord:
 
 
 class VectorIndex(ABC):
-    """Built once over `keys [N, D]` (float16, bfloat16 or float32, C-contiguous, never modified or copied
-    whole to float32 by this class), then searched by inner product.
+    """Built once over `keys [N, D]` (float16, bfloat16 or float32) or `[N]` (encoded rows, which stand for
+    what they decode to), then searched by inner product. C-contiguous, never modified or copied whole to
+    float32 by this class.
 
     exact_scores: the scores are float32 inner products with the stored keys, not quantised estimates.
     exhaustive: a search returns the true top-k. recall: what was measured at `build`, None where exhaustive.
@@ -68,7 +70,7 @@ class VectorIndex(ABC):
 
     @property
     def dim(self) -> int:
-        return int(self.keys.shape[1])
+        return encodings.dim(self.keys)
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from indexes import encodings
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_count, check_finite, check_keys, float32_blocks
 
@@ -44,12 +45,13 @@ class Clusters:
         return sum(part.nbytes for part in (self.sums, self.sizes, self.labels, self.members))
 
     def sum_of(self, rows: Keys) -> Float32:
-        """The sum over each cluster of `rows [N, D]`, which belong to the keys: `[C, D]`."""
+        """The sum over each cluster of N rows (values), which belong to the keys: `[C, D]`."""
         return _sums(rows, self.labels, len(self.sizes))
 
 
 def build(keys: Keys, size: int = 16) -> Clusters:
-    """Clusters of `keys [N, D]`, `size` keys in each on average; at `size` 1 every key is a cluster.
+    """Clusters of `keys [N, D]` or `[N]` of encoded rows, `size` keys in each on average; at `size` 1 every
+    key is a cluster.
 
     One segment at a time is in memory as float32. Raises InvalidIndexInput for keys that no index takes.
     """
@@ -61,7 +63,7 @@ def build(keys: Keys, size: int = 16) -> Clusters:
     labels, members = np.empty(len(keys), np.int32), np.empty(len(keys), np.int32)
     clusters = 0
     for part in _segments(len(keys)):
-        block = np.asarray(keys[part], dtype=np.float32)
+        block = encodings.decode(keys[part])
         check_finite(block)
         count = -(-len(block) // size)
         own = _kmeans(block, count)
@@ -118,7 +120,7 @@ def _nearest(block: Float32, centroids: Float32) -> tuple[npt.NDArray[np.int64],
 
 
 def _sums(rows: Keys, labels: npt.NDArray[Any], count: int) -> Float32:
-    total = np.zeros((count, check_keys(rows).shape[1]), np.float32)
+    total = np.zeros((count, encodings.dim(check_keys(rows))), np.float32)
     for first, block in float32_blocks(rows):
         _accumulate(block, labels[first : first + len(block)], total)
     return total

@@ -6,7 +6,8 @@ VectorIndexError
 ├── MissingBackend      the library behind a kind is not installed; the message names the extra
 ├── IndexNotFound       nothing was saved at that path
 ├── IndexMismatch       a saved index of other keys, of another kind or of another format version
-└── IndexDamaged        a saved index whose bytes are not those that were written
+├── IndexDamaged        a saved index whose bytes are not those that were written
+└── IndexNotWritten     an index that the file system did not take: a full disk, a folder for reading only
 """
 
 from __future__ import annotations
@@ -38,3 +39,7 @@ class IndexMismatch(VectorIndexError):
 
 class IndexDamaged(VectorIndexError):
     """A saved index that is truncated, incomplete or changed."""
+
+
+class IndexNotWritten(VectorIndexError):
+    """An index that could not be saved."""

@@ -57,7 +57,7 @@ class FaissHNSW(ApproximateIndex):
         return faiss_storage.hits(*self._native.search(queries, k, params=options))
 
     def _write_native(self, file: str) -> None:
-        faiss.write_index(self._native, file)
+        faiss_storage.write(self._native, file)
 
     def _read_native(self, file: str) -> Any:
         return faiss_storage.read(file, faiss.IndexHNSW, self.keys)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from indexes import faiss_storage
+from indexes import encodings, faiss_storage
 from indexes.approximate import ApproximateIndex
 from indexes.base import Hits
 from indexes.faiss_storage import faiss
@@ -70,7 +70,7 @@ class FaissIVF(ApproximateIndex):
         count = min(len(self), _TRAINING_KEYS_PER_LIST * self.nlist)
         # Random and not strided: rotary keys repeat with the position's period.
         rows = np.sort(np.random.default_rng(0).choice(len(self), count, replace=False))
-        sample = self.keys[rows].astype(np.float32)
+        sample = encodings.decode(self.keys[rows])
         check_finite(sample)
         clustering = faiss.Clustering(self.dim, self.nlist)
         clustering.niter = _ITERATIONS
@@ -85,7 +85,7 @@ class FaissIVF(ApproximateIndex):
         return faiss_storage.hits(*self._native.search(queries, k, params=options))
 
     def _write_native(self, file: str) -> None:
-        faiss.write_index(self._native, file)
+        faiss_storage.write(self._native, file)
 
     def _read_native(self, file: str) -> Any:
         return faiss_storage.read(file, faiss.IndexIVF, self.keys)

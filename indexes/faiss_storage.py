@@ -1,4 +1,6 @@
-"""How faiss stores keys so that its scores stay exact: in the keys' own 16 bits, or in float32."""
+"""How faiss stores keys so that its scores stay exact: in the keys' own 16 bits, or in float32, which holds
+encoded keys too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from indexes import backends
+from indexes import backends, encodings
 from indexes.base import Hits
 from indexes.keys import BFLOAT16, Keys
 
@@ -28,9 +30,15 @@ def hits(scores: Any, ids: Any) -> Hits:
     return Hits(ids, scores)
 
 
+def write(index: Any, file: str) -> None:
+    """Write a faiss index, through Python: faiss' own writer does not look whether its last bytes fit."""
+    with open(file, "wb") as out:
+        faiss.write_index(index, faiss.PyCallbackIOWriter(out.write, 1 << 20))
+
+
 def read(file: str, kind: Any, keys: Keys) -> Any:
     """The faiss index in `file`. Raises RuntimeError unless it is a `kind` over keys of that shape."""
     index = faiss.read_index(file)
-    if not isinstance(index, kind) or index.ntotal != len(keys) or index.d != keys.shape[1]:
+    if not isinstance(index, kind) or index.ntotal != len(keys) or index.d != encodings.dim(keys):
         raise RuntimeError(f"it holds {type(index).__name__} of {index.ntotal} x {index.d}")
     return index

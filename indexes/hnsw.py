@@ -5,10 +5,11 @@ hnswlib keeps its own float32 copy of the keys, so 16-bit keys take twice their 
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import numpy as np
@@ -48,13 +49,11 @@ class HnswlibIndex(ApproximateIndex):
         graph = hnswlib.Index(space="l2", dim=self.dim)
         graph.init_index(max_elements=max(1, len(self)), M=LINKS, ef_construction=CONSTRUCTION_EF)
         for first, block in float32_blocks(self.keys):
-            graph.add_items(block, np.arange(first, first + len(block)))
-        # The file does not name the space: a graph of Euclidean neighbours is read back to be walked by
-        # inner product, for the reason given in faiss_hnsw.
-        with TemporaryDirectory() as folder:
-            file = str(Path(folder) / "graph")
-            graph.save_index(file)
-            return self._read_native(file)
+            # One thread: several link the keys in another order each time, and no build would equal another.
+            graph.add_items(block, np.arange(first, first + len(block)), num_threads=1)
+        # A graph of Euclidean neighbours, to be walked by inner product: the reason is given in faiss_hnsw.
+        parts = graph.__getstate__()[0]
+        return hnswlib.Index(params=parts | {"space": "ip"})
 
     def _search_native(self, queries: Float32, k: int, value: int) -> Hits:
         with self._one_ef:
@@ -67,8 +66,8 @@ class HnswlibIndex(ApproximateIndex):
 
     def _write_native(self, file: str) -> None:
         self._native.save_index(file)
-        if Path(file).stat().st_size != self._native.index_file_size():
-            raise RuntimeError("the disk is full")  # hnswlib itself does not look
+        if Path(file).stat().st_size != self._native.index_file_size():  # hnswlib itself does not look
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _read_native(self, file: str) -> Any:
         graph = hnswlib.Index(space="ip", dim=self.dim)

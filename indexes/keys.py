@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from indexes import encodings
 from indexes.errors import InvalidIndexInput
 
 Keys = npt.NDArray[Any]
@@ -23,12 +24,15 @@ _BLOCK_BYTES = 32 << 20
 
 
 def check_keys(keys: Keys) -> Keys:
-    """`keys` itself when it is a C-contiguous `[N, D]` array of a known dtype; its values are not read."""
-    if not isinstance(keys, np.ndarray) or keys.ndim != 2:
-        raise InvalidIndexInput("Keys must be a numpy array of shape [N, D].")
-    if keys.dtype not in KEY_DTYPES:
+    """`keys` itself when it is a C-contiguous array `[N, D]` of a known dtype, or `[N]` of encoded rows; its
+    values are not read.
+    """
+    encoded = isinstance(keys, np.ndarray) and encodings.encoding_of(keys) is not None
+    if not isinstance(keys, np.ndarray) or keys.ndim != (1 if encoded else 2):
+        raise InvalidIndexInput("Keys must be a numpy array of shape [N, D], or [N] of encoded rows.")
+    if not encoded and keys.dtype not in KEY_DTYPES:
         raise InvalidIndexInput(f"Keys are {keys.dtype}; convert them to float16, bfloat16 or float32.")
-    if keys.shape[1] == 0:
+    if encodings.dim(keys) == 0:
         raise InvalidIndexInput("Keys have no dimensions; their shape must be [N, D] with D of at least 1.")
     if not keys.flags.c_contiguous:
         raise InvalidIndexInput("Keys must be C-contiguous; pass numpy.ascontiguousarray(keys).")
@@ -63,9 +67,9 @@ def check_count(k: int) -> int:
 
 def float32_blocks(keys: Keys) -> Iterator[tuple[int, Float32]]:
     """`(first id, block as float32)` over all keys, at most 32 MiB a block, each checked to be finite."""
-    rows = max(1, _BLOCK_BYTES // (4 * keys.shape[1]))
+    rows = max(1, _BLOCK_BYTES // (4 * encodings.dim(keys)))
     for first in range(0, len(keys), rows):
-        block = np.asarray(keys[first : first + rows], dtype=np.float32)
+        block = encodings.decode(keys[first : first + rows])
         check_finite(block)
         yield first, block
 
@@ -77,8 +81,9 @@ def check_finite(block: Float32) -> None:
 
 
 def keys_digest(keys: Keys) -> str:
-    """SHA-256, in hex, of the keys' dtype, shape and bytes. Reads every byte once."""
+    """SHA-256, in hex, of the keys' encoding, shape and bytes. Reads every byte once."""
     check_keys(keys)
-    digest = hashlib.sha256(f"{keys.dtype.name} {keys.shape[0]}x{keys.shape[1]}\n".encode())
+    shape = f"{len(keys)}x{encodings.dim(keys)}"
+    digest = hashlib.sha256(f"{encodings.name_of(keys)} {shape}\n".encode())
     digest.update(keys.view(np.uint8).data)
     return digest.hexdigest()

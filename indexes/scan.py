@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from indexes import encodings
 from indexes.keys import BFLOAT16, Float32, Keys
 
 Candidates = npt.NDArray[np.uint64]
@@ -23,7 +24,7 @@ _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN an
 
 
 def inner_products(block: Keys, queries: Float32) -> Float32:
-    """float32 `[G, n]` inner products of `queries [G, D]` with `block [n, D]`, accumulated in float32.
+    """float32 `[G, n]` inner products of `queries [G, D]` with n rows, accumulated in float32.
 
     Every score is summed in the same order, wherever its key and its query lie: equal keys tie exactly.
     One thread, outside the interpreter's lock: callers search many heads at once, and a BLAS that starts
@@ -34,8 +35,7 @@ def inner_products(block: Keys, queries: Float32) -> Float32:
     if padding:
         queries = np.concatenate([queries, np.zeros((padding, queries.shape[1]), np.float32)])
     scores = np.empty((len(queries), len(block)), np.float32)
-    bits = block.view(np.uint32 if block.dtype == np.float32 else np.uint16)
-    score_rows(bits, _layout(block), queries, scores)
+    score_rows(bits(block), layout(block), queries, scores)
     return scores[:group]
 
 
@@ -57,20 +57,48 @@ def unpack(candidates: Candidates) -> tuple[npt.NDArray[np.int64], Float32]:
     return ids, bits.view(np.float32)
 
 
-HALF, BRAIN, SINGLE = 0, 1, 2
+HALF, BRAIN, SINGLE, BYTES, NIBBLES = range(5)
+_ENCODED = {encodings.INT8: BYTES, encodings.INT4: NIBBLES}
+_SCALE_BYTES = encodings.SCALE_BYTES
 
 
-def _layout(block: Keys) -> int:
-    if block.dtype == np.float32:
+def layout(rows: Keys) -> int:
+    """What `widen_row` is to make of the bits of `rows`."""
+    encoding = encodings.encoding_of(rows)
+    if encoding is not None:
+        return _ENCODED[encoding]
+    if rows.dtype == np.float32:
         return SINGLE
-    return BRAIN if block.dtype == BFLOAT16 else HALF
+    return BRAIN if rows.dtype == BFLOAT16 else HALF
+
+
+def bits(rows: Keys) -> npt.NDArray[Any]:
+    """The memory of rows, `[N, W]`: bytes of encoded ones, else the floats as unsigned integers."""
+    if encodings.encoding_of(rows) is not None:
+        return encodings.as_raw(rows)
+    return rows.view(np.uint32 if rows.dtype == np.float32 else np.uint16)
 
 
 @njit(nogil=True, cache=True)
 def widen_row(bits: Any, layout: int, out: Any) -> None:
-    """One row of half, bfloat16 or float32 bits as float32; exact, subnormals and infinities included."""
-    if layout == HALF:
-        for d in range(len(bits)):
+    """One row in float32, to `out [D]`: half, bfloat16 or float32 bits (exactly, subnormals and infinities
+    included), or the bytes of an encoded row.
+    """
+    if layout in (BYTES, NIBBLES):
+        word = np.uint32(0)
+        for place in range(_SCALE_BYTES):
+            word |= np.uint32(np.uint32(bits[place]) << np.uint32(8 * place))
+        scale, codes = np.uint32(word).view(np.float32), bits[_SCALE_BYTES:]
+        if layout == BYTES:
+            for d in range(len(codes)):
+                out[d] = np.float32(np.int8(codes[d])) * scale
+        else:
+            for d in range(len(codes)):
+                pair = np.int32(codes[d])
+                out[2 * d] = np.float32((pair & 15) - 8) * scale
+                out[2 * d + 1] = np.float32((pair >> 4) - 8) * scale
+    elif layout == HALF:
+        for d in range(len(out)):
             half = np.uint32(bits[d])
             magnitude = np.uint32(half & 0x7FFF)
             wide = np.uint32((magnitude << 13) + 0x38000000)  # 112 more on the exponent
@@ -80,23 +108,30 @@ def widen_row(bits: Any, layout: int, out: Any) -> None:
                 wide = np.float32(np.float32(magnitude) * np.float32(2.0**-24)).view(np.uint32)
             out[d] = np.uint32(wide | ((half & 0x8000) << 16)).view(np.float32)
     elif layout == BRAIN:
-        for d in range(len(bits)):
+        for d in range(len(out)):
             out[d] = np.uint32(np.uint32(bits[d]) << 16).view(np.float32)
     else:
-        for d in range(len(bits)):
+        for d in range(len(out)):
             out[d] = np.uint32(bits[d]).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def widen_rows(bits: Any, layout: int, ids: Any, out: Any) -> None:
+    """The rows `ids [n]` in float32, to `out [n, D]`."""
+    for j in range(len(ids)):
+        widen_row(bits[ids[j]], layout, out[j])
 
 
 @njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
 def score_rows(bits: Any, layout: int, queries: Any, scores: Any) -> None:
-    rows = np.zeros((_ROWS, bits.shape[1]), np.float32)
+    rows = np.zeros((_ROWS, queries.shape[1]), np.float32)
     for j in range(0, len(bits), _ROWS):
         last = min(j + 1, len(bits) - 1)
         widen_row(bits[j], layout, rows[0])
         widen_row(bits[last], layout, rows[1])
         for g in range(0, len(queries), _QUERIES):
             a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-            for d in range(bits.shape[1]):
+            for d in range(queries.shape[1]):
                 a, b = rows[0, d], rows[1, d]
                 q0, q1, q2, q3 = queries[g, d], queries[g + 1, d], queries[g + 2, d], queries[g + 3, d]
                 a0 += a * q0

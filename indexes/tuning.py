@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from indexes import encodings
 from indexes.base import Hits, RecallRecord
 from indexes.flat import FlatIndex
 from indexes.keys import Float32, Keys, check_queries
@@ -44,7 +45,8 @@ def tune(
     if queries is not None and len(queries):
         source, sample = "prefill queries", check_queries(_spread(queries, _MAX_QUERIES), flat.dim)
     else:
-        source, sample = "keys", check_queries(_spread(flat.keys, _KEY_SAMPLE), flat.dim)
+        source, sample = "keys", encodings.decode(_spread(flat.keys, _KEY_SAMPLE))
+        sample = check_queries(sample, flat.dim)
     choose, report = (sample[0::2], sample[1::2]) if len(sample) > 1 else (sample, sample)
     truth = flat.search(choose, k)
     for value in index.ladder(k):

@@ -1,7 +1,9 @@
 """The error tree: one sentence that says what is wrong, and the way out.
 
     OffloadDecodeError
+    ├── BucketError               a bucket that cannot be reached, read or written
     ├── ConfigError               an option, budget or name that cannot be used
+    ├── DoesNotFit                more memory or disk than there is, or than may be used
     ├── CorpusError               a document that cannot be read or is empty
     ├── ModelError                a model or tokenizer that cannot be loaded or used
     │   └── UnsupportedModel      an architecture that cannot be served exactly, by name
@@ -24,8 +26,16 @@ class OffloadDecodeError(Exception):
     """Base of every error that a user can cause and mend."""
 
 
+class BucketError(OffloadDecodeError):
+    """A bucket that cannot be reached, read or written."""
+
+
 class ConfigError(OffloadDecodeError):
     """An option, budget or name that cannot be used."""
+
+
+class DoesNotFit(OffloadDecodeError):
+    """More memory or disk than there is, or than may be used."""
 
 
 class CorpusError(OffloadDecodeError):

@@ -1,7 +1,7 @@
 """Scores of every stored key, a block at a time: what selectors that look at all keys have in common.
 
-A block of keys is moved to the device in the store's dtype and widened there, so that neither a copy of the
-keys nor all scores of a row are ever in memory.
+A block of keys is moved to the device as it is stored and widened there, so that neither a copy of the keys
+nor all scores of a row are ever in memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.kernels.host_pages import token_scores
 from offload_decode.paging import page_tokens
 from offload_decode.ranking import BLOCK_SCORES, top_scores
+from offload_decode.rows import Rows
 from offload_decode.types import PageSelection, Selection
 
 BLOCK_TOKENS = 8192
@@ -30,15 +31,10 @@ def blocks(length: int, start: int = 0, rows: int = 1) -> Iterator[slice]:
         yield slice(first, min(first + step, length))
 
 
-def widened(keys: Tensor, part: slice, device: torch.device) -> Tensor:
-    """Rows `part` of `keys [N, D]` in float32 on the device."""
-    return keys[part].to(device).float()
-
-
-def inner_products(query: Tensor, keys: Tensor, part: slice) -> Tensor:
-    """`query [R, d]` float32 with rows `part` of `keys [N, d]`: `[R, part]` float32."""
+def inner_products(query: Tensor, keys: Rows, part: slice) -> Tensor:
+    """`query [R, d]` float32 with rows `part` of the keys: `[R, part]` float32."""
     # Keys on the left: for the few rows of a decoding step twice as fast as the other way round.
-    return (widened(keys, part, query.device) @ query.T).T
+    return (keys.read(part, query.device) @ query.T).T
 
 
 def top_tokens(score: Callable[[slice], Tensor], rows: int, length: int, k: int) -> tuple[Tensor, Tensor]:
@@ -63,24 +59,24 @@ def top_tokens(score: Callable[[slice], Tensor], rows: int, length: int, k: int)
     return best.cpu(), ids.cpu()
 
 
-def top_inner_products(query: Tensor, keys: Callable[[int], Tensor], k: int) -> Selection:
+def top_inner_products(query: Tensor, keys: Sequence[Rows], k: int) -> Selection:
     """The `k` keys of the largest inner product with each row, and these products in float32.
 
-    `query [Hkv, R, d]` float32; `keys(head)` is `[N, d]`, of any dtype, on the host.
+    `query [Hkv, R, d]` float32; `keys` of each KV head.
     """
-    found = [_top_of_head(own, keys(head), k) for head, own in enumerate(query)]
+    found = [_top_of_head(own, rows, k) for own, rows in zip(query, keys, strict=True)]
     scores, ids = (torch.stack(parts) for parts in zip(*found, strict=True))
     return Selection(ids, scores)
 
 
-def _top_of_head(query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _top_of_head(query: Tensor, keys: Rows, k: int) -> tuple[Tensor, Tensor]:
     return top_tokens(lambda part: inner_products(query, keys, part), len(query), len(keys), k)
 
 
-def page_token_scores(query: Tensor, keys: Sequence[Tensor], chosen: PageSelection) -> tuple[Tensor, Tensor]:
+def page_token_scores(query: Tensor, keys: Sequence[Rows], chosen: PageSelection) -> tuple[Tensor, Tensor]:
     """Tokens of selected pages with their exact inner products, on the host: ids int64 `[Hkv, Q, 1, n]`,
-    padded with -1, and scores float32 `[Hkv, Q, G, n]`, for `query [Hkv, Q, G, D]` and `keys` `[N, D]` of
-    each KV head.
+    padded with -1, and scores float32 `[Hkv, Q, G, n]`, for `query [Hkv, Q, G, D]` and `keys` of each KV
+    head.
     """
     pages, limit = chosen.pages.cpu(), chosen.limit.cpu()
     scores = token_scores(query.cpu(), keys, pages, chosen.page_size, limit)

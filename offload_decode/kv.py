@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from math import isqrt
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +13,7 @@ from offload_decode.attention import empty_state, softmax
 from offload_decode.kernels.dense import attend_blocks
 from offload_decode.kernels.pages import attend_pages, loaded_tokens
 from offload_decode.queries import Queries
+from offload_decode.rows import Rows, tensor_view
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
 
@@ -24,27 +22,38 @@ SCORES = 1 << 22  # of one part of the rows: a handful of float32 temporaries of
 
 
 class HostKV:
-    """The stored prefix in host memory: `gather` moves chosen rows to the device, once for each GQA group."""
+    """The stored prefix in host memory: chosen rows move to the device, once for each GQA group."""
 
     def __init__(self, store: KVStore, device: torch.device):
         self.store = store
         self.device = device
         self.length = store.manifest.n_tokens
+        self._keys: dict[tuple[int, int], Rows] = {}
+        self._values: dict[tuple[int, int], Rows] = {}
 
-    def keys(self, layer: int, head: int) -> Tensor:
-        """`[N, D]` on the host, a view of the store's file."""
-        return tensor_view(self.store.keys(layer, head))
+    def keys(self, layer: int, head: int) -> Rows:
+        """The keys of one KV head, a view of the store's file."""
+        if (layer, head) not in self._keys:
+            self._keys[layer, head] = Rows(self.store.keys(layer, head))
+        return self._keys[layer, head]
 
-    def values(self, layer: int, head: int) -> Tensor:
-        """`[N, D]` on the host, a view of the store's file."""
-        return tensor_view(self.store.values(layer, head))
+    def values(self, layer: int, head: int) -> Rows:
+        """The values of one KV head, a view of the store's file."""
+        if (layer, head) not in self._values:
+            self._values[layer, head] = Rows(self.store.values(layer, head))
+        return self._values[layer, head]
 
-    def gather(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Copy `rows[ids]` to the device as float32 `[U, D]`; pinned staging where the device is a GPU."""
-        chosen = rows.index_select(0, ids)
-        if self.device.type == "cuda":
-            chosen = chosen.pin_memory()
-        return chosen.to(self.device, non_blocking=True).float()
+    def layer_keys(self, layer: int) -> list[Rows]:
+        """The keys of every KV head of a layer."""
+        return [self.keys(layer, head) for head in range(self.store.manifest.shape.kv_heads)]
+
+    def layer_values(self, layer: int) -> list[Rows]:
+        """The values of every KV head of a layer."""
+        return [self.values(layer, head) for head in range(self.store.manifest.shape.kv_heads)]
+
+    def key_norms(self, layer: int, head: int) -> Tensor:
+        """Lengths of the keys, float32 `[N]` on the host."""
+        return tensor_view(self.store.key_norms(layer, head))
 
     def attend(
         self, layer: int, queries: Queries, selection: Selection | PageSelection, stats: StepStats
@@ -87,22 +96,20 @@ class HostKV:
         union, place = torch.unique(ids, return_inverse=True)
         pad = int(union.numel() > 0 and union[0] < 0)  # padding is -1 and sorts first
         fetch = union[pad:]
-        stored = self.values(layer, head)
-        values = self.gather(stored, fetch)
-        keys = self.gather(self.keys(layer, head), fetch) if scores is None else None
+        wanted = (self.values, self.keys) if scores is None else (self.values,)
+        stored = [rows(layer, head) for rows in wanted]
+        values, *keys = (rows.read(fetch, self.device) for rows in stored)
         gathered = time.perf_counter()
 
         member = torch.full((ids.shape[0], union.numel()), -torch.inf, device=self.device)
         place = place.to(self.device)
-        if keys is None:
-            assert scores is not None
+        if scores is not None:
             member.scatter_(1, place, scores.to(self.device))
             logits = queries.logits(member[:, pad:])
         else:
             member.scatter_(1, place, 0.0)
-            logits = queries.logits(query @ keys.T)
-        moved = fetch.numel() * stored.shape[1] * stored.element_size()
-        stats.bytes_moved += moved if keys is None else 2 * moved
+            logits = queries.logits(query @ keys[0].T)
+        stats.bytes_moved += fetch.numel() * sum(rows.row_bytes for rows in stored)
         stats.gather_s += gathered - began
         stats.attend_s += time.perf_counter() - gathered
         return logits.masked_fill(torch.isneginf(member[:, pad:]), -torch.inf), values
@@ -114,8 +121,7 @@ class HostKV:
             attend_blocks(rows[None, h : h + 1], self._blocks(layer, h), queries.scaling, queries.softcap)
             for h in heads
         ]
-        key = self.keys(layer, 0)
-        stats.bytes_moved += 2 * len(heads) * key.numel() * key.element_size()
+        stats.bytes_moved += len(heads) * self.length * self._row_bytes(layer)
         stats.attend_s += time.perf_counter() - began
         return AttentionState(
             torch.cat([state.out[0] for state in per_head]), torch.cat([state.lse[0] for state in per_head])
@@ -125,29 +131,32 @@ class HostKV:
         self, layer: int, queries: Queries, selection: PageSelection, stats: StepStats
     ) -> AttentionState:
         began = time.perf_counter()
-        heads = range(len(queries.rows))
-        keys, values = ([read(layer, head) for head in heads] for read in (self.keys, self.values))
+        keys, values = self.layer_keys(layer), self.layer_values(layer)
         state = attend_selected(queries, keys, values, selection)
         tokens = loaded_tokens(selection.pages, selection.page_size, self.length)
-        stats.bytes_moved += 2 * tokens * keys[0].shape[1] * keys[0].element_size()
+        stats.bytes_moved += tokens * self._row_bytes(layer)
         stats.attend_s += time.perf_counter() - began
         return state
+
+    def _row_bytes(self, layer: int) -> int:
+        """What moves for the key and the value of a token of one KV head."""
+        return self.keys(layer, 0).row_bytes + self.values(layer, 0).row_bytes
 
     def _blocks(self, layer: int, head: int) -> Iterator[tuple[Tensor, Tensor]]:
         keys, values = self.keys(layer, head), self.values(layer, head)
         for start in range(0, self.length, BLOCK_TOKENS):
             part = slice(start, start + BLOCK_TOKENS)
-            yield keys[None, None, part], values[None, None, part]
+            yield keys.read(part, self.device)[None, None], values.read(part, self.device)[None, None]
 
 
 def attend_selected(
     queries: Queries,
-    keys: Sequence[Tensor] | Tensor,
-    values: Sequence[Tensor] | Tensor,
+    keys: Sequence[Rows] | Tensor,
+    values: Sequence[Rows] | Tensor,
     selection: PageSelection,
 ) -> AttentionState:
-    """Attend from R rows to selected pages of `keys` and `values`, `[N, D]` for each KV head: `out
-    [Hkv, R, D]`, `lse [Hkv, R]`.
+    """Attend from R rows to selected pages of `keys` and `values`, the stored rows of each KV head or
+    `[Hkv, N, D]` on the queries' device: `out [Hkv, R, D]`, `lse [Hkv, R]`.
     """
     grouped = queries.by_list() if selection.shared else queries.rows.unsqueeze(2)
     out, lse = attend_pages(
@@ -163,22 +172,3 @@ def attend_selected(
     if selection.shared:
         return AttentionState(queries.by_row(out), queries.by_row(lse))
     return AttentionState(out.squeeze(2), lse.squeeze(2))
-
-
-def tensor_view(array: np.ndarray[Any, Any]) -> Tensor:
-    """A tensor over the same memory. Read-only maps are welcome: nothing here writes to a prefix."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")
-        if array.dtype.name == "bfloat16":
-            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-        return torch.from_numpy(array)
-
-
-def numpy_view(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A numpy array over a CPU tensor; bfloat16 becomes `ml_dtypes.bfloat16`."""
-    tensor = tensor.detach().contiguous().cpu()
-    if tensor.dtype is torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()

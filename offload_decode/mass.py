@@ -125,7 +125,7 @@ class MassBudget:
         if (layer, head) not in self._samples:
             drawn = np.random.default_rng((layer, head)).choice(self.host.length, self.size, replace=False)
             ids = torch.from_numpy(np.sort(drawn))
-            keys = self.host.gather(self.host.keys(layer, head), ids)
+            keys = self.host.keys(layer, head).read(ids, self.host.device)
             self._samples[layer, head] = ids.to(self.host.device), keys
         return self._samples[layer, head]
 
@@ -147,8 +147,7 @@ def scored(host: HostKV, layer: int, queries: Queries, chosen: Chosen) -> Select
     if isinstance(chosen, Selection):
         return chosen if chosen.ids is None else exact_scores(host, layer, queries, chosen)
     query = queries.by_list() if chosen.shared else queries.rows.unsqueeze(2)
-    keys = [host.keys(layer, head) for head in range(len(query))]
-    ids, scores = page_token_scores(query, keys, chosen)
+    ids, scores = page_token_scores(query, host.layer_keys(layer), chosen)
     # A ragged page leaves padding between tokens: places are counted later, so it goes to the end.
     order = (ids < 0).int().argsort(dim=-1, stable=True)
     ids, scores = ids.gather(-1, order), scores.gather(-1, order.expand_as(scores))
@@ -168,11 +167,11 @@ def exact_scores(host: HostKV, layer: int, queries: Queries, tokens: Selection) 
     per_row = tokens.ids.shape[2]
     for head, ids in enumerate(tokens.ids.flatten(1)):
         keys = host.keys(layer, head)
-        moved += len(ids) * keys.shape[1] * keys.element_size()
-        step = max(1, GATHERED // keys.shape[1])
+        moved += len(ids) * keys.row_bytes
+        step = max(1, GATHERED // keys.dim)
         for start in range(0, len(ids), step):
             own = ids[start : start + step].clamp(min=0)
             row = torch.arange(start, start + len(own), device=host.device) // per_row
-            products = host.gather(keys, own) * queries.rows[head, row]
+            products = keys.read(own, host.device) * queries.rows[head, row]
             scores[head].view(-1)[start : start + len(own)] = products.sum(-1)
     return Selection(tokens.ids, scores.masked_fill((tokens.ids < 0).to(host.device), -torch.inf), moved)

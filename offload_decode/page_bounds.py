@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload_decode.errors import ConfigError, StoreError
-from offload_decode.kv import tensor_view
 from offload_decode.paging import SCALE_PAGES, PageBounds
+from offload_decode.rows import Rows, tensor_view
 from offload_decode.store.reader import KVStore
 
 METADATA = ("fp16", "int8")
@@ -25,6 +25,7 @@ def stored_bounds(store: KVStore, layer: int, page_size: int, metadata: str) -> 
     """
     bounds, manifest = GrowingBounds(page_size, metadata), store.manifest
     heads, stride = range(manifest.shape.kv_heads), manifest.page_size
+    host = torch.device("cpu")
     step = max(1, STEP_TOKENS // stride) * stride
     for start in range(0, manifest.n_tokens, step):
         end = min(start + step, manifest.n_tokens)
@@ -34,7 +35,8 @@ def stored_bounds(store: KVStore, layer: int, page_size: int, metadata: str) -> 
             lower, upper = (torch.stack([tensor_view(page[side][part]) for page in own]) for side in (0, 1))
             bounds.append_pages(lower, upper, stride, end - start)
         else:
-            bounds.append(torch.stack([tensor_view(store.keys(layer, head)[start:end]) for head in heads]))
+            keys = [Rows(store.keys(layer, head)[start:end]) for head in heads]
+            bounds.append(torch.stack([own.read(slice(None), host) for own in keys]))
     return bounds
 
 

@@ -1,7 +1,8 @@
-"""Dense chunked prefill: model to store in memory that does not grow with the corpus.
+"""Chunked prefill: model to store in memory that does not grow with the corpus.
 
-Each chunk attends to itself causally and to everything before it, which is read back from the store block
-by block and merged by log-sum-exp (METHODS §1), so that chunked equals unchunked.
+Each chunk attends to itself causally and to what its method chooses of everything before it, which is read
+back from the store block by block and merged by log-sum-exp (METHODS §1), so that dense chunked prefill
+equals unchunked.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload_decode.kernels.dense import attend_blocks
-from offload_decode.kv import BLOCK_TOKENS, numpy_view, tensor_view
+from offload_decode.kv import BLOCK_TOKENS
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel
+from offload_decode.queries import Queries
+from offload_decode.rows import Rows, numpy_view, tensor_view
 from offload_decode.store.writer import KVStoreWriter
-from offload_decode.types import AttentionState, LayerKind, ModelShape
+from offload_decode.types import AttentionState, LayerKind
+from prefill_jobs.methods.base import Method
 
 
 class StagedPrefix:
@@ -26,9 +30,10 @@ class StagedPrefix:
 
     remembers = False
 
-    def __init__(self, writer: KVStoreWriter, shape: ModelShape):
+    def __init__(self, writer: KVStoreWriter, method: Method):
         self.writer = writer
-        self.shape = shape
+        self.method = method
+        self.shape = method.shape
 
     @property
     def length(self) -> int:
@@ -36,22 +41,50 @@ class StagedPrefix:
         return self.writer.done
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
-        """Dense attention from `query [1, H, T, D]` to everything written, one block in memory at a time."""
+        """Attention from `query [1, H, T, D]` to what the method chooses, one block in memory at a time."""
         self._sample(layer, query)
-        return attend_blocks(query, self._blocks(layer), scaling, softcap)
+        chosen = None
+        if self.length:
+            rows = query[0].float().reshape(self.shape.kv_heads, -1, query.shape[-1])
+            asking = Queries(rows, scaling, softcap, self.shape.group, query.shape[2])
+            chosen = self.method.select(layer, asking, self)
+        device = query.device
+        blocks = self._blocks(layer, device) if chosen is None else self._chosen(layer, chosen, device)
+        return attend_blocks(query, blocks, scaling, softcap)
 
     def attend_tail(self, *_: object) -> None:
         """All of the chunk is attended."""
 
-    def _blocks(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def keys(self, layer: int, head: int) -> Rows:
+        """The N keys of one KV head, as they are stored."""
+        return Rows(self.writer.keys(layer, head))
+
+    def values(self, layer: int, head: int) -> Rows:
+        """The N values of one KV head, as they are stored."""
+        return Rows(self.writer.values(layer, head))
+
+    def key_norms(self, layer: int, head: int) -> Tensor:
+        """Lengths of the keys, float32 `[N]` on the host."""
+        return tensor_view(self.writer.key_norms(layer, head))
+
+    def _chosen(self, layer: int, ids: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        ids = ids.sort(dim=1).values  # nearly sequential reads
+        for start in range(0, ids.shape[1], BLOCK_TOKENS):
+            part = list(enumerate(ids[:, start : start + BLOCK_TOKENS]))
+            yield (
+                torch.stack([self.keys(layer, head).read(own, device) for head, own in part])[None],
+                torch.stack([self.values(layer, head).read(own, device) for head, own in part])[None],
+            )
+
+    def _blocks(self, layer: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         heads = range(self.shape.kv_heads)
-        keys = [tensor_view(self.writer.keys(layer, head)) for head in heads]
-        values = [tensor_view(self.writer.values(layer, head)) for head in heads]
+        keys = [self.keys(layer, head) for head in heads]
+        values = [self.values(layer, head) for head in heads]
         for start in range(0, self.length, BLOCK_TOKENS):
             part = slice(start, min(start + BLOCK_TOKENS, self.length))
             yield (
-                torch.stack([key[part] for key in keys])[None],
-                torch.stack([value[part] for value in values])[None],
+                torch.stack([key.read(part, device) for key in keys])[None],
+                torch.stack([value.read(part, device) for value in values])[None],
             )
 
     def _sample(self, layer: int, query: Tensor) -> None:
@@ -67,11 +100,11 @@ def prefill_chunks(
     loaded: LoadedModel,
     writer: KVStoreWriter,
     tokens: NDArray[np.int32],
-    chunk: int,
+    method: Method,
     progress: Callable[[int], None],
 ) -> None:
     """Run `tokens [N]` through the model from where the writer stands, committing after every chunk."""
-    prefix = StagedPrefix(writer, loaded.shape)
+    prefix, chunk = StagedPrefix(writer, method), method.options.chunk
     windows = {
         layer: _to_device(writer.window(layer), loaded.device)
         for layer, kind in enumerate(loaded.shape.layers)

@@ -10,8 +10,9 @@ import torch
 
 from offload_decode import kv
 from offload_decode.attention import attend
-from offload_decode.kv import HostKV, numpy_view, tensor_view
+from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
+from offload_decode.rows import numpy_view, tensor_view
 from offload_decode.tail_kv import TailKV
 from offload_decode.types import Selection, StepStats
 

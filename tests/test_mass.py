@@ -16,6 +16,7 @@ from offload_decode.budgets import Budget
 from offload_decode.mass import MassBudget, cut, exact_scores
 from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
+from offload_decode.rows import Rows, numpy_view
 from offload_decode.types import PageSelection, Selection
 
 HEADS, GROUP, TOKENS, DIM = 2, 2, 3, 16
@@ -31,10 +32,10 @@ class Host:
         self.length = keys.shape[1]
 
     def keys(self, layer, head):
-        return self.stored[head]
+        return Rows(numpy_view(self.stored[head]))
 
-    def gather(self, rows, ids):
-        return rows.index_select(0, ids).float()
+    def layer_keys(self, layer):
+        return [self.keys(layer, head) for head in range(len(self.stored))]
 
 
 def normal(*shape, seed):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from offload_decode import page_bounds
 from offload_decode.errors import ConfigError, StoreError
-from offload_decode.kv import numpy_view
 from offload_decode.page_bounds import GrowingBounds, stored_bounds
+from offload_decode.rows import numpy_view
 
 SIZES = st.sampled_from([1, 3, 7, 16, 32])
 DTYPES = {"fp16": [torch.float16, torch.bfloat16, torch.float32], "int8": [torch.bfloat16, torch.float32]}

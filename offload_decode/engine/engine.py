@@ -16,10 +16,11 @@ from torch import Tensor
 from offload_decode.engine.prefix import StoredPrefix
 from offload_decode.engine.sampler import Sampler
 from offload_decode.errors import ConfigError, ModelError
-from offload_decode.kv import HostKV, tensor_view
+from offload_decode.kv import HostKV
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel, load, wrap
 from offload_decode.models.prompt import Prompt, prompt_for
+from offload_decode.rows import tensor_view
 from offload_decode.selectors.base import Selector
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
@@ -63,16 +64,18 @@ class Engine:
         selector: str = "topk",
         options: Mapping[str, object] | None = None,
         device: str = "auto",
+        weights: str = "auto",
     ) -> Engine:
         """Open a store for questions.
 
         `model` is an id as for `load`, a transformers model that is loaded already, a `LoadedModel`, or
-        None for the one that the store names. Raises `StoreError` if the store is damaged or of another
-        model or tokenizer, `ConfigError` for options that the selector does not have.
+        None for the one that the store names. An id is loaded with `weights` as for `load`. Raises
+        `StoreError` if the store is damaged or of another model or tokenizer, `ConfigError` for options that
+        the selector does not have.
         """
         opened = store if isinstance(store, KVStore) else KVStore.open(store)
         if model is None or isinstance(model, str):
-            loaded = load(model or opened.manifest.model_id, device, opened.manifest.dtype)
+            loaded = load(model or opened.manifest.model_id, device, opened.manifest.dtype, weights)
         else:
             loaded = model if isinstance(model, LoadedModel) else wrap(model)
         opened.check_model(

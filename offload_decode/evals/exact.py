@@ -16,6 +16,7 @@ from offload_decode.attention import attend, empty_state, merge_states, softmax
 from offload_decode.kv import BLOCK_TOKENS, HostKV
 from offload_decode.queries import Queries
 from offload_decode.ranking import top_scores
+from offload_decode.rows import Rows
 
 MEASURES = ("recall", "mass", "error", "approximation", "search")
 _NUMBERS = 1 << 24  # of the gathered keys or values [r, k, D] that are in memory at once
@@ -62,9 +63,8 @@ class Exact:
             rows = queries.rows[None, head : head + 1, start : start + step]
             state = empty_state(rows)
             for first in range(0, length, BLOCK_TOKENS):
-                key, value = (
-                    part[None, None, first : first + BLOCK_TOKENS].to(rows.device) for part in (keys, values)
-                )
+                part = slice(first, first + BLOCK_TOKENS)
+                key, value = (stored.read(part, rows.device)[None, None] for stored in (keys, values))
                 own = attend(rows, key, value, queries.scaling, softcap=queries.softcap)
                 state = merge_states(state, own)
             self.out[head, start : start + step] = state.out[0, 0]
@@ -76,7 +76,7 @@ class Exact:
         for part in self._parts(self.queries.rows.shape[1], widest):
             rows = self.queries.rows[head, part]
             scores, ids = top_scores(
-                lambda block, rows=rows: rows @ keys[block].to(rows.device).float().T,  # type: ignore[misc]
+                lambda block, rows=rows: rows @ keys.read(block, rows.device).T,  # type: ignore[misc]
                 rows.shape[:1],
                 self.host.length,
                 max(1, widest),
@@ -115,9 +115,9 @@ class Exact:
         step = max(1, _NUMBERS // max(1, width * self.queries.rows.shape[-1]))
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    def _gather(self, stored: Tensor, ids: Tensor) -> Tensor:
+    def _gather(self, stored: Rows, ids: Tensor) -> Tensor:
         """Rows of the store `[r, k, D]` in float32."""
-        return self.host.gather(stored, ids.cpu().flatten()).reshape(*ids.shape, stored.shape[1])
+        return stored.read(ids.cpu().flatten(), self.host.device).reshape(*ids.shape, stored.dim)
 
 
 def together(queries: list[Queries]) -> Queries:

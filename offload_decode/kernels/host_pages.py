@@ -20,6 +20,7 @@ from torch import Tensor
 
 from indexes.scan import BRAIN, HALF, SINGLE, score_rows, widen_row
 from offload_decode.paging import SCALE_PAGES, PageBounds
+from offload_decode.rows import Rows, numpy_view
 from offload_decode.types import AttentionState
 
 Array = npt.NDArray[Any]
@@ -60,20 +61,17 @@ def top_pages(scores: Tensor, k: int) -> Tensor:
     return torch.from_numpy(out.reshape(*scores.shape[:2], out.shape[1]))
 
 
-def token_scores(
-    query: Tensor, keys: Sequence[Tensor], pages: Tensor, page_size: int, limit: Tensor
-) -> Tensor:
+def token_scores(query: Tensor, keys: Sequence[Rows], pages: Tensor, page_size: int, limit: Tensor) -> Tensor:
     """Inner products q·k with the tokens of lists of pages, float32 `[Hkv, Q, G, K · S]` in the order of
     `paging.page_tokens` and -inf in its padding. Arguments as in `attend_pages`.
     """
     heads, lists, group, _ = query.shape
     rows, own, places = _rows(query), pages.numpy(), limit.tolist()
-    layout, stored = _LAYOUTS[keys[0].dtype], [_bits(key) for key in keys]
     out = np.full((heads, lists, group, pages.shape[2] * page_size), -np.inf, np.float32)
 
     def score(head: int, part: slice) -> None:
         chosen = (own[head, part], page_size, places[head])
-        _score_lists(rows[head, part], stored[head], layout, *chosen, out[head, part])
+        _score_lists(rows[head, part], keys[head].bits, keys[head].layout, *chosen, out[head, part])
 
     _run(score, heads, lists)
     return torch.from_numpy(out)
@@ -81,28 +79,27 @@ def token_scores(
 
 def attend_pages(
     query: Tensor,
-    keys: Sequence[Tensor] | Tensor,
-    values: Sequence[Tensor] | Tensor,
+    keys: Sequence[Rows] | Tensor,
+    values: Sequence[Rows] | Tensor,
     pages: Tensor,
     page_size: int,
     limit: Tensor,
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """As `paging.attend_pages`; `keys` and `values` are one tensor `[N, D]` for each KV head."""
+    """As `paging.attend_pages`; `keys` and `values` are the stored rows of each KV head, or a tensor."""
     heads, lists, _, _ = query.shape
     rows, own, places = _rows(query), pages.numpy(), limit.tolist()
-    layout, stored = (
-        _LAYOUTS[keys[0].dtype],
-        [(_bits(k), _bits(v)) for k, v in zip(keys, values, strict=True)],
-    )
+    stored = list(zip(_stored(keys), _stored(values), strict=True))
     out, lse = np.zeros(query.shape, np.float32), np.full(query.shape[:3], -np.inf, np.float32)
 
     def attend(head: int, part: slice) -> None:
+        key, value = stored[head]
         _attend_lists(
             rows[head, part],
-            *stored[head],
-            layout,
+            key.bits,
+            value.bits,
+            (key.layout, value.layout),
             own[head, part],
             page_size,
             places[head],
@@ -142,6 +139,10 @@ def _rows(query: Tensor) -> Array:
     rows: Array = query.float().contiguous().numpy()
     padding = -rows.shape[-2] % _QUERIES
     return np.pad(rows, [(0, 0)] * (rows.ndim - 2) + [(0, padding), (0, 0)]) if padding else rows
+
+
+def _stored(parts: Sequence[Rows] | Tensor) -> Sequence[Rows]:
+    return [Rows(numpy_view(own)) for own in parts] if isinstance(parts, Tensor) else parts
 
 
 def _bits(numbers: Tensor) -> Array:
@@ -258,7 +259,7 @@ def _attend_lists(
     query: Any,
     keys: Any,
     values: Any,
-    layout: int,
+    layouts: Any,
     pages: Any,
     page_size: int,
     limit: int,
@@ -270,10 +271,10 @@ def _attend_lists(
     weights = np.empty((out.shape[1], pages.shape[1] * page_size), np.float32)
     for q in range(len(out)):
         weights[:] = -np.inf
-        _score_list(query[q], keys, layout, pages[q], page_size, limit, weights)
+        _score_list(query[q], keys, layouts[0], pages[q], page_size, limit, weights)
         for g in range(out.shape[1]):
             lse[q, g] = _softmax(weights[g], scaling, softcap)
-        _add_values(weights, values, layout, pages[q], page_size, limit, out[q])
+        _add_values(weights, values, layouts[1], pages[q], page_size, limit, out[q])
 
 
 @njit(nogil=True, cache=True)
@@ -302,7 +303,7 @@ def _add_values(
     weights: Any, values: Any, layout: int, pages: Any, page_size: int, limit: int, out: Any
 ) -> None:
     """Adds the values of one list, weighted by `weights [G, K · S]`, to `out [G, D]`."""
-    row = np.empty(values.shape[1], np.float32)
+    row = np.empty(out.shape[1], np.float32)
     for j in range(len(pages)):
         start, place = pages[j] * page_size, j * page_size
         if start < 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 from offload_decode.attention import empty_state
 from offload_decode.kernels import host_pages
 from offload_decode.paging import PageBounds
+from offload_decode.rows import Rows
 from offload_decode.types import AttentionState
 
 
@@ -33,17 +34,17 @@ def top_pages(scores: Tensor, k: int) -> Tensor:
 
 def attend_pages(
     query: Tensor,
-    keys: Sequence[Tensor] | Tensor,
-    values: Sequence[Tensor] | Tensor,
+    keys: Sequence[Rows] | Tensor,
+    values: Sequence[Rows] | Tensor,
     pages: Tensor,
     page_size: int,
     limit: Tensor,
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """As `paging.attend_pages`, with `keys` and `values` `[N, D]` for each KV head: one tensor on the device,
-    which is read where it lies, or several in host memory, of which a device gets the pages that any list
-    names, once for each KV head.
+    """As `paging.attend_pages`, with `keys` and `values` either one tensor on the device, which is read where
+    it lies, or the stored rows of each KV head, of which a device gets the pages that any list names, once
+    for each KV head.
     """
     if query.device.type != "cuda":
         return host_pages.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
@@ -51,7 +52,9 @@ def attend_pages(
         return empty_state(query)
     from offload_decode.kernels import device_pages
 
-    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        assert isinstance(keys, Tensor)
+        assert isinstance(values, Tensor)
         return device_pages.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
     staged = gather_pages(keys, values, pages, page_size, query.device)
     return device_pages.attend_pages(query, *staged, page_size, limit, scaling, softcap)
@@ -66,14 +69,14 @@ def loaded_tokens(pages: Tensor, page_size: int, n_tokens: int) -> int:
 
 
 def gather_pages(
-    keys: Sequence[Tensor] | Tensor,
-    values: Sequence[Tensor] | Tensor,
+    keys: Sequence[Rows],
+    values: Sequence[Rows],
     pages: Tensor,
     page_size: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies the pages that any list names to `device`: keys and values `[Hkv, M, D]`, and `pages` as they
-    are numbered there.
+    """Copies the pages that any list names to `device`, as they are stored, and makes floats of them there:
+    keys and values `[Hkv, M, D]`, and `pages` as they are numbered there.
 
     Every KV head has room for as many whole pages as the one that needs most; a ragged last page comes after
     that room, so that the end of the copy cuts it as the end of the store did.
@@ -82,23 +85,24 @@ def gather_pages(
     named = pages.cpu()
     unions = [_union(own) for own in named]
     room = max(int((union < whole).sum()) for union in unions)
-    shape = (len(keys), room * page_size + rest, keys[0].shape[1])
+    shape, pinned = (len(keys), room * page_size + rest), device.type == "cuda"
     staged = [
-        torch.empty(shape, dtype=part[0].dtype, pin_memory=device.type == "cuda") for part in (keys, values)
+        torch.empty(*shape, part[0].raw.shape[1], dtype=part[0].raw.dtype, pin_memory=pinned)
+        for part in (keys, values)
     ]
     renumbered = torch.empty_like(named)
     for head, (union, own) in enumerate(zip(unions, named, strict=True)):
         fetch = union[union < whole]
-        for part, copy in zip((keys[head], values[head]), staged, strict=True):
-            chosen = copy[head, : len(fetch) * page_size].view(len(fetch), page_size, shape[2])
-            stored = part[: whole * page_size].view(whole, page_size, shape[2])
+        for part, copy in zip((keys[head].raw, values[head].raw), staged, strict=True):
+            chosen = copy[head, : len(fetch) * page_size].view(len(fetch), page_size, part.shape[1])
+            stored = part[: whole * page_size].view(whole, page_size, part.shape[1])
             torch.index_select(stored, 0, fetch, out=chosen)
             copy[head, len(fetch) * page_size : room * page_size] = 0  # no garbage that is NaN
             copy[head, room * page_size :] = part[whole * page_size :]
         place = torch.where(own == whole, room, torch.searchsorted(union, own))
         renumbered[head] = torch.where(own < 0, -1, place)
-    own_keys, own_values, numbers = (part.to(device, non_blocking=True) for part in (*staged, renumbered))
-    return own_keys, own_values, numbers
+    raw_keys, raw_values, numbers = (part.to(device, non_blocking=True) for part in (*staged, renumbered))
+    return keys[0].floats(raw_keys), values[0].floats(raw_values), numbers
 
 
 def _union(pages: Tensor) -> Tensor:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from offload_decode.errors import ConfigError, ModelError, OffloadDecodeError
+from offload_decode.memory import lifted
 from offload_decode.models.architectures import rope_parameters, shape_of
 from offload_decode.models.attention import activate
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.types import ModelShape
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -88,11 +90,14 @@ class LoadedModel:
         cache.check_attended()
 
 
-def load(model_id: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str = "auto") -> LoadedModel:
     """Load `demo` (the shipped model), a folder, or a transformers id, with its tokenizer.
 
     `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
-    `float32`. Raises `ModelError`, `UnsupportedModel` or `ConfigError`.
+    `float32`. `weights` is `auto` (in that dtype), `int8` or `int4` (`models.quantised`): the model's hash is
+    that of the checkpoint, so that it opens what the checkpoint prefilled. On the CPU the checkpoint is a map
+    of its files while it is read, copied only where `dtype` is another. Raises `ModelError`,
+    `UnsupportedModel` or `ConfigError`.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -100,16 +105,20 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto") -> LoadedMode
 
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"unknown dtype '{dtype}'; choose one of: auto, {', '.join(DTYPES)}")
+    check_weights(weights)
     chosen_device = pick_device(device)
-    source = _source(model_id)
+    source = source_of(model_id)
     if (model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1) and not Path(source).is_dir():
         raise ModelError(f"there is no folder {model_id}: give 'demo', a folder, or a transformers id")
     try:
-        shape_of(AutoConfig.from_pretrained(source))
+        config = AutoConfig.from_pretrained(source)
+        shape_of(config)
         tokenizer = AutoTokenizer.from_pretrained(source)
         logging.disable_progress_bar()  # a bar of its own would tear the one that the caller shows
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES.get(dtype, "auto"))
-        model = model.to(chosen_device)
+        with lifted(lambda: _checkpoint_bytes(config)):
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES.get(dtype, "auto"))
+            fingerprint = weights_hash(model)
+            model = model.to(chosen_device) if weights == "auto" else quantise(model, weights, chosen_device)
     except OffloadDecodeError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -119,12 +128,15 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto") -> LoadedMode
         ) from error
     # A store must find its model again from any folder.
     known_as = str(Path(model_id).resolve()) if model_id != "demo" and Path(model_id).is_dir() else model_id
-    return wrap(model, tokenizer, known_as)
+    return wrap(model, tokenizer, known_as, fingerprint)
 
 
-def wrap(model: Any, tokenizer: Any | None = None, model_id: str | None = None) -> LoadedModel:
+def wrap(
+    model: Any, tokenizer: Any | None = None, model_id: str | None = None, fingerprint: str | None = None
+) -> LoadedModel:
     """Take a transformers model that is loaded already; its attention is switched to the registered function.
 
+    `fingerprint` is the `weights_hash` of the checkpoint, where the model no longer holds its weights.
     Raises `UnsupportedModel` for an architecture that is not served exactly.
     """
     shape = shape_of(model.config)
@@ -138,7 +150,7 @@ def wrap(model: Any, tokenizer: Any | None = None, model_id: str | None = None) 
         model_id=model_id or model.config._name_or_path or model.config.model_type,
         shape=shape,
         config_hash=config_hash(model.config),
-        weights_hash=weights_hash(model),
+        weights_hash=fingerprint or weights_hash(model),
         tokenizer_hash=tokenizer_hash(tokenizer),
         rope=rope_parameters(model.config),
         dtype=dtype,
@@ -199,5 +211,16 @@ def tokenizer_hash(tokenizer: Any | None) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _source(model_id: str) -> str:
+def source_of(model_id: str) -> str:
+    """What transformers is to load: the shipped model's folder for `demo`."""
     return str(files("offload_decode") / "demo_model") if model_id == "demo" else model_id
+
+
+def _checkpoint_bytes(config: Any) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(
+            weight.numel() * weight.element_size()
+            for weight in AutoModelForCausalLM.from_config(config).parameters()
+        )

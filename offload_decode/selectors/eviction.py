@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention import softmax
-from offload_decode.kv import HostKV, tensor_view
+from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
+from offload_decode.rows import tensor_view
 from offload_decode.selectors import base
 from offload_decode.types import ModelShape, Selection
 
@@ -61,7 +62,8 @@ class Evicting(base.Memory[Kept]):
         if k >= self.host.length:
             return base.EVERYTHING
         ids, merit, tail = self.state.get(layer) or self._replayed(layer, queries, k)
-        keys = [self.host.gather(self.host.keys(layer, head), own) for head, own in enumerate(ids.cpu())]
+        stored = self.host.layer_keys(layer)
+        keys = [rows.read(own, self.host.device) for rows, own in zip(stored, ids.cpu(), strict=True)]
         scores = queries.by_token()[:, 0] @ torch.stack(keys)[:, None].transpose(-1, -2)  # [Hkv, G, T, m]
         logits, seen = queries.logits(scores), []
         for row in range(queries.tokens):
@@ -73,7 +75,7 @@ class Evicting(base.Memory[Kept]):
 
         per_row = torch.stack(seen, dim=1)[:, None].expand_as(scores)
         scores, order = scores.masked_fill(per_row < 0, -torch.inf).sort(dim=-1, descending=True)
-        moved = ids.numel() * keys[0].shape[1] * self.host.keys(layer, 0).element_size()
+        moved = ids.numel() * stored[0].row_bytes
         return Selection(per_row.gather(-1, order).flatten(1, 2).cpu(), scores.flatten(1, 2), moved)
 
     def _step(
@@ -101,7 +103,7 @@ class Evicting(base.Memory[Kept]):
         """The cache after the prefill: slots for k tokens and for those that come between two samples."""
         host, store, device = self.host, self.host.store, queries.rows.device
         heads = range(self.shape.kv_heads)
-        stored = [host.keys(layer, head) for head in heads]
+        stored = host.layer_keys(layer)
         asked = torch.stack([tensor_view(store.queries(layer, head)) for head in heads]).to(device).float()
 
         positions, first = np.unique(store.query_positions, return_index=True)
@@ -120,7 +122,7 @@ class Evicting(base.Memory[Kept]):
             taken = free[:, : end - start]
             ids[rows, taken] = torch.arange(start, end, device=device)
             merit[rows, taken] = 0.0
-            keys[rows, taken] = torch.stack([own[start:end] for own in stored]).to(device).float()
+            keys[rows, taken] = torch.stack([own.read(slice(start, end), device) for own in stored])
             logits = queries.logits(asked[:, sample[0] : sample[-1] + 1] @ keys.transpose(1, 2))
             merit, free = self._step(ids, merit, logits, weight, end, k)
             ids[rows, free] = -1

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from offload_decode.key_scores import blocks, top_tokens, widened
+from offload_decode.key_scores import blocks, top_tokens
 from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
+from offload_decode.rows import Rows
 from offload_decode.selectors import base
 from offload_decode.types import ModelShape, Selection
 
@@ -33,18 +34,15 @@ class KeyDiff(base.Selector):
         """The k least similar, the same for every row of a KV head."""
         ranked = self._ranked.get(layer)
         if ranked is None or ranked.shape[1] < k:
-            heads = range(self.shape.kv_heads)
-            ranked = torch.stack([self._least_similar(self.host.keys(layer, head), k) for head in heads])
+            ranked = torch.stack([self._least_similar(keys, k) for keys in self.host.layer_keys(layer)])
             self._ranked[layer] = ranked
         return Selection(ranked[:, None, :k].expand(-1, queries.rows.shape[1], -1))
 
-    def _least_similar(self, keys: Tensor, k: int) -> Tensor:
+    def _least_similar(self, keys: Rows, k: int) -> Tensor:
         length, device = len(keys), self.host.device
 
         def unit(part: slice) -> Tensor:
-            return normalize(widened(keys, part, device), dim=-1)
+            return normalize(keys.read(part, device), dim=-1)
 
-        anchor = sum(
-            (unit(part).sum(0) for part in blocks(length)), torch.zeros(keys.shape[1], device=device)
-        )
+        anchor = sum((unit(part).sum(0) for part in blocks(length)), torch.zeros(keys.dim, device=device))
         return top_tokens(lambda part: -(unit(part) @ anchor)[None], 1, length, k)[1][0]

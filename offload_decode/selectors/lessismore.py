@@ -95,7 +95,7 @@ class LessIsMore(base.Selector):
         layer will ask for.
         """
         length, rows = self.host.length, queries.rows
-        stored = [self.host.keys(layer, head) for head in range(len(rows))]
+        stored = self.host.layer_keys(layer)
         k = max(self.budgets[taker] or 0 for taker in self.budgets if self._source(taker) == layer)
 
         def logits(head: int, part: slice) -> Tensor:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload_decode.key_scores import blocks, channels, top_inner_products, widened
+from offload_decode.key_scores import blocks, channels, top_inner_products
 from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
+from offload_decode.rows import Rows, numpy_view
 from offload_decode.selectors import base
 from offload_decode.types import ModelShape, Selection
 
@@ -32,41 +33,41 @@ class Loki(base.Selector):
     name = "loki"
     paper = "https://arxiv.org/abs/2406.02542"
     reads = "dims of D numbers of every key"
-    holds = "dims of D numbers of every key in the store's dtype, from a layer's first use on"
+    holds = "dims of D numbers of every key, as floats, from a layer's first use on"
     options_type = Options
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         super().__init__(options, host, shape)
         self.dims = channels(options.dims, shape.head_dim, "dims")
-        self._rotated: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._rotated: dict[int, tuple[Tensor, list[Rows]]] = {}
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The k best by scores in the first components."""
         if layer not in self._rotated:
-            stored = [self.host.keys(layer, head) for head in range(len(queries.rows))]
+            stored = self.host.layer_keys(layer)
             bases = [principal_components(own, self.dims, self.host.device) for own in stored]
             self._rotated[layer] = torch.stack(bases), [*map(rotate, stored, bases)]
         basis, keys = self._rotated[layer]
-        return Selection(top_inner_products(queries.rows @ basis, keys.__getitem__, k).ids)
+        return Selection(top_inner_products(queries.rows @ basis, keys, k).ids)
 
 
-def principal_components(keys: Tensor, dims: int, device: torch.device) -> Tensor:
-    """The `dims` directions of largest variance of `keys [N, D]`, as float32 columns `[D, dims]`."""
-    length, dim = keys.shape
+def principal_components(keys: Rows, dims: int, device: torch.device) -> Tensor:
+    """The `dims` directions of largest variance of the keys, as float32 columns `[D, dims]`."""
+    length, dim = len(keys), keys.dim
     mean = torch.zeros(dim, dtype=torch.float64, device=device)
     for part in blocks(length):
-        mean += widened(keys, part, device).sum(0) / length
+        mean += keys.read(part, device).sum(0) / length
     covariance = torch.zeros(dim, dim, dtype=torch.float64, device=device)
     for part in blocks(length):
-        centred = widened(keys, part, device) - mean.float()
+        centred = keys.read(part, device) - mean.float()
         covariance += centred.T @ centred / length
     ascending: Tensor = torch.linalg.eigh(covariance).eigenvectors
     return ascending.flip(-1)[:, :dims].float()
 
 
-def rotate(keys: Tensor, basis: Tensor) -> Tensor:
-    """`keys [N, D]` in a basis `[D, dims]`: `[N, dims]` on the host, in the dtype of the keys."""
-    rotated = keys.new_empty(len(keys), basis.shape[1])
+def rotate(keys: Rows, basis: Tensor) -> Rows:
+    """The keys in a basis `[D, dims]`: rows of `dims` channels, plain floats."""
+    rotated = torch.empty(len(keys), basis.shape[1], dtype=keys.dtype)
     for part in blocks(len(keys)):
-        rotated[part] = widened(keys, part, basis.device) @ basis
-    return rotated
+        rotated[part] = (keys.read(part, basis.device) @ basis).cpu()
+    return Rows(numpy_view(rotated))

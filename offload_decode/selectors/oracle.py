@@ -21,4 +21,4 @@ class Oracle(base.Selector):
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The k keys of largest inner product, with their scores."""
-        return top_inner_products(queries.rows, lambda head: self.host.keys(layer, head), k)
+        return top_inner_products(queries.rows, self.host.layer_keys(layer), k)

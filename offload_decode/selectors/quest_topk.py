@@ -55,7 +55,6 @@ class QuestTopK(quest.Quest):
     def _best_tokens(self, layer: int, query: Tensor, tokens: int, k: int) -> tuple[Tensor, Tensor]:
         """Ids and scores `[Hkv, Q, G, k]` for `query [Hkv, Q, G, D]`."""
         chosen = self.best_pages(self.bounds(layer), self.host.length, query, tokens)
-        keys = [self.host.keys(layer, head) for head in range(len(query))]
-        ids, scores = page_token_scores(query, keys, chosen)
+        ids, scores = page_token_scores(query, self.host.layer_keys(layer), chosen)
         place = top_pages(scores.flatten(1, 2), k).reshape(*scores.shape[:3], -1)
         return ids.expand(scores.shape).gather(3, place), scores.gather(3, place)

@@ -3,7 +3,8 @@
 QuoKA (ICLR 2026), §3 and Algorithm 1. A chunk here is what one forward pass brings: a question, or one
 generated token, for which only the cosine of a key with the group's mean of queries at unit length is left.
 Queries are ranked in each query head on its own, and averaged over the group rank by rank; a chunk of no
-more than `queries` tokens is kept whole, and averaged token by token.
+more than `queries` tokens is kept whole, and averaged token by token. `prefill_jobs.methods.quoka` chooses
+for the chunks of a prefill in the same way.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from offload_decode.errors import ConfigError
-from offload_decode.key_scores import blocks, inner_products, top_tokens, widened
-from offload_decode.kv import HostKV
+from offload_decode.key_scores import inner_products, top_tokens
 from offload_decode.queries import Queries
+from offload_decode.rows import Rows
 from offload_decode.selectors import base
-from offload_decode.types import ModelShape, Selection
+from offload_decode.types import Selection
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
-    """`queries`: how many of a chunk's queries choose (N_Q). `similarity`: `cosine` or `dot`; `reduce`: over
-    these queries, `max` or `mean`: the second ones are the paper's ablations (appendix I).
+class Scoring:
+    """How QuoKA scores keys. `queries`: how many of a chunk's queries choose (N_Q). `similarity`: `cosine` or
+    `dot`; `reduce`: over these queries, `max` or `mean`: the second ones are the paper's ablations (appendix
+    I).
     """
 
     queries: int = 16
@@ -40,6 +42,36 @@ class Options(base.Options):
         if self.reduce not in ("max", "mean"):
             raise ConfigError(f"unknown reduce '{self.reduce}'; choose one of: max, mean")
 
+    def representatives(self, queries: Queries) -> Tensor:
+        """The queries that score the keys, `Qbar [Hkv, batch, min(N_Q, T), D]`."""
+        chunk = queries.by_token()
+        if queries.tokens > self.queries:
+            likeness = cosine_similarity(chunk, chunk.mean(3, keepdim=True), dim=-1)
+            kept = likeness.topk(self.queries, largest=False).indices
+            chunk = chunk.gather(3, kept.unsqueeze(-1).expand(*kept.shape, chunk.shape[-1]))
+        if self.similarity == "cosine":
+            chunk = normalize(chunk, dim=-1)
+        return chunk.mean(2)
+
+    def best_keys(self, asking: Tensor, keys: Rows, norms: Tensor, k: int) -> Tensor:
+        """Ids int64 `[batch, min(k, N)]`, best first, of `keys` with lengths `norms [N]`, for the
+        representatives `asking [batch, n, D]` of one KV head.
+        """
+
+        def score(part: slice) -> Tensor:
+            scores = inner_products(asking.flatten(0, 1), keys, part).reshape(*asking.shape[:2], -1)
+            scores = scores.amax(1) if self.reduce == "max" else scores.mean(1)
+            if self.similarity == "cosine":
+                scores /= norms[part].to(asking.device).clamp(min=torch.finfo(torch.float32).tiny)
+            return scores
+
+        return top_tokens(score, len(asking), len(keys), k)[1]
+
+
+@dataclass(frozen=True)
+class Options(Scoring, base.Options):
+    """Those of every selector, and how keys are scored."""
+
 
 class QuoKA(base.Selector):
     """Select, for all of a chunk, the keys most similar to its queries that are least like their mean."""
@@ -47,51 +79,17 @@ class QuoKA(base.Selector):
     name = "quoka"
     paper = "https://openreview.net/forum?id=YS4N1YxXSM"
     reads = "every key and its norm, once for the whole group and chunk"
-    holds = "the norm of every key in float32, from a layer's first use on"
+    holds = "nothing"
     options_type = Options
     options: Options
     per_row = False
     one_question = True
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
-        self._norms: dict[int, Tensor] = {}  # float32 [Hkv, N] on the host
-
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The k best for each sequence and KV head, shared by all rows of both."""
-        if self.options.similarity == "cosine" and layer not in self._norms:
-            heads = range(self.shape.kv_heads)
-            self._norms[layer] = torch.stack([self._norm(self.host.keys(layer, head)) for head in heads])
-        asking = self.representatives(queries)
-        ids = torch.stack([self._best(layer, head, own, k) for head, own in enumerate(asking)])
+        found = [
+            self.options.best_keys(own, self.host.keys(layer, head), self.host.key_norms(layer, head), k)
+            for head, own in enumerate(self.options.representatives(queries))
+        ]
         rows = queries.group * queries.tokens
-        return Selection(ids.unsqueeze(2).expand(-1, -1, rows, -1).flatten(1, 2))
-
-    def representatives(self, queries: Queries) -> Tensor:
-        """The queries that score the keys, `Qbar [Hkv, batch, min(N_Q, T), D]`."""
-        chunk = queries.by_token()
-        if queries.tokens > self.options.queries:
-            likeness = cosine_similarity(chunk, chunk.mean(3, keepdim=True), dim=-1)
-            kept = likeness.topk(self.options.queries, largest=False).indices
-            chunk = chunk.gather(3, kept.unsqueeze(-1).expand(*kept.shape, chunk.shape[-1]))
-        if self.options.similarity == "cosine":
-            chunk = normalize(chunk, dim=-1)
-        return chunk.mean(2)
-
-    def _best(self, layer: int, head: int, asking: Tensor, k: int) -> Tensor:
-        keys = self.host.keys(layer, head)
-
-        def score(part: slice) -> Tensor:
-            scores = inner_products(asking.flatten(0, 1), keys, part).reshape(*asking.shape[:2], -1)
-            scores = scores.amax(1) if self.options.reduce == "max" else scores.mean(1)
-            if self.options.similarity == "cosine":
-                scores /= self._norms[layer][head, part].to(asking.device)
-            return scores
-
-        return top_tokens(score, len(asking), len(keys), k)[1]
-
-    def _norm(self, keys: Tensor) -> Tensor:
-        norms = torch.empty(len(keys))
-        for part in blocks(len(keys)):
-            norms[part] = widened(keys, part, self.host.device).norm(dim=-1)
-        return norms.clamp(min=torch.finfo(torch.float32).tiny)
+        return Selection(torch.stack(found).unsqueeze(2).expand(-1, -1, rows, -1).flatten(1, 2))

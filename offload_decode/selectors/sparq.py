@@ -43,4 +43,4 @@ class SparQ(base.Selector):
         kept = rows.abs().topk(self.r, dim=-1).indices
         # Other channels at zero: one product for the whole group, although its rows differ in channels.
         sparse = torch.zeros_like(rows).scatter(-1, kept, rows.gather(-1, kept))
-        return Selection(top_inner_products(sparse, lambda head: self.host.keys(layer, head), k).ids)
+        return Selection(top_inner_products(sparse, self.host.layer_keys(layer), k).ids)

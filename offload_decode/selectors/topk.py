@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from offload_decode.head_indexes import HeadIndexes
-from offload_decode.kv import HostKV, numpy_view
+from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
+from offload_decode.rows import numpy_view
 from offload_decode.selectors import base
 from offload_decode.types import ModelShape, Selection
 

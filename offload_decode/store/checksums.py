@@ -68,24 +68,41 @@ def read_sums(root: Path) -> dict[str, str]:
             f"{SUMS} and {SEAL} in {root} do not belong together: "
             "restore the store from a copy, or prefill again."
         )
-    return {line[66:]: line[:64] for line in sums.decode().splitlines()}
+    return _by_path(sums)
 
 
 def check_tree(root: Path, progress: Report | None = None) -> None:
-    """Read every byte under `root`; StoreDamaged names each file that is missing, changed or odd."""
-    sums = read_sums(root)
+    """Read every byte under `root`; StoreDamaged names each file that is missing, changed or odd.
+
+    Where the checksums themselves are damaged, what is left of them still tells of the other files.
+    """
+    lists = {name: _read_plain(root / name) for name in (SUMS, SEAL)}
+    problems = {name: "missing or a link" for name, data in lists.items() if data is None}
+    text = lists[SUMS] or b""
+    if not problems and lists[SEAL] != seal_of(text):
+        problems = dict.fromkeys(lists, "one of the two has changed")
+    sums = _by_path(text)
     folders = {str(folder) for name in sums for folder in PurePath(name).parents}
     found = set(_walk(root)) - {SUMS, SEAL} - folders
     kept = {
         name for name in found & sums.keys() if (root / name).is_file() and not (root / name).is_symlink()
     }
     digests = hash_files(root, kept, progress)
-    problems = dict.fromkeys(sums.keys() - found, "missing")
+    problems |= dict.fromkeys(sums.keys() - found, "missing")
     problems |= {name: "changed" for name in sums.keys() & found if digests.get(name) != sums[name]}
     problems |= dict.fromkeys(found - sums.keys(), "not of this store")
     if problems:
         listed = ", ".join(f"{name} ({what})" for name, what in sorted(problems.items()))
         raise StoreDamaged(f"{root} is damaged: {listed}; restore these files from a copy, or prefill again.")
+
+
+def _read_plain(file: Path) -> bytes | None:
+    """The bytes of a file that is no link; None where there is none."""
+    return file.read_bytes() if file.is_file() and not file.is_symlink() else None
+
+
+def _by_path(sums: bytes) -> dict[str, str]:
+    return {line[66:]: line[:64] for line in sums.decode(errors="replace").splitlines()}
 
 
 def _walk(root: Path) -> Iterator[str]:

@@ -13,10 +13,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from offload_decode.errors import StoreForeign
+from indexes import encodings
+from offload_decode.errors import ConfigError, StoreForeign
 from offload_decode.types import LayerKind, ModelShape
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ATTRIBUTE = "offload_decode"
 """Attribute of the root group that holds the manifest."""
 
@@ -27,6 +28,31 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
 }
+_ENCODED = (encodings.INT8, encodings.INT4)
+
+KV_KINDS: dict[str, tuple[str | None, str | None]] = {
+    "auto": (None, None),
+    "int8": (encodings.INT8, encodings.INT8),
+    "int4-values": (encodings.INT8, encodings.INT4),
+}
+"""What `--kv` offers: how keys and values are encoded; None is the model's dtype."""
+
+
+def kv_encodings(kv: str) -> tuple[str | None, str | None]:
+    """One of `KV_KINDS`; raises `ConfigError`."""
+    if kv not in KV_KINDS:
+        raise ConfigError(f"unknown kv '{kv}'; known are: {', '.join(KV_KINDS)}")
+    return KV_KINDS[kv]
+
+
+def stored_types(kv: str, dtype: str, head_dim: int) -> dict[str, str]:
+    """What the manifest's `kv` is for `--kv` and a model. Raises `ConfigError`."""
+    keys, values = kv_encodings(kv)
+    if encodings.INT4 in (keys, values) and head_dim % 2:
+        raise ConfigError(
+            f"kv '{kv}' keeps two channels in a byte, and this model's heads have {head_dim}: choose kv int8"
+        )
+    return {"keys": keys or dtype, "values": values or dtype}
 
 
 def token_hash(tokens: Array) -> str:
@@ -35,7 +61,9 @@ def token_hash(tokens: Array) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of that name, `bfloat16` included."""
+    """The dtype of that name, `bfloat16` included; encoded rows are bytes."""
+    if name in _ENCODED:
+        return np.dtype(np.uint8)
     return _DTYPES[name] if name in _DTYPES else np.dtype(name)
 
 
@@ -55,6 +83,10 @@ class Manifest:
     the numbers.
     `weights_hash` tells a fine-tuned model from its base.
     `template` is "chat" where the tokens open a chat template, else "plain".
+    `kv` says how `keys` and `values` are stored: in `dtype`, or as rows of `indexes.encodings`. `kv_error` is
+    what encoding cost, measured as they were written and empty until then: for `keys` and `values` a list
+    with an entry a layer, of the error's root mean square relative to that of the numbers, and the largest
+    error.
     """
 
     model_id: str
@@ -68,24 +100,37 @@ class Manifest:
     token_hash: str
     prefill: dict[str, Any]
     template: str = "plain"
+    kv: dict[str, str] = field(default_factory=dict)
+    kv_error: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     page_size: int = 16
     query_samples: int = 1024
     software: str = field(default_factory=_software)
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
+        if not self.kv:
+            object.__setattr__(self, "kv", {"keys": self.dtype, "values": self.dtype})
         assert self.dtype in _DTYPES, f"dtype {self.dtype!r} is none of {', '.join(_DTYPES)}"
         assert self.template in ("chat", "plain"), f"template {self.template!r} is neither 'chat' nor 'plain'"
         assert min(self.n_tokens, self.page_size, self.query_samples) > 0, "counts are positive"
         assert isinstance(self.prefill.get("method"), str), "prefill names its method"
+        assert set(self.kv) == {"keys", "values"}, "kv says how keys and values are stored"
+        assert {*self.kv.values()} <= {self.dtype, *_ENCODED}, f"kv {self.kv} is not of {self.dtype} rows"
+        assert encodings.INT4 not in self.kv.values() or self.shape.head_dim % 2 == 0, "int4 rows are even"
         assert self.shape.sliding_window is None or self.shape.sliding_window > 1, (
             "a window holds earlier tokens"
         )
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The dtype of keys, values, bounds and queries (`ml_dtypes.bfloat16` for bfloat16)."""
+        """The model's dtype, of bounds, queries and plain keys and values (`ml_dtypes.bfloat16` for
+        bfloat16).
+        """
         return numpy_dtype(self.dtype)
+
+    def encoding(self, kind: str) -> str | None:
+        """How `keys` or `values` are encoded; None where they are in the model's dtype."""
+        return self.kv[kind] if self.kv[kind] in _ENCODED else None
 
     @property
     def n_samples(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from indexes import encodings
 from offload_decode.store.format import Manifest, numpy_dtype
 
 CHUNK_TOKENS = 65_536
@@ -87,13 +88,16 @@ def array_specs(manifest: Manifest, n_documents: int, name_bytes: int) -> Iterat
 
     shape = manifest.shape
     heads, dim = shape.kv_heads, shape.head_dim
-    row_bytes = dim * manifest.numpy_dtype.itemsize
     streams = max(2 * heads * len(shape.full_layers), 1)
 
-    def rows(name: str, length: int, maps: int | None = None) -> ArraySpec:
+    def rows(name: str, length: int, maps: int | None = None, dtype: str = manifest.dtype) -> ArraySpec:
+        width = dim if dtype == manifest.dtype else encodings.row_bytes(dtype, dim)
         most = max(1, min(MAX_CHUNKS, maps // streams)) if maps else 1
-        size = chunk_rows(length, row_bytes, most=most)
-        return ArraySpec(name, (heads, length, dim), (1, size, dim), manifest.dtype)
+        size = chunk_rows(length, width * numpy_dtype(dtype).itemsize, most=most)
+        return ArraySpec(name, (heads, length, width), (1, size, width), dtype)
+
+    def numbers(name: str, length: int) -> ArraySpec:
+        return ArraySpec(name, (heads, length, 1), (1, length, 1), "float32")
 
     for layer in range(len(shape.layers)):
         group = layer_name(layer)
@@ -101,8 +105,9 @@ def array_specs(manifest: Manifest, n_documents: int, name_bytes: int) -> Iterat
             yield rows(f"{group}/window_keys", manifest.window)
             yield rows(f"{group}/window_values", manifest.window)
             continue
-        yield rows(f"{group}/keys", manifest.n_tokens, MAX_KV_MAPS)
-        yield rows(f"{group}/values", manifest.n_tokens, MAX_KV_MAPS)
+        for kind, dtype in manifest.kv.items():
+            yield rows(f"{group}/{kind}", manifest.n_tokens, MAX_KV_MAPS, dtype)
+        yield numbers(f"{group}/key_norms", manifest.n_tokens)
         pages = -(-manifest.n_tokens // manifest.page_size)
         yield rows(f"{group}/page_min", pages, MAX_PAGE_MAPS)
         yield rows(f"{group}/page_max", pages, MAX_PAGE_MAPS)

@@ -6,14 +6,16 @@ Reading it needs no zarr, so that a store opens at once.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offload_decode.errors import StoreDamaged
-from offload_decode.store.format import ATTRIBUTE, Manifest
+from offload_decode.store.format import ATTRIBUTE, Manifest, numpy_dtype
 from offload_decode.store.layout import ALIGNMENT, ArraySpec, array_specs, layer_name
+from offload_decode.store.staging import write_atomically
 
 ROOT = "zarr.json"
 
@@ -44,6 +46,14 @@ def group_files(manifest: Manifest) -> list[str]:
     """The metadata files of the groups."""
     layers = (layer_name(layer) for layer in range(len(manifest.shape.layers)))
     return [ROOT, "documents/zarr.json", "layers/zarr.json", *(f"{layer}/zarr.json" for layer in layers)]
+
+
+def record(partial: Path, root: Path, manifest: Manifest) -> None:
+    """Put another manifest into the group at `root`; its new file is made in the folder `partial`."""
+    group = json.loads((root / ROOT).read_bytes())
+    group["attributes"][ATTRIBUTE] = manifest.to_json()
+    write_atomically(partial / ROOT, json.dumps(group, indent=2).encode())
+    os.replace(partial / ROOT, root / ROOT)
 
 
 def read_header(root: Path) -> dict[str, Any] | None:
@@ -108,8 +118,10 @@ def _is_mappable(spec: ArraySpec) -> bool:
 
 
 def _stored_dtype(dtype: str) -> str:
-    """Zarr has no bfloat16: its bits are stored, and the attribute `dtype` says what they are."""
-    return "uint16" if dtype == "bfloat16" else dtype
+    """Zarr has neither bfloat16 nor encoded rows: their bits are stored, and the attribute `dtype` says what
+    they are.
+    """
+    return "uint16" if dtype == "bfloat16" else numpy_dtype(dtype).name
 
 
 def _length(root: Path, name: str) -> int:

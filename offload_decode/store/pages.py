@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,20 @@ def fold_pages(
         _floats(np.concatenate(lower, axis=1), keys),
         _floats(np.concatenate(upper, axis=1), keys),
         open_page,
+    )
+
+
+def rounded_outward(lower: Array, upper: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Bounds in another dtype, of fewer bits or the same, never inside what they were."""
+    if lower.dtype == dtype:
+        return lower, upper
+    below, above = lower.astype(dtype), upper.astype(dtype)
+    infinity = np.array(np.inf, dtype)
+    with np.errstate(over="ignore"):  # beyond the largest number is taken where that is inside
+        next_below, next_above = np.nextafter(below, -infinity), np.nextafter(above, infinity)
+    return (
+        np.where(below.astype(np.float32) > lower, next_below, below),
+        np.where(above.astype(np.float32) < upper, next_above, above),
     )
 
 

@@ -5,16 +5,33 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from offload_decode.errors import StoreExists
+from offload_decode.errors import StoreBusy, StoreExists
 from offload_decode.store.checksums import SEAL, SUMS, Report, hash_files, render, seal_of
-from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, write_atomically
+from offload_decode.store.staging import (
+    LOCK,
+    PROGRESS,
+    STORE,
+    WINDOWS,
+    locked,
+    partial_path,
+    write_atomically,
+)
 
 
 def refuse_existing(path: Path) -> None:
-    """StoreExists where `path` is taken."""
+    """StoreExists where `path` is taken.
+
+    A prefill that was killed when its store had its name already has left its folder, without the store in
+    it: that is removed.
+    """
     if os.path.lexists(path):
+        partial = partial_path(path)
+        if (partial / LOCK).exists() and not (partial / STORE).exists():
+            with suppress(StoreBusy), locked(partial):
+                shutil.rmtree(partial)
         raise StoreExists(f"{path} exists already: choose another path, or remove it first.")
 
 

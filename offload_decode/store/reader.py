@@ -28,6 +28,7 @@ from offload_decode.store.streams import head_view, list_view
 from offload_decode.types import Document
 
 _KINDS = {
+    "key_norms": "key norms",
     "page_min": "page bounds",
     "page_max": "page bounds",
     "window_keys": "windows",
@@ -102,12 +103,16 @@ class KVStore:
         return self._small("query_positions")
 
     def keys(self, layer: int, kv_head: int) -> Array:
-        """Post-RoPE keys `[N, D]` of a full-attention layer."""
+        """Post-RoPE keys `[N, D]` of a full-attention layer, or encoded `[N]` (`indexes.encodings`)."""
         return self._rows(layer, "keys", kv_head)
 
     def values(self, layer: int, kv_head: int) -> Array:
-        """Values `[N, D]` of a full-attention layer."""
+        """Values `[N, D]` of a full-attention layer, or encoded `[N]`."""
         return self._rows(layer, "values", kv_head)
+
+    def key_norms(self, layer: int, kv_head: int) -> Array:
+        """Lengths of the keys, float32 `[N]`."""
+        return self._rows(layer, "key_norms", kv_head)[:, 0]
 
     def pages(self, layer: int, kv_head: int) -> tuple[Array, Array]:
         """Channel-wise minimum and maximum `[ceil(N / page_size), D]` of the keys of each page."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload_decode.errors import StoreBusy, StoreDamaged, StoreError, StoreForeign
 from offload_decode.store.mapping import require_posix
@@ -65,27 +66,34 @@ class Segment(NamedTuple):
 class Progress:
     """What is committed: the first `tokens` tokens.
 
-    `crcs` are CRC-32 of the rows of each head, by array; `segments` are by sliding layer.
+    `crcs` are CRC-32 of the rows of each head, by array; `segments` are by sliding layer; `errors` are the
+    running `store.encoded.Error` of each encoded array. The file ends with a CRC-32 of itself.
     """
 
     tokens: int = 0
     crcs: dict[str, list[int]] = field(default_factory=dict)
     segments: dict[str, list[Segment]] = field(default_factory=dict)
+    errors: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
     def save(self, partial: Path) -> None:
-        write_atomically(partial / PROGRESS, json.dumps(asdict(self)).encode())
+        body = asdict(self)
+        write_atomically(partial / PROGRESS, json.dumps({**body, "crc": _crc(body)}).encode())
 
     @classmethod
     def load(cls, partial: Path) -> Progress:
         """StoreDamaged where the file cannot be read."""
         try:
             data = json.loads((partial / PROGRESS).read_bytes())
+            if data.pop("crc") != _crc(data):
+                raise ValueError("it has changed")
             segments = {layer: [Segment(*s) for s in found] for layer, found in data.pop("segments").items()}
-            if not isinstance(data["tokens"], int):
-                raise TypeError("tokens are counted")
             return cls(**data, segments=segments)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise staging_damaged(partial, PROGRESS) from error
+
+
+def _crc(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body).encode())
 
 
 def staging_damaged(partial: Path, name: str) -> StoreDamaged:

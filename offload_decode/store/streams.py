@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from indexes import encodings
 from offload_decode.store.format import Array
 from offload_decode.store.layout import ArraySpec
 from offload_decode.store.mapping import map_files
@@ -47,7 +48,7 @@ class RowStream:
         self.crcs = [zlib.crc32(as_bytes(rows), crc) for rows, crc in zip(block, self.crcs, strict=True)]
 
     def view(self, head: int) -> Array:
-        """All rows `[rows, D]` of one head, zero-copy: zeros until they are written."""
+        """All rows `[rows, D]`, or encoded `[rows]`, of one head, zero-copy: zeros until they are written."""
         if head not in self._views:
             self._views[head] = head_view(self._root, self.spec, head)
         return self._views[head]
@@ -77,9 +78,12 @@ def write_array(root: Path, spec: ArraySpec, array: Array) -> None:
 
 
 def head_view(root: Path, spec: ArraySpec, head: int) -> Array:
-    """The rows `[rows, D]` of one head of an array, mapped from its chunk files; read-only and zero-copy."""
+    """The rows `[rows, D]` of one head of an array, mapped from its chunk files; read-only and zero-copy.
+    Encoded rows are records `[rows]`.
+    """
     data = map_files([root / name for name in spec.head_files(head)], spec.chunk_bytes)
-    return data.view(spec.numpy_dtype).reshape(-1, spec.shape[2])[: spec.shape[1]]
+    rows = data.view(spec.numpy_dtype).reshape(-1, spec.shape[2])[: spec.shape[1]]
+    return encodings.as_records(rows, spec.dtype) if spec.dtype in encodings.LARGEST_CODE else rows
 
 
 def list_view(root: Path, spec: ArraySpec) -> Array:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +15,15 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from indexes.encodings import decode
 from offload_decode.errors import StoreIncomplete, StoreMismatch
 from offload_decode.store import metadata
 from offload_decode.store.checksums import Report
+from offload_decode.store.encoded import KINDS, Encoder, Error, no_errors
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.layout import ArraySpec, array_specs, layer_name
-from offload_decode.store.pages import OpenPage, fold_pages
+from offload_decode.store.norms import row_norms
+from offload_decode.store.pages import OpenPage, fold_pages, rounded_outward
 from offload_decode.store.publish import publish, refuse_existing
 from offload_decode.store.sampling import sample_plan
 from offload_decode.store.staging import (
@@ -57,6 +61,7 @@ class KVStoreWriter:
         self._streams: dict[str, RowStream] = {}
         self._open_pages: dict[int, OpenPage | None] = {}
         self._windows: dict[int, WindowLog] = {}
+        self._encoder = Encoder(manifest, no_errors(manifest))
 
     @classmethod
     def open(
@@ -90,21 +95,37 @@ class KVStoreWriter:
         return slots, positions[slots], heads[slots]
 
     def append(self, layer: int, keys: Array, values: Array) -> None:
-        """Append keys and values, `[Hkv, T, D]` in the manifest's dtype, of the next T tokens of a layer."""
+        """Append keys and values, `[Hkv, T, D]` in the model's dtype, of the next T tokens of a layer. They
+        are encoded as the manifest says; StoreError where they cannot be.
+        """
         assert keys.shape == values.shape, f"{keys.shape} keys and {values.shape} values"
         with self._surfaced():
             if layer in self._windows:
                 self._windows[layer].append(keys, values)
                 return
+            kept = [
+                self._encoder.block(layer, kind, rows)
+                for kind, rows in zip(KINDS, (keys, values), strict=True)
+            ]
+            stored = kept[0].stored
             start = self._stream(layer, "keys").rows
             lower, upper, open_page = fold_pages(
-                self._open_pages[layer], start, keys, self.manifest.page_size, self.manifest.n_tokens
+                self._open_pages[layer], start, stored, self.manifest.page_size, self.manifest.n_tokens
             )
-            blocks = {"keys": keys, "values": values, "page_min": lower, "page_max": upper}
+            lower, upper = rounded_outward(lower, upper, self.manifest.numpy_dtype)
+            blocks = {
+                "keys": kept[0].written,
+                "values": kept[1].written,
+                "key_norms": row_norms(stored),
+                "page_min": lower,
+                "page_max": upper,
+            }
             for name, block in blocks.items():
                 self._stream(layer, name).write(block)
         for name, block in blocks.items():
             self._stream(layer, name).advance(block)
+        for kind, rows, own in zip(KINDS, (keys, values), kept, strict=True):
+            self._encoder.count(layer, kind, rows, own)
         self._open_pages[layer] = open_page
 
     def put_queries(self, layer: int, slots: slice, queries: Array) -> None:
@@ -118,14 +139,19 @@ class KVStoreWriter:
         stream.advance(queries)
 
     def keys(self, layer: int, kv_head: int) -> Array:
-        """Keys `[tokens appended, D]` of a full-attention layer so far: a read-only view."""
+        """Keys of a full-attention layer so far, as `KVStore.keys`: a read-only view."""
         stream = self._stream(layer, "keys")
         return stream.view(kv_head)[: stream.rows]
 
     def values(self, layer: int, kv_head: int) -> Array:
-        """Values `[tokens appended, D]` of a full-attention layer so far: a read-only view."""
+        """Values of a full-attention layer so far, as `KVStore.values`: a read-only view."""
         stream = self._stream(layer, "values")
         return stream.view(kv_head)[: stream.rows]
+
+    def key_norms(self, layer: int, kv_head: int) -> Array:
+        """Length of each key appended so far, float32 `[tokens]`: a read-only view."""
+        stream = self._stream(layer, "key_norms")
+        return stream.view(kv_head)[: stream.rows, 0]
 
     def window(self, layer: int) -> tuple[Array, Array]:
         """Keys and values `[Hkv, w, D]` of the last tokens that a sliding layer can still see, as copies."""
@@ -144,6 +170,7 @@ class KVStoreWriter:
                 tokens=tokens,
                 crcs={name: stream.crcs for name, stream in self._streams.items()},
                 segments={str(layer): log.live() for layer, log in self._windows.items()},
+                errors=self._encoder.errors,
             ).save(self._partial)
             self.done = tokens
             for log in self._windows.values():
@@ -159,6 +186,7 @@ class KVStoreWriter:
             for layer, log in self._windows.items():
                 for name, block in zip(("window_keys", "window_values"), log.window(), strict=True):
                     write_array(self._root, self._specs[f"{layer_name(layer)}/{name}"], block)
+            metadata.record(self._partial, self._root, replace(self.manifest, kv_error=self._encoder.cost()))
             files = metadata.group_files(self.manifest)
             for spec in self._specs.values():
                 files += [spec.metadata_file, *spec.files()]
@@ -191,6 +219,7 @@ class KVStoreWriter:
         self._resume(given)
 
     def _create(self, given: dict[str, Array]) -> None:
+        (self._partial / PROGRESS).unlink(missing_ok=True)  # of a store that was published and removed
         for folder in (self._root, self._partial / WINDOWS):
             if folder.exists():
                 shutil.rmtree(folder)
@@ -209,6 +238,7 @@ class KVStoreWriter:
             segments={
                 str(layer): [] for layer in range(len(self.manifest.shape.layers)) if layer not in full
             },
+            errors=no_errors(self.manifest),
         ).save(self._partial)
 
     def _resume(self, given: dict[str, Array]) -> None:
@@ -235,6 +265,7 @@ class KVStoreWriter:
         for layer, log in self._windows.items():
             if not log.restore(progress.segments.get(str(layer), [])) or log.rows != progress.tokens:
                 raise staging_damaged(self._partial, f"The window of layer {layer}")
+        self._encoder.errors = {name: Error(*found) for name, found in progress.errors.items()}
         for layer in shape.full_layers:
             self._open_pages[layer] = self._reopened_page(layer)
         self.done = progress.tokens
@@ -244,6 +275,7 @@ class KVStoreWriter:
         staged, asked = metadata.read_header(self._root), self.manifest.to_json()
         if staged is None:
             raise staging_damaged(self._partial, metadata.ROOT)
+        asked["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
         others = sorted(name for name in {*staged, *asked} if staged.get(name) != asked.get(name))
         changed = [name for name, array in given.items() if self._staged_bytes(name) != as_bytes(array)]
         if not others and "documents" in {name.partition("/")[0] for name in changed}:
@@ -266,7 +298,10 @@ class KVStoreWriter:
         if not (rows := stream.rows % size) or stream.rows == self.manifest.n_tokens:
             return None
         start = stream.rows - rows
-        tail = np.stack([stream.view(h)[start : stream.rows] for h in range(self.manifest.shape.kv_heads)])
+        heads = range(self.manifest.shape.kv_heads)
+        tail = np.stack([stream.view(head)[start : stream.rows] for head in heads])
+        if self.manifest.encoding("keys"):
+            tail = decode(tail)
         return fold_pages(None, start, tail, size, self.manifest.n_tokens)[2]
 
     def _rows_at(self, tokens: int) -> dict[str, int]:
@@ -274,7 +309,14 @@ class KVStoreWriter:
         size, last = self.manifest.page_size, tokens == self.manifest.n_tokens
         pages = -(-tokens // size) if last else tokens // size
         queries = int(np.searchsorted(self._samples[0], tokens))
-        rows = {"keys": tokens, "values": tokens, "page_min": pages, "page_max": pages, "queries": queries}
+        rows = {
+            "keys": tokens,
+            "values": tokens,
+            "key_norms": tokens,
+            "page_min": pages,
+            "page_max": pages,
+            "queries": queries,
+        }
         return {name: rows[_kind(name)] for name in self._streams}
 
     def _stream(self, layer: int, kind: str) -> RowStream:
@@ -289,4 +331,4 @@ def _kind(name: str) -> str:
 
 
 def _is_stream(spec: ArraySpec) -> bool:
-    return _kind(spec.name) in ("keys", "values", "page_min", "page_max", "queries")
+    return _kind(spec.name) in ("keys", "values", "key_norms", "page_min", "page_max", "queries")

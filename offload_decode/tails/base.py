@@ -20,6 +20,8 @@ from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
 from offload_decode.types import PageSelection, Selection
 
+HOST = torch.device("cpu")
+
 
 class Estimate(NamedTuple):
     """The state of the unselected tokens: `out [..., D]`, `lse [...]`, empty where there are none.

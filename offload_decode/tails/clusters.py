@@ -7,16 +7,14 @@ second-order correction by the keys' variance mends that, but worsened the outpu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from indexes.clusters import Clusters, build
 from offload_decode.attention import softmax
-from offload_decode.kv import HostKV, numpy_view
+from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
-from offload_decode.tails.base import Estimate, Selected, Tail
+from offload_decode.tails.base import HOST, Estimate, Selected, Tail
 
 
 class HeadClusters:
@@ -30,7 +28,7 @@ class HeadClusters:
     def get(self, layer: int, head: int) -> Clusters:
         """The clusters of one KV head's keys."""
         if (layer, head) not in self._built:
-            self._built[layer, head] = build(numpy_view(self.host.keys(layer, head)), self.size)
+            self._built[layer, head] = build(self.host.keys(layer, head).array, self.size)
         return self._built[layer, head]
 
     @property
@@ -67,7 +65,7 @@ class ClusterTail(Tail):
         union, place = torch.unique(selected.ids.clamp(min=0), return_inverse=True)
         scores = selected.scores
         if scores is None:
-            scores = (rows @ self.host.keys(layer, head)[union].float().T).gather(1, place)
+            scores = (rows @ self.host.keys(layer, head).read(union, HOST).T).gather(1, place)
         owner = torch.from_numpy(clusters.labels)[selected.ids.clamp(min=0)].long()
 
         left = torch.from_numpy(clusters.sizes).float().expand(len(rows), -1)
@@ -80,11 +78,12 @@ class ClusterTail(Tail):
 
         taken = torch.zeros(len(rows), len(union))
         taken.scatter_add_(1, place, weights.gather(1, owner).masked_fill(selected.padding, 0))
-        out = weights @ self._value_sums(layer, head) - taken @ self.host.values(layer, head)[union].float()
+        values = self.host.values(layer, head).read(union, HOST)
+        out = weights @ self._value_sums(layer, head) - taken @ values
         return Estimate(out, lse)
 
     def _value_sums(self, layer: int, head: int) -> Tensor:
         if (layer, head) not in self._values:
-            values: Any = numpy_view(self.host.values(layer, head))
+            values = self.host.values(layer, head).array
             self._values[layer, head] = torch.from_numpy(self.clusters.get(layer, head).sum_of(values))
         return self._values[layer, head]

@@ -18,7 +18,7 @@ from torch import Tensor
 from offload_decode.attention import softmax
 from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
-from offload_decode.tails.base import Estimate, Selected, Tail
+from offload_decode.tails.base import HOST, Estimate, Selected, Tail
 from offload_decode.tails.clusters import HeadClusters
 
 CLUSTER_SIZE = 16
@@ -51,18 +51,19 @@ class SampleTail(Tail):
 
     def width(self, layer: int, head: int) -> int:
         """A handful of numbers for each cluster, and the keys and values of the draws."""
-        return max(
-            len(self.clusters.get(layer, head).sizes), self.size * self.host.keys(layer, head).shape[1]
-        )
+        return max(len(self.clusters.get(layer, head).sizes), self.size * self.host.keys(layer, head).dim)
 
     def estimate_rows(
         self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Selected
     ) -> Estimate:
         """Weighted attention to the draws."""
         tokens, log_p = self._draw(layer, head, queries, rows, selected)
-        keys = self.host.keys(layer, head)[tokens].float()
+        keys, values = (
+            stored.read(tokens.flatten(), HOST).reshape(*tokens.shape, -1)
+            for stored in (self.host.keys(layer, head), self.host.values(layer, head))
+        )
         weights, lse = softmax(queries.logits(torch.einsum("rd,rmd->rm", rows, keys)) - log_p)
-        out = torch.einsum("rm,rmd->rd", weights, self.host.values(layer, head)[tokens].float())
+        out = torch.einsum("rm,rmd->rd", weights, values)
         # A draw's weight is its estimate of the denominator as a share of m times their mean.
         m = self.size
         variance = weights.diff(dim=1).square().sum(1) * (m / (2 * (m - 1)))

@@ -62,6 +62,7 @@ def test_every_store_answers_every_question(
             "options": {},
             "max_new_tokens": 4,
             "model": None,
+            "weights": "auto",
         }
 
 

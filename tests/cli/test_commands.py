@@ -17,6 +17,7 @@ from offload_decode import Engine, KVStore
 from offload_decode.config import parse_options
 from offload_decode.selectors import registry
 from offload_decode.types import StepStats
+from prefill_jobs.job import Settings, prefill
 from tests.cli.conftest import TEXT, run
 
 STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that opens the prompt comes
@@ -136,6 +137,24 @@ def test_inspect_accounts_for_every_byte_and_token(store: Path) -> None:
     assert f"digest     {digest[:12]}\n" in shown
     for piece in ("corpus.txt", "model", "float32", "dense, chunk 512", *told["cost"]):
         assert piece in shown
+
+
+def test_inspect_tells_how_keys_and_values_are_stored_and_what_that_cost(home: Path, tmp_path: Path) -> None:
+    prefill(
+        str(home / "corpus.txt"),
+        model=str(home / "model"),
+        out=tmp_path / "s",
+        settings=Settings(kv="int4-values"),
+    )
+    told = json.loads(run("inspect", tmp_path / "s", "--json").out)["manifest"]
+    assert told["kv"] == {"keys": "int8-rows", "values": "int4-rows"}
+    shown = run("inspect", tmp_path / "s").out
+    assert "stored as  keys int8-rows, values int4-rows\n" in shown
+    for kind in ("keys", "values"):
+        for entry in told["kv_error"][kind]:
+            assert 0 < entry["relative_rms"] < 0.2
+            assert f"{entry['relative_rms']:.2%}" in shown
+    assert "error of encoding" not in run("inspect", home / "store.kv").out
 
 
 def test_index_is_built_kept_shown_and_searched(copy: Callable[[str], Path]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.engine.engine import Engine
-from prefill_jobs.job import prefill
+from prefill_jobs.job import Settings, prefill
 from tests.cli.conftest import refused, run
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -55,10 +55,11 @@ def test_a_half_written_store_is_refused_and_finished_by_the_same_command(home: 
         if stage == "prefill" and done:
             raise KeyboardInterrupt
 
+    settings = Settings(options={"chunk": 64})
     with pytest.raises(KeyboardInterrupt):
-        prefill(str(corpus), model=str(model), out=out, chunk=64, progress=interrupt)
+        prefill(str(corpus), model=str(model), out=out, settings=settings, progress=interrupt)
     assert "(64 of 530 tokens)" in refused(1, "ask", out, "q")
-    ran = run("prefill", corpus, "--model", model, "--out", out, "--chunk", "64")
+    ran = run("prefill", corpus, "--model", model, "--out", out, "-o", "chunk=64")
     assert ran.code == 0
     assert "resumed after 64" in ran.err
     assert run("verify", out).code == 0
@@ -123,7 +124,7 @@ def test_an_empty_question(store: Path) -> None:
         ["ask", "store", "q", "--seed", "99999999999999999999"],
         ["chat", "store", "--seed", "-1"],
         ["prefill", "corpus", "--out", "s"],
-        ["prefill", "corpus", "--model", "m", "--out", "s", "--chunk", "many"],
+        ["prefill", "corpus", "--model", "m", "--out", "s", "--query-samples", "many"],
         ["index", "store"],
     ],
 )
@@ -153,8 +154,14 @@ def test_corpora_that_cannot_be_read(home: Path, tmp_path: Path) -> None:
 
 def test_a_store_is_never_overwritten(home: Path, store: Path) -> None:
     args = ["prefill", home / "corpus.txt", "--model", home / "model", "--out"]
-    assert "exists already" in refused(1, *args, store)
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
+    ran = run(*args, store)
+    assert ran.code == 0
+    assert "kept, it is there already" in ran.err
+    assert "of another prefill" in refused(1, *args, store, "-o", "chunk=8")
+    assert before == {path: path.stat().st_mtime_ns for path in store.rglob("*")}
     assert "exists already" in refused(1, *args, home / "corpus.txt")
+    assert "exists already" in refused(1, *args, home)
 
 
 def test_an_index_that_cannot_be_built(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,3 +244,18 @@ def test_the_installed_command_is_this_one() -> None:
     assert command is not None
     ran = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("offload-decode ")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a/s.kv", "gs://bucket/s.kv", "file:///folder/s.kv"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ask", "URL", "q"],
+        ["inspect", "URL"],
+        ["batch", "URL", "--questions", "q.jsonl", "--out", "a.jsonl"],
+    ],
+)
+def test_a_store_in_a_bucket_is_to_be_pulled_first(command: list[str], url: str) -> None:
+    told = refused(2, *(url if part == "URL" else part for part in command))
+    assert f"{url} is in a bucket" in told
+    assert f"offload-decode pull {url} s.kv" in told

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from indexes import Hits, VectorIndex, get, keys_digest
+from indexes import Hits, VectorIndex, encodings, get, keys_digest
 from indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound, InvalidIndexInput
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
+ENCODINGS = [encodings.INT8, encodings.INT4]
 DIM = 32
 Array = npt.NDArray[Any]
 
@@ -26,6 +27,8 @@ def clustered_keys(n: int, dtype: Any = np.float16, seed: int = 0) -> Array:
     centres = world.standard_normal((60, DIM)) + 2 * world.standard_normal(DIM)
     rng = np.random.default_rng(seed)
     keys = centres[rng.integers(0, 60, n)] + 0.6 * rng.standard_normal((n, DIM))
+    if dtype in ENCODINGS:
+        return encodings.encode(keys.astype(np.float32), dtype)
     return np.ascontiguousarray(keys.astype(np.float32).astype(dtype))
 
 
@@ -43,7 +46,7 @@ def foreign_queries(count: int, seed: int = 1) -> Array:
 
 
 def exact_scores(queries: Array, keys: Array) -> Array:
-    return queries.astype(np.float64) @ keys.astype(np.float64).T
+    return queries.astype(np.float64) @ encodings.decode(keys).astype(np.float64).T
 
 
 def recall_of(hits: Hits, queries: Array, keys: Array, k: int) -> float:
@@ -71,7 +74,7 @@ def assert_well_formed(hits: Hits, rows: int, k: int, n: int) -> None:
 def assert_truthful(hits: Hits, queries: Array, keys: Array) -> None:
     """Each score is the inner product with the stored key, to float32 rounding."""
     truth = np.take_along_axis(exact_scores(queries, keys), hits.ids, axis=1)
-    sizes = np.abs(queries).astype(np.float64) @ np.abs(keys.astype(np.float64)).T
+    sizes = np.abs(queries).astype(np.float64) @ np.abs(encodings.decode(keys).astype(np.float64)).T
     assert (np.abs(hits.scores - truth) <= 2e-6 * sizes.max() + 1e-6).all()
 
 
@@ -128,7 +131,7 @@ class IndexContract:
 
     # Scores
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
     def test_scores_are_inner_products_with_the_stored_keys(self, dtype: Any) -> None:
         keys, queries = clustered_keys(2000, dtype), foreign_queries(6)
         index = self.cls.build(keys, foreign_queries(64, seed=2), k=8)
@@ -184,11 +187,11 @@ class IndexContract:
 
     # Files
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
     def test_a_loaded_index_answers_as_the_saved_one(self, dtype: Any, tmp_path: Path) -> None:
         keys, queries = clustered_keys(1500, dtype), foreign_queries(5)
         keys.tofile(tmp_path / "keys")
-        mapped = np.memmap(tmp_path / "keys", dtype, "r", shape=keys.shape)
+        mapped = np.memmap(tmp_path / "keys", keys.dtype, "r", shape=keys.shape)
         index = self.cls.build(mapped, foreign_queries(64, seed=2), k=8)
         index.save(tmp_path / "layer.00" / "head.01")
         loaded = self.cls.load(tmp_path / "layer.00" / "head.01", mapped)
@@ -222,6 +225,9 @@ class IndexContract:
             self.cls.load(tmp_path / "named", keys[:-1], digest="named by the store")
         with pytest.raises(IndexMismatch, match="dtype"):
             self.cls.load(tmp_path / "named", keys.astype(np.float32), digest="named by the store")
+        encoded = encodings.encode(keys, encodings.INT8)
+        with pytest.raises(IndexMismatch, match="dtype is 'float16', not 'int8-rows'"):
+            self.cls.load(tmp_path / "named", encoded, digest="named by the store")
 
     def test_index_of_another_kind_is_refused(self, index: VectorIndex, keys: Array, tmp_path: Path) -> None:
         index.save(tmp_path / "i")
@@ -278,7 +284,9 @@ class IndexContract:
             index.search(queries, 3)
 
     def test_wrong_input_is_refused(self, index: VectorIndex, keys: Array) -> None:
-        for wrong in (keys[0], keys.astype(np.float64), keys[:, ::2], keys[:, :0], keys.tolist()):
+        encoded = encodings.encode(keys, encodings.INT8)
+        records = (encoded[None], encoded[::2], encoded.view(np.uint8), encoded["codes"])
+        for wrong in (keys[0], keys.astype(np.float64), keys[:, ::2], keys[:, :0], keys.tolist(), *records):
             with pytest.raises(InvalidIndexInput):
                 self.cls.build(wrong)
         queries = foreign_queries(2)

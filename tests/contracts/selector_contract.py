@@ -13,20 +13,21 @@ import torch
 
 from offload_decode.attention import attend
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV, tensor_view
+from offload_decode.kv import HostKV
 from offload_decode.models.loading import wrap
 from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
+from offload_decode.rows import Rows
 from offload_decode.selectors.registry import create, get
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, PageSelection, Selection, StepStats
-from prefill_jobs.job import prefill_tokens
+from prefill_jobs.job import Settings, prefill_tokens
 from tests.tiny import VOCAB, tiny_model
 
 LAYER = 1
 
 
-def stored(folder, tokens, heads, kv_heads):
+def stored(folder, tokens, heads, kv_heads, kv="auto"):
     """A store of a random Llama; its sizes are ragged against pages of 16 tokens."""
     ids = (
         torch.randint(3, VOCAB, (tokens,), generator=torch.Generator().manual_seed(5))
@@ -40,7 +41,8 @@ def stored(folder, tokens, heads, kv_heads):
         num_key_value_heads=kv_heads,
         num_hidden_layers=2,
     )
-    prefill_tokens(wrap(model), ids, [Document("all", 0, tokens)], folder / "store", chunk=64)
+    settings = Settings(options={"chunk": 64}, kv=kv)
+    prefill_tokens(wrap(model), ids, [Document("all", 0, tokens)], folder / "store", settings)
     return KVStore.open(folder / "store")
 
 
@@ -55,6 +57,11 @@ def selected_ids(selector, queries):
         return ids
     ids = ids.unflatten(1, (queries.batch, 1, queries.tokens)).expand(-1, -1, queries.group, -1, -1)
     return ids.flatten(1, 3)
+
+
+def floats(array):
+    """Stored rows, plain or encoded, in float32 `[N, D]`."""
+    return Rows(array).read(slice(None), torch.device("cpu"))
 
 
 class SelectorContract:
@@ -91,7 +98,7 @@ class SelectorContract:
         if isinstance(selection, PageSelection) or selection.ids is None or selection.scores is None:
             pytest.skip("no scores are told")
         for head, (ids, scores) in enumerate(zip(selection.ids, selection.scores, strict=True)):
-            keys = tensor_view(store.keys(LAYER, head)).float()
+            keys = floats(store.keys(LAYER, head))
             exact = (queries.rows[head] @ keys.T).gather(1, ids.clamp(min=0))
             exact = exact.masked_fill(ids < 0, -torch.inf)
             torch.testing.assert_close(scores, exact, atol=1e-4, rtol=1e-4)
@@ -102,7 +109,7 @@ class SelectorContract:
         selector = self.make(store, budget=budget)
         state = selector.host.attend(LAYER, queries, selector.select(LAYER, queries), StepStats())
         keys, values = (
-            torch.stack([tensor_view(read(LAYER, head)) for head in heads])[None]
+            torch.stack([floats(read(LAYER, head)) for head in heads])[None]
             for read in (store.keys, store.values)
         )
         dense = attend(queries.rows[None], keys, values, 0.3)
@@ -134,7 +141,7 @@ class SelectorContract:
         selection = selector.select(LAYER, queries)
         state = selector.host.attend(LAYER, queries, selection, StepStats())
         keys, values = (
-            tensor_view(read(LAYER, shape.kv_heads - 1))[None, None] for read in (store.keys, store.values)
+            floats(read(LAYER, shape.kv_heads - 1))[None, None] for read in (store.keys, store.values)
         )
         dense = attend(queries.rows[None, -1:], keys, values, 0.3)
         torch.testing.assert_close(state.out[-1], dense.out[0, 0], atol=1e-5, rtol=0)

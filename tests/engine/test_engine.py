@@ -13,7 +13,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.engine.sampler import Sampler
 from offload_decode.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
 from offload_decode.models.loading import config_hash, load, pick_device, weights_hash, wrap
-from prefill_jobs.job import prefill
+from prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_model, tiny_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -27,7 +27,12 @@ def folder(tmp_path_factory):
         text_model(seed, family).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
     (folder / "corpus.txt").write_text(TEXT)
-    prefill(str(folder / "corpus.txt"), model=str(folder / "model"), out=folder / "store", chunk=32)
+    prefill(
+        str(folder / "corpus.txt"),
+        model=str(folder / "model"),
+        out=folder / "store",
+        settings=Settings(options={"chunk": 32}),
+    )
     return folder
 
 

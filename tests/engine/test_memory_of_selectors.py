@@ -12,7 +12,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.models.loading import LoadedModel
 from offload_decode.selectors import quest
-from prefill_jobs.job import prefill
+from prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -29,8 +29,7 @@ def folder(tmp_path_factory):
         str(folder / "corpus.txt"),
         model=str(folder / "model"),
         out=folder / "store",
-        chunk=64,
-        query_samples=40,
+        settings=Settings(options={"chunk": 64}, query_samples=40),
     )
     return folder
 

@@ -17,9 +17,10 @@ from offload_decode.evals.exact import MEASURES, Exact
 from offload_decode.evals.fidelity import Source, check, measure
 from offload_decode.evals.fidelity_report import Contender, FidelityReport, Plan, summarize
 from offload_decode.evals.live_queries import DenseRun, Replay, run_dense, sampled_calls
-from offload_decode.kv import HostKV, tensor_view
+from offload_decode.kv import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.queries import Queries
+from offload_decode.rows import tensor_view
 from offload_decode.selectors.base import Memory
 from offload_decode.selectors.dense import Dense
 from offload_decode.selectors.registry import create
@@ -27,7 +28,7 @@ from offload_decode.selectors.topk import TopK
 from offload_decode.store.reader import KVStore
 from offload_decode.types import PageSelection, Selection
 from prefill_jobs.corpus import TextDocument
-from prefill_jobs.text import prefill_text
+from prefill_jobs.job import prefill_texts
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXT = "".join(f"Thing {number} weighs {number * number} grams.\n" for number in range(9))
@@ -44,7 +45,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="module")
 def store(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> KVStore:
     path = tmp_path_factory.mktemp("fidelity") / "store"
-    prefill_text(loaded, TextDocument("text", TEXT), path)
+    prefill_texts(loaded, [TextDocument("text", TEXT)], path)
     return KVStore.open(path)
 
 

@@ -24,7 +24,7 @@ from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.types import StepStats
 from prefill_jobs.corpus import TextDocument
-from prefill_jobs.text import prefill_text
+from prefill_jobs.job import prefill_texts
 from tests.tiny import text_model, tiny_tokenizer
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(100)))
@@ -45,7 +45,7 @@ def _make_store(loaded: LoadedModel, contexts: list[str]) -> needle_grid.MakeSto
                 report(done)
 
         contexts.append(text)
-        prefill_text(loaded, TextDocument("text", text), path, progress)
+        prefill_texts(loaded, [TextDocument("text", text)], path, progress=progress)
         return KVStore.open(path)
 
     return make

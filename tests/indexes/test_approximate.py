@@ -11,6 +11,7 @@ import pytest
 from indexes import get
 from indexes.approximate import ApproximateIndex
 from indexes.base import Hits
+from indexes.errors import IndexNotWritten
 from indexes.flat import FlatIndex
 from indexes.tuning import geometric, recall, tune
 from tests.contracts.index_contract import (
@@ -151,7 +152,7 @@ def test_a_failed_write_leaves_the_older_index(
         raise RuntimeError("no space left")
 
     monkeypatch.setattr(index, "_write_native", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(IndexNotWritten, match="no space left"):
         index.save(tmp_path / "i")
     assert get(kind).load(tmp_path / "i", keys).recall == index.recall
     assert len(list(tmp_path.iterdir())) == 2

@@ -1,31 +1,56 @@
-"""An index is written beside its place and renamed: writers do not meet, and failures leave nothing."""
+"""An index is written beside its place and renamed: writers take turns, and failures leave nothing."""
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from indexes import files
+from indexes.errors import IndexDamaged, IndexNotWritten
 
 
-def test_two_writers_of_one_index_do_not_share_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "index"
-    names: list[str] = []
+def test_two_writers_of_one_index_leave_a_pair_of_one_of_them(tmp_path: Path) -> None:
+    path, inside = tmp_path / "index", []
 
-    def write(name: str, inner: bool) -> None:
-        names.append(name)
-        Path(name).write_text("inner" if inner else "outer")
-        if not inner:  # another writer begins and ends while this one is at work
-            files.save(path, {}, ".native", lambda name: write(name, inner=True))
-            assert Path(name).read_text() == "outer"
+    def write(name: str, content: str) -> None:
+        inside.append(content)
+        Path(name).write_text(content)
+        time.sleep(0.002)
+        assert Path(name).read_text() == content
+        assert inside.pop() == content, "one writer at a time"
 
-    files.save(path, {}, ".native", lambda name: write(name, inner=False))
-    assert len(set(names)) == 2
-    _, native = files.load(path, {})
+    def save(content: str) -> None:
+        for _ in range(20):
+            files.save(path, {"of": content}, ".native", lambda name: write(name, content))
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(save, content) for content in ("a", "bb", "ccc")]:
+            done.result()
+    body, native = files.load(path, {})
     assert native is not None
-    assert native.read_text() == "outer"
+    assert native.read_text() == body["of"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "index.native"]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / "index.native.tmp").write_text("half")
+    (tmp_path / "other.json.0123.tmp").write_text("{")
+    files.save(tmp_path / "index", {}, ".native", lambda name: Path(name).touch())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "index.native"]
+
+
+def test_metadata_is_read_as_it_was_written_to_the_letter(tmp_path: Path) -> None:
+    files.save(tmp_path / "index", {"recall": 1e-05})
+    file = tmp_path / "index.json"
+    for old, new in (("1e-05", "1E-05"), ("\n ", "\n\t"), ("}\n", "}")):
+        changed = file.read_text().replace(old, new, 1)
+        assert changed != file.read_text()
+        (tmp_path / "other.json").write_text(changed)
+        with pytest.raises(IndexDamaged):
+            files.load(tmp_path / "other", {})
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
@@ -38,6 +63,6 @@ def test_a_failure_leaves_nothing_but_what_was_there(tmp_path: Path, error: type
         Path(name).write_text("half")
         raise error
 
-    with pytest.raises(OSError if error is RuntimeError else error):
+    with pytest.raises(IndexNotWritten if error is RuntimeError else error):
         files.save(path, {"n": 2}, ".native", fail)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexes import flat, get
+from indexes import encodings, flat, get
 from indexes.errors import InvalidIndexInput
 from indexes.flat import FlatIndex
-from tests.contracts.index_contract import DTYPES, IndexContract, clustered_keys, foreign_queries
+from tests.contracts.index_contract import DTYPES, ENCODINGS, IndexContract, clustered_keys, foreign_queries
 
 
 class TestFlat(IndexContract):
@@ -50,6 +50,31 @@ def test_equals_sorting_with_ties_to_the_lower_id(
         patch.setattr(flat, "_GROUP_ROWS", group)
         hits = FlatIndex.build(keys).search(queries, k)
     ids, scores = brute_force(queries, keys, k)
+    np.testing.assert_array_equal(hits.ids[:, : min(k, n)], ids)
+    np.testing.assert_array_equal(hits.scores[:, : min(k, n)], scores)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 130),
+    half=st.integers(1, 40),
+    rows=st.integers(1, 9),
+    k=st.integers(1, 140),
+    block=st.sampled_from([1, 7, 64, 2048]),
+    encoding=st.sampled_from(ENCODINGS),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_encoded_keys_are_searched_as_what_they_decode_to(
+    n: int, half: int, rows: int, k: int, block: int, encoding: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    keys = encodings.encode(rng.standard_normal((n, 2 * half)), encoding)
+    keys["codes"][::5], keys["scale"] = keys["codes"][0], 0.5  # ties, and exact sums
+    queries = rng.integers(-3, 4, (rows, 2 * half)).astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat, "_BLOCK_ROWS", block)
+        hits = FlatIndex.build(keys).search(queries, k)
+    ids, scores = brute_force(queries, encodings.decode(keys), k)
     np.testing.assert_array_equal(hits.ids[:, : min(k, n)], ids)
     np.testing.assert_array_equal(hits.scores[:, : min(k, n)], scores)
 

@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexes import encodings
 from offload_decode import paging
 from offload_decode.attention import attend
 from offload_decode.kernels import host_pages
 from offload_decode.kernels import pages as dispatch
-from offload_decode.kv import tensor_view
 from offload_decode.page_bounds import GrowingBounds
 from offload_decode.paging import PageBounds, page_tokens
+from offload_decode.rows import Rows, numpy_view
 
 SIZES = [1, 3, 7, 16, 32]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -40,6 +41,10 @@ def case(heads, lists, group, dim, tokens, size, dtype, seed=0):
     query = random(heads, lists, group, dim, seed=seed)
     keys, values = (random(heads, tokens, dim, seed=seed + i, dtype=dtype) for i in (1, 2))
     return query, keys, values, -(-tokens // size)
+
+
+def stored(heads):
+    return [Rows(numpy_view(own)) for own in heads]
 
 
 def some_pages(heads, lists, pages, k, seed):
@@ -93,7 +98,7 @@ def test_every_number_of_heads(heads):
     chosen, limit = host_pages.top_pages(scores, 3), torch.arange(heads) % 25
     assert torch.equal(chosen, paging.top_pages(scores, 3))
     close(
-        host_pages.attend_pages(query, list(keys), list(values), chosen, 7, limit, 0.3),
+        host_pages.attend_pages(query, stored(keys), stored(values), chosen, 7, limit, 0.3),
         paging.attend_pages(query, keys, values, chosen, 7, limit, 0.3),
     )
 
@@ -121,13 +126,13 @@ def test_attention_over_pages(softcap, shape, k, limit, seed):
     places = torch.full((shape["heads"],), limit)
     how = (chosen, shape["size"], places, 0.3, softcap)
     expected = paging.attend_pages(query, keys, values, *how)
-    close(host_pages.attend_pages(query, list(keys), list(values), *how), expected)
+    close(host_pages.attend_pages(query, stored(keys), stored(values), *how), expected)
 
     if (chosen < 0).all():
         return
     # What a device attends to: the pages of all lists, copied and renumbered.
     own_keys, own_values, numbers = dispatch.gather_pages(
-        list(keys), list(values), chosen, shape["size"], torch.device("cpu")
+        stored(keys), stored(values), chosen, shape["size"], torch.device("cpu")
     )
     close(paging.attend_pages(query, own_keys, own_values, numbers, *how[1:]), expected)
     union = max(len(own[own >= 0].unique()) for own in chosen)
@@ -141,10 +146,40 @@ def test_token_scores_are_the_inner_products(shape, k, limit, seed):
     query, keys, _, pages = case(**shape, seed=seed)
     chosen = some_pages(shape["heads"], shape["lists"], pages, min(k, pages), seed)
     places = torch.full((shape["heads"],), limit)
-    scores = host_pages.token_scores(query, list(keys), chosen, shape["size"], places)
+    scores = host_pages.token_scores(query, stored(keys), chosen, shape["size"], places)
     ids = page_tokens(chosen, shape["size"], shape["tokens"], places).unsqueeze(2).expand(scores.shape)
     exact = torch.einsum("hqgd,hnd->hqgn", query, keys.float()).gather(3, ids.clamp(min=0))
     torch.testing.assert_close(scores, exact.masked_fill(ids < 0, -torch.inf), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("encoding", encodings.LARGEST_CODE)
+@settings(deadline=None, max_examples=40)
+@given(shapes, st.integers(1, 12), st.integers(0, 200), st.integers(0, 99))
+def test_encoded_rows_are_what_they_decode_to(encoding, shape, k, limit, seed):
+    """Keys and values may be encoded unlike."""
+    query, keys, values, pages = case(**{**shape, "dim": 2 * shape["dim"]}, seed=seed)
+    chosen = some_pages(shape["heads"], shape["lists"], pages, min(k, pages), seed)
+    how = (chosen, shape["size"], torch.full((shape["heads"],), limit))
+    key_records = [encodings.encode(own.float().numpy(), encodings.INT8) for own in keys]
+    value_records = [encodings.encode(own.float().numpy(), encoding) for own in values]
+    decoded = [
+        torch.from_numpy(np.stack([encodings.decode(own) for own in part]))
+        for part in (key_records, value_records)
+    ]
+    rows = [[Rows(own) for own in part] for part in (key_records, value_records)]
+    close(
+        host_pages.attend_pages(query, *rows, *how, 0.3),
+        paging.attend_pages(query, *decoded, *how, 0.3),
+    )
+    scores = host_pages.token_scores(query, rows[0], *how)
+    expected = host_pages.token_scores(query, stored(decoded[0]), *how)
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-5)
+    if (chosen >= 0).any():
+        *own, numbers = dispatch.gather_pages(*rows, chosen, shape["size"], torch.device("cpu"))
+        close(
+            paging.attend_pages(query, *own, numbers, *how[1:], 0.3),
+            paging.attend_pages(query, *decoded, *how, 0.3),
+        )
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -152,7 +187,7 @@ def test_all_pages_are_dense_attention(softcap):
     query, keys, values, pages = case(3, 2, 4, 16, 101, 7, torch.bfloat16)
     everything = torch.arange(pages).expand(3, 2, pages)
     state = host_pages.attend_pages(
-        query, list(keys), list(values), everything, 7, torch.full((3,), pages * 7), 0.3, softcap
+        query, stored(keys), stored(values), everything, 7, torch.full((3,), pages * 7), 0.3, softcap
     )
     dense = attend(query.flatten(1, 2)[None], keys[None], values[None], 0.3, softcap=softcap)
     torch.testing.assert_close(state.out.flatten(1, 2), dense.out[0], atol=1e-5, rtol=0)
@@ -163,7 +198,7 @@ def test_all_pages_are_dense_attention(softcap):
 def test_lists_of_nothing_are_the_empty_state(k):
     query, keys, values, _ = case(2, 3, 2, 8, 20, 16, torch.float16)
     nothing = torch.full((2, 3, k), -1)
-    state = dispatch.attend_pages(query, list(keys), list(values), nothing, 16, torch.full((2,), 99), 0.3)
+    state = dispatch.attend_pages(query, stored(keys), stored(values), nothing, 16, torch.full((2,), 99), 0.3)
     assert (state.out == 0).all()
     assert torch.isneginf(state.lse).all()
 
@@ -172,7 +207,7 @@ def test_large_scores_do_not_overflow_the_softmax():
     query, keys, values, pages = case(1, 1, 2, 4, 30, 16, torch.float32)
     how = (torch.arange(pages).expand(1, 1, pages), 16, torch.tensor([30]), 1.0)
     close(
-        host_pages.attend_pages(1e4 * query, list(keys), list(values), *how),
+        host_pages.attend_pages(1e4 * query, stored(keys), stored(values), *how),
         paging.attend_pages(1e4 * query, keys, values, *how),
     )
 
@@ -189,12 +224,10 @@ def test_ten_million_tokens(tmp_path, dim):
     written = np.random.default_rng(0).standard_normal((len(ids), dim)).astype(np.float16)
     keys[ids] = written
     query, own = random(1, 1, 2, dim), torch.from_numpy(written)
-    state = host_pages.attend_pages(
-        query, [tensor_view(keys)], [tensor_view(keys)], chosen, size, torch.tensor([64]), 0.3
-    )
+    state = host_pages.attend_pages(query, [Rows(keys)], [Rows(keys)], chosen, size, torch.tensor([64]), 0.3)
     dense = attend(query[0][None], own[None, None], own[None, None], 0.3)
     torch.testing.assert_close(state.out[0], dense.out[0], atol=1e-5, rtol=0)
-    scores = host_pages.token_scores(query, [tensor_view(keys)], chosen, size, torch.tensor([64]))
+    scores = host_pages.token_scores(query, [Rows(keys)], chosen, size, torch.tensor([64]))
     torch.testing.assert_close(
         scores[scores > -torch.inf].reshape(2, -1), query[0, 0] @ own.float().T, atol=1e-4, rtol=1e-5
     )

@@ -16,7 +16,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.models.architectures import EXACT
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
-from prefill_jobs.job import prefill_tokens
+from prefill_jobs.job import Settings, prefill_tokens
 from tests.tiny import FAMILIES, VOCAB, tiny_model
 
 PREFIX, NEW = 45, 8
@@ -34,7 +34,9 @@ class Case:
         self.ids = torch.randint(3, VOCAB, (1, PREFIX + 40), generator=generator)
         tokens = self.ids[0, :PREFIX].numpy().astype(np.int32)
         # Chunks of 16: neither the prefix nor a window is a multiple of them.
-        prefill_tokens(served, tokens, [Document("all", 0, PREFIX)], folder / "store", chunk=16)
+        prefill_tokens(
+            served, tokens, [Document("all", 0, PREFIX)], folder / "store", Settings(options={"chunk": 16})
+        )
         self.engine = Engine.open(folder / "store", served, options={"budget": str(PREFIX)})
 
     def question(self, start: int, tokens: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from offload_decode.models.loading import wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, LayerKind
 from prefill_jobs import chunked
-from prefill_jobs.job import prefill_tokens
+from prefill_jobs.job import Settings, prefill_tokens
 from tests.tiny import VOCAB, tiny_model
 
 N = 75
@@ -23,9 +23,15 @@ def corpus(n=N):
     return torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(2)).numpy().astype(np.int32)
 
 
-def prefilled(model, folder, **arguments):
+def prefilled(model, folder, query_samples=1024, **options):
     tokens = corpus()
-    prefill_tokens(wrap(model), tokens, [Document("all", 0, N)], folder, **arguments)
+    prefill_tokens(
+        wrap(model),
+        tokens,
+        [Document("all", 0, N)],
+        folder,
+        Settings(options=options, query_samples=query_samples),
+    )
     return KVStore.open(folder)
 
 

@@ -1,11 +1,9 @@
-"""A prefill killed at any moment resumes where it stopped and ends bit-identical to an unbroken one."""
+"""A prefill and its indexes, killed with SIGKILL at any moment and run again, end as if never interrupted."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import random
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -13,71 +11,103 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import StoreIncomplete
-from offload_decode.store.reader import KVStore
-from tests.tiny import text_model, tiny_tokenizer
+from offload_decode.errors import StoreExists
+from offload_decode.store import metadata
+from tests.prefill_jobs import killing
+from tests.prefill_jobs.killing import Job, Runner, kill_at_random, kill_at_steps, tree
+from tests.store.jobs import make_job
 
-RUN = """
-import sys
-from pathlib import Path
-from prefill_jobs.job import prefill
-corpus, model, out = sys.argv[1:]
-report = prefill(corpus, model=model, out=Path(out), chunk=8, device="cpu",
-                 progress=lambda stage, done, total: print(stage, done, flush=True))
-print("resumed from", report.resumed_from)
-"""
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kill")
-    model = text_model(family="gemma2", num_hidden_layers=3)
-    model.save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    generator = random.Random(0)
-    (folder / "corpus.txt").write_text(
-        " ".join(generator.choice(["corpus", "key", "value"]) for _ in range(150))
-    )
-    return folder
+KINDS = ("flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
+WAYS = {
+    "dense": ("-o", "chunk=8"),
+    "quick": ("-o", "chunk=64"),
+    "large": ("-o", "chunk=256"),
+    "quoka": ("--method", "quoka", "-o", "chunk=64", "-o", "budget=64"),
+}
 
 
-def start(job: Path, out: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RUN, str(job / "corpus.txt"), str(job / "model"), str(job / out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+def begun(runner: Runner, inputs: Path, folder: Path, way: str, *kinds: str) -> Job:
+    def commands(folder: Path) -> list[list[str]]:
+        store = folder / "store.kv"
+        prefill = killing.prefill(inputs / "corpus.txt", inputs / "model", store, *WAYS[way])
+        return [prefill, *(killing.index(store, kind) for kind in kinds)]
+
+    return Job(runner, folder / "job", commands)
 
 
-def contents(store: Path) -> dict[str, str]:
-    files = sorted(path for path in store.rglob("*") if path.is_file())
-    return {str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def test_killed_at_random_moments(runner: Runner, inputs: Path, tmp_path: Path) -> None:
+    job = begun(runner, inputs, tmp_path, "quick", "faiss-ivf")
+    stages, spoilt = kill_at_random(job, 4, random.Random(1))
+    assert not spoilt, stages
 
 
-def test_killed_again_and_again_ends_as_if_unbroken(job):
-    unbroken = start(job, "unbroken")
-    assert "resumed from 0" in unbroken.communicate(timeout=120)[0]
+def test_killed_at_steps_of_the_file_system(runner: Runner, inputs: Path, tmp_path: Path) -> None:
+    job = begun(runner, inputs, tmp_path, "large", "flat")
+    last = range(job.steps - 30, job.steps - 1)  # the indexes, and before them the end of the publishing
+    spread = range(1, job.steps - 30, job.steps // 4)
+    assert not kill_at_steps(job, [*spread, *random.Random(2).sample(last, 2)])
 
-    generator, resumed = random.Random(1), []
+
+def test_what_a_kill_after_the_renaming_left_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, store, partial = make_job(300), tmp_path / "store", tmp_path / "store.partial"
+    whole = tree(job.write(store))
+
+    def leave() -> None:
+        partial.mkdir()
+        (partial / "lock").touch()
+        (partial / "progress.json").write_text("{}")
+
+    leave()
+    with pytest.raises(StoreExists):
+        job.write(store)
+    assert not partial.exists(), "the same command tidies up"
+    leave()
+    shutil.rmtree(store)
+    with monkeypatch.context() as patch:  # a store of the same name is begun, and killed as it is laid out
+        patch.setattr(metadata, "create_group", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            job.write(store)
+    assert tree(job.write(store)) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "seed"), [("dense", 3), ("quoka", 4)])
+def test_a_hundred_kills_at_random_moments(
+    runner: Runner, inputs: Path, tmp_path: Path, way: str, seed: int
+) -> None:
+    job = begun(runner, inputs, tmp_path, way, *KINDS)
+    stages, spoilt = kill_at_random(job, 100, random.Random(seed))
+    assert not spoilt, stages
+    assert len(stages) >= 4, stages
+
+
+@pytest.mark.slow
+def test_killed_at_every_fifth_step(runner: Runner, inputs: Path, tmp_path: Path) -> None:
+    job = begun(runner, inputs, tmp_path, "large", "flat", "faiss-ivf")
+    assert not kill_at_steps(job, range(1, job.steps - 1, 5))
+
+
+@pytest.mark.slow
+def test_killed_processes_that_nothing_was_loaded_for(inputs: Path, tmp_path: Path) -> None:
+    """As a user would: the installed command, a new process every time."""
+
+    def command(store: Path) -> list[str]:
+        program = Path(sys.executable).with_name("offload-decode")
+        corpus, model = inputs / "corpus.txt", inputs / "model"
+        return [str(program), *killing.prefill(corpus, model, store, "-o", "chunk=4"), "--quiet"]
+
+    (tmp_path / "killed").mkdir()
+    began = time.monotonic()
+    subprocess.run(command(tmp_path / "unbroken/store.kv"), check=True)
+    seconds = time.monotonic() - began
+    rng, store = random.Random(5), tmp_path / "killed/store.kv"
     for _ in range(4):
-        process = start(job, "killed")
-        assert process.stdout is not None
-        lines = 0
-        target = generator.randrange(8, 25)
-        for line in process.stdout:
-            if line.startswith("prefill"):
-                lines += 1
-                if lines == 1:
-                    resumed.append(int(line.split()[1]))
-            if lines == target:
-                time.sleep(generator.random() * 0.01)  # somewhere inside a chunk, not at its end
-                break
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=60)
-        with pytest.raises(StoreIncomplete, match="has not finished"):
-            KVStore.open(job / "killed")
-    assert resumed == sorted(resumed)
-    assert resumed[-1] > resumed[0] == 0
-
-    finished = start(job, "killed").communicate(timeout=120)[0]
-    assert int(finished.rsplit(maxsplit=1)[-1]) >= resumed[-1]
-    assert contents(job / "killed") == contents(job / "unbroken")
-    KVStore.open(job / "killed").verify()
+        process = subprocess.Popen(command(store))
+        time.sleep(rng.uniform(0.4, 0.9) * seconds)
+        process.kill()
+        process.wait()
+    if not store.exists():
+        subprocess.run(command(store), check=True)
+    assert tree(tmp_path / "killed") == tree(tmp_path / "unbroken")

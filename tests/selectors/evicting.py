@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_decode.kv import tensor_view
 from offload_decode.models.loading import wrap
 from offload_decode.queries import Queries
+from offload_decode.rows import tensor_view
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.job import prefill_tokens
-from tests.contracts.selector_contract import LAYER, SelectorContract, selected_ids
+from prefill_jobs.job import Settings, prefill_tokens
+from tests.contracts.selector_contract import LAYER, SelectorContract, floats, selected_ids
 from tests.tiny import VOCAB, tiny_model
 
 QUESTION = 12
@@ -30,7 +30,13 @@ def sampled(folder, tokens, samples, dtype=torch.float32):
     model = tiny_model("llama", num_hidden_layers=2).to(dtype)
     path = folder / f"{tokens}-{samples}-{dtype}"
     documents = [Document("all", 0, tokens)]
-    prefill_tokens(wrap(model), ids.astype(np.int32), documents, path, chunk=64, query_samples=samples)
+    prefill_tokens(
+        wrap(model),
+        ids.astype(np.int32),
+        documents,
+        path,
+        Settings(options={"chunk": 64}, query_samples=samples),
+    )
     return KVStore.open(path)
 
 
@@ -62,7 +68,7 @@ class Simulation:
     """One KV head's cache as a dict of tokens and merits, in float64."""
 
     def __init__(self, store, head, k, queries, judge, recent):
-        self.keys = tensor_view(store.keys(LAYER, head)).double()
+        self.keys = floats(store.keys(LAYER, head)).double()
         self.k, self.queries, self.judge, self.newest = k, queries, judge, recent(k)
         self.cache: dict[int, float] = {}
         self.tail: list[int] = []

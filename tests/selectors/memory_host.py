@@ -9,6 +9,7 @@ import torch
 
 from offload_decode import key_scores, ranking
 from offload_decode.queries import Queries
+from offload_decode.rows import Rows, numpy_view
 from offload_decode.selectors import registry
 from offload_decode.types import LayerKind, ModelShape
 
@@ -20,16 +21,25 @@ BATCH, TOKENS = 2, 3
 class MemoryHost:
     """Stands in for `HostKV`; `read` lists the (layer, head) whose keys were asked for."""
 
-    def __init__(self, length, dim, dtype):
-        self.length, self.dim, self.dtype = length, dim, dtype
+    def __init__(self, length, kv_heads, dim, dtype):
+        self.length, self.kv_heads, self.dim, self.dtype = length, kv_heads, dim, dtype
         self.device = torch.device("cpu")
         self.read = []
 
     def keys(self, layer, head):
         self.read.append((layer, head))
+        return Rows(numpy_view(self.drawn(layer, head)))
+
+    def layer_keys(self, layer):
+        return [self.keys(layer, head) for head in range(self.kv_heads)]
+
+    def drawn(self, layer, head):
         generator = torch.Generator().manual_seed(100 * layer + head)
         spread = torch.arange(1, self.dim + 1)  # channels of unlike size, around a mean that is not zero
         return (torch.randn(self.length, self.dim, generator=generator) * spread + 2).to(self.dtype)
+
+    def key_norms(self, layer, head):
+        return self.drawn(layer, head).float().norm(dim=-1)
 
 
 @dataclass
@@ -50,7 +60,7 @@ class Case:
 
     def keys(self, layer):
         """`[Hkv, N, D]` float32."""
-        return torch.stack([self.host.keys(layer, head) for head in range(self.shape.kv_heads)]).float()
+        return torch.stack([self.host.drawn(layer, head) for head in range(self.shape.kv_heads)]).float()
 
 
 class MemoryCases:
@@ -71,7 +81,10 @@ class MemoryCases:
         length, heads, kv_heads, dim, dtype = request.param
         monkeypatch.setattr(key_scores, "BLOCK_TOKENS", 16)
         monkeypatch.setattr(ranking, "BLOCK_SCORES", 60)
-        return Case(MemoryHost(length, dim, dtype), ModelShape(KINDS, heads, kv_heads, dim, sliding_window=4))
+        return Case(
+            MemoryHost(length, kv_heads, dim, dtype),
+            ModelShape(KINDS, heads, kv_heads, dim, sliding_window=4),
+        )
 
 
 def assert_best(scores, ids, budget):

@@ -1,7 +1,9 @@
 """KeyDiff against the mean cosine of every key with every key."""
 
+import numpy as np
 import torch
 
+from offload_decode.rows import Rows
 from tests.contracts.selector_contract import SelectorContract
 from tests.selectors.memory_host import MemoryCases, assert_best
 
@@ -29,7 +31,7 @@ class TestKeyDiff(SelectorContract, MemoryCases):
         assert selector.choose(3, queries, case.host.length).ids.shape[-1] == case.host.length
 
     def test_a_key_of_nothing_is_no_harm(self, case):
-        case.host.keys = lambda layer, head: torch.zeros(case.host.length, case.host.dim)
+        case.host.keys = lambda layer, head: Rows(np.zeros((case.host.length, case.host.dim), np.float32))
         assert len(case.make("keydiff", budget="100%").select(3, case.queries()).ids[0, 0].unique()) == (
             case.host.length
         )

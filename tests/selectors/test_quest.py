@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV, tensor_view
+from offload_decode.kv import HostKV
 from offload_decode.paging import page_tokens
 from offload_decode.queries import Queries
 from offload_decode.selectors import quest, registry
 from offload_decode.types import StepStats
-from tests.contracts.selector_contract import LAYER, SelectorContract, selected_ids, stored
+from tests.contracts.selector_contract import LAYER, SelectorContract, floats, selected_ids, stored
 
 
 class QuestContract(SelectorContract):
@@ -44,9 +44,7 @@ class TestQuest(QuestContract):
         selection = selector.select(LAYER, queries)
         if getattr(selection, "pages", None) is None:
             return
-        keys = torch.stack(
-            [tensor_view(store.keys(LAYER, head)).float() for head in range(store.manifest.shape.kv_heads)]
-        )
+        keys = torch.stack([floats(store.keys(LAYER, head)) for head in range(store.manifest.shape.kv_heads)])
         whole, rest = divmod(keys.shape[1], selector.page_size)
         pages = keys[:, : whole * selector.page_size].unflatten(1, (whole, selector.page_size))
         lower, upper = selector.bounds(LAYER).widened()
@@ -107,7 +105,7 @@ class TestQuestTopK(QuestContract):
         if selection.ids is None:
             return
         for head in range(store.manifest.shape.kv_heads):
-            scores = queries.rows[head] @ tensor_view(store.keys(LAYER, head)).float().T
+            scores = queries.rows[head] @ floats(store.keys(LAYER, head)).T
             best = scores.topk(selection.ids.shape[2]).values
             torch.testing.assert_close(scores.gather(1, selection.ids[head]), best, atol=1e-5, rtol=1e-6)
             torch.testing.assert_close(selection.scores[head], best, atol=1e-5, rtol=1e-6)
@@ -126,7 +124,7 @@ class TestQuestTopK(QuestContract):
         if pages.shared:
             ids = ids[:, None].expand(-1, queries.group, -1, -1).flatten(1, 2)
         for head in range(store.manifest.shape.kv_heads):
-            scores = queries.rows[head] @ tensor_view(store.keys(LAYER, head)).float().T
+            scores = queries.rows[head] @ floats(store.keys(LAYER, head)).T
             own = scores.gather(1, ids[head].clamp(min=0)).masked_fill(ids[head] < 0, -torch.inf)
             best = own.topk(selection.ids.shape[2]).values
             torch.testing.assert_close(selection.scores[head], best, atol=1e-5, rtol=1e-6)

@@ -12,11 +12,11 @@ import torch
 
 from offload_decode import selectors
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV, tensor_view
+from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
 from offload_decode.selectors import registry
 from prefill_jobs.build import build_indexes
-from tests.contracts.selector_contract import LAYER, SelectorContract, stored
+from tests.contracts.selector_contract import LAYER, SelectorContract, floats, stored
 
 
 class TestTopKFlat(SelectorContract):
@@ -26,7 +26,7 @@ class TestTopKFlat(SelectorContract):
         queries = self.queries(store)
         selection = self.make(store, budget="5").select(LAYER, queries)
         for head in range(store.manifest.shape.kv_heads):
-            scores = queries.rows[head] @ tensor_view(store.keys(LAYER, head)).float().T
+            scores = queries.rows[head] @ floats(store.keys(LAYER, head)).T
             best = scores.topk(min(5, scores.shape[1])).values.sort(-1).values
             chosen = scores.gather(1, selection.ids[head]).sort(-1).values
             torch.testing.assert_close(chosen, best, atol=1e-5, rtol=0)
@@ -36,7 +36,7 @@ class TestTopKFaissIvf(SelectorContract):
     name = "topk"
     options: ClassVar[dict[str, object]] = {"index": "faiss-ivf"}
 
-    @pytest.fixture(scope="class", params=[(130, 4, 2)], ids=str)
+    @pytest.fixture(scope="class", params=[(130, 4, 2), (130, 4, 2, "int8")], ids=str)
     @classmethod
     def store(cls, request, tmp_path_factory):
         pytest.importorskip("faiss")

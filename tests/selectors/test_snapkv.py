@@ -7,14 +7,13 @@ import torch
 
 from offload_decode import key_scores
 from offload_decode.errors import ConfigError
-from offload_decode.kv import tensor_view
-from tests.contracts.selector_contract import LAYER, SelectorContract, selected_ids
+from tests.contracts.selector_contract import LAYER, SelectorContract, floats, selected_ids
 from tests.selectors.evicting import asked, passes, sampled
 
 
 def pooled_votes(store, head, queries, window, kernel):
     """Straight from the definition, in float64."""
-    keys = tensor_view(store.keys(LAYER, head)).double()
+    keys = floats(store.keys(LAYER, head)).double()
     votes = torch.zeros(len(keys), dtype=torch.float64)
     for of_head in queries.by_token()[head, 0].double():
         for row in of_head[-window:]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from offload_decode.kv import tensor_view
-from tests.contracts.selector_contract import LAYER
+from tests.contracts.selector_contract import LAYER, floats
 from tests.selectors.evicting import EvictingContract, asked, kept_sets
 
 
@@ -19,7 +18,7 @@ class TestTOVA(EvictingContract):
             return
         queries = asked(small)
         for head, sets in enumerate(kept_sets(self.make(small, budget="20"), queries)):
-            keys = tensor_view(small.keys(LAYER, head)).float()
+            keys = floats(small.keys(LAYER, head))
             for token, (kept, left) in enumerate(pairwise(sets)):
                 ids = sorted(kept)
                 logits = queries.logits(queries.by_token()[head, 0, :, token] @ keys[ids].T)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from offload_decode.store.format import Manifest, token_hash
+from offload_decode.store.format import Manifest, stored_types, token_hash
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document, LayerKind, ModelShape
 
@@ -65,6 +65,7 @@ def make_job(
     window: int = 33,
     query_samples: int = 24,
     seed: int = 0,
+    kv: str = "auto",
     **fields: Any,
 ) -> Job:
     rng = np.random.default_rng(seed)
@@ -82,6 +83,7 @@ def make_job(
         token_hash=token_hash(tokens),
         prefill={"method": "dense", "chunk": 512},
         query_samples=query_samples,
+        kv=stored_types(kv, dtype, shape.head_dim),
         **fields,
     )
     half = n_tokens // 2

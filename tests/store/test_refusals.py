@@ -14,7 +14,7 @@ from offload_decode.errors import (
     StoreIncomplete,
     StoreNotFound,
 )
-from offload_decode.store import KVStore, checksums, verify_store
+from offload_decode.store import FORMAT_VERSION, KVStore, checksums, verify_store
 from tests.store.jobs import Job
 
 OPENERS = [KVStore.open, verify_store]
@@ -91,9 +91,9 @@ def test_foreign_things(refuses, tmp_path: Path) -> None:
 
 
 def test_other_versions_and_unknown_fields(refuses, store: Path) -> None:
-    edit(store, "zarr.json", format_version=2)
-    refuses(store, StoreForeign, "format version 2")
-    edit(store, "zarr.json", format_version=1, codec="int4")
+    edit(store, "zarr.json", format_version=FORMAT_VERSION + 1)
+    refuses(store, StoreForeign, f"format version {FORMAT_VERSION + 1}")
+    edit(store, "zarr.json", format_version=FORMAT_VERSION, codec="int4")
     refuses(store, StoreForeign, "'codec'")
 
 
@@ -136,7 +136,8 @@ def test_metadata_that_is_damaged(refuses, store: Path, name: str) -> None:
         ("layers/000/keys/zarr.json", {"chunk_grid": grid(1, 0, 64)}),
         ("layers/000/keys/zarr.json", {"attributes": {}}),
         ("documents/offsets/zarr.json", {"shape": [0]}),
-        ("zarr.json", {"dtype": "float32"}),
+        ("zarr.json", {"dtype": "float32", "kv": {"keys": "float32", "values": "float32"}}),
+        ("zarr.json", {"kv": {"keys": "int8-rows", "values": "float16"}}),
         ("zarr.json", {"n_tokens": 1301}),
         ("zarr.json", {"page_size": 32}),
         ("zarr.json", {"query_samples": 3}),

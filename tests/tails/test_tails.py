@@ -20,17 +20,18 @@ from offload_decode.tails.sample import SampleTail, _unselected
 from offload_decode.types import AttentionState, LayerKind, ModelShape, PageSelection, Selection, StepStats
 
 HKV, D, SCALING = 2, 8, 0.4
+CPU = torch.device("cpu")
 
 
 def host_of(keys, values):
     """A prefix `[Hkv, N, D]` in memory."""
     store = SimpleNamespace(
-        manifest=SimpleNamespace(n_tokens=keys.shape[1]),
+        manifest=SimpleNamespace(n_tokens=keys.shape[1], shape=SimpleNamespace(kv_heads=len(keys))),
         digest=lambda layer, head: "none",
         keys=lambda layer, head: keys[head],
         values=lambda layer, head: values[head],
     )
-    return HostKV(store, torch.device("cpu"))
+    return HostKV(store, CPU)
 
 
 def random_host(tokens=150, dim=D, dtype=np.float32):
@@ -52,7 +53,7 @@ def some_ids(host, k, rows=6):
 
 
 def both(host, read):
-    return torch.stack([read(0, head).float() for head in range(HKV)])
+    return torch.stack([read(0, head).read(slice(None), CPU) for head in range(HKV)])
 
 
 def dense(host, queries, ids=None):
@@ -80,7 +81,7 @@ def exact_scores(host, queries, ids):
 
 
 def prefix_of(host, group=3, **options):
-    shape = ModelShape((LayerKind.FULL,), HKV * group, HKV, host.keys(0, 0).shape[1])
+    shape = ModelShape((LayerKind.FULL,), HKV * group, HKV, host.keys(0, 0).dim)
     return StoredPrefix(host, selector_of("topk", options, host, shape))
 
 
@@ -106,7 +107,7 @@ def test_clusters_stand_for_their_unselected_members(scored):
     estimate = tail.estimate(0, queries, Selection(ids, scores))
     for head in range(HKV):
         labels = tail.clusters.get(0, head).labels
-        keys, values = (read(0, head).numpy() for read in (host.keys, host.values))
+        keys, values = (read(0, head).array for read in (host.keys, host.values))
         for row in range(ids.shape[1]):
             left = np.setdiff1d(np.arange(host.length), ids[head, row].numpy())
             weight, total = 0.0, np.zeros(D)

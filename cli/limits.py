@@ -1,0 +1,89 @@
+"""Before heavy work: apply the caps that were given, and refuse at once what cannot fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli import output
+from cli.counts import byte_count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offload_decode.planning.caps import Caps
+    from offload_decode.store.reader import KVStore
+
+
+def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
+    """The caps as they were written; raises `ConfigError`."""
+    from offload_decode.planning.caps import Caps
+
+    return Caps(*(None if size is None else byte_count(size) for size in (gpu_memory, ram)))
+
+
+def admit_ask(
+    store: Path,
+    model: str | None,
+    selector: str,
+    options: Mapping[str, object],
+    weights: str,
+    device: str,
+    gpu_memory: str | None = None,
+    ram: str | None = None,
+) -> KVStore:
+    """Open a store that is to be asked, under the caps. Raises `DoesNotFit`, `ConfigError`, `StoreError`."""
+    caps = caps_of(gpu_memory, ram)
+
+    from offload_decode.planning.caps import apply_caps
+
+    opened = check_store(store, model, selector, options, weights, device, caps)
+    apply_caps(caps, device)
+    return opened
+
+
+def check_store(
+    store: Path | str,
+    model: str | None,
+    selector: str,
+    options: Mapping[str, object],
+    weights: str,
+    device: str,
+    caps: Caps,
+    held: int | None = None,
+) -> KVStore:
+    """Open a store if it can be asked. `held`: bytes that the program held before it loaded a model, where it
+    has loaded one already.
+    """
+    from offload_decode.memory import own_memory
+    from offload_decode.models.outline import outline
+    from offload_decode.planning.caps import check_ask
+    from offload_decode.store.reader import KVStore
+
+    opened = KVStore.open(store)
+    about = outline(model or opened.manifest.model_id)
+    held = own_memory() if held is None else held
+    for sentence in check_ask(about, opened.manifest, selector, options, weights, device, caps, held):
+        output.note(sentence)
+    return opened
+
+
+def admit_prefill(
+    model: str,
+    chunk: int,
+    device: str = "auto",
+    dtype: str = "auto",
+    gpu_memory: str | None = None,
+    ram: str | None = None,
+) -> None:
+    """Whether a model can prefill, under the caps. Raises `DoesNotFit`, `ConfigError` or `ModelError`."""
+    caps = caps_of(gpu_memory, ram)
+
+    from offload_decode.memory import own_memory
+    from offload_decode.models.outline import outline
+    from offload_decode.planning.caps import apply_caps, check_prefill
+
+    about = outline(model)
+    for sentence in check_prefill(about, chunk, dtype, device, caps, own_memory()):
+        output.note(sentence)
+    apply_caps(caps, device)

@@ -1,0 +1,307 @@
+"""`offload-decode plan`: what fits, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli import output
+from cli.counts import byte_count, token_count
+from cli.options import Json, Options, Selector
+from offload_decode.config import split_pairs
+from offload_decode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offload_decode.planning.plan import Place, Plan
+    from offload_decode.planning.request import Request
+    from offload_decode.planning.traffic import Speed
+
+_OPTIONS = ("budget", "dense_layers", "index", "page_size", "metadata")
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="M", help="'demo' (shipped), a transformers id, or a folder; only its config is read."
+        ),
+    ],
+    tokens: Annotated[
+        str, typer.Option(metavar="N", help="Tokens of the corpus, such as 50000, 128K or 1M.")
+    ],
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="GPU memory, like 16GiB, or none; else this machine's.", show_default=False
+        ),
+    ] = None,
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory; else this machine's.", show_default=False)
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Room for the store; else what is free here.", show_default=False),
+    ] = None,
+    kv: Annotated[
+        str, typer.Option(metavar="K", help="auto (the model's dtype), int8 or int4-values.")
+    ] = "auto",
+    weights: Annotated[
+        str, typer.Option(metavar="W", help="auto (the model's dtype), fp16, int8 or int4.")
+    ] = "auto",
+    selector: Selector = "topk",
+    option: Options = None,
+    chunk: Annotated[
+        int, typer.Option(metavar="N", help="Tokens in a forward pass of prefill.", min=1)
+    ] = 512,
+    as_json: Json = False,
+) -> None:
+    """Say what fits on a machine, before anything starts.
+
+    Lists what a store would take in GPU memory, memory and on disk, what each generated token moves, and
+    the tokens/s to expect at bandwidths that are measured here and now. Where it does not fit, the nearest
+    settings that do are proposed. Exit code 1: nothing like it fits.
+    """
+    wanted, options = token_count(tokens), split_pairs(option or [])
+    without_gpu = gpu is not None and gpu.lower() == "none"
+    sizes = [None if size is None else byte_count(size) for size in (None if without_gpu else gpu, ram, disk)]
+
+    from offload_decode.models.outline import outline
+    from offload_decode.planning import plan as planning
+
+    request = _request(wanted, kv, weights, selector, options, chunk)
+    planned = planning.plan(outline(model), request, _machine(sizes, without_gpu))
+    proposed = planned if planned.fits else planning.nearest(planned)
+    most = None if proposed else planning.most_tokens(planned)
+    speed = _speed(proposed or planned)
+    if as_json:
+        output.answer_json(_as_json(planned, proposed, most, speed))
+    else:
+        _show(planned, proposed, most, speed)
+    if proposed is None:
+        raise typer.Exit(1)
+
+
+def _request(
+    tokens: int, kv: str, weights: str, selector: str, options: dict[str, str], chunk: int
+) -> Request:
+    from offload_decode.planning.request import Request
+
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise ConfigError(f"plan has no option '{unknown[0]}'; it has: {', '.join(_OPTIONS)}")
+    page = options.pop("page_size", "16")
+    if not page.isdigit():
+        raise ConfigError(f"page_size must be a whole number, not '{page}'")
+    given: Any = options
+    return Request(
+        tokens, kv=kv, weights=weights, selector=selector, page_size=int(page), chunk=chunk, **given
+    )
+
+
+def _machine(sizes: list[int | None], without_gpu: bool) -> Any:
+    import torch
+
+    from offload_decode.memory import own_memory, total_memory
+    from offload_decode.planning.caps import free_space
+    from offload_decode.planning.plan import Machine
+
+    gpu, ram, disk = sizes
+    if gpu is None and not without_gpu and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0).total_memory
+    return Machine(gpu, ram or total_memory(), disk or free_space(Path.cwd()), own_memory())
+
+
+def _speed(planned: Plan) -> Speed:
+    """Expected with the bandwidths of this machine; of a GPU that is not here only the host's part."""
+    import torch
+
+    from offload_decode.planning.bandwidth import measure, measure_disk
+    from offload_decode.planning.traffic import speed
+
+    outline = planned.outline
+    device = "cuda" if planned.machine.gpu and torch.cuda.is_available() else "cpu"
+    measured = measure(outline.shape, outline.dtype, planned.request.kv, device)
+    disk = measure_disk(Path.cwd()) if planned.from_disk else None
+    return speed(planned.traffic, measured, planned.from_disk, disk)
+
+
+def _show(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed) -> None:
+    output.answer(_counts(planned))
+    output.answer("\n" + _needs({"ask": planned, "prefill": planned}))
+    output.answer("\n" + _verdict(planned, proposed, most))
+    if proposed is not None and proposed is not planned:
+        output.answer("\n" + _needs({"ask": proposed}))
+    output.answer("\n" + _moved(proposed or planned, speed))
+
+
+def _counts(planned: Plan) -> str:
+    """What there is to choose from: the same model and corpus in other encodings."""
+    from offload_decode.planning import sizes
+    from offload_decode.planning.request import INDEXES, KV, METADATA, WEIGHTS
+
+    outline, request = planned.outline, planned.request
+    shape, tokens = outline.shape, request.tokens
+    kinds = [kv for kv in KV if kv != "int4-values" or shape.head_dim % 2 == 0]
+    weights = [
+        (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
+        for name in WEIGHTS
+        if name != "fp16"
+    ]
+    stores = [(kv, sizes.store_bytes(shape, tokens, kv, outline.dtype)) for kv in kinds]
+    bounds = [
+        (
+            f"{page} tokens in {metadata}",
+            sizes.page_bytes(shape, tokens, page, metadata, len(shape.full_layers)),
+        )
+        for page in (16, 32, 64)
+        for metadata in METADATA
+    ]
+    indexes = [(kind, sizes.index_bytes(kind, shape, tokens, request.kv, outline.dtype)) for kind in INDEXES]
+    return output.facts(
+        [
+            ("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters"),
+            ("corpus", f"{tokens:,} tokens, {_each(planned)} of keys and values each"),
+            ("weights", _listed(weights)),
+            ("store", _listed(stores)),
+            ("page bounds", _listed(bounds)),
+            ("indexes", _listed(indexes)),
+        ]
+    )
+
+
+def _each(planned: Plan) -> str:
+    return output.size(planned.kv_bytes / planned.request.tokens)
+
+
+def _listed(amounts: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {output.size(amount)}" for name, amount in amounts)
+
+
+def _needs(plans: dict[str, Plan]) -> str:
+    """Part by part, for asking and for prefilling."""
+    from offload_decode.planning.plan import Place
+
+    rows = [("", "where", "takes", "of")]
+    for job, shown in plans.items():
+        parts = shown.asking if job == "ask" else shown.prefilling
+        for place in Place:
+            there = shown.machine.size(place)
+            own = [part for part in parts if part.place is place]
+            rows += [(f"{job}: {part.name}", _named(place), output.size(part.bytes), "") for part in own]
+            if need := shown.need(place, parts):
+                verdict = "fits" if need <= there else "does not fit"
+                rows.append((f"{job}: {verdict}", _named(place), output.size(need), output.size(there)))
+    return output.table(rows)
+
+
+def _named(place: Place) -> str:
+    return {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}[place]
+
+
+def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
+    from offload_decode.planning.caps import described
+    from offload_decode.planning.plan import changes, least_machine
+
+    if proposed is planned:
+        lines = ["It fits: the store can be kept here and asked."]
+    elif proposed is not None:
+        lines = [f"It does not fit. This does: {described(changes(planned.request, proposed.request))}"]
+    else:
+        machine = ", ".join(
+            f"{output.size(need)} of {_named(place)}" for place, need in least_machine(planned).items()
+        )
+        lines = [f"It does not fit, whatever the settings. The least it takes is {machine}."]
+        if most is not None:
+            settings = described(
+                {k: v for k, v in changes(planned.request, most.request).items() if k != "tokens"}
+            )
+            lines.append(f"The most that fits here is {most.request.tokens:,} tokens, with {settings}.")
+    return "\n".join([*lines, _prefill_verdict(proposed or most or planned), *_paging(proposed or planned)])
+
+
+def _prefill_verdict(planned: Plan) -> str:
+    from offload_decode.planning.plan import prefill_chunk
+
+    chunk = prefill_chunk(planned)
+    if chunk is None:
+        return "It cannot be prefilled here: do that on a larger machine, and bring the store."
+    smaller = "" if chunk == planned.request.chunk else f" with -o chunk={chunk}"
+    return f"It can be prefilled here{smaller}."
+
+
+def _paging(planned: Plan) -> list[str]:
+    from offload_decode.planning.caps import described
+    from offload_decode.planning.plan import changes, nearest
+
+    if not planned.from_disk:
+        return ["Its keys and values stay in memory."]
+    lines = [
+        f"Its {output.size(planned.kv_bytes)} of keys and values do not stay in the "
+        f"{output.size(planned.spare_ram)} of memory that are left: each token reads up to "
+        f"{output.size(planned.from_disk)} from the disk."
+    ]
+    if held := nearest(planned, in_memory=True):
+        lines.append(f"They would stay with {described(changes(planned.request, held.request))}")
+    return lines
+
+
+def _moved(planned: Plan, speed: Speed) -> str:
+    moved = asdict(planned.traffic)
+    names = {
+        "weights": "weights read",
+        "pages": "page bounds read",
+        "scanned": "keys scanned",
+        "gathered": "rows gathered",
+        "attended": "dense layers read",
+        "bus": "over the bus",
+    }
+    spent = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in speed.seconds.items())
+    measured = "from bandwidths measured on this machine just now: an expectation, not a measurement"
+    if planned.machine.gpu and "bus" not in speed.seconds:
+        measured += (
+            ";\nno GPU is here: weights and page bounds count at this CPU's speed, and the bus not at all"
+        )
+    return (
+        output.facts(
+            [
+                *(
+                    (f"{names[name]}", f"{output.size(amount)} a token")
+                    for name, amount in moved.items()
+                    if amount
+                ),
+                ("expected", f"{speed.tokens_per_second:.3g} tokens/s; most of it {speed.limit} ({spent})"),
+            ]
+        )
+        + f"\n{measured}"
+    )
+
+
+def _as_json(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed) -> dict[str, object]:
+    from offload_decode.planning.plan import changes, least_machine, prefill_chunk
+
+    def one(shown: Plan | None) -> dict[str, object] | None:
+        if shown is None:
+            return None
+        return {
+            "request": asdict(shown.request),
+            "fits": shown.fits,
+            "changes": changes(planned.request, shown.request),
+            "ask": [asdict(part) for part in shown.asking],
+            "prefill": [asdict(part) for part in shown.prefilling],
+            "prefill_chunk": prefill_chunk(shown),
+            "lacking": shown.lacking(),
+            "traffic": asdict(shown.traffic),
+            "from_disk": shown.from_disk,
+        }
+
+    return {
+        "model": planned.outline.model_id,
+        "machine": asdict(planned.machine),
+        "asked": one(planned),
+        "proposed": one(proposed),
+        "most_tokens": one(most),
+        "least_machine": None if proposed else least_machine(planned),
+        "expected": asdict(speed) | {"limit": speed.limit},
+    }

@@ -1,0 +1,49 @@
+"""`offload-decode pull`: bucket to store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli import output
+from cli.options import Json, Quiet
+from cli.progress import Progress
+from cli.push import summary
+
+
+def pull(
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="Where `push` put it: s3://BUCKET/NAME, gs://BUCKET/NAME or file:///FOLDER/NAME.",
+            show_default=False,
+        ),
+    ],
+    store: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STORE", help="Where the store is to be; nothing may be there.", show_default=False
+        ),
+    ],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Fetch a store from a bucket.
+
+    The indexes in URL.indexes/ come along, to STORE.indexes/. Every byte is checked as it comes, and STORE
+    is there when all of it is. The same command resumes a pull that was interrupted. Needs pip install
+    'offload-decode[buckets]'; credentials and endpoints come from AWS_... and GOOGLE_... variables.
+    """
+    from prefill_jobs.buckets import pull as run
+
+    with Progress(quiet) as progress:
+        moved = run(url, store, progress=progress)
+    if as_json:
+        output.answer_json({"url": url, "store": str(store)} | asdict(moved))
+    output.note(
+        f'{store}: {summary(moved, "fetched")}\nask it something: offload-decode ask {store} "…"', quiet
+    )

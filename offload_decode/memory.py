@@ -1,0 +1,86 @@
+"""This process' own memory, and a limit to it that the system enforces.
+
+On Linux RLIMIT_DATA limits private writable memory: allocations beyond it fail. Maps of a store are shared
+and do not count, nor does address space that is only reserved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from offload_decode.errors import ConfigError
+
+_STATUS = Path("/proc/self/status")
+
+
+def own_memory() -> int:
+    """Bytes of memory this process holds; pages of files are left out, as the system drops them at need."""
+    if _STATUS.exists():
+        return _status("RssAnon")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: the peak of all pages, in bytes
+
+
+def total_memory() -> int:
+    """Bytes of memory of this machine, or of the control group that holds the process to less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = Path("/sys/fs/cgroup/memory.max")
+    text = group.read_text().strip() if group.exists() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+def limit_memory(size: int) -> None:
+    """From now on, let allocations fail that would take this process' memory beyond `size` bytes.
+
+    What is reserved already and not in use (stacks of threads, arenas) is not counted. Raises `ConfigError`
+    where the system has no such limit, or where more is held already.
+    """
+    if sys.platform != "linux":
+        raise ConfigError("--ram can be enforced on Linux alone: leave it out here")
+    held = own_memory()
+    if size <= held:
+        raise ConfigError(
+            f"--ram {size / 2**20:,.0f}MiB cannot be kept: the program alone holds {held / 2**20:,.0f} MiB; "
+            "give more"
+        )
+    _set_limit(_status("VmData") + size - held)
+
+
+@contextmanager
+def lifted(size: Callable[[], int]) -> Iterator[None]:
+    """Inside, the limit (where there is one) is higher by `size()` bytes: for files that are mapped to be
+    read through, which the system counts and can drop at need.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY:
+        yield
+        return
+    _set_limit(soft + size())
+    try:
+        yield
+    finally:
+        _set_limit(soft)
+
+
+def give_back() -> None:
+    """Return to the system what was freed: glibc keeps it, a heap of quantising a model among it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _set_limit(size: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        size = min(size, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
+
+
+def _status(field: str) -> int:
+    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024

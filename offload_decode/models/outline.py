@@ -1,0 +1,93 @@
+"""What is known of a model without its weights: read from its config, and counted on torch's meta device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload_decode.errors import ModelError, OffloadDecodeError
+from offload_decode.models.architectures import shape_of
+from offload_decode.models.loading import DTYPES, source_of
+from offload_decode.models.quantised import replaceable
+from offload_decode.types import ModelShape
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model's shape and the sizes that memory and speed follow from.
+
+    `dtype` is the checkpoint's. `parameters` counts all of them, `linear` those in the linear layers that a
+    weight-only quantisation takes, `linear_rows` these layers' outputs, `embeddings` those of a table that a
+    token reads one row of, `experts` those in fused expert weights, of which a token reads the share
+    `active`. `hidden`, `intermediate` and `vocabulary` are widths.
+    """
+
+    model_id: str
+    shape: ModelShape
+    dtype: str
+    parameters: int
+    linear: int
+    linear_rows: int
+    embeddings: int
+    experts: int
+    active: float
+    hidden: int
+    intermediate: int
+    vocabulary: int
+
+
+def outline(model_id: str) -> Outline:
+    """The outline of `demo`, a folder, or a transformers id; only the config is read.
+
+    Raises `ModelError` or `UnsupportedModel`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(source_of(model_id))
+        shape = shape_of(config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except OffloadDecodeError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise ModelError(
+            f"cannot read the config of '{model_id}': {reason}; give 'demo', a folder, or a transformers id"
+        ) from error
+    return outline_of(model, model_id, shape)
+
+
+def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
+    """The outline of a transformers model, on whatever device."""
+    config = model.config
+    linear = [layer for _, _, layer in replaceable(model)]
+    weights = list(model.parameters())
+    output = model.get_output_embeddings()
+    table = model.get_input_embeddings().weight
+    tied = output is not None and output.weight is table
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    return Outline(
+        model_id=model_id,
+        shape=shape,
+        dtype=_dtype(config),
+        parameters=sum(weight.numel() for weight in weights),
+        linear=sum(layer.weight.numel() for layer in linear),
+        linear_rows=sum(layer.out_features for layer in linear),
+        embeddings=0 if tied else table.numel(),
+        experts=sum(weight.numel() for weight in weights if weight.ndim == 3),
+        active=min(1.0, getattr(config, "num_experts_per_tok", 1) / count) if count else 1.0,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size,
+    )
+
+
+def _dtype(config: Any) -> str:
+    """As the checkpoint has it; transformers takes float32 where a config does not say."""
+    name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"a model in {name} cannot be stored; load it as one of: {', '.join(DTYPES)}")
+    return name

@@ -1,0 +1,186 @@
+"""What a job may use: checked before it begins, and enforced while it runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from offload_decode.errors import ConfigError, DoesNotFit
+from offload_decode.kv import BLOCK_TOKENS
+from offload_decode.memory import limit_memory, total_memory
+from offload_decode.models.loading import pick_device
+from offload_decode.models.outline import Outline
+from offload_decode.planning.plan import CUDA_BYTES, Machine, Part, Place, Plan, changes, nearest, plan
+from offload_decode.planning.request import INDEXES, KV, METADATA, SELECTORS, WEIGHTS, Request
+from offload_decode.store.format import Manifest, stored_types
+
+_OPTION = {Place.GPU: "--gpu-memory", Place.RAM: "--ram"}
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Bytes that this process may use; None is all there is."""
+
+    gpu_memory: int | None = None
+    ram: int | None = None
+
+    def of(self, place: Place) -> int | None:
+        """The cap of a place."""
+        return {Place.GPU: self.gpu_memory, Place.RAM: self.ram}.get(place)
+
+
+def apply_caps(caps: Caps, device: str = "auto") -> None:
+    """Enforce the caps from here on: allocations beyond them fail.
+
+    Of a GPU's memory, torch may use what CUDA itself leaves of the cap. Raises `ConfigError` for a cap that
+    cannot be kept.
+    """
+    if caps.gpu_memory is not None:
+        import torch
+
+        chosen = pick_device(device)
+        if chosen.type != "cuda":
+            raise ConfigError("--gpu-memory caps a GPU, and this runs on the CPU: leave it out, or cap --ram")
+        if caps.gpu_memory <= CUDA_BYTES:
+            raise ConfigError(f"--gpu-memory must be more than the {size(CUDA_BYTES)} that CUDA itself takes")
+        index = torch.cuda.current_device() if chosen.index is None else chosen.index
+        total = torch.cuda.get_device_properties(index).total_memory
+        share = min(1.0, (caps.gpu_memory - CUDA_BYTES) / total)
+        torch.cuda.set_per_process_memory_fraction(share, index)
+    if caps.ram is not None:
+        limit_memory(caps.ram)
+
+
+def check_ask(
+    outline: Outline,
+    manifest: Manifest,
+    selector: str,
+    options: Mapping[str, object],
+    weights: str,
+    device: str,
+    caps: Caps,
+    held: int,
+) -> list[str]:
+    """Whether a store can be asked: what to know before it begins, as sentences. `held`: bytes of memory that
+    the program holds before it loads the model. Raises `DoesNotFit`.
+    """
+    request = replace(_request(selector, options, weights), tokens=manifest.n_tokens, kv=kv_of(manifest))
+    asked = plan(replace(outline, dtype=manifest.dtype), request, here(device, caps, held))
+    return _judged(asked, asked.asking, "asking this store", caps)
+
+
+def check_prefill(outline: Outline, chunk: int, dtype: str, device: str, caps: Caps, held: int) -> list[str]:
+    """Whether a model can prefill, however much: what to know before, as sentences. Raises `DoesNotFit`."""
+    if dtype != "auto":
+        outline = replace(outline, dtype=dtype)
+    asked = plan(outline, Request(BLOCK_TOKENS, chunk=chunk), here(device, caps, held))
+    return _judged(asked, asked.prefilling, "this prefill", caps)
+
+
+def here(device: str, caps: Caps, held: int) -> Machine:
+    """This machine within the caps; the disk is not looked at."""
+    chosen, gpu = pick_device(device), None
+    if chosen.type == "cuda":
+        import torch
+
+        gpu = min(caps.gpu_memory or _UNLIMITED, torch.cuda.get_device_properties(chosen).total_memory)
+    return Machine(gpu, min(caps.ram or _UNLIMITED, total_memory()), _UNLIMITED, held)
+
+
+def free_space(path: Path) -> int:
+    """Bytes that are free where `path` is to be."""
+    there = next(parent for parent in [path.absolute(), *path.absolute().parents] if parent.exists())
+    return shutil.disk_usage(there).free
+
+
+def kv_of(manifest: Manifest) -> str:
+    """The `--kv` by which a store was made."""
+    dim = manifest.shape.head_dim
+    kinds = (kind for kind in KV if kind != "int4-values" or dim % 2 == 0)
+    return next(kind for kind in kinds if stored_types(kind, manifest.dtype, dim) == manifest.kv)
+
+
+def size(amount: float) -> str:
+    """Bytes in binary units, as sizes are given."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:,.3g} {unit}"
+        amount /= 1024
+    return f"{amount:,.3g} TiB"
+
+
+def described(settings: Mapping[str, object]) -> str:
+    """Settings as options of the command line."""
+    spelled = {"selector": "-s {}", "weights": "--weights {}", "kv": "--kv {}"}
+    return " ".join(spelled.get(name, f"-o {name}={{}}").format(value) for name, value in settings.items())
+
+
+def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list[str]:
+    """Beyond a cap is refused. Without one that is left to be tried, because only the weights are certain to
+    be needed at once, and on a CPU these can be read from their files again.
+    """
+    notes = []
+    for place, missing in asked.lacking(parts).items():
+        need, there = asked.need(place, parts), asked.machine.size(place)
+        listed = ", ".join(f"{part.name} {size(part.bytes)}" for part in parts if part.place is place)
+        named = "GPU memory" if place is Place.GPU else "memory"
+        sentence = f"{what} takes about {size(need)} of {named} ({listed})"
+        cap = caps.of(place)
+        weights = sum(part.bytes for part in parts if part.name.startswith("weights"))
+        if cap is not None and cap == there:
+            raise DoesNotFit(f"{sentence}, and {_OPTION[place]} allows {size(cap)}: {_way_out(asked, parts)}")
+        if place is Place.GPU and weights + CUDA_BYTES > there:
+            raise DoesNotFit(f"{sentence}, and the GPU has {size(there)}: {_way_out(asked, parts)}")
+        notes.append(f"{sentence}, {size(missing)} more than there are: it may fail, or be slow")
+    if parts is asked.asking and asked.from_disk:
+        notes.append(
+            f"The store has {size(asked.kv_bytes)} of keys and values, and {size(asked.spare_ram)} of memory "
+            f"are left for it: each token reads up to {size(asked.from_disk)} from the disk."
+        )
+    return notes
+
+
+def _way_out(asked: Plan, parts: tuple[Part, ...]) -> str:
+    if parts is asked.prefilling:
+        chunk = asked.request.chunk
+        while chunk >= 32:
+            chunk //= 2
+            if plan(asked.outline, replace(asked.request, chunk=chunk), asked.machine).prefill_fits:
+                return f"what fits is -o chunk={chunk}"
+        chunk, least = 16, replace(asked.request, chunk=16)
+        needs = plan(asked.outline, least, asked.machine)
+        return f"with -o chunk={chunk}, the least, it is {_needs(needs, needs.prefilling)}"
+    fits = nearest(asked, kinds=(asked.request.kv,))
+    if fits is not None:
+        return f"what fits is {described(changes(asked.request, fits.request))}"
+    least = replace(asked.request, weights="int4", selector="topk", index="flat")
+    needs = plan(asked.outline, least, asked.machine)
+    return f"with --weights int4 -s topk, the least, it is {_needs(needs, needs.asking)}"
+
+
+def _needs(asked: Plan, parts: tuple[Part, ...]) -> str:
+    return " and ".join(
+        f"{_OPTION[place]} {-(-asked.need(place, parts) // 2**20)}MiB"
+        for place in _OPTION
+        if asked.need(place, parts)
+    )
+
+
+def _request(selector: str, options: Mapping[str, object], weights: str) -> Request:
+    """As far as sizes depend on it. What the selector itself will refuse is left to it."""
+    page = str(options.get("page_size", ""))
+    index, metadata = (str(options.get(name, "")) for name in ("index", "metadata"))
+    dense = options.get("dense_layers")
+    return Request(
+        1,
+        selector="quest" if selector == "quest+topk" else selector if selector in SELECTORS else "topk",
+        weights=weights if weights in WEIGHTS else "auto",
+        index=index if index in INDEXES else "flat",
+        metadata=metadata if metadata in METADATA else "fp16",
+        page_size=int(page) if page.isdigit() and int(page) else 16,
+        budget=str(options.get("budget", "1024")),
+        dense_layers=None if dense is None else str(dense),
+    )

@@ -1,0 +1,248 @@
+"""What fits on a machine, what it would cost there, and the nearest thing that fits where this does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from offload_decode.models.outline import Outline
+from offload_decode.planning import sizes
+from offload_decode.planning.request import KV, METADATA, WEIGHTS, Request, in_dtype
+from offload_decode.planning.traffic import Traffic, traffic
+
+CUDA_BYTES = 512 << 20
+"""What CUDA itself takes of a GPU's memory, beyond all tensors."""
+PROGRAM_BYTES = 48 << 20
+"""What the program grows by when it first computes: modelling code, tokenizer, compiled kernels. Measured."""
+_PAGE_SIZES = (16, 32, 64, 128)
+_FILE_PAGE = 4096  # what a row that memory does not hold costs at least
+
+
+class Place(StrEnum):
+    """Where bytes lie."""
+
+    GPU = "gpu"
+    RAM = "ram"
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes that a plan may use; `gpu` is None where all is computed on the CPU. `held`: what this process
+    holds before it loads a model.
+    """
+
+    gpu: int | None
+    ram: int
+    disk: int
+    held: int
+
+    def size(self, place: Place) -> int:
+        """Bytes there."""
+        return {Place.GPU: self.gpu or 0, Place.RAM: self.ram, Place.DISK: self.disk}[place]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes that something takes."""
+
+    name: str
+    place: Place
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request on a machine. `asking` and `prefilling` list what each of the two takes."""
+
+    outline: Outline
+    request: Request
+    machine: Machine
+    asking: tuple[Part, ...]
+    prefilling: tuple[Part, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a store of that kind can be kept here and asked."""
+        return not self.lacking()
+
+    @property
+    def prefill_fits(self) -> bool:
+        """Whether it can be made here too."""
+        return not self.lacking(self.prefilling)
+
+    def need(self, place: Place, parts: tuple[Part, ...] | None = None) -> int:
+        """Bytes that are needed there, for asking unless other parts are given."""
+        return sum(part.bytes for part in (self.asking if parts is None else parts) if part.place is place)
+
+    def lacking(self, parts: tuple[Part, ...] | None = None) -> dict[Place, int]:
+        """Bytes that are missing, by place."""
+        missing = {place: self.need(place, parts) - self.machine.size(place) for place in Place}
+        return {place: size for place, size in missing.items() if size > 0}
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes that one generated token moves."""
+        return traffic(self.outline, self.request, self.machine.gpu is not None)
+
+    @property
+    def spare_ram(self) -> int:
+        """Memory that is left for the store's pages."""
+        return max(0, self.machine.ram - self.need(Place.RAM))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of the store."""
+        shape, dtype = self.outline.shape, self.outline.dtype
+        return self.request.tokens * sizes.kv_token_bytes(shape, self.request.kv, dtype)
+
+    @property
+    def from_disk(self) -> int:
+        """Bytes of a token that come from the disk, at worst, because memory does not hold the store. What
+        is read from end to end stays if all of it fits; otherwise each pass pushes out what the next wants.
+        """
+        if self.spare_ram >= self.kv_bytes:
+            return 0
+        moved = self.traffic
+        row = max(sizes.row_bytes(self.request.kv, self.outline.shape.head_dim, self.outline.dtype))
+        gathered = moved.gathered * max(1, _FILE_PAGE // row)
+        in_order = moved.scanned + moved.attended
+        return gathered if self.spare_ram >= in_order else gathered + in_order
+
+
+def plan(outline: Outline, request: Request, machine: Machine) -> Plan:
+    """Count what the request takes on that machine."""
+    outline = in_dtype(outline, request.weights)
+    return Plan(
+        outline, request, machine, _asking(outline, request, machine), _prefilling(outline, request, machine)
+    )
+
+
+def nearest(asked: Plan, kinds: Sequence[str] = KV, in_memory: bool = False) -> Plan | None:
+    """The plan that fits and differs least from the one that was asked for: itself, or another with fewer
+    bits, another selector or larger pages; None where nothing of that kind fits. `kinds`: ways of storing
+    keys and values that can still be chosen. `in_memory`: nothing of the store is to come from the disk.
+    """
+    source, machine = asked.outline, asked.machine
+    requests = (one for one in _alternatives(asked.request, source) if one.kv in kinds)
+    plans = (plan(source, request, machine) for request in requests)
+    return next((one for one in plans if one.fits and not (in_memory and one.from_disk)), None)
+
+
+def most_tokens(asked: Plan) -> Plan | None:
+    """Where no settings fit: the plan for the most tokens that do, in the fewest bits; None where not even
+    the weights do.
+    """
+    thrifty = _thriftiest(asked)
+
+    def at(tokens: int) -> Plan:
+        return plan(asked.outline, replace(thrifty.request, tokens=tokens), asked.machine)
+
+    fits, beyond = 0, asked.request.tokens
+    while beyond - fits > max(1, fits // 1000):
+        middle = (fits + beyond) // 2
+        fits, beyond = (middle, beyond) if at(middle).fits else (fits, middle)
+    return at(fits) if fits else None
+
+
+def least_machine(asked: Plan) -> dict[Place, int]:
+    """The bytes of each place with which so many tokens would do, in the fewest bits."""
+    thrifty = _thriftiest(asked)
+    return {place: thrifty.need(place) for place in Place if place is not Place.GPU or asked.machine.gpu}
+
+
+def prefill_chunk(asked: Plan) -> int | None:
+    """The largest chunk, up to the one asked for, with which the prefill fits here; None if none does."""
+    chunk = asked.request.chunk
+    while chunk >= 16:
+        if plan(asked.outline, replace(asked.request, chunk=chunk), asked.machine).prefill_fits:
+            return chunk
+        chunk //= 2
+    return None
+
+
+def changes(before: Request, after: Request) -> dict[str, object]:
+    """The settings in which two requests differ."""
+    names = [field.name for field in fields(Request)]
+    return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
+
+
+def _asking(outline: Outline, request: Request, machine: Machine) -> tuple[Part, ...]:
+    shape, device = outline.shape, Place.RAM if machine.gpu is None else Place.GPU
+    on_gpu = device is Place.GPU
+    searched = [k for k in request.budgets(shape).values() if k is not None]
+    parts = [
+        *_program(outline, request.weights, device, machine),
+        Part("question and answer", device, sizes.ask_bytes(outline, request, on_gpu)),
+        Part("search", Place.RAM, sizes.search_bytes(outline, request, os.cpu_count() or 1)),
+        Part("store", Place.DISK, _store_bytes(outline, request)),
+    ]
+    if request.selector == "quest":
+        pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
+        parts.append(Part("page bounds", device, pages))
+    if request.selector == "topk" and request.index != "flat":
+        held = sizes.index_bytes(request.index, shape, request.tokens, request.kv, outline.dtype)
+        parts += [Part(f"indexes ({request.index})", place, held) for place in (Place.RAM, Place.DISK)]
+    return tuple(part for part in parts if part.bytes)
+
+
+def _prefilling(outline: Outline, request: Request, machine: Machine) -> tuple[Part, ...]:
+    """A prefill runs the weights as they are: a store is of the checkpoint, not of its quantisation."""
+    device = Place.RAM if machine.gpu is None else Place.GPU
+    weights = request.weights if request.weights == "fp16" else "auto"
+    chunk = sizes.prefill_bytes(outline, request.chunk, request.tokens, device is Place.GPU)
+    return (
+        *_program(outline, weights, device, machine),
+        Part("a chunk and what it attends to", device, chunk),
+        Part("a chunk on its way to the disk", Place.RAM, sizes.staging_bytes(outline, request.chunk)),
+        Part("store", Place.DISK, _store_bytes(outline, request)),
+    )
+
+
+def _program(outline: Outline, weights: str, device: Place, machine: Machine) -> list[Part]:
+    parts = [
+        Part("program", Place.RAM, machine.held + PROGRAM_BYTES),
+        Part(f"weights ({weights if weights != 'auto' else outline.dtype})", device,
+             sizes.weights_bytes(outline, weights)),
+    ]  # fmt: skip
+    return [Part("CUDA", Place.GPU, CUDA_BYTES), *parts] if device is Place.GPU else parts
+
+
+def _store_bytes(outline: Outline, request: Request) -> int:
+    return sizes.store_bytes(outline.shape, request.tokens, request.kv, outline.dtype)
+
+
+def _alternatives(asked: Request, outline: Outline) -> Iterator[Request]:
+    """Requests for as many tokens, from the one asked for on: fewest changes first, then smallest."""
+    ladders: dict[str, list[Any]] = {
+        "weights": _from(asked.weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"]),
+        "kv": _from(asked.kv, [kv for kv in KV if kv != "int4-values" or outline.shape.head_dim % 2 == 0]),
+        "index": _from(asked.index, [asked.index, "flat"]),
+        "metadata": _from(asked.metadata, list(METADATA)) if asked.selector == "quest" else [asked.metadata],
+        "page_size": (
+            [asked.page_size, *(size for size in _PAGE_SIZES if size > asked.page_size)]
+            if asked.selector == "quest"
+            else [asked.page_size]
+        ),
+        "selector": _from(asked.selector, [asked.selector, "topk"]),
+    }
+    steps = product(*(range(len(ladder)) for ladder in ladders.values()))
+    for taken in sorted(steps, key=lambda taken: (sum(step > 0 for step in taken), sum(taken), taken[::-1])):
+        chosen = {name: ladder[step] for (name, ladder), step in zip(ladders.items(), taken, strict=True)}
+        yield replace(asked, **chosen)
+
+
+def _from(asked: str, ladder: list[str]) -> list[str]:
+    """The rungs from the one asked for on, without repetition."""
+    return list(dict.fromkeys(ladder[ladder.index(asked) :] if asked in ladder else [asked, *ladder]))
+
+
+def _thriftiest(asked: Plan) -> Plan:
+    """So many tokens in the fewest bits."""
+    *_, last = _alternatives(asked.request, asked.outline)
+    return plan(asked.outline, last, asked.machine)

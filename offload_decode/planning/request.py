@@ -1,0 +1,73 @@
+"""What is to be planned: a model, a number of tokens, and the settings that sizes follow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from offload_decode.budgets import Budget
+from offload_decode.errors import ConfigError
+from offload_decode.models.outline import Outline
+from offload_decode.types import ModelShape
+
+KV = ("auto", "int8", "int4-values")
+WEIGHTS = ("auto", "fp16", "int8", "int4")
+SELECTORS = ("topk", "quest", "dense")
+INDEXES = ("flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
+METADATA = ("fp16", "int8")
+QUESTION_TOKENS = 512  # a question and its answer are planned with twice as many in all
+
+
+@dataclass(frozen=True)
+class Request:
+    """A store of `tokens` and how it is to be asked.
+
+    `kv`: how keys and values are stored, `auto` in the model's dtype. `weights`: `auto` is the checkpoint's
+    dtype. `selector` with `budget`, `dense_layers` (None: the selector's own), `index` (topk), `page_size`
+    and `metadata` (quest). `chunk`: tokens of a forward pass of the prefill; `tail`: of question and answer.
+    """
+
+    tokens: int
+    kv: str = "auto"
+    weights: str = "auto"
+    selector: str = "topk"
+    budget: str = "1024"
+    dense_layers: str | None = None
+    index: str = "flat"
+    page_size: int = 16
+    metadata: str = "fp16"
+    chunk: int = 512
+    tail: int = 2 * QUESTION_TOKENS
+
+    def __post_init__(self) -> None:
+        for what, given, known in (
+            ("kv", self.kv, KV),
+            ("weights", self.weights, WEIGHTS),
+            ("selector", self.selector, SELECTORS),
+            ("index", self.index, INDEXES),
+            ("metadata", self.metadata, METADATA),
+        ):
+            if given not in known:
+                raise ConfigError(f"{what} '{given}' cannot be planned; choose one of: {', '.join(known)}")
+        for what, number in (("tokens", self.tokens), ("page_size", self.page_size), ("chunk", self.chunk)):
+            if number < 1:
+                raise ConfigError(f"{what} must be 1 or more, not {number}")
+
+    def budgets(self, shape: ModelShape) -> dict[int, int | None]:
+        """Tokens for each query row of every searched layer; None is all of them."""
+        if self.selector == "dense":
+            return dict.fromkeys(shape.full_layers)
+        own = "first:2" if self.selector == "quest" else ""
+        dense = own if self.dense_layers is None else self.dense_layers
+        layers = Budget(self.budget, dense_layers=dense).per_layer(
+            self.tokens, shape.full_layers, shape.kv_heads
+        )
+        return {
+            layer: None if budget is None or budget.largest >= self.tokens else budget.largest
+            for layer, budget in layers.items()
+        }
+
+
+def in_dtype(outline: Outline, weights: str) -> Outline:
+    """The outline with the dtype that the model will run in: `fp16` halves float32."""
+    halved = weights == "fp16" and outline.dtype == "float32"
+    return replace(outline, dtype="float16") if halved else outline

@@ -1,0 +1,181 @@
+"""How many bytes everything takes: arithmetic on a model's outline and a request, nothing measured."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import isqrt, prod
+
+from indexes import encodings
+from offload_decode.budgets import SELECTED_IDS
+from offload_decode.kv import BLOCK_TOKENS, SCORES
+from offload_decode.models.outline import Outline
+from offload_decode.models.quantised import BLOCK
+from offload_decode.paging import SCALE_PAGES
+from offload_decode.planning.request import QUESTION_TOKENS, Request
+from offload_decode.store.format import Manifest, numpy_dtype, stored_types
+from offload_decode.store.layout import array_specs
+from offload_decode.types import LayerKind, ModelShape
+
+# Of bitsandbytes' NF4 with quantised scales: a byte for each block, four for each 256 blocks.
+_INT4_BYTES = 1 / 2 + (1 + 4 / 256) / BLOCK
+_GRAPH_LINKS = 16
+# The ground layer has twice the links; a key is on 1 / (links - 1) further layers on average.
+_GRAPH_UPPER = 1 / (_GRAPH_LINKS - 1)
+_SCAN_ROWS, _SCAN_BLOCK = 256, 2048  # of the exact scan: queries that share a pass, and keys scored at once
+_PAGE_SCORES = 1 << 24  # of Quest, in memory at once
+_ZARR_JSON, _SUM_LINE = 700, 110  # bytes of an array's metadata, and of a file's checksum
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of a number."""
+    return numpy_dtype(dtype).itemsize
+
+
+def weights_bytes(outline: Outline, weights: str) -> int:
+    """A model's weights; int8 and int4 are the linear layers', all others stay in the model's dtype."""
+    item = itemsize(outline.dtype)
+    rest = (outline.parameters - outline.linear) * item
+    if weights == "int8":
+        return rest + outline.linear + 4 * outline.linear_rows
+    if weights == "int4":
+        return rest + round(outline.linear * _INT4_BYTES)
+    return outline.parameters * item
+
+
+def active_weights_bytes(outline: Outline, weights: str) -> int:
+    """The weights that one token reads: of the embeddings one row, of the experts those it is sent to."""
+    item = itemsize(outline.dtype)
+    idle = outline.embeddings + round(outline.experts * (1 - outline.active))
+    return weights_bytes(outline, weights) - idle * item
+
+
+def row_bytes(kv: str, dim: int, dtype: str) -> tuple[int, int]:
+    """Bytes of a key and of a value of one head."""
+    stored = stored_types(kv, dtype, dim)
+    keys, values = (
+        dim * itemsize(kind) if kind == dtype else encodings.row_bytes(kind, dim) for kind in stored.values()
+    )
+    return keys, values
+
+
+def kv_token_bytes(shape: ModelShape, kv: str, dtype: str) -> int:
+    """Bytes of the keys and values of a stored token, in all layers with full attention."""
+    return len(shape.full_layers) * shape.kv_heads * sum(row_bytes(kv, shape.head_dim, dtype))
+
+
+@lru_cache(maxsize=256)
+def store_bytes(
+    shape: ModelShape, tokens: int, kv: str, dtype: str, *, page_size: int = 16, query_samples: int = 1024
+) -> int:
+    """A store on disk: the arrays of its layout, and their metadata."""
+    manifest = Manifest(
+        model_id="", model_config_hash="", weights_hash="", tokenizer_hash="", token_hash="", rope={},
+        dtype=dtype, shape=shape, n_tokens=tokens, prefill={"method": "dense"},
+        page_size=page_size, query_samples=query_samples, kv=stored_types(kv, dtype, shape.head_dim),
+    )  # fmt: skip
+    total = 0
+    for spec in array_specs(manifest, 1, 64):
+        files = prod(-(-size // step) for size, step in zip(spec.shape, spec.chunk, strict=True))
+        total += spec.chunk_bytes * files + _ZARR_JSON + _SUM_LINE * (files + 1)
+    return total
+
+
+def page_bytes(shape: ModelShape, tokens: int, page_size: int, metadata: str, layers: int) -> int:
+    """Bounds of the whole pages of so many layers, on the device."""
+    pages = tokens // page_size
+    bound = shape.kv_heads * pages * shape.head_dim * (2 if metadata == "fp16" else 1)
+    scales = shape.kv_heads * -(-pages // SCALE_PAGES) * shape.head_dim * 4 if metadata == "int8" else 0
+    return layers * 2 * bound + layers * scales
+
+
+def index_bytes(kind: str, shape: ModelShape, tokens: int, kv: str, dtype: str) -> int:
+    """Memory of the indexes of all heads, beyond the stored keys; about as much on disk."""
+    heads, dim = len(shape.full_layers) * shape.kv_heads, shape.head_dim
+    code = dim * (4 if kv != "auto" else itemsize(dtype))
+    if kind == "flat":
+        return 0
+    if kind == "faiss-ivf":
+        lists = max(1, min(int(4 * tokens**0.5), tokens // 40))
+        return heads * (tokens * (code + 8) + lists * dim * 4)
+    if kind == "faiss-hnsw":
+        return heads * round(tokens * (code + 12 + 4 * _GRAPH_LINKS * (2 + _GRAPH_UPPER)))
+    assert kind == "hnswlib", kind
+    upper = (4 * _GRAPH_LINKS + 4) * _GRAPH_UPPER
+    return heads * round(tokens * (4 * dim + 8 * _GRAPH_LINKS + 16 + upper))
+
+
+def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
+    """Keys and values of what follows the stored tokens, on the device, with the room they grow into."""
+    row = 2 * shape.kv_heads * shape.head_dim * itemsize(dtype)
+    sliding = shape.layers.count(LayerKind.SLIDING)
+    window = sliding * (shape.sliding_window or 1)
+    # Doubled when full; a window layer joins its window and its tail anew at every step, one layer at a time.
+    room = len(shape.layers) * max(64, 2 * tokens) + window
+    return row * (room + (tokens + (shape.sliding_window or 0) if sliding else 0))
+
+
+def layer_bytes(outline: Outline, rows: int) -> int:
+    """Activations of the layer that is being run for `rows` tokens, and the logits of one."""
+    shape, item = outline.shape, 4  # attention and its merge are float32
+    hidden = rows * (6 * outline.hidden + 3 * outline.intermediate) * itemsize(outline.dtype)
+    attention = rows * 8 * shape.query_heads * shape.head_dim * item
+    return hidden + attention + 2 * outline.vocabulary * item
+
+
+def prefill_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool) -> int:
+    """Beyond the weights, on the device: a forward chunk with its keys and values, and a block of those
+    before it.
+    """
+    shape = outline.shape
+    block = min(BLOCK_TOKENS, tokens)
+    read = 2 * block * shape.kv_heads * shape.head_dim * (itemsize(outline.dtype) + 4)
+    # torch's fused CPU kernel keeps no scores; the reference, which runs on a GPU, has four such tensors.
+    scores = 4 * 4 * shape.query_heads * chunk * max(block, chunk) if on_gpu else 4 * chunk * chunk
+    return layer_bytes(outline, chunk) + tail_bytes(shape, chunk, outline.dtype) + read + scores
+
+
+def staging_bytes(outline: Outline, chunk: int) -> int:
+    """A chunk's keys and values on their way to the disk: the copies that the host makes."""
+    shape = outline.shape
+    return 3 * chunk * len(shape.layers) * 2 * shape.kv_heads * shape.head_dim * itemsize(outline.dtype)
+
+
+def ask_bytes(outline: Outline, request: Request, on_gpu: bool) -> int:
+    """Beyond weights and pages, on the device: the tail, and what a question holds while a layer attends."""
+    shape, n = outline.shape, request.tokens
+    question, budgets = _question(request), request.budgets(shape).values()
+    total = tail_bytes(shape, request.tail, outline.dtype) + layer_bytes(outline, question)
+    largest = max((k for k in budgets if k is not None), default=0)
+    fetched = 0
+    if largest and request.selector == "quest":
+        fetched = 8 * min(_PAGE_SCORES, shape.kv_heads * question * (n // request.page_size))
+        if on_gpu:
+            fetched += shape.kv_heads * largest * shape.head_dim * (4 + itemsize(outline.dtype)) * 2
+    elif largest:
+        rows = min(max(1, SCORES // n, isqrt(SCORES // largest)), shape.group * question)
+        union = min(n, rows * largest)
+        wide = 2 * union * shape.head_dim * (4 + itemsize(outline.dtype))
+        fetched = wide + 7 * 4 * rows * union  # seven tensors from scores to weights
+    block = 0
+    if None in budgets:
+        length = min(BLOCK_TOKENS, n)
+        block = 2 * length * shape.head_dim * (4 + itemsize(outline.dtype))
+        block += 4 * 4 * shape.group * question * length if on_gpu else 0
+    return total + max(fetched, block)
+
+
+def search_bytes(outline: Outline, request: Request, threads: int) -> int:
+    """On the host, while a question is searched for: ids and scores, twice, and the candidates of a scan."""
+    if request.selector != "topk":
+        return 0
+    shape, question = outline.shape, _question(request)
+    largest = max((k for k in request.budgets(shape).values() if k is not None), default=0)
+    ids = 2 * 12 * min(SELECTED_IDS, shape.query_heads * question * largest)
+    rows = min(_SCAN_ROWS, shape.group * question)
+    kept = 3 * 8 * rows * min(request.tokens, 2 * (largest + _SCAN_BLOCK))
+    return ids + min(threads, shape.kv_heads) * kept if largest else 0
+
+
+def _question(request: Request) -> int:
+    """Tokens of a question: all but room for an answer."""
+    return max(1, request.tail - QUESTION_TOKENS)

@@ -1,0 +1,225 @@
+"""One store's place in a bucket; the only file that knows obstore.
+
+Configured by the environment variables that obstore reads (`AWS_*`, `GOOGLE_*`); see docs/buckets.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from offload_decode.errors import ConfigError
+from offload_decode.store.checksums import SEAL
+from prefill_jobs.buckets.failures import PREFIX, no_bucket, surfaced
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+PART = 8 * 1024 * 1024
+"""Bytes of one request of a large object; a smaller object is one request."""
+PARTS_AT_ONCE = 2
+"""Requests in flight for one object; several objects are on their way at once."""
+MOST_PARTS = 10_000
+"""S3 takes no more in one object."""
+CLAIM = "PUSHING"
+
+_SCHEMES = ("s3", "gs", "file")
+_ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "gs": ("GOOGLE_BASE_URL",)}
+_CLIENT = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "timeout",
+    "proxy_url",
+    "user_agent",
+)
+_SHA256 = "sha256"
+
+
+def is_url(text: str) -> bool:
+    """Whether `text` names a place in a bucket and not a path."""
+    scheme, separator, _ = text.partition("://")
+    return bool(separator) and scheme in _SCHEMES
+
+
+class Bucket:
+    """The objects under one URL; keys are `name` (the store) or `name.indexes`, a slash, and a file's path.
+
+    Opened with a first request that fails within seconds where the bucket cannot be used; later ones are
+    tried again for minutes. Raises `BucketError`, and `ConfigError` for a wrong URL or installation.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, host, self.name = _parse(url)
+        self.url = url.rstrip("/")
+        self.indexes = self.name + ".indexes"
+        self.folder = Path("/", self.name) if scheme == "file" else None
+        self._obstore = _obstore()
+        with self._surfaced():
+            self._store = self._connect(scheme, host, hurried=True)
+        self.seal = self.read(f"{self.name}/{SEAL}")
+        """The content of SHA256SUMS.sha256, which is there when the store is whole."""
+        with self._surfaced():
+            self._store = self._connect(scheme, host, hurried=False)
+
+    def objects(self, folder: str) -> dict[str, int]:
+        """Bytes of every object under `folder`, by path in it."""
+        with self._surfaced():
+            found = [entry for batch in self._obstore.list(self._store, prefix=folder) for entry in batch]
+        return {entry["path"][len(folder) + 1 :]: entry["size"] for entry in found}
+
+    def read(self, key: str) -> bytes | None:
+        """A small object, whole; None where there is none."""
+        with self._surfaced():
+            try:
+                return bytes(self._obstore.get(self._store, key).bytes())
+            except FileNotFoundError as error:
+                if no_bucket(error):
+                    raise
+                return None
+
+    def parts(self, key: str, size: int) -> Iterator[memoryview]:
+        """The bytes of an object of `size` bytes, part by part."""
+        for start in range(0, size, PART):
+            with self._surfaced():
+                yield memoryview(
+                    self._obstore.get_range(self._store, key, start=start, end=min(start + PART, size))
+                )
+
+    def put(self, key: str, data: bytes | Iterator[bytes], sha256: str, size: int) -> None:
+        """Put an object of `size` bytes, with its checksum beside it where the service keeps such things."""
+        attributes = None if self.folder else {_SHA256: sha256}
+        part = max(PART, -(-size // MOST_PARTS))
+        with self._surfaced():
+            self._obstore.put(
+                self._store,
+                key,
+                data,
+                attributes=attributes,
+                chunk_size=part,
+                max_concurrency=PARTS_AT_ONCE,
+            )
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Put an object where there is none, atomically; whether it was done."""
+        with self._surfaced():
+            try:
+                self._obstore.put(self._store, key, data, mode="create")
+            except self._obstore.exceptions.AlreadyExistsError:
+                return False
+            return True
+
+    def remove(self, key: str) -> None:
+        """Remove an object, if it is there."""
+        with self._surfaced():
+            try:
+                self._obstore.delete(self._store, key)
+            except FileNotFoundError as error:
+                if no_bucket(error):
+                    raise
+
+    def digest(self, key: str) -> str | None:
+        """Hex SHA-256 that an object was put with; a file's is computed. None where it is unknown."""
+        with self._surfaced():
+            if self.folder:
+                with open(Path("/", key), "rb") as file:
+                    return hashlib.file_digest(file, "sha256").hexdigest()
+            try:
+                head = self._obstore.get(self._store, key, options={"head": True})
+            except FileNotFoundError:
+                return None
+            found = head.attributes.get(_SHA256)
+            return found if isinstance(found, str) else None
+
+    def _connect(self, scheme: str, host: str, hurried: bool) -> ObjectStore:
+        if scheme == "file":
+            local: ObjectStore = self._obstore.store.LocalStore("/")
+            return local
+        prefix = PREFIX[scheme]
+        named = {name: os.environ.get(prefix + name.upper()) for name in _CLIENT}
+        # Its default gives a request 30 s in all, which a part needs more of on a slow line.
+        options: dict[str, Any] = {"timeout": timedelta(minutes=5)}
+        options |= {name: value for name, value in named.items() if value is not None}
+        if _loopback(scheme):
+            options["allow_http"] = True
+        retries: dict[str, Any] = {}
+        if hurried:
+            options["timeout"] = timedelta(seconds=10)
+            retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}
+        opened: ObjectStore = self._obstore.store.from_url(
+            f"{scheme}://{host}", client_options=options, retry_config=retries
+        )
+        return opened
+
+    @contextmanager
+    def _surfaced(self) -> Iterator[None]:
+        with surfaced(self.url):
+            yield
+
+
+def _parse(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and the store's key of a URL. What it holds may be secret, so no message repeats it."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in _SCHEMES:
+        raise ConfigError(
+            f"{url!r} is not the URL of a store: give s3://BUCKET/NAME, gs://BUCKET/NAME or file:///FOLDER/NAME"
+        )
+    host, _, name = rest.partition("/")
+    name = name.rstrip("/")
+    if scheme == "file":
+        name = unquote(name)
+        host_is_right = host in ("", "localhost")
+    else:
+        host_is_right = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]+", host) is not None
+    if not host_is_right or not is_plain(name):
+        raise ConfigError(
+            "the URL of a store is file:///FOLDER/NAME, with the whole path"
+            if scheme == "file"
+            else f"the URL of a store is {scheme}://BUCKET/NAME: a bucket, and the store's name in it"
+        )
+    return scheme, host, name
+
+
+def is_plain(path: str) -> bool:
+    """Whether `path` leads downwards from where it starts, and nowhere else."""
+    parts = path.split("/")
+    return (
+        path.isprintable()
+        and "\\" not in path
+        and not {"", ".", ".."} & {*parts}
+        and (str(PurePosixPath(path)) == path)
+    )
+
+
+def _loopback(scheme: str) -> bool:
+    """Whether the endpoint is this machine itself, where plain HTTP tells nobody anything."""
+    variable = next((name for name in _ENDPOINTS[scheme] if name in os.environ), None)
+    if variable is None:
+        return False
+    try:
+        found = urlsplit(os.environ[variable])
+        usable = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"{variable} is not http://HOST:PORT or https://HOST: mend it, or unset it")
+    return found.hostname in ("127.0.0.1", "::1", "localhost")
+
+
+def _obstore() -> Any:
+    try:
+        for name in ("exceptions", "store"):
+            importlib.import_module(f"obstore.{name}")
+        return importlib.import_module("obstore")
+    except ImportError as error:
+        raise ConfigError(
+            f"buckets need obstore, which cannot be imported ({error}): pip install 'offload-decode[buckets]'"
+        ) from error

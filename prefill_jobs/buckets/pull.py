@@ -1,0 +1,179 @@
+"""Bucket to store: every object is hashed as it comes, and the store gets its name when all are right.
+
+STORE.pulling/
+├── lock       held by the one that pulls
+├── parts/     files on their way
+└── store/     files that are whole and right; becomes STORE
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from offload_decode.errors import StoreDamaged, StoreError
+from offload_decode.head_indexes import indexes_folder
+from offload_decode.store.checksums import SEAL, SUMS
+from offload_decode.store.publish import refuse_existing
+from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import STORE, locked, write_atomically
+from prefill_jobs.buckets.bucket import Bucket
+from prefill_jobs.buckets.lists import parse_sums, store_sums
+from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
+
+PARTS = "parts"
+
+
+def pulling_path(path: Path) -> Path:
+    """Where the store at `path` is pulled to until it is whole."""
+    return path.with_name(path.name + ".pulling")
+
+
+def pull(url: str, store: Path, *, progress: Progress = lambda stage, done, total: None) -> Transfer:
+    """Fetch the store at `url`, and the indexes beside it, to `store`; the same call resumes.
+
+    StoreExists where `store` is taken, StoreBusy where another process pulls it, StoreDamaged with the names
+    of objects that are missing or changed; also `StoreNotFound`, `BucketError`, `ConfigError`.
+    """
+    began = time.perf_counter()
+    path = Path(os.path.abspath(store))
+    refuse_existing(path)
+    bucket = Bucket(url)
+    sums, listed = store_sums(bucket)
+    found = bucket.read(f"{bucket.indexes}/{SUMS}")
+    index_sums = parse_sums(bucket, found) if found else {}
+    partial = pulling_path(path)
+    with _surfaced(partial), locked(partial):
+        refuse_existing(path)
+        root = partial / STORE
+        items = _items(bucket, bucket.name, root, sums)
+        items += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
+        _clear(partial, {item.path for item in items})
+        there = _there(items, progress)
+        rest = [item for item in items if item not in there]
+        done, total = size_of(list(there)), size_of(items)
+        _check_room(partial, total - done)
+        damaged = in_parallel(
+            rest,
+            lambda item, meter: not _fetch(bucket, item, partial / PARTS, meter),
+            lambda n: progress("pull", done + n, total),
+        )
+        if damaged:
+            raise _damaged(bucket, [item.key for item in damaged], "changed")
+        write_atomically(root / SUMS, listed, sync=True)
+        write_atomically(root / SEAL, bucket.seal or b"", sync=True)
+        KVStore.open(root)
+        _publish(partial, root, path)
+    return Transfer(
+        files=len(rest),
+        bytes=size_of(rest),
+        skipped_files=len(there),
+        skipped_bytes=done,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _items(bucket: Bucket, folder: str, root: Path, sums: dict[str, str]) -> list[Item]:
+    sizes = bucket.objects(folder) if sums else {}
+    if missing := [f"{folder}/{name}" for name in sorted(sums) if name not in sizes]:
+        raise _damaged(bucket, missing, "missing")
+    return [Item(root / name, f"{folder}/{name}", sizes[name], sums[name]) for name in sorted(sums)]
+
+
+def _damaged(bucket: Bucket, keys: list[str], what: str) -> StoreDamaged:
+    listed = ", ".join(f"{key} ({what})" for key in sorted(keys))
+    return StoreDamaged(
+        f"{bucket.url} is damaged: {listed}; remove these objects, push the store again, "
+        "and pull again to go on."
+    )
+
+
+def _clear(partial: Path, wanted: set[Path]) -> None:
+    """Leave in the staging folder only what may belong to the store: it may have been begun for another."""
+    shutil.rmtree(partial / PARTS, ignore_errors=True)
+    (partial / PARTS).mkdir()
+    for folder, _, files in os.walk(partial / STORE):
+        for name in files:
+            if (path := Path(folder, name)) not in wanted:
+                path.unlink()
+
+
+def _there(items: list[Item], progress: Progress) -> set[Item]:
+    """The items that an interrupted pull left whole: each is hashed again."""
+    likely = [item for item in items if item.path.is_file() and item.path.stat().st_size == item.size]
+    total = size_of(likely)
+
+    def same(item: Item, meter: Meter) -> bool:
+        with open(item.path, "rb") as file:
+            right = hashlib.file_digest(file, "sha256").hexdigest() == item.sha256
+        meter.add(item.size)
+        return right
+
+    return set(in_parallel(likely, same, lambda done: progress("check", done, total))) if likely else set()
+
+
+def _check_room(partial: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial).free
+    if needed > free:
+        raise StoreError(
+            f"{partial} needs {needed / 1e9:,.2f} GB more and the disk has {free / 1e9:,.2f} GB free: "
+            "free some space and run the same pull again."
+        )
+
+
+def _fetch(bucket: Bucket, item: Item, parts: Path, meter: Meter) -> bool:
+    """Bring one object to its place; whether its bytes are those of its checksum."""
+    digest = hashlib.sha256()
+    part_file = parts / hashlib.sha256(item.key.encode()).hexdigest()
+    with open(part_file, "wb") as file:
+        for part in bucket.parts(item.key, item.size):
+            digest.update(part)
+            file.write(part)
+            meter.add(len(part))
+        file.flush()
+        os.fsync(file.fileno())
+    if digest.hexdigest() != item.sha256:
+        part_file.unlink()
+        return False
+    item.path.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(part_file, item.path)
+    return True
+
+
+def _publish(partial: Path, root: Path, path: Path) -> None:
+    """Give the store its name; the lock goes last, so that what is left is known to be ours."""
+    for top in (root, indexes_folder(path)):
+        for folder, _, _ in os.walk(top):
+            _sync_folder(folder)
+    refuse_existing(path)
+    os.rename(root, path)
+    _sync_folder(path.parent)
+    shutil.rmtree(partial / PARTS)
+    shutil.rmtree(partial)
+
+
+def _sync_folder(folder: str | Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _surfaced(partial: Path) -> Iterator[None]:
+    """Errors of the file system as StoreError: what was pulled stays."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StoreError(
+            f"{partial} cannot be written ({error.strerror}) and keeps what was pulled: "
+            f"{'free some space' if full else 'mend this'} and run the same pull again to go on."
+        ) from error

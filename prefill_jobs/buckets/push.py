@@ -1,0 +1,198 @@
+"""Store to bucket: objects that are there with the right checksum stay, the rest is put, the lists last."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from offload_decode.errors import StoreDamaged, StoreExists
+from offload_decode.head_indexes import indexes_folder
+from offload_decode.store.checksums import SEAL, SUMS, hash_files, read_sums, render, seal_of
+from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import locked
+from prefill_jobs.buckets.bucket import CLAIM, PART, Bucket
+from prefill_jobs.buckets.lists import parse_sums
+from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
+
+
+def exists(url: str) -> bool:
+    """Whether a whole store lies at `url`. Raises `BucketError`, `ConfigError`."""
+    return Bucket(url).seal is not None
+
+
+def check_writable(url: str) -> None:
+    """Put a small object beside `url` and remove it, so that hours of work for `url` are not in vain.
+
+    An unfinished push may lie there. StoreExists where a store or anything else does; `BucketError` where it
+    cannot be written.
+    """
+    bucket = Bucket(url)
+    if bucket.seal is not None:
+        raise StoreExists(f"{bucket.url} holds a store already: choose another URL, or remove it first.")
+    if (there := bucket.objects(bucket.name)) and CLAIM not in there:
+        raise _taken(bucket)
+    probe = f"{bucket.name}.probe-{uuid4().hex}"
+    bucket.create(probe, b"")
+    bucket.remove(probe)
+
+
+def push(store: Path, url: str, *, progress: Progress = lambda stage, done, total: None) -> Transfer:
+    """Put the store at `store` and the indexes beside it under `url`; the same call resumes.
+
+    Raises `StoreError`, `StoreExists` where another store is there, `BucketError`, `ConfigError`.
+    """
+    began = time.perf_counter()
+    root = KVStore.open(store).path
+    sums = read_sums(root)
+    bucket = Bucket(url)
+    with _claimed(bucket, seal_of(render(sums))) as whole:
+        index_sums = _index_sums(indexes_folder(root), progress)
+        items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, index_sums)
+        there = _there(bucket, items, progress)
+        rest = [item for item in items if item not in there]
+        done, total = size_of(list(there)), size_of(items)
+        in_parallel(
+            rest, lambda item, meter: _send(bucket, item, meter), lambda n: progress("push", done + n, total)
+        )
+        if index_sums:
+            _put_list(
+                bucket,
+                f"{bucket.indexes}/{SUMS}",
+                render(_kept(bucket) | index_sums if whole else index_sums),
+            )
+        _put_list(bucket, f"{bucket.name}/{SUMS}", render(sums))
+        _put_list(bucket, f"{bucket.name}/{SEAL}", seal_of(render(sums)))
+    return Transfer(
+        files=len(rest),
+        bytes=size_of(rest),
+        skipped_files=len(there),
+        skipped_bytes=done,
+        seconds=time.perf_counter() - began,
+    )
+
+
+@contextmanager
+def _claimed(bucket: Bucket, seal: bytes) -> Iterator[bool]:
+    """Hold the URL for the store of this `seal`; tells whether it lies whole there already.
+
+    Several pushes of the same store may hold it together: they put the same bytes. The claim goes when the
+    seal is there, or when there was nothing to claim; an interrupted push leaves it for its resumption.
+    """
+    with _alone(bucket):
+        claim = f"{bucket.name}/{CLAIM}"
+        while not (ours := bucket.create(claim, seal)):
+            if (other := bucket.read(claim)) == seal:
+                break
+            if other is not None:
+                raise StoreExists(
+                    f"Another store is being pushed to {bucket.url}, or its push was interrupted: "
+                    "choose another URL, or remove what lies there first."
+                )
+        there = bucket.read(f"{bucket.name}/{SEAL}")
+        foreign = ours and there is None and bucket.objects(bucket.name).keys() - {CLAIM}
+        if foreign or there not in (None, seal):
+            if ours:
+                bucket.remove(claim)
+            raise _taken(bucket)
+        yield there is not None
+        if bucket.folder:
+            _sweep(bucket.folder, Path("/", bucket.indexes))
+        bucket.remove(claim)
+
+
+def _taken(bucket: Bucket) -> StoreExists:
+    return StoreExists(
+        f"{bucket.url} holds something else than this store: choose another URL, or remove it first."
+    )
+
+
+@contextmanager
+def _alone(bucket: Bucket) -> Iterator[None]:
+    """A folder is written by one push at a time: what a killed one left half written can be swept then."""
+    if bucket.folder is None:
+        yield
+        return
+    lock = bucket.folder.with_name(bucket.folder.name + ".pushing")
+    with locked(lock):
+        try:
+            yield
+        finally:
+            shutil.rmtree(lock)
+
+
+def _sweep(*folders: Path) -> None:
+    """Remove obstore's unfinished files, which it calls NAME#NUMBER."""
+    for folder in folders:
+        for path in folder.rglob("*#*"):
+            if re.search(r"#\d+$", path.name):
+                path.unlink()
+
+
+def _index_sums(folder: Path, progress: Progress) -> dict[str, str]:
+    """SHA-256 of the saved indexes, by path in `folder`."""
+    files = [path for path in folder.glob("*/*") if path.is_file() and path.suffix != ".tmp"]
+    names = [path.relative_to(folder).as_posix() for path in files]
+    return hash_files(folder, names, lambda done, total: progress("hash indexes", done, total))
+
+
+def _items(root: Path, key: str, sums: dict[str, str]) -> list[Item]:
+    return [Item(root / name, f"{key}/{name}", (root / name).stat().st_size, sums[name]) for name in sums]
+
+
+def _there(bucket: Bucket, items: list[Item], progress: Progress) -> set[Item]:
+    """The items whose objects need not be put again: their size is right, and then their checksum too."""
+    sizes = {
+        f"{folder}/{name}": size
+        for folder in (bucket.name, bucket.indexes)
+        for name, size in bucket.objects(folder).items()
+    }
+    likely = [item for item in items if sizes.get(item.key) == item.size]
+    total = size_of(likely)
+
+    def same(item: Item, meter: Meter) -> bool:
+        right = bucket.digest(item.key) == item.sha256
+        meter.add(item.size)
+        return right
+
+    return set(in_parallel(likely, same, lambda done: progress("check", done, total))) if likely else set()
+
+
+def _send(bucket: Bucket, item: Item, meter: Meter) -> bool:
+    parts = _read(item, meter)
+    bucket.put(item.key, b"".join(parts) if item.size <= PART else parts, item.sha256, item.size)
+    return True
+
+
+def _read(item: Item, meter: Meter) -> Iterator[bytes]:
+    """The parts of a file; StoreDamaged at its end where they are not those of its checksum.
+
+    obstore gives up an upload whose source raises, so a damaged file never becomes an object.
+    """
+    digest = hashlib.sha256()
+    with open(item.path, "rb") as file:
+        while part := file.read(PART):
+            digest.update(part)
+            meter.add(len(part))
+            yield part
+    if digest.hexdigest() != item.sha256:
+        raise StoreDamaged(
+            f"{item.path} is not what its checksum says: see `offload-decode verify`, and restore it from a "
+            "copy or prefill again."
+        )
+
+
+def _put_list(bucket: Bucket, key: str, data: bytes) -> None:
+    if bucket.read(key) != data:
+        bucket.put(key, data, hashlib.sha256(data).hexdigest(), len(data))
+
+
+def _kept(bucket: Bucket) -> dict[str, str]:
+    """Checksums of the indexes that lie in the bucket already, beside this store."""
+    data = bucket.read(f"{bucket.indexes}/{SUMS}")
+    return parse_sums(bucket, data) if data else {}

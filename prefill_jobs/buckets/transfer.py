@@ -1,0 +1,124 @@
+"""Many files on their way at once, counted, and stopped together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from offload_decode.errors import OffloadDecodeError
+
+Progress = Callable[[str, int, int], None]
+
+FILES_AT_ONCE = 8
+_REPORT_EVERY_S = 0.2
+_STOP_S = 0.2
+"""How long Ctrl-C waits for each thread."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What was moved and what was there already: sizes in bytes, time in seconds."""
+
+    files: int
+    bytes: int
+    skipped_files: int
+    skipped_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """One file here and one object there: its bytes and their hex SHA-256."""
+
+    path: Path
+    key: str
+    size: int
+    sha256: str
+
+
+class Stopped(OffloadDecodeError):
+    """Raised in every transfer when one of them failed."""
+
+
+class Meter:
+    """Bytes done by all threads; where one of them failed, `add` raises in the others."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.stopped = False
+        self._lock = threading.Lock()
+
+    def add(self, amount: int) -> None:
+        if self.stopped:
+            raise Stopped
+        with self._lock:
+            self.done += amount
+
+
+def in_parallel(
+    items: Sequence[Item], work: Callable[[Item, Meter], bool], report: Callable[[int], None]
+) -> list[Item]:
+    """The items for which `work` answered yes; `report` is called with the bytes done.
+
+    The first error stops all and is raised. The largest come first, so that none is left over at the end.
+    """
+    meter = Meter()
+    todo = sorted(items, key=lambda item: item.size)
+    results: SimpleQueue[tuple[Item, bool | BaseException]] = SimpleQueue()
+    # An executor's threads would keep Ctrl-C waiting for a network that does not answer: the process ends
+    # only after them. Daemons end with it.
+    threads = [
+        threading.Thread(target=_run, args=(todo, work, meter, results), daemon=True)
+        for _ in range(min(FILES_AT_ONCE, len(todo)))
+    ]
+    chosen: list[Item] = []
+    waiting: float | None = _STOP_S
+    try:
+        for thread in threads:
+            thread.start()
+        left = len(items)
+        while left:
+            report(meter.done)
+            try:
+                item, answer = results.get(timeout=_REPORT_EVERY_S)
+            except Empty:
+                continue
+            left -= 1
+            if isinstance(answer, BaseException):
+                raise answer
+            chosen += [item] if answer else []
+        report(meter.done)
+    except Exception:
+        waiting = None  # whoever goes on after this error finds nothing at work
+        raise
+    finally:
+        meter.stopped = True
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(waiting)
+    return chosen
+
+
+def _run(
+    todo: list[Item],
+    work: Callable[[Item, Meter], bool],
+    meter: Meter,
+    results: SimpleQueue[tuple[Item, bool | BaseException]],
+) -> None:
+    while todo and not meter.stopped:
+        try:
+            item = todo.pop()
+        except IndexError:
+            return
+        try:
+            results.put((item, work(item, meter)))
+        except BaseException as error:  # noqa: BLE001 (it is raised where the results are read)
+            results.put((item, error))
+
+
+def size_of(items: Sequence[Item]) -> int:
+    """Their bytes in all."""
+    return sum(item.size for item in items)

@@ -1,0 +1,167 @@
+"""Several corpora into several stores: the model is loaded once, and a corpus that fails stops no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from offload_decode.errors import (
+    BucketError,
+    ConfigError,
+    CorpusError,
+    DoesNotFit,
+    OffloadDecodeError,
+    StoreError,
+)
+from offload_decode.models.loading import load
+from prefill_jobs.corpus import STDIN, Skipped, TextDocument, read_corpus
+from prefill_jobs.job import PrefillReport, Settings, Work, kept, make, prepare
+from prefill_jobs.places import Place, place_of
+
+SUFFIX = ".kv"
+
+Watch = Callable[[str, int, int, str], None]
+"""Progress of a stage, with a word on where in the whole it is."""
+
+OF_ONE = (CorpusError, StoreError, BucketError, DoesNotFit)
+"""Errors of one corpus, which do not stop the others."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A corpus, and the path or URL of its store."""
+
+    corpus: str
+    store: str
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A corpus that was read."""
+
+    job: Job
+    documents: list[TextDocument]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def characters(self) -> int:
+        """How long it is, before any model has read it."""
+        return sum(len(document.text) for document in self.documents)
+
+
+Result = PrefillReport | OffloadDecodeError
+Results = dict[Job, Result]
+"""What became of every job: its report, or one of `OF_ONE`."""
+
+
+def is_folder(corpora: Sequence[str], out: str) -> bool:
+    """Whether `out` is to hold a store for each corpus, and is not the one store itself."""
+    return len(corpora) > 1 or out.endswith("/")
+
+
+def jobs_of(corpora: Sequence[str], out: str) -> list[Job]:
+    """A job for each corpus: its store lies in the folder (or at the URL) `out` and has the corpus' name.
+
+    Raises `ConfigError` where two would have the same name.
+    """
+    is_url = "://" in out
+    if not is_url and Path(out).exists() and not Path(out).is_dir():
+        raise ConfigError(
+            f"{out} is a file: with several corpora --out is a folder, and each has a store in it"
+        )
+    named: dict[str, str] = {}
+    for corpus in corpora:
+        name = _name(corpus) + SUFFIX
+        if name in named:
+            raise ConfigError(
+                f"{named[name]} and {corpus} would both become {name}: prefill them to different folders"
+            )
+        named[name] = corpus
+    escaped = out.startswith("file:")
+    return [
+        Job(
+            corpus,
+            f"{out.rstrip('/')}/{quote(name) if escaped else name}" if is_url else str(Path(out, name)),
+        )
+        for name, corpus in named.items()
+    ]
+
+
+def prefill_many(
+    jobs: Sequence[Job],
+    *,
+    model: str,
+    settings: Settings,
+    device: str = "auto",
+    dtype: str = "auto",
+    staging: Path | None = None,
+    progress: Watch = lambda stage, done, total, about: None,
+) -> Results:
+    """Prefill every corpus to its store, with one model, one after another.
+
+    A store that is there already, of the same tokens, model and settings, is kept, so that the same call
+    resumes. Errors that are not of one corpus are raised at once: `ConfigError`, `ModelError`, `BucketError`
+    before the work begins.
+    """
+    results, texts = read_all(jobs, staging)
+    if not texts:
+        return results
+    loaded = load(model, device, dtype)
+    todo: list[tuple[Job, Work, Place]] = []
+    for number, own in enumerate(texts):
+        progress("tokenize", number, len(texts), own.job.corpus)
+        place = place_of(own.job.store, staging)
+        try:
+            work = prepare(loaded, own.documents, settings, own.skipped)
+            if found := settled(work, place):
+                results[own.job] = found
+            else:
+                todo.append((own.job, work, place))
+        except OF_ONE as error:
+            results[own.job] = error
+    total, before = sum(len(work.tokens) for _, work, _ in todo), 0
+    for number, (job, work, place) in enumerate(todo, start=1):
+        about = f"{number} of {len(todo)}, {job.corpus}"
+
+        def shown(stage: str, done: int, own: int, before: int = before, about: str = about) -> None:
+            progress(stage, *((before + done, total) if stage == "prefill" else (done, own)), about)
+
+        try:
+            results[job] = make(loaded, work, place, shown)
+        except OF_ONE as error:
+            results[job] = error
+        before += len(work.tokens)
+    return {job: results[job] for job in jobs}
+
+
+def read_all(jobs: Sequence[Job], staging: Path | None) -> tuple[Results, list[Texts]]:
+    """Read the corpora and see that their places can be used: what failed, and the texts of the rest."""
+    failed: Results = {}
+    texts = []
+    for job in jobs:
+        try:
+            place_of(job.store, staging).admit()
+            documents, skipped = read_corpus(job.corpus)
+            texts.append(Texts(job, documents, tuple(skipped)))
+        except (CorpusError, StoreError) as error:
+            failed[job] = error
+    return failed, texts
+
+
+def settled(work: Work, place: Place) -> PrefillReport | None:
+    """The report of a store that is there already; None where the place is free. Raises one of `OF_ONE`."""
+    found = kept(work, place)
+    if found is None:
+        place.check()
+    return found
+
+
+def _name(corpus: str) -> str:
+    if corpus == STDIN:
+        return "stdin"
+    path = Path(corpus)
+    if path.name in ("", ".."):
+        path = path.resolve()
+    return (path.name if path.is_dir() else path.stem) or "root"

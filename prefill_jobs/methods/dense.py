@@ -1,0 +1,16 @@
+"""Dense prefill: every chunk attends to all that came before it."""
+
+from __future__ import annotations
+
+from offload_decode.queries import Queries
+from prefill_jobs.methods.base import Earlier, Method
+
+
+class Dense(Method):
+    """Attend to everything; what the others are measured against."""
+
+    name = "dense"
+    paper = "none: exact attention"
+
+    def select(self, layer: int, queries: Queries, earlier: Earlier) -> None:
+        """All tokens."""

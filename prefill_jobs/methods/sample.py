@@ -1,0 +1,59 @@
+"""SampleAttention: evenly sampled queries of the chunk attend to everything, and what they attend to most is
+what the chunk may see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload_decode.errors import ConfigError
+from offload_decode.key_scores import blocks, inner_products
+from offload_decode.queries import Queries
+from offload_decode.rows import Rows
+from prefill_jobs.methods.base import Earlier, Sparse, SparseOptions
+
+
+@dataclass(frozen=True)
+class Options(SparseOptions):
+    """`queries`: how many of the chunk's tokens are sampled."""
+
+    queries: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.queries < 1:
+            raise ConfigError(f"option queries {self.queries} is out of range: it must be at least 1")
+
+
+class SampleAttention(Sparse):
+    """Attend to the tokens that hold most of the attention of evenly sampled queries (§4.2 of the paper)."""
+
+    name = "sample"
+    paper = "https://arxiv.org/abs/2406.15486"
+    options_type = Options
+    options: Options
+
+    def choose(self, layer: int, queries: Queries, earlier: Earlier, k: int) -> Tensor:
+        """For each KV head, over the sampled queries of its whole group."""
+        sampled = min(self.options.queries, queries.tokens)
+        places = (2 * torch.arange(sampled) + 1) * queries.tokens // (2 * sampled)
+        asking = queries.by_token()[:, 0, :, places.to(queries.rows.device)].flatten(1, 2)
+        held = (self._held(queries, own, earlier.keys(layer, head)) for head, own in enumerate(asking))
+        return torch.stack([own.topk(k).indices for own in held])
+
+    def _held(self, queries: Queries, asking: Tensor, keys: Rows) -> Tensor:
+        """The attention `[N]` that `asking [R, D]` give to each key, summed over the rows.
+
+        Two passes over the keys, so that the scores of a block alone are in memory.
+        """
+        parts = list(blocks(len(keys), rows=len(asking)))
+        logits = (queries.logits(inner_products(asking, keys, part)) for part in parts)
+        lse = torch.stack([part.logsumexp(-1) for part in logits]).logsumexp(0)
+        held = torch.empty(len(keys))
+        for part in parts:
+            scores = queries.logits(inner_products(asking, keys, part))
+            held[part] = torch.exp(scores - lse[:, None]).sum(0).cpu()
+        return held

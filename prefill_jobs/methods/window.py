@@ -1,0 +1,24 @@
+"""Windowed prefill: the first tokens, which take up surplus attention, and the most recent ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload_decode.queries import Queries
+from prefill_jobs.methods.base import Earlier, Sparse
+
+SINKS = 4
+
+
+class Window(Sparse):
+    """Attend to the first 4 tokens and to the most recent ones (StreamingLLM, §3.2)."""
+
+    name = "window"
+    paper = "https://arxiv.org/abs/2309.17453"
+
+    def choose(self, layer: int, queries: Queries, earlier: Earlier, k: int) -> Tensor:
+        """The same tokens for every KV head."""
+        sinks = min(SINKS, k)
+        ids = torch.cat([torch.arange(sinks), torch.arange(earlier.length - (k - sinks), earlier.length)])
+        return ids.expand(self.shape.kv_heads, -1)

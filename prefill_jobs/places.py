@@ -1,0 +1,163 @@
+"""Where a store is to be: a path, or a URL for which it is written beside and pushed when it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from offload_decode.errors import StoreExists, StoreForeign, StoreMismatch
+from offload_decode.store.checksums import SEAL
+from offload_decode.store.format import ATTRIBUTE, Manifest
+from offload_decode.store.metadata import ROOT
+from offload_decode.store.publish import refuse_existing
+from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import LOCK, locked
+from prefill_jobs.buckets import Transfer, check_writable, push
+from prefill_jobs.buckets.bucket import Bucket
+
+Progress = Callable[[str, int, int], None]
+
+
+class Place(ABC):
+    """`name` is what the user calls it."""
+
+    name: str
+
+    def admit(self) -> None:
+        """Refuse, before the work begins, a place where no store can be put. One that holds a store is
+        admitted: whether it is the one that is wanted shows when the corpus is read.
+        """
+        with suppress(StoreExists):
+            self.check()
+        self.found()
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `StoreExists` where something is there, `BucketError` where nothing could be put."""
+
+    @abstractmethod
+    def found(self) -> tuple[Manifest, int] | None:
+        """Manifest and bytes of the store that lies there; None where there is none that is whole."""
+
+    @abstractmethod
+    @contextmanager
+    def opened(self) -> Iterator[Path]:
+        """The path to write the store to."""
+
+    @abstractmethod
+    def deliver(self, progress: Progress) -> Transfer | None:
+        """Bring the whole store from the path of `opened` to its place; what was sent, if anything."""
+
+
+def place_of(out: str | Path, staging: Path | None = None) -> Place:
+    """The place that `--out` names; `staging` is where stores for URLs are written."""
+    return InBucket(str(out), staging or default_staging()) if "://" in str(out) else InFolder(Path(out))
+
+
+def default_staging() -> Path:
+    """A folder in the user's cache directory."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "offload-decode" / "staging"
+
+
+def same_store(found: Manifest, asked: Manifest, name: str) -> None:
+    """StoreMismatch where the store that lies at `name` is not the one that was asked for."""
+    # Of the same format, another release or what encoding turned out to cost makes no other store.
+    ours, theirs = (vars(m) | {"software": None, "kv_error": None} for m in (asked, found))
+    if others := [field for field in ours if ours[field] != theirs[field]]:
+        raise StoreMismatch(
+            f"{name} is there already, of another {' and another '.join(others)}: "
+            "remove it, or choose another --out."
+        )
+
+
+class InFolder(Place):
+    """A path; the writer's own staging folder lies beside it."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.path = path
+
+    def check(self) -> None:
+        refuse_existing(self.path)
+
+    def found(self) -> tuple[Manifest, int] | None:
+        if not os.path.lexists(self.path):
+            return None
+        if not (self.path / ROOT).exists():
+            refuse_existing(self.path)
+        store = KVStore.open(self.path)
+        return store.manifest, sum(store.cost().values())
+
+    @contextmanager
+    def opened(self) -> Iterator[Path]:
+        yield self.path
+
+    def deliver(self, progress: Progress) -> None:
+        """It is there."""
+
+
+class InBucket(Place):
+    """A URL. The store is written to a folder that is named after it, so that the same command goes on, and
+    removed from there when all of it is in the bucket:
+
+    STAGING/NAME-DIGEST/lock           held while it is written and pushed
+    STAGING/NAME-DIGEST/store          the store, with its `store.partial` before that
+    STAGING/NAME-DIGEST/pushed         the store when the bucket has it, on its way out
+    """
+
+    def __init__(self, url: str, staging: Path) -> None:
+        self.name = url.rstrip("/")
+        last = re.sub(r"[^\w.-]", "_", self.name.rpartition("/")[2])
+        digest = hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).hexdigest()
+        self.folder = staging / f"{last}-{digest[:12]}"
+        self.path, self.pushed = self.folder / "store", self.folder / "pushed"
+
+    def check(self) -> None:
+        bucket = Bucket(self.name)
+        if (self.folder / LOCK).exists():
+            with locked(self.folder):
+                if self.pushed.exists() or (bucket.seal and bucket.seal == self._seal()):
+                    self._remove()  # it was killed when all was done but this
+        check_writable(self.name)
+
+    def found(self) -> tuple[Manifest, int] | None:
+        bucket = Bucket(self.name)
+        if bucket.seal is None:
+            return None
+        root = bucket.read(f"{bucket.name}/zarr.json")
+        try:
+            manifest = Manifest.from_json(json.loads(root or b"")["attributes"][ATTRIBUTE])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreForeign(
+                f"{self.name} holds no store that this release can read: choose another URL, or remove it."
+            ) from error
+        return manifest, sum(bucket.objects(bucket.name).values())
+
+    @contextmanager
+    def opened(self) -> Iterator[Path]:
+        with locked(self.folder):
+            yield self.path
+
+    def deliver(self, progress: Progress) -> Transfer:
+        moved = push(self.path, self.name, progress=progress)
+        self._remove()
+        return moved
+
+    def _seal(self) -> bytes | None:
+        file = self.path / SEAL
+        return file.read_bytes() if file.exists() else None
+
+    def _remove(self) -> None:
+        """Remove the folder, so that what a kill leaves of it is known to be no store any more."""
+        if self.path.exists():
+            os.rename(self.path, self.pushed)
+        shutil.rmtree(self.pushed)
+        shutil.rmtree(self.folder)

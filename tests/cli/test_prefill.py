@@ -1,0 +1,148 @@
+"""`offload-decode prefill` of several corpora, into a bucket, and on workers, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_decode.planning.caps import kv_of
+from offload_decode.store.reader import KVStore
+from prefill_jobs.job import PrefillReport
+from prefill_jobs.many import Job
+from tests.cli.conftest import refused, run
+
+
+@pytest.fixture
+def prefill(home: Path) -> list[str | Path]:
+    return ["prefill", home / "corpus.txt", "--model", home / "model"]
+
+
+def test_several_corpora_are_reported_with_their_failures(
+    home: Path, prefill: list[str | Path], tmp_path: Path
+) -> None:
+    (tmp_path / "more.md").write_text("# More\n\ntext")
+    args = [*prefill, tmp_path / "missing.txt", tmp_path / "more.md", "--out", tmp_path / "out"]
+    ran = run(*args)
+    assert (ran.code, ran.out) == (1, "")
+    assert f"\nerror: {tmp_path / 'missing.txt'}: there is no corpus at " in ran.err
+    assert ran.err.endswith("2 made, 1 failed\n")
+    assert KVStore.open(tmp_path / "out" / "more.kv").manifest.n_tokens > 0
+    again = run(*args, "--json", "-q")
+    assert again.code == 1
+    assert again.err.startswith("error: "), "failures are never silent"
+    assert again.err.count("\n") == 1
+    told = json.loads(again.out)
+    assert [(store["corpus"], store["kept"]) for store in told["stores"]] == [
+        (str(home / "corpus.txt"), True),
+        (str(tmp_path / "more.md"), True),
+    ]
+    assert told["stores"][0]["store"] == str(tmp_path / "out" / "corpus.kv")
+    assert [(failure["corpus"], failure["store"]) for failure in told["failures"]] == [
+        (str(tmp_path / "missing.txt"), str(tmp_path / "out" / "missing.kv"))
+    ]
+    assert "kept, it is there already" in run(*args).err
+
+
+def test_a_slash_makes_out_a_folder(prefill: list[str | Path], tmp_path: Path) -> None:
+    ran = run(*prefill, "--out", f"{tmp_path}/out/")
+    assert ran.code == 0
+    assert "1 made" in ran.err
+    assert (tmp_path / "out" / "corpus.kv").is_dir()
+    again = run(*prefill, "--out", tmp_path / "out" / "corpus.kv")
+    assert again.code == 0
+    assert "kept, it is there already" in again.err
+
+
+def test_straight_into_a_bucket(home: Path, prefill: list[str | Path], tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/bucket/a.kv"
+    ran = run(*prefill, "--out", url, "--staging", tmp_path / "staging", "--json")
+    assert ran.code == 0, ran
+    told = json.loads(ran.out)
+    assert told["store"] == url
+    assert told["pushed"]["files"] > 0
+    assert f"offload-decode pull {url} STORE" in ran.err
+    pulled = tmp_path / "pulled.kv"
+    assert run("pull", url, pulled).code == 0
+    assert KVStore.open(pulled).store_digest == KVStore.open(home / "store.kv").store_digest
+    again = [*prefill, "--out", url, "--staging", tmp_path / "staging"]
+    assert "kept, it is there already" in run(*again).err
+    assert "of another prefill" in refused(1, *again, "-o", "chunk=8")
+
+
+def test_the_staging_folder_is_in_the_users_cache(
+    prefill: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run(*prefill, "--out", f"file://{tmp_path}/a.kv").code == 0
+    assert list((tmp_path / "cache" / "offload-decode" / "staging").iterdir()) == []
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4-values"])
+def test_how_keys_and_values_are_stored(prefill: list[str | Path], tmp_path: Path, kv: str) -> None:
+    assert run(*prefill, "--out", tmp_path / "s", "--kv", kv).code == 0
+    assert kv_of(KVStore.open(tmp_path / "s").manifest) == kv
+
+
+def test_ask_and_inspect_say_how_the_store_was_made(
+    prefill: list[str | Path], store: Path, tmp_path: Path
+) -> None:
+    assert run(*prefill, "--out", tmp_path / "s", "--method", "quoka", "--kv", "int8").code == 0
+    asked = run("ask", tmp_path / "s", "Who?", "--max-new-tokens", "2")
+    assert "approximate: prefilled with quoka (" in asked.err
+    assert "budget=25%" in asked.err
+    assert "keys are int8" in asked.err
+    told = json.loads(run("ask", tmp_path / "s", "Who?", "--max-new-tokens", "2", "--json").out)
+    assert (told["prefill"]["method"], told["kv"]["keys"]) == ("quoka", "int8-rows")
+    assert "quoka" in run("inspect", tmp_path / "s").out
+    assert "approximate" not in run("ask", store, "Who?", "--max-new-tokens", "2").err
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--kv", "int3"], "unknown kv 'int3'"),
+        (["--method", "magic"], "unknown prefill method 'magic'"),
+        (["-o", "chunk=many"], "chunk must be int"),
+        (["--worker-count", "2"], "--workers ray"),
+        (["--workers", "dask"], "ray://HOST:PORT"),
+        (["--workers", "ray"], "offload-decode[ray]"),
+        (["--gpu-memory", "8GiB", "--device", "cpu"], "caps a GPU"),
+        (["--ram", "lots"], "lots"),
+    ],
+)
+def test_wrong_use_is_told_before_the_work(
+    prefill: list[str | Path], tmp_path: Path, more: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert told in refused(2, *prefill, "--out", tmp_path / "s", *more)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_fit_is_refused(prefill: list[str | Path], tmp_path: Path) -> None:
+    assert "--ram" in refused(1, *prefill, "--out", tmp_path / "s", "--ram", "1MiB")
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_get_what_the_command_was_told(
+    prefill: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefill_jobs import ray_workers
+
+    given: dict[str, Any] = {}
+
+    def workers(jobs: list[Job], cluster: ray_workers.Cluster, **how: Any) -> dict[Job, PrefillReport]:
+        given.update(how, jobs=jobs, cluster=cluster)
+        return {jobs[0]: PrefillReport("a.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)}
+
+    monkeypatch.setattr(ray_workers, "prefill_on_ray", workers)
+    more = ["--workers", "ray", "--worker-count", "3", "--ram", "1GiB", "--kv", "int8", "-o", "chunk=8"]
+    ran = run(*prefill, "--out", tmp_path / "a.kv", *more, "--staging", tmp_path)
+    assert ran.code == 0
+    assert [job.store for job in given["jobs"]] == [str(tmp_path / "a.kv")]
+    assert (given["cluster"].workers, given["cluster"].caps.ram) == (3, 2**30)
+    assert (given["settings"].kv, given["settings"].chunk) == ("int8", 8)
+    assert given["staging"] == tmp_path

@@ -1,0 +1,26 @@
+"""Outlines of well-known shapes, without their configs."""
+
+from __future__ import annotations
+
+from offload_decode.models.outline import Outline
+from offload_decode.types import LayerKind, ModelShape
+
+
+def llama_8b() -> Outline:
+    """Llama-3-8B: 32 layers, 8 KV heads, D = 128, fp16."""
+    hidden, width, layers, vocabulary = 4096, 14336, 32, 128256
+    linear = layers * (2 * hidden * hidden + 2 * hidden * 1024 + 3 * hidden * width)
+    return Outline(
+        model_id="llama-8b",
+        shape=ModelShape((LayerKind.FULL,) * layers, 32, 8, 128),
+        dtype="float16",
+        parameters=linear + 2 * vocabulary * hidden + (2 * layers + 1) * hidden,
+        linear=linear,
+        linear_rows=layers * (2 * hidden + 2 * 1024 + 2 * width + hidden),
+        embeddings=vocabulary * hidden,
+        experts=0,
+        active=1.0,
+        hidden=hidden,
+        intermediate=width,
+        vocabulary=vocabulary,
+    )

@@ -1,0 +1,158 @@
+"""Caps are checked before and enforced while a job runs, and what a prefill has committed outlives them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from offload_decode.errors import ConfigError, DoesNotFit
+from offload_decode.models.outline import outline
+from offload_decode.planning.caps import Caps, apply_caps, check_ask, check_prefill, kv_of
+from offload_decode.store.format import Manifest, stored_types
+
+MIB, GIB = 1 << 20, 1 << 30
+HELD = 300 * MIB
+linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds memory on Linux alone")
+
+
+def manifest(kv: str = "auto", tokens: int = 100_000) -> Manifest:
+    shape = outline("demo").shape
+    return Manifest(
+        model_id="demo", model_config_hash="", weights_hash="", tokenizer_hash="", dtype="float32",
+        shape=shape, rope={}, n_tokens=tokens, token_hash="", prefill={"method": "dense"},
+        kv=stored_types(kv, "float32", shape.head_dim),
+    )  # fmt: skip
+
+
+def test_a_question_beyond_a_cap_is_refused_with_what_fits():
+    model = replace(outline("demo"), parameters=10**9, linear=9 * 10**8)
+    with pytest.raises(DoesNotFit, match=r"--ram allows 2 GiB: what fits is --weights int8$"):
+        check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(ram=2 * GIB), HELD)
+    with pytest.raises(DoesNotFit, match=r"the least, it is --ram \d+MiB$") as refused:
+        check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(ram=GIB // 2), HELD)
+    least = int(str(refused.value).rpartition(" ")[2].removesuffix("MiB"))
+    check_ask(model, manifest(), "topk", {}, "int4", "cpu", Caps(ram=least * MIB), HELD)
+
+
+def test_a_prefill_beyond_a_cap_is_refused_with_a_chunk_that_fits():
+    model = outline("demo")
+    with pytest.raises(DoesNotFit, match=r"what fits is -o chunk=\d+$") as refused:
+        check_prefill(model, 8192, "auto", "cpu", Caps(ram=512 * MIB), HELD)
+    chunk = int(str(refused.value).rpartition("=")[2])
+    check_prefill(model, chunk, "auto", "cpu", Caps(ram=512 * MIB), HELD)
+
+
+def test_without_a_cap_only_a_note_is_made_on_a_cpu():
+    model = replace(outline("demo"), parameters=10**13)
+    notes = check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(), HELD)
+    assert "it may fail, or be slow" in notes[0]
+    assert check_ask(outline("demo"), manifest(), "topk", {}, "auto", "cpu", Caps(), HELD) == []
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4-values"])
+def test_a_store_names_its_kv(kv):
+    assert kv_of(manifest(kv)) == kv
+
+
+def test_caps_that_cannot_be_kept_are_refused():
+    with pytest.raises(ConfigError, match="holds"):
+        apply_caps(Caps(ram=MIB), "cpu")
+    with pytest.raises(ConfigError, match="runs on the CPU"):
+        apply_caps(Caps(gpu_memory=GIB), "cpu")
+
+
+@pytest.mark.gpu
+def test_a_gpu_cap_is_enforced():
+    apply_caps(Caps(gpu_memory=2 * GIB), "cuda")
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+        torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+HOG = """
+import mmap, sys
+import numpy as np, torch
+from cli.failures import sentence
+from offload_decode.memory import limit_memory, own_memory
+limit_memory(own_memory() + (200 << 20))
+with open(sys.argv[1], "r+b") as file:
+    file.truncate(1 << 30)
+    shared = np.frombuffer(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+assert shared[:: 1 << 16].sum() == 0  # a map of a store is no memory of the process
+held = torch.ones(100 << 18)  # half of it
+for more in (lambda: np.ones(150 << 17), lambda: torch.ones(150 << 18)):
+    try:
+        more()
+    except Exception as error:
+        print(sentence(error))
+"""
+
+
+@linux
+def test_an_allocation_beyond_the_cap_is_a_sentence(tmp_path):
+    file = tmp_path / "map"
+    file.touch()
+    command = [sys.executable, "-c", HOG, str(file)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    said = ran.stdout.splitlines()
+    assert len(said) == 2
+    assert all(line.startswith("out of memory: ") for line in said), said
+
+
+PREFILL = """
+import sys
+from pathlib import Path
+import numpy as np
+from offload_decode.memory import limit_memory, own_memory
+from tests.planning.test_caps import prefilled
+held = []
+def progress(stage, done, total):
+    if done == 0:
+        limit_memory(own_memory() + (192 << 20))
+    if done > 300:
+        held.append(np.ones(64 << 20, np.uint8))
+try:
+    prefilled(Path(sys.argv[1]), progress)
+except MemoryError:
+    print("out of memory")
+"""
+
+
+def prefilled(out, progress=lambda stage, done, total: None):
+    """A report of 1,000 tokens through a tiny model, in chunks of 100."""
+    from offload_decode.models.loading import wrap
+    from offload_decode.types import Document
+    from prefill_jobs.job import Settings, prefill_tokens
+    from tests.tiny import tiny_model
+
+    tokens = np.random.default_rng(0).integers(3, 131, 1000).astype(np.int32)
+    return prefill_tokens(
+        wrap(tiny_model()),
+        tokens,
+        [Document("all", 0, 1000)],
+        out,
+        Settings(options={"chunk": 100}),
+        progress=progress,
+    )
+
+
+@linux
+def test_a_prefill_that_ran_out_of_memory_goes_on_under_a_higher_cap(tmp_path):
+    from offload_decode.store.reader import KVStore
+
+    command = [sys.executable, "-c", PREFILL, str(tmp_path / "capped.kv")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert ran.stdout == "out of memory\n"
+    assert not (tmp_path / "capped.kv").exists()
+    assert prefilled(tmp_path / "capped.kv").resumed_from >= 300
+    assert prefilled(tmp_path / "whole.kv").resumed_from == 0
+    capped, whole = (KVStore.open(tmp_path / name).store_digest for name in ("capped.kv", "whole.kv"))
+    assert capped == whole

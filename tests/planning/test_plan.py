@@ -1,0 +1,179 @@
+"""What is proposed fits, and nothing that was asked for is changed without need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_decode.errors import ConfigError
+from offload_decode.models.outline import Outline
+from offload_decode.planning.bandwidth import Bandwidths, measure, measure_disk
+from offload_decode.planning.plan import (
+    Machine,
+    Place,
+    changes,
+    least_machine,
+    most_tokens,
+    nearest,
+    plan,
+    prefill_chunk,
+)
+from offload_decode.planning.request import INDEXES, KV, METADATA, SELECTORS, WEIGHTS, Request
+from offload_decode.planning.traffic import speed
+from offload_decode.types import LayerKind, ModelShape
+from tests.planning.outlines import llama_8b
+
+GIB = 1 << 30
+
+outlines = st.builds(
+    lambda layers, sliding, kv_heads, group, half, dtype, linear, rest: Outline(
+        model_id="random",
+        shape=ModelShape(
+            (LayerKind.FULL,) * layers + (LayerKind.SLIDING,) * sliding,
+            kv_heads * group,
+            kv_heads,
+            2 * half,
+            128 if sliding else None,
+        ),
+        dtype=dtype,
+        parameters=linear + rest,
+        linear=linear,
+        linear_rows=linear // 1000,
+        embeddings=rest // 2,
+        experts=0,
+        active=1.0,
+        hidden=512,
+        intermediate=2048,
+        vocabulary=32000,
+    ),
+    layers=st.integers(1, 6),
+    sliding=st.integers(0, 3),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    group=st.sampled_from([1, 4]),
+    half=st.sampled_from([16, 64]),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    linear=st.integers(10**6, 10**10),
+    rest=st.integers(10**5, 10**9),
+)
+requests = st.builds(
+    Request,
+    tokens=st.integers(1, 20_000_000),
+    kv=st.sampled_from(KV),
+    weights=st.sampled_from(WEIGHTS),
+    selector=st.sampled_from(SELECTORS),
+    budget=st.sampled_from(["64", "1024", "2%"]),
+    index=st.sampled_from(INDEXES),
+    page_size=st.sampled_from([2, 16, 100]),
+    metadata=st.sampled_from(METADATA),
+)
+machines = st.builds(
+    Machine,
+    gpu=st.one_of(st.none(), st.integers(GIB, 100 * GIB)),
+    ram=st.integers(GIB // 2, 200 * GIB),
+    disk=st.integers(GIB // 10, 500 * GIB),
+    held=st.just(300 << 20),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(outlines, requests, machines)
+def test_a_proposal_is_a_plan_that_fits(outline, request, machine):
+    asked = plan(outline, request, machine)
+    proposed = nearest(asked)
+    if asked.fits:
+        assert proposed is not None
+        assert not changes(request, proposed.request)
+    if proposed is not None:
+        again = plan(outline, proposed.request, machine)
+        assert again.fits
+        assert all(again.need(place) <= machine.size(place) for place in Place)
+        assert proposed.request.tokens == request.tokens
+        assert proposed.request.budget == request.budget
+        return
+    most = most_tokens(asked)
+    if most is not None:
+        assert most.fits
+        assert most.request.tokens < request.tokens
+    least = least_machine(asked)
+    enough = Machine(least.get(Place.GPU), least[Place.RAM], least[Place.DISK], machine.held)
+    assert nearest(plan(outline, request, enough)) is not None
+
+
+@settings(max_examples=40, deadline=None)
+@given(outlines, requests, machines, st.data())
+def test_fewer_bits_never_take_more(outline, request, machine, data):
+    name, ladder = data.draw(st.sampled_from([("weights", ["auto", "int8", "int4"]), ("kv", list(KV))]))
+    request = replace(request, index="flat")
+    wide, narrow = (
+        plan(outline, replace(request, **{name: rung}), machine) for rung in (ladder[0], ladder[-1])
+    )
+    assert all(narrow.need(place) <= wide.need(place) for place in Place)
+
+
+def test_an_8b_model_on_16_gib_is_asked_in_int8():
+    asked = plan(llama_8b(), Request(1 << 20), Machine(16 * GIB, 64 * GIB, 200 * GIB, 300 << 20))
+    assert asked.lacking().keys() == {Place.GPU}
+    proposed = nearest(asked)
+    assert proposed is not None
+    assert changes(asked.request, proposed.request) == {"weights": "int8"}
+    # Its store of 137 GB does not stay in 64 GiB, and the plan says what would.
+    assert proposed.from_disk > proposed.traffic.scanned
+    held = nearest(proposed, in_memory=True)
+    assert held is not None
+    assert changes(proposed.request, held.request) == {"kv": "int4-values"}
+    assert held.from_disk == 0
+
+
+def test_a_prefill_too_large_is_given_a_smaller_chunk():
+    machine = Machine(17 * GIB, 64 * GIB, 200 * GIB, 300 << 20)
+    asked = plan(llama_8b(), Request(1 << 20), machine)
+    assert not asked.prefill_fits
+    chunk = prefill_chunk(asked)
+    assert chunk is not None
+    assert chunk < 512
+    assert plan(llama_8b(), Request(1 << 20, chunk=chunk), machine).prefill_fits
+    assert not plan(llama_8b(), Request(1 << 20, chunk=2 * chunk), machine).prefill_fits
+
+
+def test_speed_is_the_sum_of_what_is_moved():
+    even = Bandwidths(weights=1e9, scan=1e9, gather=1e9, attend=1e9, bus=1e9)
+    machine = Machine(40 * GIB, 64 * GIB, 200 * GIB, 0)
+    asked = plan(llama_8b(), Request(100_000), machine)
+    moved = asked.traffic
+    expected = speed(moved, even)
+    assert moved.bus == moved.gathered == 32 * 8 * 4 * 1024 * 256
+    assert moved.scanned == 32 * 8 * 100_000 * 256
+    everything = moved.weights + moved.scanned + moved.gathered + moved.bus
+    assert 1 / expected.tokens_per_second == pytest.approx(everything / 1e9)
+    assert expected.limit == "model weights"
+    assert speed(moved, even, from_disk=1e12, disk=1e9).limit == "disk"
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_bandwidths_are_measured(kv, tmp_path):
+    shape = ModelShape((LayerKind.FULL,), 4, 2, 64)
+    found = measure(shape, "float32", kv, "cpu")
+    rates = (found.weights, found.scan, found.gather, found.attend)
+    assert all(1e5 < rate < 1e13 for rate in rates), found
+    assert found.bus is None
+    assert measure_disk(tmp_path) is None or measure_disk(tmp_path) > 1e5
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"kv": "int2"}, "kv 'int2'"),
+        ({"weights": "nf4"}, "weights 'nf4'"),
+        ({"selector": "h2o"}, "selector 'h2o'"),
+        ({"index": "tree"}, "index 'tree'"),
+        ({"tokens": 0}, "tokens must be"),
+        ({"page_size": 0}, "page_size must be"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(wrong, says):
+    with pytest.raises(ConfigError, match=says):
+        Request(**{"tokens": 10, **wrong})

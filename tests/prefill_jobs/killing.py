@@ -1,0 +1,398 @@
+"""Commands of the command line in processes that are killed: at a moment, or at a step of the file system.
+
+A process takes seconds to import what a command needs. So one process, the `Runner`'s, imports it all once
+and forks a child for every run: `python -m tests.prefill_jobs.killing`, a JSON object a line both ways.
+Where the system allows it, it lives among mounts of its own, so that it can have small disks that nobody
+else sees and that are gone with it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[2]
+CHUNK_ROWS = 256
+"""Rows of a chunk file in forked runs, so that a head of a small store has several."""
+
+PAGE = 4096
+"""Bytes by which small disks fill up."""
+
+_MOUNT = "mount -t tmpfs tmpfs /mnt"
+_NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
+
+
+def prefill(corpus: Path, model: Path | str, store: Path, *more: str) -> list[str]:
+    """The arguments of a prefill in many small steps."""
+    return ["prefill", str(corpus), "--model", str(model), "--out", str(store), *(more or ("-o", "chunk=16"))]
+
+
+def index(store: Path, kind: str) -> list[str]:
+    """The arguments of an index build."""
+    return ["index", str(store), "--kind", kind, "--k", "20"]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a run ended: -9 as its code where it was killed; seconds, and steps of the file system."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    steps: int
+
+    @property
+    def killed(self) -> bool:
+        return self.code == -signal.SIGKILL
+
+
+class Runner:
+    """Runs commands in forks of a process that has everything imported; used as a context manager."""
+
+    def __init__(self) -> None:
+        prefix = next((each for each in _NAMESPACES if _works([*each, "sh", "-c", _MOUNT])), None)
+        self.has_disks = prefix is not None
+        """Whether `small_disk` works here."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+        self._process = subprocess.Popen(
+            [*(prefix or []), sys.executable, "-m", __spec__.name],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(
+        self,
+        *commands: list[str],
+        kill_after: float | None = None,
+        from_step: int = 0,
+        kill_at: int = 0,
+        limit: int = 0,
+        stdout: str = "",
+    ) -> Ran:
+        """Run commands one after another until one fails.
+
+        `kill_after` seconds from the step `from_step`, or before or in the middle of the step `kill_at`, the
+        process is killed. No file grows past `limit` bytes, where it is given; `stdout` is where standard
+        output goes, "-" for closed.
+        """
+        return Ran(**self._ask({name: value for name, value in locals().items() if name != "self"}))
+
+    def small_disk(self, folder: Path, size: str) -> Path:
+        """Mount a disk of `size` at `folder`; returns where this process sees it."""
+        folder.mkdir()
+        self._ask({"mount": ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]})
+        return Path(f"/proc/{self._process.pid}/root", *folder.parts[1:])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+
+class Job:
+    """A prefill and index builds into one folder, which are killed and run again.
+
+    `commands` makes them for a folder; their prefill comes first, and its store is called store.kv.
+    """
+
+    def __init__(self, runner: Runner, folder: Path, commands: Callable[[Path], list[list[str]]]) -> None:
+        self.runner, self.folder = runner, folder
+        self.store = folder / "store.kv"
+        self.commands = commands
+        self._commands = commands(folder)
+        self.clear()
+        self._alone = [runner.run(command) for command in self._commands]
+        assert not any(ran.code for ran in self._alone), self._alone
+        self.whole = tree(folder)
+        self.clear()
+        self.steps = self.resume().steps  # one process needs a few less of them than several
+
+    def clear(self) -> None:
+        """Begin anew."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+
+    def run(self, **how: Any) -> Ran:
+        """The commands that are left: a store that is published is not prefilled again."""
+        return self.runner.run(*self._commands[int(self.store.exists()) :], **how)
+
+    def resume(self) -> Ran:
+        """The same commands again, to their end."""
+        partial = self.store.with_name("store.kv.partial")
+        if self.store.exists() and partial.exists():  # the prefill then has nothing left to do but to tidy up
+            refused = self.runner.run(self._commands[0])
+            assert refused.code == 0 or "exists already" in refused.err, refused
+        ran = self.run()
+        assert ran.code == 0, ran
+        return ran
+
+    def is_whole(self) -> bool:
+        """Whether the folder holds, bit for bit, what an unbroken run leaves, and nothing else."""
+        return tree(self.folder) == self.whole
+
+    def kill_at_random(self, rng: random.Random) -> Ran:
+        """Kill one of the commands that are left, those before it done, at a moment of the time it takes.
+
+        Most prefills are killed a moment after a step, so that it is not the start alone that is hit where
+        others use the machine.
+        """
+        left = range(int(self.store.exists()), len(self._commands))
+        which = left[0] if rng.random() < 0.5 else rng.choice(left)
+        assert not self.runner.run(*self._commands[left[0] : which]).code
+        alone = self._alone[which]
+        if which == 0 and rng.random() < 0.75:
+            how = {"from_step": rng.randrange(alone.steps), "kill_after": rng.uniform(0, 0.05)}
+        else:
+            how = {"kill_after": rng.uniform(0, alone.seconds)}
+        ran = self.runner.run(self._commands[which], **how)
+        assert ran.killed or ran.code == 0, ran
+        return ran
+
+
+class Disk:
+    """A disk of `size` bytes at `folder`; `seen` is where this process sees it."""
+
+    def __init__(self, runner: Runner, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+        self.seen = runner.small_disk(folder, str(size))
+
+    def leave(self, room: int) -> None:
+        """Fill the disk but for `room` bytes."""
+        free = os.statvfs(self.seen).f_bavail * PAGE
+        with open(self.seen / "ballast", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free - room)
+
+    def free(self) -> None:
+        """Remove what `leave` filled it with."""
+        (self.seen / "ballast").unlink()
+
+    def used(self) -> int:
+        """Bytes in use."""
+        state = os.statvfs(self.seen)
+        return (state.f_blocks - state.f_bfree) * PAGE
+
+    def empty(self) -> None:
+        """Remove everything."""
+        for path in sorted(self.seen.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def kill_at_random(job: Job, kills: int, rng: random.Random) -> tuple[Counter[str], list[int]]:
+    """Kill a job again and again at any moment, and let it come to its end after every other kill or so.
+
+    Gives the stages at which it was killed, and after how many kills an end was not that of an unbroken run.
+    """
+    stages: Counter[str] = Counter()
+    spoilt = []
+    job.clear()
+    while stages.total() < kills:
+        ran = job.kill_at_random(rng)
+        if ran.killed:
+            stages[stage(job.store)] += 1
+        if not ran.killed or rng.random() < 0.5 or stages.total() == kills:
+            job.resume()
+            if not job.is_whole():
+                spoilt.append(stages.total())
+            job.clear()
+    return stages, spoilt
+
+
+def kill_at_steps(job: Job, steps: Iterable[int]) -> list[int]:
+    """Kill a job, begun anew, at each of these changes of the file system; those whose end was another."""
+    spoilt = []
+    for step in steps:
+        job.clear()
+        ran = job.run(kill_at=step)
+        assert ran.killed, f"it has no step {step}: {ran}"
+        job.resume()
+        if not job.is_whole():
+            spoilt.append(step)
+    return spoilt
+
+
+def stage(store: Path) -> str:
+    """How far a job had come, by what it left on the disk."""
+    partial = store.with_name(store.name + ".partial")
+    indexes = store.with_name(store.name + ".indexes")
+    if not store.exists():
+        if not (partial / "progress.json").exists():
+            return "prefill, staging is made" if partial.exists() else "start, model is loaded"
+        done = json.loads((partial / "progress.json").read_text())["tokens"]
+        total = json.loads((partial / "store/zarr.json").read_text())["attributes"]["offload_decode"]
+        return "prefill, chunks" if done < total["n_tokens"] else "prefill, publishing"
+    if partial.exists():
+        return "prefill, tidying up"
+    return "index, a file half written" if list(indexes.rglob("*.tmp")) else "index, built and saved"
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file and empty folder under `folder`, by its path, with its bytes."""
+    found = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found |= {path: b"" for path in folder.rglob("*") if path.is_dir() and not any(path.iterdir())}
+    return {str(path.relative_to(folder)): content for path, content in found.items()}
+
+
+def _works(command: list[str]) -> bool:
+    return (
+        shutil.which(command[0]) is not None
+        and not subprocess.run(command, capture_output=True, check=False).returncode
+    )
+
+
+# What follows runs in the Runner's process and in its children.
+
+
+def _serve() -> None:
+    _import_all()
+    steps = mmap.mmap(-1, 8)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "mount" in request:
+            subprocess.run(request["mount"], check=True)
+            answer: dict[str, Any] = {}
+        else:
+            answer = _fork(request, steps)
+        print(json.dumps(answer), flush=True)
+
+
+def _import_all() -> None:
+    import importlib
+
+    import torch
+
+    torch.set_num_threads(1)
+    for module in ("zarr", "numba", "transformers.models.gemma2", "cli.main", "prefill_jobs.job"):
+        importlib.import_module(module)
+    for module in ("prefill_jobs.build", "cli.saved_indexes", "indexes.flat"):
+        importlib.import_module(module)
+    from offload_decode.store import layout
+
+    layout.CHUNK_TOKENS = CHUNK_ROWS
+
+
+def _fork(request: dict[str, Any], steps: mmap.mmap) -> dict[str, Any]:
+    steps[:] = bytes(8)
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
+        child = os.fork()
+        if not child:
+            _be_the_child(request, steps, out.fileno(), err.fileno())
+        code = _wait(child, steps, request["from_step"], request["kill_after"])
+        seconds = time.monotonic() - began
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    count = int.from_bytes(steps[:], "little")
+    return {"code": code, "out": texts[0], "err": texts[1], "seconds": seconds, "steps": count}
+
+
+def _wait(child: int, steps: mmap.mmap, from_step: int, kill_after: float | None) -> int:
+    deadline = None
+    while kill_after is not None:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        now = time.monotonic()
+        if deadline is None and int.from_bytes(steps[:], "little") >= from_step:
+            deadline = now + kill_after
+        if deadline is not None and now >= deadline:
+            os.kill(child, signal.SIGKILL)
+            break
+        time.sleep(0.0005)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _be_the_child(request: dict[str, Any], steps: mmap.mmap, out: int, err: int) -> None:
+    import resource
+
+    from cli.main import main
+
+    code = 70
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(request["stdout"], os.O_WRONLY) if len(request["stdout"]) > 1 else out, 1)
+        os.dup2(err, 2)
+        if request["stdout"] == "-":
+            os.close(1)
+            sys.stdout = None  # type: ignore[assignment]  # as Python has it where file 1 is closed
+        if request["limit"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
+        _count(steps, request["kill_at"])
+        code = 0
+        for command in request["commands"]:
+            sys.argv = ["offload-decode", *command]
+            try:
+                main()
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            if code:
+                break
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except OSError:
+        code = 120  # as Python ends where it cannot flush standard output
+    finally:
+        os._exit(code)
+
+
+def _count(steps: mmap.mmap, kill_at: int) -> None:
+    """Count the changes of the file system, by any thread; die before, or halfway in, that of `kill_at`."""
+    changes = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
+    writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+    def step() -> bool:
+        count = int.from_bytes(steps[:], "little") + 1
+        steps[:] = count.to_bytes(8, "little")
+        return count == kill_at
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & writes
+        if (opened or event in changes) and step():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        if step():
+            real(descriptor, data[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(descriptor, data, offset)
+
+    real = os.pwrite
+    os.pwrite = pwrite
+    sys.addaudithook(on_event)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,275 @@
+"""Corpora spread over Ray workers: the driver with made-up workers, and a real local cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload_decode.errors import ConfigError, CorpusError, ModelError, OffloadDecodeError, StoreBusy
+from offload_decode.planning.caps import Caps
+from prefill_jobs import ray_workers
+from prefill_jobs.corpus import TextDocument
+from prefill_jobs.job import PrefillReport, Settings, prefill
+from prefill_jobs.many import Job, Results, Texts, jobs_of
+from prefill_jobs.ray_workers import TRIES, Cluster, Driver, How, Worker, prefill_on_ray
+from tests.prefill_jobs.killing import tree
+
+SETTINGS = Settings(options={"chunk": "4"})
+
+
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+class MadeUpRay:
+    """A cluster whose workers do what `plan` says of a corpus (or of `load`), one thing after another."""
+
+    def __init__(self, plan: dict[str, list[Any]], machines: list[dict[str, float]] | None = None) -> None:
+        self.plan = {name: iter(steps) for name, steps in plan.items()}
+        self.machines = machines or [{"CPU": 2.0}]
+        self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+        self.options: list[dict[str, Any]] = []
+        self.workers = 0
+        self.killed = 0
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": machine} for machine in self.machines] + [
+            {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}}
+        ]
+
+    def remote(self, kind: type) -> Any:
+        assert kind is Worker
+        return SimpleNamespace(options=self._options)
+
+    def _options(self, **options: Any) -> Any:
+        self.options.append(options)
+        return SimpleNamespace(remote=self._worker)
+
+    def _worker(self, how: How) -> Any:
+        self.workers += 1
+        return SimpleNamespace(
+            load=SimpleNamespace(remote=lambda: lambda: self._do("load")),
+            prefill=SimpleNamespace(remote=lambda texts, again: lambda: self._do(texts.job.corpus)),
+            standing=SimpleNamespace(remote=lambda: lambda: (1, 2)),
+        )
+
+    def _do(self, name: str) -> Any:
+        step = next(self.plan[name], None) if name in self.plan else None
+        if isinstance(step, RayError):
+            raise step
+        return step if step or name == "load" else report(name)
+
+    def put(self, value: object) -> Any:
+        return value
+
+    def get(self, promise: Callable[[], Any]) -> Any:
+        return promise()
+
+    def wait(self, promises: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert promises, "Ray refuses to wait for nothing"
+        return promises[:num_returns], promises[num_returns:]
+
+    def kill(self, worker: Any) -> None:
+        self.killed += 1
+
+
+def report(name: str) -> PrefillReport:
+    return PrefillReport(f"{name}.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)
+
+
+def drive(ray: MadeUpRay, names: str = "abc", device: str = "auto") -> tuple[dict[str, Any], list[Any]]:
+    """Results by corpus, and what progress was shown."""
+    seen: list[Any] = []
+    texts = [Texts(Job(name, f"{name}.kv"), [TextDocument(name, "text")], ()) for name in names]
+    how = How("m", device, "auto", Settings(), None, Caps())
+    cluster = Cluster("ray", None, Caps())
+    results = Driver(ray, cluster, how, texts, lambda *now: seen.append(now)).run()
+    return {job.corpus: result for job, result in results.items()}, seen
+
+
+def test_a_corpus_that_loses_its_worker_is_given_to_another() -> None:
+    ray = MadeUpRay({"b": [RayError("gone")] * (TRIES - 1)})
+    results, seen = drive(ray)
+    assert {name: type(result) for name, result in results.items()} == dict.fromkeys("abc", PrefillReport)
+    assert (ray.workers, ray.killed) == (TRIES, TRIES - 1)
+    assert seen[-1] == ("prefill", 30, 30, "3 of 3 done, 0 at work")
+    assert all(done <= total for _, done, total, _ in seen)
+
+
+def test_retries_end_and_stop_no_other() -> None:
+    ray = MadeUpRay({"b": [RayError("gone for good\nmore")] * 100})
+    results, _ = drive(ray)
+    assert f"{TRIES} Ray workers were lost" in str(results["b"])
+    assert "gone for good; " in str(results["b"])
+    assert isinstance(results["a"], PrefillReport)
+    assert isinstance(results["c"], PrefillReport)
+    assert ray.killed == TRIES
+
+
+def test_a_bad_corpus_is_not_tried_again() -> None:
+    ray = MadeUpRay({"b": [CorpusError("bad")]})
+    results, _ = drive(ray)
+    assert str(results["b"]) == "bad"
+    assert ray.workers == 1
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"load": [ModelError("stop")]},
+        {"a": [ConfigError("stop")]},
+        {"a": [RayTaskError(MemoryError("stop"))]},
+    ],
+)
+def test_what_concerns_all_stops_at_once(plan: dict[str, list[Any]]) -> None:
+    with pytest.raises((OffloadDecodeError, MemoryError), match=r"^stop$"):
+        drive(MadeUpRay(plan))
+
+
+def test_workers_that_cannot_load_the_model_are_not_replaced_for_ever() -> None:
+    ray = MadeUpRay({"load": [RayError("killed")] * 100})
+    with pytest.raises(OffloadDecodeError, match=f"{TRIES} Ray workers were lost while they loaded"):
+        drive(ray)
+    assert ray.workers == TRIES
+
+
+@pytest.mark.parametrize(
+    ("machines", "wanted", "device", "count", "share"),
+    [
+        ([{"CPU": 8.0}, {"CPU": 16.0}], None, "auto", 2, {"num_cpus": 8}),
+        ([{"CPU": 8.0}], 3, "auto", 3, {"num_cpus": 2}),
+        ([{"CPU": 8.0}, {"CPU": 8.0}], 3, "auto", 3, {"num_cpus": 4}),
+        ([{"CPU": 2.0}], 5, "auto", 2, {"num_cpus": 1}),
+        ([{"CPU": 8.0, "GPU": 4.0}, {"CPU": 64.0}], None, "auto", 4, {"num_cpus": 1, "num_gpus": 1}),
+        ([{"CPU": 8.0, "GPU": 4.0}], 2, "cuda", 2, {"num_cpus": 1, "num_gpus": 1}),
+        ([{"CPU": 8.0, "GPU": 4.0}], None, "cpu", 1, {"num_cpus": 8}),
+    ],
+)
+def test_shares(
+    machines: list[dict[str, float]], wanted: int | None, device: str, count: int, share: dict[str, int]
+) -> None:
+    found, options = ray_workers._shares(MadeUpRay({}, machines), wanted, device)
+    assert found == count
+    assert {name: options[name] for name in options if name.startswith("num_")} == share
+
+
+def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = Texts(Job("a", "a.kv"), [], ())
+    answers = iter([StoreBusy("held"), report("a"), StoreBusy("held")])
+
+    def step(worker: Worker, texts: Texts) -> PrefillReport:
+        answer = next(answers)
+        if isinstance(answer, StoreBusy):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Worker, "_prefill", step)
+    monkeypatch.setattr(ray_workers, "POLL_S", 0.0)
+    worker = Worker(How("m", "auto", "auto", Settings(), None, Caps()))
+    assert isinstance(worker.prefill(texts, again=True), PrefillReport)
+    assert isinstance(worker.prefill(texts, again=False), StoreBusy)
+
+
+def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"offload-decode\[ray\]"):
+        prefill_on_ray([], Cluster("ray", None, Caps()), model="m", settings=Settings())
+
+
+def test_only_ray_addresses_are_taken() -> None:
+    with pytest.raises(ConfigError, match="ray://HOST:PORT"):
+        Cluster("dask", None, Caps())
+
+
+@pytest.mark.slow
+def test_a_local_cluster_that_loses_a_worker(inputs: Path, tmp_path: Path) -> None:
+    """Two workers; the first to be well into a corpus is killed with SIGKILL."""
+    pytest.importorskip("ray")
+    words = random.Random(0)
+    corpora = []
+    for name in "abcd":
+        corpora.append(str(tmp_path / f"{name}.txt"))
+        Path(corpora[-1]).write_text(" ".join(words.choice(["one", "two", "six"]) for _ in range(500)))
+    Path(tmp_path / "empty.txt").write_text("")
+    out = tmp_path / "out"
+    killed: dict[int, int] = {}
+
+    def kill_one(*_: object) -> None:
+        if not killed and any(200 < tokens < 1000 for tokens in committed(out)):
+            pid = next(pid for pid in descendants(os.getpid()) if holds(pid, "partial/lock"))
+            os.kill(pid, signal.SIGKILL)
+            killed[pid] = len(list(out.glob("*.kv")))
+
+    results = prefill_on_ray(
+        jobs_of([*corpora[:2], str(tmp_path / "empty.txt"), *corpora[2:]], str(out)),
+        Cluster("ray", 2, Caps()),
+        model=str(inputs / "model"),
+        settings=SETTINGS,
+        progress=kill_one,
+    )
+    assert killed
+    failed = {job.corpus: result for job, result in results.items() if isinstance(result, OffloadDecodeError)}
+    assert list(failed) == [str(tmp_path / "empty.txt")]
+    assert sum(result.resumed_from > 0 for result in reports(results)) == 1, "it went on where it was killed"
+    for corpus in corpora:
+        name = Path(corpus).stem
+        prefill(corpus, model=str(inputs / "model"), out=tmp_path / name, settings=SETTINGS)
+        assert tree(tmp_path / name) == tree(out / f"{name}.kv")
+    assert not [title for title in descendants(os.getpid()).values() if "ray" in title]
+
+
+def reports(results: Results) -> list[PrefillReport]:
+    return [result for result in results.values() if isinstance(result, PrefillReport)]
+
+
+def committed(out: Path) -> list[int]:
+    """Tokens that each of the stores that are being written has."""
+    found = []
+    for file in out.glob("*.partial/progress.json"):
+        try:
+            found.append(int(json.loads(file.read_text())["tokens"]))
+        except FileNotFoundError:
+            continue  # it has been published just now
+    return found
+
+
+def holds(pid: int, name: str) -> bool:
+    """Whether a process has a file open whose path ends so."""
+    try:
+        return any(os.readlink(link).endswith(name) for link in Path(f"/proc/{pid}/fd").iterdir())
+    except FileNotFoundError:
+        return False
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Titles of the processes below `root`, by id."""
+    children: dict[int, list[int]] = defaultdict(list)
+    titles: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            titles[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+        children[parent].append(int(folder.name))
+    found, rest = {}, list(children[root])
+    while rest:
+        pid = rest.pop()
+        found[pid] = titles[pid]
+        rest += children[pid]
+    return found

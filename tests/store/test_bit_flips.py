@@ -1,0 +1,190 @@
+"""A thousand bit flips over a store and its indexes, and other harm: `verify` finds each and names it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import typer
+
+from cli.verify import verify
+from prefill_jobs.build import build_indexes
+from tests.store.jobs import FULL, SLIDING, make_job
+
+FLIPS = 1_000
+KINDS = ("flat", "faiss-ivf", "faiss-hnsw")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `store.kv` and its indexes: for reading only."""
+    folder = tmp_path_factory.mktemp("whole")
+    store = make_job(300, layers=(FULL, SLIDING)).write(folder / "store.kv")
+    for kind in KINDS:
+        build_indexes(store, kind, k=10)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, to harm."""
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def verified(folder: Path) -> list[str]:
+    """What `offload-decode verify` finds wrong, a sentence each."""
+    out, code = io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(io.StringIO()):
+        try:
+            verify(folder / "store.kv", as_json=True, quiet=True)
+        except typer.Exit as ended:
+            code = ended.exit_code
+    answer = json.loads(out.getvalue())
+    assert code == int(not answer["ok"]) == int(bool(answer["problems"]))
+    return list(answer["problems"])
+
+
+def names(file: Path, folder: Path) -> set[str]:
+    """How a sentence may name a file: by its path, or by its path in the store."""
+    return {str(file), str(file.relative_to(folder / file.relative_to(folder).parts[0]))}
+
+
+def is_found(file: Path, folder: Path) -> bool:
+    return any(name in problem for problem in verified(folder) for name in names(file, folder))
+
+
+def test_a_thousand_bit_flips(folder: Path) -> None:
+    """Each file at least twice; half of the flips over files, and half over bytes."""
+    assert verified(folder) == []
+    files = files_of(folder)
+    rng = random.Random(0)
+    sizes = [file.stat().st_size for file in files]
+    chosen = files * 2 + rng.choices(files, k=FLIPS // 2 - 2 * len(files))
+    chosen += rng.choices(files, weights=sizes, k=FLIPS // 2)
+    assert len(chosen) == FLIPS
+    unseen = []
+    for file in chosen:
+        bit = rng.randrange(8 * file.stat().st_size)
+        flip(file, bit)
+        if not is_found(file, folder):
+            unseen.append((file, bit))
+        flip(file, bit)
+    assert not unseen
+    assert verified(folder) == []
+
+
+def flip(file: Path, bit: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(bit // 8)
+        byte = opened.read(1)[0]
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ 1 << bit % 8]))
+
+
+@pytest.mark.parametrize("where", ["a store without its checksums", "a store", "indexes"])
+def test_a_thousand_bit_flips_at_once(folder: Path, where: str) -> None:
+    """However many files are damaged, the checksums among them or not: every one is named."""
+    rng = random.Random(1)
+    files = files_of(folder / ("store.kv.indexes" if where == "indexes" else "store.kv"))
+    if where == "a store without its checksums":
+        files = [file for file in files if not file.name.startswith("SHA256SUMS")]
+    flips = {(file, rng.randrange(8 * file.stat().st_size)) for file in rng.choices(files, k=FLIPS)}
+    assert len({file for file, _ in flips}) == len(files)
+    for file, bit in flips:
+        flip(file, bit)
+    told = " ".join(verified(folder))
+    if where == "indexes":  # of an index whose metadata has changed the other file is not looked at
+        files = [file.with_suffix("") for file in files]
+    assert not [file for file in files if not any(name in told for name in names(file, folder))]
+
+
+@pytest.mark.parametrize(
+    "harm", ["truncated", "emptied", "extended", "missing", "a folder", "a link", "a link to nothing"]
+)
+def test_files_that_are_not_what_they_were(folder: Path, tmp_path: Path, harm: str) -> None:
+    # An index is read through a link as well as without: links count in the store alone.
+    part = "store.kv" if harm == "a link" else "."
+    for file in files_of(folder / part):
+        kept = tmp_path / "kept"
+        shutil.copy2(file, kept)
+        if harm == "truncated":
+            os.truncate(file, file.stat().st_size - 1)
+        elif harm == "emptied":
+            os.truncate(file, 0)
+        elif harm == "extended":
+            os.truncate(file, file.stat().st_size + 1)
+        else:
+            file.unlink()
+        if harm == "a folder":
+            file.mkdir()
+        elif harm.startswith("a link"):
+            file.symlink_to(kept if harm == "a link" else tmp_path / "nothing")
+        assert is_found(file, folder), file
+        file.rmdir() if harm == "a folder" else file.unlink(missing_ok=True)
+        kept.rename(file)
+    assert verified(folder) == []
+
+
+def test_files_that_changed_places(folder: Path) -> None:
+    rng = random.Random(2)
+    for one, other in [rng.sample(files_of(folder), 2) for _ in range(60)]:
+        first, second = one.read_bytes(), other.read_bytes()
+        one.write_bytes(second)
+        other.write_bytes(first)
+        # Files of the same bytes, such as empty ones, may change places: that is no damage.
+        assert first == second or is_found(one, folder) or is_found(other, folder), (one, other)
+        one.write_bytes(first)
+        other.write_bytes(second)
+
+
+AS_NOBODY = """
+import os, sys
+from contextlib import redirect_stdout, suppress
+from cli.main import main
+store, file = sys.argv[1:]
+sys.argv = ["offload-decode", "verify", store]
+with suppress(SystemExit), redirect_stdout(sys.stderr):
+    main()  # imports what it needs, which a user without rights might not be allowed to read
+os.chmod(file, 0)
+if os.getuid() == 0:
+    os.setuid(65534)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "store.kv/layers/000/keys/c.0.0.0",
+        "store.kv/layers/000/keys/zarr.json",
+        "store.kv/SHA256SUMS",
+        "store.kv.indexes/faiss-ivf/layer-000-head-001.faiss",
+        "store.kv.indexes/flat/layer-000-head-000.json",
+    ],
+)
+def test_files_that_may_not_be_read(whole: Path, name: str) -> None:
+    with TemporaryDirectory() as public:  # pytest's folders are for the user alone
+        folder = Path(shutil.copytree(whole, f"{public}/copy"))
+        for path in (public, folder):
+            os.chmod(path, 0o755)
+        command = [sys.executable, "-c", AS_NOBODY, str(folder / "store.kv"), str(folder / name)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, ""), ran
+    whole_then, error = ran.stderr.splitlines()
+    assert "is whole" in whole_then
+    assert error.startswith("error: ")
+    assert "Permission denied" in error
+    assert name.rpartition("/")[2] in error
