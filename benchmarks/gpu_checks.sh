@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every check that needs a CUDA device: the tests marked `gpu`, then the timing of Quest's kernels.
+# Every check that needs a CUDA device: the tests marked `gpu`, the timing of Quest's kernels, and ten minutes
+# of prefill of an 8B-shaped model under a cap of 16 GiB.
 # Runs with .venv/bin/python, or with the machine's own python; results go to ${OUT:-benchmarks/results}.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -34,6 +35,9 @@ fi
 failed=()
 "$PYTHON" -m pytest -m gpu -p no:cacheprovider -rs "$tests" || failed+=("pytest -m gpu $tests")
 "$PYTHON" benchmarks/gpu_quest.py --out "$out" || failed+=("benchmarks/gpu_quest.py")
+if [ -z "$missing" ]; then
+    PYTHONPATH=. "$PYTHON" benchmarks/gpu_prefill.py --out "$out" || failed+=("benchmarks/gpu_prefill.py")
+fi
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}" >&2

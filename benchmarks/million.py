@@ -1,0 +1,169 @@
+"""A million tokens on a small machine (tier T1, the shipped model): `python benchmarks/million.py TEXT`.
+
+Ten needles are hidden in TEXT, at depths from 5 % to 95 %. It is prefilled with QuoKA by the command line,
+and so is TEXT as it is, the control. Every needle is then asked for in both stores, with attention to ten
+stored tokens at most. Prints the time, the peak memory, the store's size and every answer; exits with 1 where
+a needle is missed or the control knows one. Run again after an interruption, it goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from offload_decode.config import split_pairs
+from offload_decode.engine.engine import Engine
+from offload_decode.evals.haystack import Haystack
+from offload_decode.evals.made_with import made_with
+from offload_decode.evals.tasks import words
+from offload_decode.evals.tasks.base import holds, insert
+from offload_decode.evals.tasks.needle import ASK, FACT, MultiKeyNeedle
+from offload_decode.models.loading import load
+
+NEEDLES, KEY_TOKENS = 10, 5
+DEPTHS = tuple((place + 0.5) / NEEDLES for place in range(NEEDLES))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What was answered to one question, with the needle in the text and without it."""
+
+    depth: float
+    question: str
+    expected: str
+    answer: str
+    control: str
+    seconds: float
+
+    @property
+    def found(self) -> bool:
+        return holds(self.answer, self.expected)
+
+    @property
+    def known_without(self) -> bool:
+        return holds(self.control, self.expected)
+
+
+def drawn(tokenizer: Any, seed: int) -> dict[str, str]:
+    """Ten keys and the number of each. No two keys share a word, and no key has more than KEY_TOKENS tokens:
+    the shipped model, of 3.4 million parameters, misspells longer ones where there is so much to read.
+    """
+    rng = random.Random(seed)
+    keys: list[str] = []
+    while len(keys) < NEEDLES:
+        key = words.key(rng, "eval")
+        shared = {part for other in keys for part in other.split("-")} & set(key.split("-"))
+        if not shared and len(tokenizer.tokenize(f" {key}")) <= KEY_TOKENS:
+            keys.append(key)
+    numbers = words.distinct(lambda: words.number(rng, "eval"), NEEDLES)
+    return dict(zip(keys, numbers, strict=True))
+
+
+def prefill(text: Path, store: Path, options: list[str]) -> dict[str, Any]:
+    """Run `offload-decode prefill`; its report, kept beside the store so that a second run has it too."""
+    report = store.with_suffix(".json")
+    if not store.exists():
+        tool = Path(sys.executable).with_name("offload-decode")
+        command = [str(tool), "prefill", str(text), "--model", "demo", "--out", str(store)]
+        command += ["--method", "quoka", "--json"]
+        command += [part for option in options for part in ("-o", option)]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        report.write_text(ran.stdout)
+    return dict(json.loads(report.read_text()))
+
+
+def ask(store: Path, questions: list[str], selector: str, budget: str) -> list[tuple[str, float]]:
+    """The answers, each with the seconds that it took."""
+    engine = Engine.open(store, load("demo"), selector=selector, options={"budget": budget})
+    replies = []
+    for question in questions:
+        began = time.perf_counter()
+        text = engine.answer(question, MultiKeyNeedle.max_new_tokens).text
+        replies.append((text, time.perf_counter() - began))
+    return replies
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("text", type=Path, metavar="TEXT", help="a text file of a million tokens or more")
+    parser.add_argument("--out", type=Path, default=Path("million"), help="folder for texts and stores")
+    parser.add_argument("--tokens", type=int, help="use so many tokens of the text; default: all")
+    parser.add_argument("-s", "--selector", default="quoka", help="how stored tokens are chosen")
+    parser.add_argument("--budget", default="2,10", help="stored tokens that a query attends to in a layer")
+    parser.add_argument("--seed", type=int, default=1, help="draws the needles")
+    parser.add_argument(
+        "-o",
+        "--option",
+        action="append",
+        help="option of the prefill; default: queries=16, budget=2048 and chunk=2048",
+    )
+    arguments = parser.parse_args()
+    options = arguments.option or ["queries=16", "budget=2048", "chunk=2048"]
+    split_pairs(options)
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = arguments.text.read_text()
+    if arguments.tokens:
+        text = Haystack(arguments.text.name, text).cut(load("demo").tokenizer, arguments.tokens)
+    numbers = drawn(load("demo").tokenizer, arguments.seed)
+    facts = [FACT.format(key=key, value=number) for key, number in numbers.items()]
+    questions = [ASK.format(key=key) for key in numbers]
+    hidden = {"with": insert(text, facts, DEPTHS), "without": text}
+    reports = {}
+    for name, content in hidden.items():
+        corpus = arguments.out / f"{name}.txt"
+        if not corpus.exists():
+            corpus.write_text(content)
+        elif corpus.read_text() != content:
+            parser.error(f"{corpus} is of another text or seed: choose another --out, or remove it")
+        reports[name] = prefill(corpus, arguments.out / f"{name}.kv", options)
+        report = reports[name]
+        print(
+            f"{name} needles: {report['n_tokens']:,} tokens in {report['seconds']:,.0f} s "
+            f"({report['tokens_per_second']:,.0f} tokens/s), peak memory {report['peak_memory'] / 1e6:,.0f} "
+            f"MB, store {report['bytes'] / 1e9:.2f} GB",
+            flush=True,
+        )
+
+    way = arguments.selector, arguments.budget
+    answered = [ask(arguments.out / f"{name}.kv", questions, *way) for name in hidden]
+    replies = [
+        Reply(depth, question, number, answer, control, seconds)
+        for depth, question, number, (answer, seconds), (control, _) in zip(
+            DEPTHS, questions, numbers.values(), *answered, strict=True
+        )
+    ]
+    print(f"\n| depth | expected | {way[0]}, {way[1]} | s | without the needle |\n|---|---|---|---|---|")
+    for reply in replies:
+        mark = "" if reply.found else " (missed)"
+        print(
+            f"| {reply.depth:.0%} | {reply.expected} | {reply.answer}{mark} | {reply.seconds:.1f} "
+            f"| {reply.control} |"
+        )
+    found, known = sum(reply.found for reply in replies), sum(reply.known_without for reply in replies)
+    print(f"\nfound {found} of {len(replies)}; the control knew {known}")
+    result = {
+        "made_with": made_with(load("demo")),
+        "options": options,
+        "selector": way,
+        "seed": arguments.seed,
+        "prefills": reports,
+        "found": found,
+        "control": known,
+        "replies": [asdict(reply) for reply in replies],
+    }
+    (arguments.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    return int(found < len(replies) or known > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
