@@ -129,7 +129,7 @@ def continued(engine: Engine, tokens: list[int]) -> Tensor:
 
 def sample(loaded: LoadedModel, ids: list[int], tokens: int) -> Sample:
     """About `tokens` of the text, ten needles included."""
-    numbers = drawn(loaded.tokenizer, 1)
+    numbers = drawn(1)
     facts = [FACT.format(key=key, value=number) for key, number in numbers.items()]
     asked = {ASK.format(key=key): number for key, number in numbers.items()}
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import typer
 
 from offload_decode.errors import ConfigError, OffloadDecodeError
+from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
 
 FAILURE, WRONG_USE, INTERRUPTED = 1, 2, 130
 DEBUG = "OFFLOAD_DECODE_DEBUG"
@@ -55,11 +56,8 @@ def sentence(error: BaseException) -> str:
     """What went wrong and the way out."""
     if isinstance(error, OffloadDecodeError) or _is_index_error(error):
         return " ".join(str(error).split())
-    if _is_out_of_memory(error):
-        return (
-            "out of memory: free some, raise --ram or --gpu-memory where they are given, use a smaller chunk "
-            "or --batch-size, or --device cpu; what a prefill has committed stays: the same command goes on"
-        )
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
     reason = " ".join(str(error).split())
@@ -70,15 +68,6 @@ def exit_code(error: BaseException) -> int:
     """2 for wrong use, 1 for any other failure."""
     unknown_kind = _is_index_error(error) and type(error).__name__ == "UnknownIndex"
     return WRONG_USE if isinstance(error, ConfigError) or unknown_kind else FAILURE
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # Torch's own allocators have an error of their own on a GPU, and a plain RuntimeError on a CPU.
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
-    )
 
 
 def _is_index_error(error: BaseException) -> bool:

@@ -10,13 +10,30 @@ import ctypes
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from offload_decode.errors import ConfigError
 
+OUT_OF_MEMORY = (
+    "out of memory: free some, raise --ram or --gpu-memory where they are given, use a smaller chunk "
+    "or --batch-size, or --device cpu; what a prefill has committed stays: the same command goes on"
+)
 _STATUS = Path("/proc/self/status")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed. Torch's allocators have an error of their own on a GPU, and a plain
+    RuntimeError on a CPU.
+    """
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    )
 
 
 def own_memory() -> int:
@@ -49,6 +66,31 @@ def limit_memory(size: int) -> None:
             "give more"
         )
     _set_limit(_status("VmData") + size - held)
+
+
+def room() -> int | None:
+    """Bytes that `limit_memory` leaves to this process; None where there is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if soft == resource.RLIM_INFINITY else soft - _status("VmData")
+
+
+class Peak:
+    """The most memory that this process held inside the block: `bytes`, looked at every few milliseconds."""
+
+    def __enter__(self) -> Self:
+        self.bytes, self._over = own_memory(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, own_memory())
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.01):
+            self.bytes = max(self.bytes, own_memory())
 
 
 @contextmanager

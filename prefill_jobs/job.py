@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.errors import ConfigError
-from offload_decode.memory import own_memory
+from offload_decode.errors import ConfigError, DoesNotFit
+from offload_decode.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import prompt_for
+from offload_decode.planning.sizes import TOKENIZING_BYTES
 from offload_decode.store.format import Manifest, kv_encodings, stored_types, token_hash
 from offload_decode.store.reader import KVStore
 from offload_decode.store.writer import KVStoreWriter
@@ -22,7 +23,7 @@ from prefill_jobs.chunked import prefill_chunks
 from prefill_jobs.corpus import Skipped, TextDocument, encode_corpus, read_corpus
 from prefill_jobs.methods.base import Method
 from prefill_jobs.methods.registry import create, parse
-from prefill_jobs.places import Place, Progress, place_of, same_store
+from prefill_jobs.places import Found, Place, Progress, place_of, same_store
 
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -81,6 +82,7 @@ class Work:
     manifest: Manifest
     method: Method
     skipped: tuple[Skipped, ...]
+    peak_memory: int = 0
 
 
 def prefill(
@@ -107,7 +109,7 @@ def prefill(
     loaded = load(model, device, dtype)
     progress("tokenize", 0, len(texts))
     work = prepare(loaded, texts, settings, tuple(skipped))
-    return kept(work, place) or make(loaded, work, place, progress)
+    return settled(work, place) or make(loaded, work, place, progress)
 
 
 def prefill_texts(
@@ -143,26 +145,51 @@ def prepare(
 ) -> Work:
     """Tokenize documents. Raises `ConfigError` for settings that the model cannot be prefilled with."""
     prompt = prompt_for(loaded.tokenizer)
-    tokens, documents = encode_corpus(loaded.tokenizer, prompt, texts)
-    return _planned(loaded, tokens, documents, settings, prompt.template, skipped)
+    _admit(sum(len(document.text) for document in texts))
+    with Peak() as peak:
+        tokens, documents = encode_corpus(loaded.tokenizer, prompt, texts)
+    give_back()
+    work = _planned(loaded, tokens, documents, settings, prompt.template, skipped)
+    return replace(work, peak_memory=peak.bytes)
+
+
+def _admit(characters: int) -> None:
+    """Refuse what cannot be tokenized under the cap: a tokenizer whose allocation fails ends the process."""
+    need, left = characters * TOKENIZING_BYTES, room()
+    if left is not None and need > left:
+        raise DoesNotFit(
+            f"tokenizing {characters:,} characters takes about {need / 2**20:,.0f} MiB, and "
+            f"{max(0, left) / 2**20:,.0f} MiB are left under --ram: give more, or split the corpus"
+        )
 
 
 def make(loaded: LoadedModel, work: Work, place: Place, progress: Progress) -> PrefillReport:
-    """Prefill, and bring the store to its place; each goes on where an interrupted call stopped."""
+    """Prefill, and bring the store to its place; each goes on where an interrupted call stopped.
+
+    Raises `StoreError`, `BucketError`, and `DoesNotFit` where memory runs out.
+    """
     with place.opened() as path:
         written = place_of(path).found()
-        report = _write(loaded, work, path, progress) if written is None else _there(written, work, path)
+        try:
+            report = _write(loaded, work, path, progress) if written is None else _there(written, work, path)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFit(OUT_OF_MEMORY) from error
         pushed = place.deliver(progress)
     return replace(report, store=place.name, pushed=pushed)
 
 
-def kept(work: Work, place: Place) -> PrefillReport | None:
-    """What to say of the store that lies at `place` already; None where there is none.
+def settled(work: Work, place: Place) -> PrefillReport | None:
+    """The report of a store that lies at `place` already; None where the place is free.
 
-    Raises `StoreError` where it is another one, or damaged.
+    Raises `StoreError` where it is another store, or damaged, and `StoreExists` where it is no store.
     """
     found = place.found()
-    return None if found is None else replace(_there(found, work, place.name), kept=True)
+    if found is None:
+        place.check()
+        return None
+    return replace(_there(found, work, place.name), kept=True)
 
 
 def _planned(
@@ -195,17 +222,12 @@ def _planned(
 def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> PrefillReport:
     total = len(work.tokens)
     began = time.perf_counter()
-    with KVStoreWriter.open(out, work.manifest, work.tokens, work.documents) as writer:
+    with Peak() as peak, KVStoreWriter.open(out, work.manifest, work.tokens, work.documents) as writer:
         resumed_from = writer.done
         progress("prefill", resumed_from, total)
-        memory = own_memory()
-
-        def after_chunk(done: int) -> None:
-            nonlocal memory
-            memory = max(memory, own_memory())
-            progress("prefill", done, total)
-
-        prefill_chunks(loaded, writer, work.tokens, work.method, after_chunk)
+        prefill_chunks(
+            loaded, writer, work.tokens, work.method, lambda done: progress("prefill", done, total)
+        )
         progress("publish", 0, 1)
         writer.publish()
     seconds = time.perf_counter() - began
@@ -218,24 +240,23 @@ def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> Pr
         seconds=seconds,
         tokens_per_second=(total - resumed_from) / seconds,
         bytes=sum(KVStore.open(out).cost().values()),
-        peak_memory=memory,
+        peak_memory=max(peak.bytes, work.peak_memory),
     )
 
 
-def _there(found: tuple[Manifest, int], work: Work, store: Path | str) -> PrefillReport:
+def _there(found: Found, work: Work, store: Path | str) -> PrefillReport:
     """The report of a store that took no work; StoreMismatch where it is not of this corpus and these
     settings.
     """
-    manifest, size = found
-    same_store(manifest, work.manifest, str(store))
+    same_store(found, work.manifest, work.documents, str(store))
     return PrefillReport(
         store=store,
-        n_tokens=manifest.n_tokens,
+        n_tokens=found.manifest.n_tokens,
         documents=len(work.documents),
         skipped=work.skipped,
-        resumed_from=manifest.n_tokens,
+        resumed_from=found.manifest.n_tokens,
         seconds=0.0,
         tokens_per_second=0.0,
-        bytes=size,
+        bytes=found.bytes,
         peak_memory=own_memory(),
     )

@@ -17,7 +17,7 @@ from offload_decode.errors import (
 )
 from offload_decode.models.loading import load
 from prefill_jobs.corpus import STDIN, Skipped, TextDocument, read_corpus
-from prefill_jobs.job import PrefillReport, Settings, Work, kept, make, prepare
+from prefill_jobs.job import PrefillReport, Settings, Work, make, prepare, settled
 from prefill_jobs.places import Place, place_of
 
 SUFFIX = ".kv"
@@ -148,14 +148,6 @@ def read_all(jobs: Sequence[Job], staging: Path | None) -> tuple[Results, list[T
         except (CorpusError, StoreError) as error:
             failed[job] = error
     return failed, texts
-
-
-def settled(work: Work, place: Place) -> PrefillReport | None:
-    """The report of a store that is there already; None where the place is free. Raises one of `OF_ONE`."""
-    found = kept(work, place)
-    if found is None:
-        place.check()
-    return found
 
 
 def _name(corpus: str) -> str:

@@ -8,9 +8,10 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from offload_decode.errors import StoreExists, StoreForeign, StoreMismatch
 from offload_decode.store.checksums import SEAL
@@ -19,10 +20,19 @@ from offload_decode.store.metadata import ROOT
 from offload_decode.store.publish import refuse_existing
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK, locked
+from offload_decode.types import Document
 from prefill_jobs.buckets import Transfer, check_writable, push
 from prefill_jobs.buckets.bucket import Bucket
 
 Progress = Callable[[str, int, int], None]
+
+
+class Found(NamedTuple):
+    """A whole store: its manifest, its bytes, and its documents where reading them fetches nothing."""
+
+    manifest: Manifest
+    bytes: int
+    documents: list[Document] | None
 
 
 class Place(ABC):
@@ -43,8 +53,8 @@ class Place(ABC):
         """Raise `StoreExists` where something is there, `BucketError` where nothing could be put."""
 
     @abstractmethod
-    def found(self) -> tuple[Manifest, int] | None:
-        """Manifest and bytes of the store that lies there; None where there is none that is whole."""
+    def found(self) -> Found | None:
+        """The store that lies there; None where there is none that is whole."""
 
     @abstractmethod
     @contextmanager
@@ -67,11 +77,14 @@ def default_staging() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "offload-decode" / "staging"
 
 
-def same_store(found: Manifest, asked: Manifest, name: str) -> None:
+def same_store(found: Found, asked: Manifest, documents: Sequence[Document], name: str) -> None:
     """StoreMismatch where the store that lies at `name` is not the one that was asked for."""
     # Of the same format, another release or what encoding turned out to cost makes no other store.
-    ours, theirs = (vars(m) | {"software": None, "kv_error": None} for m in (asked, found))
-    if others := [field for field in ours if ours[field] != theirs[field]]:
+    ours, theirs = (vars(m) | {"software": None, "kv_error": None} for m in (asked, found.manifest))
+    others = [field for field in ours if ours[field] != theirs[field]]
+    if found.documents is not None and not others and list(documents) != found.documents:
+        others = ["list of documents"]
+    if others:
         raise StoreMismatch(
             f"{name} is there already, of another {' and another '.join(others)}: "
             "remove it, or choose another --out."
@@ -88,13 +101,13 @@ class InFolder(Place):
     def check(self) -> None:
         refuse_existing(self.path)
 
-    def found(self) -> tuple[Manifest, int] | None:
+    def found(self) -> Found | None:
         if not os.path.lexists(self.path):
             return None
         if not (self.path / ROOT).exists():
             refuse_existing(self.path)
         store = KVStore.open(self.path)
-        return store.manifest, sum(store.cost().values())
+        return Found(store.manifest, sum(store.cost().values()), list(store.documents))
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
@@ -128,7 +141,7 @@ class InBucket(Place):
                     self._remove()  # it was killed when all was done but this
         check_writable(self.name)
 
-    def found(self) -> tuple[Manifest, int] | None:
+    def found(self) -> Found | None:
         bucket = Bucket(self.name)
         if bucket.seal is None:
             return None
@@ -139,7 +152,7 @@ class InBucket(Place):
             raise StoreForeign(
                 f"{self.name} holds no store that this release can read: choose another URL, or remove it."
             ) from error
-        return manifest, sum(bucket.objects(bucket.name).values())
+        return Found(manifest, sum(bucket.objects(bucket.name).values()), None)
 
     @contextmanager
     def opened(self) -> Iterator[Path]:

@@ -22,8 +22,8 @@ from offload_decode.memory import own_memory
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.outline import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_prefill
-from prefill_jobs.job import PrefillReport, Settings, make, prepare
-from prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all, settled
+from prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
+from prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
 from prefill_jobs.places import place_of
 
 TRIES = 3

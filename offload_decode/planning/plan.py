@@ -198,6 +198,7 @@ def _prefilling(outline: Outline, request: Request, machine: Machine) -> tuple[P
     chunk = sizes.prefill_bytes(outline, request.chunk, request.tokens, device is Place.GPU)
     return (
         *_program(outline, weights, device, machine),
+        Part("tokenizing", Place.RAM, request.tokens * sizes.CHARACTERS * sizes.TOKENIZING_BYTES),
         Part("a chunk and what it attends to", device, chunk),
         Part("a chunk on its way to the disk", Place.RAM, sizes.staging_bytes(outline, request.chunk)),
         Part("store", Place.DISK, _store_bytes(outline, request)),

@@ -46,17 +46,18 @@ def publish(partial: Path, path: Path, files: Iterable[str], progress: Report | 
         write_atomically(partial / name, data, sync=True)  # its temporary file must not lie in the store
         os.replace(partial / name, root / name)
     for folder, _, _ in os.walk(root):
-        _sync_folder(folder)
+        sync_folder(folder)
     refuse_existing(path)
     os.rename(root, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     # The lock goes last: as long as it is there, what is left is known to be ours.
     (partial / PROGRESS).unlink()
     shutil.rmtree(partial / WINDOWS)
     shutil.rmtree(partial)
 
 
-def _sync_folder(folder: str | Path) -> None:
+def sync_folder(folder: str | Path) -> None:
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

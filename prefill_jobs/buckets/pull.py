@@ -20,7 +20,7 @@ from pathlib import Path
 from offload_decode.errors import StoreDamaged, StoreError
 from offload_decode.head_indexes import indexes_folder
 from offload_decode.store.checksums import SEAL, SUMS
-from offload_decode.store.publish import refuse_existing
+from offload_decode.store.publish import refuse_existing, sync_folder
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, write_atomically
 from prefill_jobs.buckets.bucket import Bucket
@@ -150,20 +150,12 @@ def _publish(partial: Path, root: Path, path: Path) -> None:
     """Give the store its name; the lock goes last, so that what is left is known to be ours."""
     for top in (root, indexes_folder(path)):
         for folder, _, _ in os.walk(top):
-            _sync_folder(folder)
+            sync_folder(folder)
     refuse_existing(path)
     os.rename(root, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     shutil.rmtree(partial / PARTS)
     shutil.rmtree(partial)
-
-
-def _sync_folder(folder: str | Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
