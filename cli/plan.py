@@ -218,17 +218,20 @@ def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
                 {k: v for k, v in changes(planned.request, most.request).items() if k != "tokens"}
             )
             lines.append(f"The most that fits here is {most.request.tokens:,} tokens, with {settings}.")
-    return "\n".join([*lines, _prefill_verdict(proposed or most or planned), *_paging(proposed or planned)])
+    shown = proposed or most
+    if shown is not None:
+        lines += [_prefill_verdict(shown, "It" if proposed else "So many"), *_paging(shown)]
+    return "\n".join(lines)
 
 
-def _prefill_verdict(planned: Plan) -> str:
+def _prefill_verdict(planned: Plan, what: str) -> str:
     from offload_decode.planning.plan import prefill_chunk
 
     chunk = prefill_chunk(planned)
     if chunk is None:
-        return "It cannot be prefilled here: do that on a larger machine, and bring the store."
+        return f"{what} cannot be prefilled here: do that on a larger machine, and bring the store."
     smaller = "" if chunk == planned.request.chunk else f" with -o chunk={chunk}"
-    return f"It can be prefilled here{smaller}."
+    return f"{what} can be prefilled here{smaller}."
 
 
 def _paging(planned: Plan) -> list[str]:

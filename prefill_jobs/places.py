@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from offload_decode.errors import StoreExists, StoreForeign, StoreMismatch
+from offload_decode.errors import ConfigError, StoreExists, StoreForeign, StoreMismatch
 from offload_decode.store.checksums import SEAL
 from offload_decode.store.format import ATTRIBUTE, Manifest
 from offload_decode.store.metadata import ROOT
@@ -68,7 +68,13 @@ class Place(ABC):
 
 def place_of(out: str | Path, staging: Path | None = None) -> Place:
     """The place that `--out` names; `staging` is where stores for URLs are written."""
-    return InBucket(str(out), staging or default_staging()) if "://" in str(out) else InFolder(Path(out))
+    if "://" in str(out):
+        return InBucket(str(out), staging or default_staging())
+    if Path(out).name in ("", ".."):
+        raise ConfigError(
+            f"--out '{out}' names no store: give one a name, or end it with / for a folder of stores"
+        )
+    return InFolder(Path(out))
 
 
 def default_staging() -> Path:
@@ -86,9 +92,24 @@ def same_store(found: Found, asked: Manifest, documents: Sequence[Document], nam
         others = ["list of documents"]
     if others:
         raise StoreMismatch(
-            f"{name} is there already, of another {' and another '.join(others)}: "
-            "remove it, or choose another --out."
+            f"{name} is there already, of another {' and another '.join(map(_told, others))}"
+            f"{_methods(found.manifest, asked)}: remove it, or choose another --out."
         )
+
+
+def _told(field: str) -> str:
+    return {"token_hash": "text", "n_tokens": "length"}.get(field, field)
+
+
+def _methods(found: Manifest, asked: Manifest) -> str:
+    """Both prefills, where they differ."""
+    if found.prefill == asked.prefill:
+        return ""
+    made, wanted = (
+        " ".join([str(one["method"]), *(f"{k}={v}" for k, v in sorted(one.items()) if k != "method")])
+        for one in (found.prefill, asked.prefill)
+    )
+    return f" ({made}; asked for is {wanted})"
 
 
 class InFolder(Place):

@@ -33,6 +33,9 @@ def refuse_existing(path: Path) -> None:
             with suppress(StoreBusy), locked(partial):
                 shutil.rmtree(partial)
         raise StoreExists(f"{path} exists already: choose another path, or remove it first.")
+    for parent in Path(os.path.abspath(path)).parents:
+        if (parent / SEAL).exists():  # a file more would make it a damaged store
+            raise StoreExists(f"{parent} is a store itself: choose a path outside of it.")
 
 
 def publish(partial: Path, path: Path, files: Iterable[str], progress: Report | None = None) -> None:

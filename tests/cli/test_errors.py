@@ -164,6 +164,20 @@ def test_a_store_is_never_overwritten(home: Path, store: Path) -> None:
     assert "exists already" in refused(1, *args, home)
 
 
+@pytest.mark.parametrize("inside", ["sub.kv", "layers/sub.kv", ""])
+def test_nothing_is_written_into_a_store(home: Path, store: Path, inside: str) -> None:
+    ran = run("prefill", home / "corpus.txt", "--model", home / "model", "--out", f"{store}/{inside}")
+    assert ran.code == 1
+    assert "is a store itself" in ran.err
+    assert run("verify", store).code == 0
+
+
+@pytest.mark.parametrize("out", ["", ".", "a/.."])
+def test_an_out_without_a_name(home: Path, out: str) -> None:
+    told = refused(2, "prefill", home / "corpus.txt", "--model", home / "model", "--out", out)
+    assert "names no store" in told
+
+
 def test_an_index_that_cannot_be_built(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the kinds are flat" in refused(2, "index", store, "--kind", "nonsense")
     assert "recall must be" in refused(2, "index", store, "--kind", "flat", "--recall", "0")
