@@ -148,16 +148,16 @@ def _way_out(asked: Plan, parts: tuple[Part, ...]) -> str:
         chunk = asked.request.chunk
         while chunk >= 32:
             chunk //= 2
-            if plan(asked.outline, replace(asked.request, chunk=chunk), asked.machine).prefill_fits:
+            if plan(asked.source, replace(asked.request, chunk=chunk), asked.machine).prefill_fits:
                 return f"what fits is -o chunk={chunk}"
         chunk, least = 16, replace(asked.request, chunk=16)
-        needs = plan(asked.outline, least, asked.machine)
+        needs = plan(asked.source, least, asked.machine)
         return f"with -o chunk={chunk}, the least, it is {_needs(needs, needs.prefilling)}"
     fits = nearest(asked, kinds=(asked.request.kv,))
     if fits is not None:
         return f"what fits is {described(changes(asked.request, fits.request))}"
     least = replace(asked.request, weights="int4", selector="topk", index="flat")
-    needs = plan(asked.outline, least, asked.machine)
+    needs = plan(asked.source, least, asked.machine)
     return f"with --weights int4 -s topk, the least, it is {_needs(needs, needs.asking)}"
 
 

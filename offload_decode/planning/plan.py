@@ -58,8 +58,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """A request on a machine. `asking` and `prefilling` list what each of the two takes."""
+    """A request on a machine. `asking` and `prefilling` list what each of the two takes. `source` is the
+    model as its checkpoint has it, `outline` as the request runs it.
+    """
 
+    source: Outline
     outline: Outline
     request: Request
     machine: Machine
@@ -117,10 +120,9 @@ class Plan:
 
 def plan(outline: Outline, request: Request, machine: Machine) -> Plan:
     """Count what the request takes on that machine."""
-    outline = in_dtype(outline, request.weights)
-    return Plan(
-        outline, request, machine, _asking(outline, request, machine), _prefilling(outline, request, machine)
-    )
+    run = in_dtype(outline, request.weights)
+    asking, prefilling = (parts(run, request, machine) for parts in (_asking, _prefilling))
+    return Plan(outline, run, request, machine, asking, prefilling)
 
 
 def nearest(asked: Plan, kinds: Sequence[str] = KV, in_memory: bool = False) -> Plan | None:
@@ -128,7 +130,7 @@ def nearest(asked: Plan, kinds: Sequence[str] = KV, in_memory: bool = False) -> 
     bits, another selector or larger pages; None where nothing of that kind fits. `kinds`: ways of storing
     keys and values that can still be chosen. `in_memory`: nothing of the store is to come from the disk.
     """
-    source, machine = asked.outline, asked.machine
+    source, machine = asked.source, asked.machine
     requests = (one for one in _alternatives(asked.request, source) if one.kv in kinds)
     plans = (plan(source, request, machine) for request in requests)
     return next((one for one in plans if one.fits and not (in_memory and one.from_disk)), None)
@@ -141,7 +143,7 @@ def most_tokens(asked: Plan) -> Plan | None:
     thrifty = _thriftiest(asked)
 
     def at(tokens: int) -> Plan:
-        return plan(asked.outline, replace(thrifty.request, tokens=tokens), asked.machine)
+        return plan(asked.source, replace(thrifty.request, tokens=tokens), asked.machine)
 
     fits, beyond = 0, asked.request.tokens
     while beyond - fits > max(1, fits // 1000):
@@ -160,7 +162,7 @@ def prefill_chunk(asked: Plan) -> int | None:
     """The largest chunk, up to the one asked for, with which the prefill fits here; None if none does."""
     chunk = asked.request.chunk
     while chunk >= 16:
-        if plan(asked.outline, replace(asked.request, chunk=chunk), asked.machine).prefill_fits:
+        if plan(asked.source, replace(asked.request, chunk=chunk), asked.machine).prefill_fits:
             return chunk
         chunk //= 2
     return None
@@ -245,5 +247,5 @@ def _from(asked: str, ladder: list[str]) -> list[str]:
 
 def _thriftiest(asked: Plan) -> Plan:
     """So many tokens in the fewest bits."""
-    *_, last = _alternatives(asked.request, asked.outline)
-    return plan(asked.outline, last, asked.machine)
+    *_, last = _alternatives(asked.request, asked.source)
+    return plan(asked.source, last, asked.machine)

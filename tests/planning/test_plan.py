@@ -102,6 +102,17 @@ def test_a_proposal_is_a_plan_that_fits(outline, request, machine):
     assert nearest(plan(outline, request, enough)) is not None
 
 
+def test_a_proposal_of_other_weights_is_counted_in_its_own_dtype():
+    shape = ModelShape((LayerKind.FULL,), 1, 1, 128)
+    outline = Outline(
+        "float32", shape, "float32", 73_272_321, 1_000_000, 1000, 36_136_160, 0, 1.0, 512, 2048, 32000
+    )
+    request = Request(8192, weights="fp16", selector="quest", budget="64", page_size=2)
+    machine = Machine(None, 512 << 20, 107_374_182, 300 << 20)
+    proposed = nearest(plan(outline, request, machine))
+    assert proposed is None or plan(outline, proposed.request, machine).fits
+
+
 @settings(max_examples=40, deadline=None)
 @given(outlines, requests, machines, st.data())
 def test_fewer_bits_never_take_more(outline, request, machine, data):
