@@ -25,7 +25,7 @@ from offload_decode.evals.made_with import made_with
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import holds, insert
 from offload_decode.evals.tasks.needle import ASK, FACT, MultiKeyNeedle
-from offload_decode.models.loading import load
+from offload_decode.models.loading import LoadedModel, load
 
 NEEDLES = 10
 DEPTHS = tuple((place + 0.5) / NEEDLES for place in range(NEEDLES))
@@ -92,9 +92,11 @@ def described(report: dict[str, Any]) -> str:
     )
 
 
-def ask(store: Path, questions: list[str], selector: str, budget: str) -> list[tuple[str, float]]:
+def ask(
+    loaded: LoadedModel, store: Path, questions: list[str], selector: str, budget: str
+) -> list[tuple[str, float]]:
     """The answers, each with the seconds that it took."""
-    engine = Engine.open(store, load("demo"), selector=selector, options={"budget": budget})
+    engine = Engine.open(store, loaded, selector=selector, options={"budget": budget})
     replies = []
     for question in questions:
         began = time.perf_counter()
@@ -124,9 +126,9 @@ def main() -> int:
     split_pairs(options)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    text = arguments.text.read_text()
+    loaded, text = load("demo"), arguments.text.read_text()
     if arguments.tokens:
-        text = Haystack(arguments.text.name, text).cut(load("demo").tokenizer, arguments.tokens)
+        text = Haystack(arguments.text.name, text).cut(loaded.tokenizer, arguments.tokens)
     numbers = drawn(arguments.seed)
     facts = [FACT.format(key=key, value=number) for key, number in numbers.items()]
     questions = [ASK.format(key=key) for key in numbers]
@@ -142,7 +144,7 @@ def main() -> int:
         print(f"{name} needles: {described(reports[name])}", flush=True)
 
     way = arguments.selector, arguments.budget
-    answered = [ask(arguments.out / f"{name}.kv", questions, *way) for name in hidden]
+    answered = [ask(loaded, arguments.out / f"{name}.kv", questions, *way) for name in hidden]
     replies = [
         Reply(depth, question, number, answer, control, seconds)
         for depth, question, number, (answer, seconds), (control, _) in zip(
@@ -159,7 +161,7 @@ def main() -> int:
     found, known = sum(reply.found for reply in replies), sum(reply.known_without for reply in replies)
     print(f"\nfound {found} of {len(replies)}; the control knew {known}")
     result = {
-        "made_with": made_with(load("demo")),
+        "made_with": made_with(loaded),
         "options": options,
         "selector": way,
         "seed": arguments.seed,

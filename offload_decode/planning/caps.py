@@ -12,7 +12,18 @@ from offload_decode.kv import BLOCK_TOKENS
 from offload_decode.memory import limit_memory, total_memory
 from offload_decode.models.loading import pick_device
 from offload_decode.models.outline import Outline
-from offload_decode.planning.plan import CUDA_BYTES, Machine, Part, Place, Plan, changes, nearest, plan
+from offload_decode.planning.plan import (
+    CUDA_BYTES,
+    LEAST_CHUNK,
+    Machine,
+    Part,
+    Place,
+    Plan,
+    changes,
+    nearest,
+    plan,
+    prefill_chunk,
+)
 from offload_decode.planning.request import INDEXES, KV, METADATA, SELECTORS, WEIGHTS, Request
 from offload_decode.store.format import Manifest, stored_types
 
@@ -145,14 +156,11 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
 
 def _way_out(asked: Plan, parts: tuple[Part, ...]) -> str:
     if parts is asked.prefilling:
-        chunk = asked.request.chunk
-        while chunk >= 32:
-            chunk //= 2
-            if plan(asked.source, replace(asked.request, chunk=chunk), asked.machine).prefill_fits:
-                return f"what fits is -o chunk={chunk}"
-        chunk, least = 16, replace(asked.request, chunk=16)
-        needs = plan(asked.source, least, asked.machine)
-        return f"with -o chunk={chunk}, the least, it is {_needs(needs, needs.prefilling)}"
+        chunk = prefill_chunk(asked)
+        if chunk is not None:
+            return f"what fits is -o chunk={chunk}"
+        needs = plan(asked.source, replace(asked.request, chunk=LEAST_CHUNK), asked.machine)
+        return f"with -o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
     fits = nearest(asked, kinds=(asked.request.kv,))
     if fits is not None:
         return f"what fits is {described(changes(asked.request, fits.request))}"

@@ -19,6 +19,8 @@ CUDA_BYTES = 512 << 20
 """What CUDA itself takes of a GPU's memory, beyond all tensors."""
 PROGRAM_BYTES = 48 << 20
 """What the program grows by when it first computes: modelling code, tokenizer, compiled kernels. Measured."""
+LEAST_CHUNK = 16
+"""The smallest chunk of a prefill that is proposed."""
 _PAGE_SIZES = (16, 32, 64, 128)
 _FILE_PAGE = 4096  # what a row that memory does not hold costs at least
 
@@ -161,7 +163,7 @@ def least_machine(asked: Plan) -> dict[Place, int]:
 def prefill_chunk(asked: Plan) -> int | None:
     """The largest chunk, up to the one asked for, with which the prefill fits here; None if none does."""
     chunk = asked.request.chunk
-    while chunk >= 16:
+    while chunk >= LEAST_CHUNK:
         if plan(asked.source, replace(asked.request, chunk=chunk), asked.machine).prefill_fits:
             return chunk
         chunk //= 2

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import indexes.registry
 from offload_decode.budgets import Budget
 from offload_decode.errors import ConfigError
 from offload_decode.models.outline import Outline
+from offload_decode.store.format import KV_KINDS
 from offload_decode.types import ModelShape
 
-KV = ("auto", "int8", "int4-values")
+KV = tuple(KV_KINDS)
 WEIGHTS = ("auto", "fp16", "int8", "int4")
 SELECTORS = ("topk", "quest", "dense")
-INDEXES = ("flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
+INDEXES = indexes.registry.kinds()
 METADATA = ("fp16", "int8")
 QUESTION_TOKENS = 512  # a question and its answer are planned with twice as many in all
 

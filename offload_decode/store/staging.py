@@ -112,13 +112,13 @@ def write_atomically(file: Path, data: bytes, sync: bool = False) -> None:
 
 
 @contextmanager
-def surfaced(partial: Path, done: int = 0) -> Iterator[None]:
-    """Errors of the file system as StoreError: what was committed stays as it is."""
+def surfaced(partial: Path, kept: str, command: str) -> Iterator[None]:
+    """Errors of the file system as StoreError: `partial` keeps what it says, and `command` goes on."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise StoreError(
-            f"{partial} cannot be written ({error.strerror}) and keeps its first {done:,} tokens: "
-            f"{'free some space' if full else 'mend this'} and run the same prefill again to go on."
+            f"{partial} cannot be written ({error.strerror}) and keeps {kept}: "
+            f"{'free some space' if full else 'mend this'} and run the same {command} again to go on."
         ) from error

@@ -80,7 +80,7 @@ class KVStoreWriter:
         assert all(a.end == b.start for a, b in pairwise(documents)), "documents follow each other"
         with ExitStack() as stack:
             refuse_existing(path)
-            with surfaced(partial_path(path)):
+            with _surfaced(partial_path(path), 0):
                 stack.enter_context(locked(partial_path(path)))
                 refuse_existing(path)  # it may have been published while the lock was waited for
                 writer = cls(path, manifest)
@@ -323,7 +323,11 @@ class KVStoreWriter:
         return self._streams[f"{layer_name(layer)}/{kind}"]
 
     def _surfaced(self) -> AbstractContextManager[None]:
-        return surfaced(self._partial, self.done)
+        return _surfaced(self._partial, self.done)
+
+
+def _surfaced(partial: Path, done: int) -> AbstractContextManager[None]:
+    return surfaced(partial, f"its first {done:,} tokens", "prefill")
 
 
 def _kind(name: str) -> str:

@@ -8,13 +8,10 @@ STORE.pulling/
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from offload_decode.errors import StoreDamaged, StoreError
@@ -22,7 +19,7 @@ from offload_decode.head_indexes import indexes_folder
 from offload_decode.store.checksums import SEAL, SUMS
 from offload_decode.store.publish import refuse_existing, sync_folder
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import STORE, locked, write_atomically
+from offload_decode.store.staging import STORE, locked, surfaced, write_atomically
 from prefill_jobs.buckets.bucket import Bucket
 from prefill_jobs.buckets.lists import parse_sums, store_sums
 from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
@@ -49,7 +46,7 @@ def pull(url: str, store: Path, *, progress: Progress = lambda stage, done, tota
     found = bucket.read(f"{bucket.indexes}/{SUMS}")
     index_sums = parse_sums(bucket, found) if found else {}
     partial = pulling_path(path)
-    with _surfaced(partial), locked(partial):
+    with surfaced(partial, "what was pulled", "pull"), locked(partial):
         refuse_existing(path)
         root = partial / STORE
         items = _items(bucket, bucket.name, root, sums)
@@ -156,16 +153,3 @@ def _publish(partial: Path, root: Path, path: Path) -> None:
     sync_folder(path.parent)
     shutil.rmtree(partial / PARTS)
     shutil.rmtree(partial)
-
-
-@contextmanager
-def _surfaced(partial: Path) -> Iterator[None]:
-    """Errors of the file system as StoreError: what was pulled stays."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise StoreError(
-            f"{partial} cannot be written ({error.strerror}) and keeps what was pulled: "
-            f"{'free some space' if full else 'mend this'} and run the same pull again to go on."
-        ) from error
