@@ -16,6 +16,7 @@ from cli.options import Device, Json, Options, Quiet, Selector
 from cli.progress import Progress
 from offload_decode.config import parse_options, split_pairs
 from offload_decode.errors import ConfigError
+from offload_decode.head_indexes import AUTO
 
 if TYPE_CHECKING:
     from offload_decode.evals.haystack import Haystack
@@ -149,12 +150,15 @@ def _check_selector(selector: str, options: Mapping[str, str]) -> SelectorOption
     import indexes.registry
     from offload_decode.selectors.registry import get
 
-    indexes.registry.get(_index_of(options))
+    if (kind := _index_of(options)) is not None:
+        indexes.registry.get(kind)
     return parse_options(get(selector).options_type, options, f"selector '{selector}'")
 
 
-def _index_of(options: Mapping[str, str]) -> str:
-    return options.get("index", "flat")
+def _index_of(options: Mapping[str, str]) -> str | None:
+    """The kind that is asked for by name."""
+    kind = options.get("index", AUTO)
+    return None if kind == AUTO else kind
 
 
 def _store_maker(loaded: LoadedModel, haystack: Haystack, options: Mapping[str, str]) -> MakeStore:
@@ -170,8 +174,8 @@ def _store_maker(loaded: LoadedModel, haystack: Haystack, options: Mapping[str, 
                 report(done)
 
         prefill_texts(loaded, [TextDocument(haystack.name, text)], path, progress=progress)
-        if _index_of(options) != "flat":
-            build_indexes(path, _index_of(options))
+        if (kind := _index_of(options)) is not None:
+            build_indexes(path, kind)
         return KVStore.open(path)
 
     return make

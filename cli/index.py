@@ -16,8 +16,12 @@ def index(
     store: Store,
     kind: Annotated[
         str,
-        typer.Option(metavar="K", help="flat (exact, needs no building), faiss-ivf, faiss-hnsw or hnswlib."),
-    ],
+        typer.Option(
+            metavar="K",
+            help="clusters (4-bit scan, exact scores), flat (exact, needs no building), faiss-ivf, "
+            "faiss-hnsw or hnswlib.",
+        ),
+    ] = "clusters",
     recall: Annotated[
         float, typer.Option(metavar="R", help="Recall to reach on the stored queries; it is measured.", max=1)
     ] = 0.95,
@@ -30,7 +34,8 @@ def index(
     """Build vector indexes over the stored keys.
 
     There is one for every layer and KV head, in STORE.indexes/ beside the store. Heads that are indexed
-    already are kept: the same command resumes a build that was interrupted.
+    already are kept: the same command resumes a build that was interrupted. `ask`, `chat` and `batch` search
+    the clusters from then on; any other kind with -o index=KIND.
     """
     from prefill_jobs.build import build_indexes
 

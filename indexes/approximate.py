@@ -66,19 +66,19 @@ class ApproximateIndex(VectorIndex):
             hits.ids[unfilled], hits.scores[unfilled] = exact.ids, exact.scores
         return hits
 
-    def search_at(self, queries: Float32, k: int, value: int) -> Hits:
+    def search_at(self, queries: Float32, k: int, value: float) -> Hits:
         """One search at a parameter value of the caller's choice, 1 <= k <= N; it may leave places empty."""
         if value >= self.scan_from:
             return self.flat.search(queries, k)
         return self._search_native(queries, k, value)
 
     @abstractmethod
-    def ladder(self, k: int) -> Sequence[int]:
+    def ladder(self, k: int) -> Sequence[float]:
         """Rising parameter values to try for `k`; at the last one the search is exhaustive."""
 
     @property
     @abstractmethod
-    def scan_from(self) -> int:
+    def scan_from(self) -> float:
         """The smallest parameter value at which reading every key costs no more than the library's search."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class ApproximateIndex(VectorIndex):
         """The library's index over all keys. Raises InvalidIndexInput for keys that are not finite."""
 
     @abstractmethod
-    def _search_native(self, queries: Float32, k: int, value: int) -> Hits:
+    def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
         """The library's search, its hits by descending score; ids of -1 where it found fewer than k."""
 
     @abstractmethod

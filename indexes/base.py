@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from indexes import encodings
+from indexes import encodings, pool
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_count, check_keys, check_queries
 
@@ -21,7 +22,8 @@ StrPath = str | os.PathLike[str]
 class Hits:
     """The best keys of each query, by descending score; unused places hold id -1 and score -inf.
 
-    ids: int64 `[G, k]`, unique within a row. scores: float32 `[G, k]`, unscaled inner products.
+    ids: int64 `[G, k]`, unique within a row. scores: float32 `[G, k]`, unscaled inner products. Of a layer's
+    heads together, `[H, G, k]`.
     """
 
     ids: npt.NDArray[np.int64]
@@ -47,7 +49,7 @@ class RecallRecord:
     queries: int
     source: str
     parameter: str
-    value: int
+    value: float
 
 
 class VectorIndex(ABC):
@@ -104,6 +106,19 @@ class VectorIndex(ABC):
         padded = Hits.empty(len(queries), k)
         padded.ids[:, :found], padded.scores[:, :found] = hits.ids, hits.scores
         return padded
+
+    @classmethod
+    def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
+        """`search` in every one of a layer's H heads for its own `queries [H, R, D]`, on all threads: ids and
+        scores `[H, R, k]`.
+        """
+        found = [Hits.empty(len(own), k) for own in queries]
+
+        def search(head: int) -> None:
+            found[head] = heads[head].search(queries[head], k)
+
+        pool.run(search, range(len(heads)))
+        return Hits(np.stack([hits.ids for hits in found]), np.stack([hits.scores for hits in found]))
 
     @abstractmethod
     def _search(self, queries: Float32, k: int) -> Hits:

@@ -17,10 +17,10 @@ from numba import njit
 from indexes import encodings
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_count, check_finite, check_keys, float32_blocks
+from indexes.kmeans import nearest
 
 SEGMENT = 16_384  # keys that are clustered among themselves: so many, up to half more or less
 ITERATIONS = 1  # at the same cost, larger segments improve estimates more than further iterations
-BLOCK = 4096  # keys that meet all centroids at once
 MAX_KEYS = 2**31 - 1
 
 Int32 = npt.NDArray[np.int32]
@@ -87,11 +87,11 @@ def _kmeans(block: Float32, count: int) -> npt.NDArray[np.int64]:
         return np.arange(count)
     centroids = _seeds(block, count)
     for _ in range(ITERATIONS):
-        labels, _ = _nearest(block, centroids)
+        labels, _ = nearest(block, centroids)
         sizes = np.bincount(labels, minlength=count)[:, None].astype(np.float32)
         sums = _sums(block, labels, count)
         centroids = np.where(sizes > 0, sums / np.maximum(sizes, 1), centroids)
-    return _nearest(block, centroids)[0]
+    return nearest(block, centroids)[0]
 
 
 def _seeds(block: Float32, count: int) -> Float32:
@@ -100,23 +100,10 @@ def _seeds(block: Float32, count: int) -> Float32:
     deterministic).
     """
     even = block[np.linspace(0, len(block) - 1, count - count // 2).astype(np.int64)]
-    _, closeness = _nearest(block, even)
+    _, closeness = nearest(block, even)
     distance = np.maximum(np.einsum("nd,nd->n", block, block) - 2 * closeness, 0).cumsum(dtype=np.float64)
     steps = (np.arange(count // 2) + 0.5) / max(1, count // 2) * distance[-1]
     return np.concatenate([even, block[np.searchsorted(distance, steps)]])
-
-
-def _nearest(block: Float32, centroids: Float32) -> tuple[npt.NDArray[np.int64], Float32]:
-    """The centroid c at the smallest distance from each key k, and k·c − |c|²/2: `[n]` each."""
-    labels, best = np.empty(len(block), np.int64), np.empty(len(block), np.float32)
-    norms = 0.5 * np.einsum("cd,cd->c", centroids, centroids)
-    for first in range(0, len(block), BLOCK):
-        part = slice(first, first + BLOCK)
-        closeness = block[part] @ centroids.T
-        closeness -= norms
-        labels[part] = closeness.argmax(axis=1)
-        best[part] = np.take_along_axis(closeness, labels[part, None], 1)[:, 0]
-    return labels, best
 
 
 def _sums(rows: Keys, labels: npt.NDArray[Any], count: int) -> Float32:

@@ -52,8 +52,8 @@ class FaissHNSW(ApproximateIndex):
         # Reading derives the direction of the search from the metric; in place it would keep the old one.
         return faiss.deserialize_index(faiss.serialize_index(graph))
 
-    def _search_native(self, queries: Float32, k: int, value: int) -> Hits:
-        options = faiss.SearchParametersHNSW(efSearch=max(value, k))
+    def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
+        options = faiss.SearchParametersHNSW(efSearch=max(int(value), k))
         return faiss_storage.hits(*self._native.search(queries, k, params=options))
 
     def _write_native(self, file: str) -> None:

@@ -80,8 +80,8 @@ class FaissIVF(ApproximateIndex):
         centroids: Float32 = faiss.vector_to_array(clustering.centroids).reshape(self.nlist, self.dim)
         return centroids
 
-    def _search_native(self, queries: Float32, k: int, value: int) -> Hits:
-        options = faiss.SearchParametersIVF(nprobe=value)
+    def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
+        options = faiss.SearchParametersIVF(nprobe=int(value))
         return faiss_storage.hits(*self._native.search(queries, k, params=options))
 
     def _write_native(self, file: str) -> None:

@@ -55,9 +55,9 @@ class HnswlibIndex(ApproximateIndex):
         parts = graph.__getstate__()[0]
         return hnswlib.Index(params=parts | {"space": "ip"})
 
-    def _search_native(self, queries: Float32, k: int, value: int) -> Hits:
+    def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
         with self._one_ef:
-            self._native.set_ef(max(value, k))
+            self._native.set_ef(max(int(value), k))
             try:
                 ids, distances = self._native.knn_query(queries, k)
             except RuntimeError:  # a walk ended with fewer than k keys; the caller scans for these queries

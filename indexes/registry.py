@@ -9,6 +9,7 @@ from indexes.base import VectorIndex
 from indexes.errors import UnknownIndex
 
 _CLASSES = {
+    "clusters": "indexes.clustered:ClusteredIndex",
     "flat": "indexes.flat:FlatIndex",
     "faiss-ivf": "indexes.faiss_ivf:FaissIVF",
     "faiss-hnsw": "indexes.faiss_hnsw:FaissHNSW",

@@ -80,6 +80,14 @@ def bits(rows: Keys) -> npt.NDArray[Any]:
 
 
 @njit(nogil=True, cache=True)
+def candidate(score: Any, row: Any) -> Any:
+    """A score and the id of its row as one candidate."""
+    bits = np.float32(score + np.float32(0)).view(np.uint32)  # -0.0 ties with 0.0
+    ordered = np.uint32(~bits) if bits & 0x80000000 else np.uint32(bits | 0x80000000)
+    return (np.uint64(ordered) << np.uint64(32)) | np.uint64(0xFFFFFFFF - np.int64(row))
+
+
+@njit(nogil=True, cache=True)
 def widen_row(bits: Any, layout: int, out: Any) -> None:
     """One row in float32, to `out [D]`: half, bfloat16 or float32 bits (exactly, subnormals and infinities
     included), or the bytes of an encoded row.
@@ -169,10 +177,6 @@ def _keep_best(scores: Any, first_id: int, floor: Any, kept: Any, counts: Any) -
             for j in range(len(run)):
                 # Ids ascend from block to block, so a score equal to the floor loses to the floor's id.
                 if run[j] > floor[g]:
-                    bits = np.float32(run[j] + np.float32(0)).view(np.uint32)  # -0.0 ties with 0.0
-                    negative = bits & 0x80000000
-                    ordered = np.uint64(np.uint32(~bits) if negative else np.uint32(bits | 0x80000000))
-                    complement = np.uint64(0xFFFFFFFF - (first_id + start + j))
-                    kept[g, counts[g]] = (ordered << np.uint64(32)) | complement
+                    kept[g, counts[g]] = candidate(run[j], first_id + start + j)
                     counts[g] += 1
     return True

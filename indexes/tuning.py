@@ -24,11 +24,11 @@ class Tunable(Protocol):
     @property
     def parameter(self) -> str: ...
 
-    def ladder(self, k: int) -> Sequence[int]:
+    def ladder(self, k: int) -> Sequence[float]:
         """Rising parameter values to try for `k`; at the last one the search is exhaustive."""
         ...
 
-    def search_at(self, queries: Float32, k: int, value: int) -> Hits:
+    def search_at(self, queries: Float32, k: int, value: float) -> Hits:
         """The search at one parameter value, 1 <= k <= N; ids of -1 where it found fewer."""
         ...
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 import indexes.registry
-from indexes.base import VectorIndex
+from indexes.base import Hits, VectorIndex
 from offload_decode.errors import ConfigError
 from offload_decode.store.reader import KVStore
 
@@ -20,15 +25,26 @@ def indexes_folder(store: Path) -> Path:
     return store.with_name(store.name + ".indexes")
 
 
+AUTO = "auto"
+
+
+def default_kind(store: KVStore) -> str:
+    """`clusters` where all heads of the store have it, else `flat`, which needs no files."""
+    shape = store.manifest.shape
+    heads = [(layer, head) for layer in shape.full_layers for head in range(shape.kv_heads)]
+    paths = [index_path(store.path, "clusters", layer, head) for layer, head in heads]
+    return "clusters" if paths and all(os.path.exists(f"{path}.json") for path in paths) else "flat"
+
+
 class HeadIndexes:
-    """Indexes of one kind, loaded when first searched. `flat` needs no files: it reads the store's keys."""
+    """Indexes of one kind, `auto` for the `default_kind`, loaded when first searched."""
 
     def __init__(self, store: KVStore, kind: str):
         self.store = store
-        self.kind = kind
-        self._class = indexes.registry.get(kind)
+        self.kind = default_kind(store) if kind == AUTO else kind
+        self._class = indexes.registry.get(self.kind)
         self._loaded: dict[tuple[int, int], VectorIndex] = {}
-        if kind != "flat" and not (indexes_folder(store.path) / kind).is_dir():
+        if self.kind != "flat" and not (indexes_folder(store.path) / self.kind).is_dir():
             raise ConfigError(
                 f"there is no '{kind}' index beside {store.path}: build it with "
                 f"`offload-decode index {store.path} --kind {kind}`, or search with -o index=flat"
@@ -48,3 +64,7 @@ class HeadIndexes:
                 )
             self._loaded[layer, head] = index
         return self._loaded[layer, head]
+
+    def search(self, layer: int, heads: Sequence[int], queries: npt.NDArray[Any], k: int) -> Hits:
+        """The k best keys of some KV heads for their `queries [heads, R, D]`, in one call."""
+        return self._class.search_heads([self.get(layer, head) for head in heads], queries, k)

@@ -191,7 +191,9 @@ def _asking(outline: Outline, request: Request, machine: Machine) -> tuple[Part,
         parts.append(Part("page bounds", device, pages))
     if request.selector == "topk" and request.index != "flat":
         held = sizes.index_bytes(request.index, shape, request.tokens, request.kv, outline.dtype)
-        parts += [Part(f"indexes ({request.index})", place, held) for place in (Place.RAM, Place.DISK)]
+        # Clusters are mapped, as the store is.
+        places = (Place.DISK,) if request.index == "clusters" else (Place.RAM, Place.DISK)
+        parts += [Part(f"indexes ({request.index})", place, held) for place in places]
     return tuple(part for part in parts if part.bytes)
 
 

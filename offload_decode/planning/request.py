@@ -34,7 +34,7 @@ class Request:
     selector: str = "topk"
     budget: str = "1024"
     dense_layers: str | None = None
-    index: str = "flat"
+    index: str = "clusters"
     page_size: int = 16
     metadata: str = "fp16"
     chunk: int = 512

@@ -6,6 +6,7 @@ from functools import lru_cache
 from math import isqrt, prod
 
 from indexes import encodings
+from indexes.cells import KEYS_PER_CELL
 from offload_decode.budgets import SELECTED_IDS
 from offload_decode.kv import BLOCK_TOKENS, SCORES
 from offload_decode.models.outline import Outline
@@ -94,6 +95,10 @@ def index_bytes(kind: str, shape: ModelShape, tokens: int, kv: str, dtype: str) 
     code = dim * (4 if kv != "auto" else itemsize(dtype))
     if kind == "flat":
         return 0
+    if kind == "clusters":
+        cells = max(1, tokens // KEYS_PER_CELL)
+        # Codes, a scale and an id for each key, and for each cell half a block of padding and its moments.
+        return heads * ((tokens + 8 * cells) * (-(-dim // 8) * 4 + 8) + cells * (8 * dim + 12))
     if kind == "faiss-ivf":
         lists = max(1, min(int(4 * tokens**0.5), tokens // 40))
         return heads * (tokens * (code + 8) + lists * dim * 4)

@@ -125,6 +125,17 @@ class IndexContract:
         assert (self.cls.load(tmp_path / "few", keys).search(queries, 100).ids == hits.ids).all()
         assert capfd.readouterr() == ("", "")
 
+    @pytest.mark.parametrize("k", [0, 9, 3007])
+    def test_heads_searched_together_answer_as_each_alone(self, index: VectorIndex, k: int) -> None:
+        other = self.cls.build(clustered_keys(3000, seed=9), foreign_queries(64, seed=3), k=16)
+        heads, queries = [index, other, index], np.stack([foreign_queries(5, seed) for seed in range(3)])
+        together = self.cls.search_heads(heads, queries, k)
+        assert together.ids.shape == together.scores.shape == (3, 5, k)
+        for head, own, ids, scores in zip(heads, queries, together.ids, together.scores, strict=True):
+            alone = head.search(own, k)
+            np.testing.assert_array_equal(ids, alone.ids)
+            np.testing.assert_array_equal(scores, alone.scores)
+
     def test_all_keys_are_found_at_k_equal_n(self, index: VectorIndex, keys: Array) -> None:
         hits = index.search(foreign_queries(3), len(keys))
         assert (np.sort(hits.ids, axis=1) == np.arange(len(keys))).all()

@@ -14,7 +14,7 @@ from indexes.errors import MissingBackend, UnknownIndex
 
 
 def test_every_kind_is_found_under_its_own_name() -> None:
-    assert kinds() == ("flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
+    assert kinds() == ("clusters", "flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
     for kind in kinds():
         assert issubclass(get(kind), VectorIndex)
         assert get(kind).name == kind

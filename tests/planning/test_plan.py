@@ -125,7 +125,8 @@ def test_fewer_bits_never_take_more(outline, request, machine, data):
 
 
 def test_an_8b_model_on_16_gib_is_asked_in_int8():
-    asked = plan(llama_8b(), Request(1 << 20), Machine(16 * GIB, 64 * GIB, 200 * GIB, 300 << 20))
+    request = Request(1 << 20, index="flat")
+    asked = plan(llama_8b(), request, Machine(16 * GIB, 64 * GIB, 200 * GIB, 300 << 20))
     assert asked.lacking().keys() == {Place.GPU}
     proposed = nearest(asked)
     assert proposed is not None
@@ -152,7 +153,7 @@ def test_a_prefill_too_large_is_given_a_smaller_chunk():
 def test_speed_is_the_sum_of_what_is_moved():
     even = Bandwidths(weights=1e9, scan=1e9, gather=1e9, attend=1e9, bus=1e9)
     machine = Machine(40 * GIB, 64 * GIB, 200 * GIB, 0)
-    asked = plan(llama_8b(), Request(100_000), machine)
+    asked = plan(llama_8b(), Request(100_000, index="flat"), machine)
     moved = asked.traffic
     expected = speed(moved, even)
     assert moved.bus == moved.gathered == 32 * 8 * 4 * 1024 * 256

@@ -1,0 +1,140 @@
+"""Cells: a head's keys grouped by k-means, and what is left of each beside its cell's mean in 4-bit codes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from indexes import encodings, pool, scan
+from indexes.dots import BLOCK, GROUP, WORD
+from indexes.keys import Float32, Keys, check_finite, float32_blocks
+from indexes.kmeans import nearest, trained
+
+KEYS_PER_CELL = 512  # smaller cells are bounded tighter, and cost more to build and to bound
+SEGMENT = 1 << 20  # keys that are clustered among themselves, so that building is linear beyond
+SAMPLE = 64  # training keys a cell
+ITERATIONS = 4
+LARGEST = 7  # codes are -7 to 7, stored with 8 added
+
+
+class Cells(NamedTuple):
+    """N keys in C cells, each of whole blocks of 16 keys, the last filled up with keys that are none.
+
+    starts: int64 `[C + 1]`, in blocks. counts: int32 `[C]`, keys. means, variances: float32 `[C, D]`. codes:
+    uint8, flat, see `indexes.dots`. scales: float32 `[blocks · 16]`. ids: int32 `[blocks · 16]`, -1 where
+    there is no key.
+    """
+
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+    means: Float32
+    variances: Float32
+    codes: npt.NDArray[np.uint8]
+    scales: Float32
+    ids: npt.NDArray[np.int32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self)
+
+
+def build(keys: Keys) -> Cells:
+    """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite."""
+    segments = [slice(start, min(start + SEGMENT, len(keys))) for start in range(0, len(keys), SEGMENT)]
+    labels = np.empty(len(keys), np.int64)
+    cells = 0
+    for part in segments:
+        labels[part], own = _labels(keys[part])
+        labels[part] += cells
+        cells += own
+    used, labels = np.unique(labels, return_inverse=True)
+    counts = np.bincount(labels, minlength=len(used)).astype(np.int32)
+    means, variances = _moments(keys, labels, counts)
+    blocks = -(-counts.astype(np.int64) // BLOCK)
+    starts = np.concatenate([[0], blocks.cumsum()])
+    ids = np.full(starts[-1] * BLOCK, -1, np.int32)
+    order = np.argsort(labels, kind="stable")
+    first = np.concatenate([[0], counts.cumsum(dtype=np.int64)])[:-1]
+    ids[np.arange(len(keys)) + np.repeat(starts[:-1] * BLOCK - first, counts)] = order
+    codes, scales = _encoded(keys, means, starts, ids)
+    return Cells(starts, counts, means, variances, codes, scales, ids)
+
+
+def _labels(keys: Keys) -> tuple[npt.NDArray[np.int64], int]:
+    count = max(1, round(len(keys) / KEYS_PER_CELL))
+    # Random and not strided: rotary keys repeat with the position's period.
+    rng = np.random.default_rng(0)
+    drawn = np.sort(rng.choice(len(keys), min(len(keys), SAMPLE * count), replace=False))
+    sample = encodings.decode(keys[drawn])
+    check_finite(sample)
+    centroids = trained(sample, count, ITERATIONS, rng)
+    return np.concatenate([nearest(block, centroids)[0] for _, block in float32_blocks(keys)]), count
+
+
+def _moments(
+    keys: Keys, labels: npt.NDArray[np.int64], counts: npt.NDArray[np.int32]
+) -> tuple[Float32, Float32]:
+    sums = np.zeros((len(counts), encodings.dim(keys)), np.float64)
+    squares = np.zeros_like(sums)
+    for first, block in float32_blocks(keys):
+        _accumulate(block, labels[first : first + len(block)], sums, squares)
+    means = sums / counts[:, None]
+    variances = np.maximum(squares / counts[:, None] - means**2, 0)
+    return means.astype(np.float32), variances.astype(np.float32)
+
+
+def _encoded(
+    keys: Keys, means: Float32, starts: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.uint8], Float32]:
+    groups = -(-means.shape[1] // GROUP)
+    codes, scales = np.zeros(len(ids) // BLOCK * groups * WORD, np.uint8), np.zeros(len(ids), np.float32)
+    bits, layout = scan.bits(keys), scan.layout(keys)
+    bounds = np.linspace(0, len(means), 8 * pool.THREADS + 1).astype(np.int64)
+
+    def encode(part: int) -> None:
+        _encode_cells(
+            bits, layout, means, starts, ids, int(bounds[part]), int(bounds[part + 1]), codes, scales
+        )
+
+    pool.run(encode, range(len(bounds) - 1))
+    return codes, scales
+
+
+@njit(nogil=True, cache=True)
+def _accumulate(block: Any, labels: Any, sums: Any, squares: Any) -> None:
+    for row in range(len(block)):
+        for d in range(block.shape[1]):
+            sums[labels[row], d] += block[row, d]
+            squares[labels[row], d] += block[row, d] * block[row, d]
+
+
+@njit(nogil=True, cache=True)
+def _encode_cells(
+    bits: Any, layout: int, means: Any, starts: Any, ids: Any, first: int, last: int, codes: Any, scales: Any
+) -> None:
+    """Codes and scales of the keys of cells `first:last`; a channel that no key has is coded as zero."""
+    dim = means.shape[1]
+    groups = -(-dim // GROUP)
+    rest = np.zeros(groups * GROUP, np.float32)
+    for c in range(first, last):
+        for place in range(starts[c] * BLOCK, starts[c + 1] * BLOCK):
+            rest[:] = 0
+            largest = np.float32(0)
+            if ids[place] >= 0:
+                scan.widen_row(bits[ids[place]], layout, rest[:dim])
+                for d in range(dim):
+                    rest[d] -= means[c, d]
+                    largest = max(largest, abs(rest[d]))
+            scale = largest / np.float32(LARGEST)
+            scales[place] = scale
+            inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+            base = place // BLOCK * groups * WORD + 4 * (place % BLOCK)
+            for g in range(groups):
+                for b in range(4):
+                    low = np.int32(np.rint(rest[GROUP * g + b] * inverse)) + 8
+                    high = np.int32(np.rint(rest[GROUP * g + 4 + b] * inverse)) + 8
+                    codes[base + g * WORD + b] = low | (high << 4)

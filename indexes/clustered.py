@@ -1,0 +1,152 @@
+"""The default kind: a compressed scan, pruned by clusters.
+
+Keys lie in cells of about 512, cell by cell, each as what is left of it beside the cell's mean, in 4 bits a
+channel. A query bounds every cell, scans those that may hold one of its best keys, and scores a quarter more
+than it was asked for exactly, from the keys themselves. At D = 128 that is 72 bytes a key beyond the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from indexes import cells, pool, scan
+from indexes.approximate import ApproximateIndex
+from indexes.base import Hits, VectorIndex
+from indexes.dots import BLOCK, GROUP, WORD
+from indexes.flat import FlatIndex
+from indexes.keys import Float32, check_count, check_queries
+from indexes.pruned_scan import FIRST, candidates_for, search_layer
+
+_LADDER = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
+_EVERY_CELL = 64.0
+_EXACT = 1000.0
+_ROWS = 64  # of one head, searched together: they share what they scan
+_CANDIDATES = 1 << 22  # of these rows, in memory at once
+_MAGIC = 0x534C4C4543  # "CELLS"
+
+
+class ClusteredIndex(ApproximateIndex):
+    """Cells are left out whose bound, so many standard deviations above their mean, stays below the floor."""
+
+    name: ClassVar[str] = "clusters"
+    parameter: ClassVar[str] = "deviations"
+    suffix: ClassVar[str] = ".cells"
+
+    @property
+    def scan_from(self) -> float:
+        return _EXACT
+
+    def ladder(self, k: int) -> Sequence[float]:
+        return [*_LADDER, _EVERY_CELL, _EXACT]
+
+    def _search(self, queries: Float32, k: int) -> Hits:
+        assert self.recall is not None, "an index with keys was tuned"
+        return self.search_at(queries, k, self.recall.value)
+
+    def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
+        if FIRST * candidates_for(k) >= len(self):
+            return self.flat.search(queries, k)
+        hits = _searched([self], queries[None], k, [value])
+        return Hits(hits.ids[0], hits.scores[0])
+
+    @classmethod
+    def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
+        """As `VectorIndex.search_heads`: one compiled call for each thread, whatever the number of heads."""
+        own = [head for head in heads if isinstance(head, ClusteredIndex)]
+        assert len(own) == len(heads), "heads are of one kind"
+        rows = queries.shape[1]
+        checked = check_queries(queries.reshape(-1, queries.shape[-1]), own[0].dim).reshape(queries.shape)
+        pruned = np.array([head._prunes(check_count(k)) for head in own]) & (rows > 0)
+        hits = Hits(np.empty((len(own), rows, k), np.int64), np.empty((len(own), rows, k), np.float32))
+        for some, search in ((pruned, _pruned), (~pruned, _scanned)):
+            if some.any():
+                part = search([own[head] for head in np.flatnonzero(some)], checked[some], k)
+                hits.ids[some], hits.scores[some] = part.ids, part.scores
+        return hits
+
+    def _prunes(self, k: int) -> bool:
+        """Whether cells are looked at, and not simply every key: that costs no more where k is large."""
+        tuned = self.recall is not None and self.recall.value < _EXACT
+        return tuned and k > 0 and FIRST * candidates_for(k) < len(self)
+
+    def _build_native(self) -> Any:
+        return _Searchable(cells.build(self.keys), self.keys)
+
+    def _write_native(self, file: str) -> None:
+        parts = self._native.cells
+        header = np.array([_MAGIC, len(self), self.dim, len(parts.counts), len(parts.ids) // BLOCK])
+        with open(file, "wb") as out:
+            for part in (header, *parts):
+                out.write(part.tobytes())
+                out.write(bytes(-out.tell() % 64))
+
+    def _read_native(self, file: str) -> Any:
+        raw = np.memmap(file, np.uint8, "r")
+        header = raw[:40].view(np.int64) if len(raw) >= 64 else np.zeros(5, np.int64)
+        magic, n, dim, count, blocks = (int(value) for value in header)
+        if (magic, n, dim) != (_MAGIC, len(self), self.dim):
+            raise RuntimeError(f"it is no file of cells of {len(self)} x {self.dim}")
+        shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
+            "starts": (np.int64, (count + 1,)),
+            "counts": (np.int32, (count,)),
+            "means": (np.float32, (count, dim)),
+            "variances": (np.float32, (count, dim)),
+            "codes": (np.uint8, (blocks * -(-dim // GROUP) * WORD,)),
+            "scales": (np.float32, (blocks * BLOCK,)),
+            "ids": (np.int32, (blocks * BLOCK,)),
+        }
+        parts, start = {}, 64
+        for name, (dtype, shape) in shapes.items():
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            parts[name] = np.asarray(raw[start : start + size]).view(dtype).reshape(shape)
+            start += size + -size % 64
+        return _Searchable(cells.Cells(**parts), self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._native.cells.nbytes)
+
+
+class _Searchable:
+    """Cells with what `search_layer` takes of them."""
+
+    def __init__(self, own: cells.Cells, keys: Any):
+        self.cells = own
+        self.layout = scan.layout(keys)
+        means, variances = own.means.view(np.uint32), own.variances.view(np.uint32)
+        parts = (own.starts, own.counts, means, variances, own.codes, own.scales, own.ids, scan.bits(keys))
+        # Built and loaded heads are of one type to the compiler, and compiled once.
+        self.parts = tuple(part.view() for part in parts)
+        for part in self.parts:
+            part.flags.writeable = False
+
+
+def _pruned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
+    return _searched(heads, queries, k, [head.recall.value for head in heads if head.recall is not None])
+
+
+def _scanned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
+    return FlatIndex.search_heads([head.flat for head in heads], queries, k)
+
+
+def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviations: Sequence[float]) -> Hits:
+    """The k best of every head's keys for its `queries [H, R, D]`: ids and scores `[H, R, k]`."""
+    count, rows, _ = queries.shape
+    found, scores = np.empty((count, rows, k), np.int64), np.empty((count, rows, k), np.float32)
+    parts: Any = tuple(zip(*(head._native.parts for head in heads), strict=True))
+    layout = heads[0]._native.layout
+    most = max(1, min(_ROWS, _CANDIDATES // ((FIRST + 1) * candidates_for(k))))
+    per_task = min(most, ceil(count * rows / pool.THREADS))
+    threads = min(pool.THREADS, count * -(-rows // per_task))
+    reach = np.array(deviations, np.float32)
+
+    def search(first: int) -> None:
+        search_layer(*(*parts, layout, queries, k, reach, per_task, first, threads, found, scores))
+
+    pool.run(search, range(threads))
+    return Hits(found, scores)

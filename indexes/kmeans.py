@@ -1,0 +1,38 @@
+"""Euclidean k-means of float32 rows, in steps that BLAS does."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from indexes.keys import Float32
+
+BLOCK = 4096  # rows that meet all centroids at once
+
+
+def trained(sample: Float32, count: int, iterations: int, rng: np.random.Generator) -> Float32:
+    """`count` centroids by Lloyd's algorithm, begun at rows drawn from `sample`; one that loses all its rows
+    stays where it is.
+    """
+    centroids = sample[np.sort(rng.choice(len(sample), count, replace=False))]
+    for _ in range(iterations):
+        labels, _ = nearest(sample, centroids)
+        order = np.argsort(labels, kind="stable")
+        sizes = np.bincount(labels, minlength=count)
+        filled = sizes > 0
+        first = np.concatenate([[0], sizes.cumsum()])[:-1][filled]
+        centroids[filled] = np.add.reduceat(sample[order], first, axis=0) / sizes[filled, None]
+    return centroids
+
+
+def nearest(block: Float32, centroids: Float32) -> tuple[npt.NDArray[np.int64], Float32]:
+    """The centroid c at the smallest distance from each row k, and k·c − |c|²/2: `[n]` each."""
+    labels, best = np.empty(len(block), np.int64), np.empty(len(block), np.float32)
+    norms = 0.5 * np.einsum("cd,cd->c", centroids, centroids)
+    for first in range(0, len(block), BLOCK):
+        part = slice(first, first + BLOCK)
+        closeness = block[part] @ centroids.T
+        closeness -= norms
+        labels[part] = closeness.argmax(axis=1)
+        best[part] = np.take_along_axis(closeness, labels[part, None], 1)[:, 0]
+    return labels, best

@@ -1,0 +1,140 @@
+"""The kind `clusters`: its integer products, its cells, and what pruning may and may not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import njit
+
+from indexes import cells, dots, encodings, get
+from indexes.clustered import ClusteredIndex
+from tests.contracts.index_contract import (
+    DIM,
+    DTYPES,
+    ENCODINGS,
+    IndexContract,
+    assert_truthful,
+    assert_well_formed,
+    clustered_keys,
+    exact_scores,
+    foreign_queries,
+    near_queries,
+    recall_of,
+)
+
+
+class TestClusters(IndexContract):
+    kind = "clusters"
+
+
+def built(n: int = 12_000, dtype: Any = np.float16, **options: Any) -> ClusteredIndex:
+    index = get("clusters").build(clustered_keys(n, dtype), foreign_queries(256, seed=3), k=16, **options)
+    assert isinstance(index, ClusteredIndex)
+    return index
+
+
+@pytest.mark.parametrize("form", dots.forms())
+@pytest.mark.parametrize("dim", [8, 64, 136])
+def test_every_form_of_the_products_is_exact(form: str, dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    codes = rng.integers(0, 16, (48, dim)).astype(np.uint8)
+    queries = rng.integers(-127, 128, (dots.QUERIES, dim)).astype(np.int8)
+    codes[:16], queries[0] = 15, -127  # the largest sums
+    packed = np.zeros((dim // dots.GROUP, 2, dots.QUERIES, 4), np.int8)
+    dots.pack_queries(queries, packed)
+    product = dots.forms()[form]
+
+    @njit
+    def run(codes: Any, first: int, count: int, groups: int, queries: Any, out: Any) -> None:
+        product(codes, first, count, groups, queries, out)
+
+    out = np.zeros((2, dots.QUERIES, dots.BLOCK), np.int32)
+    run(dots.pack_codes(codes).ravel(), 1, 2, dim // dots.GROUP, packed, out)
+    expected = codes[16:].astype(np.int32) @ queries.astype(np.int32).T
+    np.testing.assert_array_equal(out, expected.reshape(2, dots.BLOCK, -1).transpose(0, 2, 1))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
+def test_cells_hold_every_key_once_with_its_moments_and_codes(dtype: Any) -> None:
+    keys = clustered_keys(5000, dtype)
+    own = cells.build(keys)
+    wide = encodings.decode(keys).astype(np.float64)
+    assert len(own.counts) > 5
+    assert (np.sort(own.ids[own.ids >= 0]) == np.arange(5000)).all()
+    groups = -(-DIM // dots.GROUP)
+    blocks = own.codes.reshape(-1, groups, dots.BLOCK, 4)
+    codes = np.stack([blocks & 15, blocks >> 4], axis=2)  # [blocks, groups, half, key, channel]
+    codes = codes.transpose(0, 3, 1, 2, 4).reshape(len(own.ids), -1)[:, :DIM].astype(np.float64) - 8
+    for c, (start, stop) in enumerate(zip(own.starts[:-1] * 16, own.starts[1:] * 16, strict=True)):
+        ids = own.ids[start:stop]
+        real = ids >= 0
+        assert real.sum() == own.counts[c] > len(ids) - dots.BLOCK
+        members = wide[ids[real]]
+        np.testing.assert_allclose(own.means[c], members.mean(0), atol=1e-4)
+        np.testing.assert_allclose(own.variances[c], members.var(0), atol=1e-3)
+        scale = own.scales[start:stop][real, None]
+        off = np.abs(own.means[c] + codes[start:stop][real] * scale - members)
+        assert (off <= scale / 2 + 1e-5).all()
+
+
+def test_more_deviations_read_more_and_all_of_them_find_what_a_whole_scan_finds() -> None:
+    index, queries = built(), foreign_queries(64, seed=8)
+    found = [recall_of(index.search_at(queries, 32, d), queries, index.keys, 32) for d in (0.5, 3.0, 64.0)]
+    assert found == sorted(found)
+    assert found[0] < found[2]
+    assert found[2] > 0.98
+
+
+def test_hits_below_the_exact_scan_are_scored_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, queries = built(), foreign_queries(9, seed=8)
+    monkeypatch.setattr(index, "flat", None)
+    for k in (1, 16, 512):
+        hits = index.search_at(queries, k, 64.0)
+        assert_well_formed(hits, 9, k, len(index))
+        assert_truthful(hits, queries, index.keys)
+
+
+def test_a_row_finds_the_same_alone_and_among_others() -> None:
+    index, queries = built(), foreign_queries(70, seed=8)
+    together = index.search(queries, 40)
+    for row in (0, 3, 33, 69):
+        alone = index.search(queries[row : row + 1], 40)
+        np.testing.assert_array_equal(together.ids[row], alone.ids[0])
+        np.testing.assert_array_equal(together.scores[row], alone.scores[0])
+
+
+def test_queries_that_attend_to_few_keys_read_few_cells() -> None:
+    """With a floor far above them, most cells are left out and still nothing is lost."""
+    index = built()
+    queries = 20 * near_queries(16, seed=9)
+    hits = index.search_at(queries, 4, 6.0)
+    assert recall_of(hits, queries, index.keys, 4) > 0.95
+
+
+def test_large_cells_and_equal_keys_fill_no_more_than_there_is_room_for() -> None:
+    keys = np.repeat(clustered_keys(3), 5000, axis=0)
+    index = get("clusters").build(keys, foreign_queries(64), k=16)
+    queries = foreign_queries(5)
+    hits = index.search(queries, 100)
+    assert_well_formed(hits, 5, 100, 15_000)
+    np.testing.assert_allclose(hits.scores[:, 0], exact_scores(queries, keys).max(1), rtol=1e-4)
+
+
+def test_a_dimension_that_is_no_multiple_of_eight() -> None:
+    rng = np.random.default_rng(0)
+    keys, queries = rng.standard_normal((6000, 20)).astype(np.float32), rng.standard_normal((7, 20))
+    queries = queries.astype(np.float32)
+    hits = get("clusters").build(keys, k=16).search(queries, 16)
+    assert_truthful(hits, queries, keys)
+    assert recall_of(hits, queries, keys, 16) > 0.9
+
+
+def test_another_file_in_its_place_is_refused(tmp_path: Any) -> None:
+    index = built(3000)
+    (tmp_path / "short").write_bytes(b"x" * 50)
+    (tmp_path / "other").write_bytes(bytes(4096))
+    for name in ("short", "other"):
+        with pytest.raises(RuntimeError, match="no file of cells"):
+            index._read_native(str(tmp_path / name))
