@@ -10,7 +10,9 @@ import typer
 from cli import output
 from cli.limits import admit_ask
 from cli.options import (
+    Attend,
     Device,
+    DeviceCache,
     GpuMemory,
     Json,
     MaxNewTokens,
@@ -23,6 +25,7 @@ from cli.options import (
     Temperature,
     TopP,
     Weights,
+    cache_size,
     question_from,
 )
 from offload_decode.config import split_pairs
@@ -49,6 +52,8 @@ def ask(
     seed: Seed = 0,
     weights: Weights = "auto",
     device: Device = "auto",
+    attend: Attend = "auto",
+    device_cache: DeviceCache = None,
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
     as_json: Json = False,
@@ -65,7 +70,16 @@ def ask(
 
     sampler = Sampler(temperature, top_p, seed)
     opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram)
-    engine = Engine.open(opened, model, selector=selector, options=options, device=device, weights=weights)
+    engine = Engine.open(
+        opened,
+        model,
+        selector=selector,
+        options=options,
+        device=device,
+        weights=weights,
+        attend=attend,
+        device_cache=cache_size(device_cache),
+    )
     if as_json:
         given = engine.answer(asked, max_new_tokens, sampler)
         cost = given.stats
@@ -77,6 +91,7 @@ def ask(
                 "finish": given.finish,
                 "selector": selector,
                 "options": asdict(engine.selector.options),
+                "placement": engine.prefix.host.placement.report(),
                 "store": str(store),
                 "model": engine.loaded.model_id,
                 "stored_tokens": engine.prefix.length,
@@ -124,13 +139,19 @@ def describe(cost: StepStats, engine: Engine) -> str:
     stored = engine.prefix.length
     attended = cost.selected / max(1, cost.rows)
     other = cost.total_s - cost.search_s - cost.gather_s - cost.attend_s
+    attentions = sum(cost.attended.values())
+    where = ", ".join(f"{times / attentions:.0%} on the {place}" for place, times in cost.attended.items())
+    kept = cost.cache_hits + cost.cache_misses
+    found = f"; {cost.cache_hits / kept:.1%} of the rows were in the device cache" if kept else ""
+    bus = f", {output.size(cost.bus_bytes)} over the bus" if cost.bus_bytes else ""
     return "\n".join(
         [
             f"tokens    {cost.tokens:,} run (question and answer)",
             f"attended  {attended:,.1f} of {stored:,} stored tokens in each step and head "
             f"({attended / stored:.2%})",
             f"speed     {1000 * cost.total_s / max(1, cost.tokens):,.1f} ms for each token run",
-            f"moved     {output.size(cost.bytes_moved)} of stored keys and values",
+            f"moved     {output.size(cost.bytes_moved)} of stored keys and values{bus}",
+            f"attention {where}{found}",
             f"time      {cost.total_s:.2f} s: search {cost.search_s:.2f}, gather {cost.gather_s:.2f}, "
             f"attend {cost.attend_s:.2f}, the rest of the model {other:.2f}",
         ]

@@ -13,7 +13,9 @@ from cli import output
 from cli.failures import exit_code, sentence
 from cli.limits import caps_of, check_store
 from cli.options import (
+    Attend,
     Device,
+    DeviceCache,
     GpuMemory,
     MaxNewTokens,
     Model,
@@ -22,6 +24,7 @@ from cli.options import (
     Ram,
     Selector,
     Weights,
+    cache_size,
     on_this_machine,
 )
 from cli.progress import Progress
@@ -59,6 +62,8 @@ def batch(
     batch_size: Annotated[int, typer.Option(metavar="N", help="Questions in one forward pass.", min=1)] = 8,
     weights: Weights = "auto",
     device: Device = "auto",
+    attend: Attend = "auto",
+    device_cache: DeviceCache = None,
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
     quiet: Quiet = False,
@@ -95,7 +100,7 @@ def batch(
     with Progress(quiet) as progress:
         failures = _answer(
             {store: own for store, own in left.items() if own},
-            _opener(model, selector, options, weights, device, caps),
+            _opener(model, selector, options, weights, device, caps, attend, cache_size(device_cache)),
             out,
             settings,
             max_new_tokens,
@@ -121,7 +126,14 @@ class Failure(NamedTuple):
 
 
 def _opener(
-    model: str | None, selector: str, options: dict[str, str], weights: str, device: str, caps: Caps
+    model: str | None,
+    selector: str,
+    options: dict[str, str],
+    weights: str,
+    device: str,
+    caps: Caps,
+    attend: str,
+    device_cache: int,
 ) -> OpenEngine:
     """Opens engines one after another; a model is loaded once while the stores share it."""
     from offload_decode.memory import own_memory
@@ -140,7 +152,15 @@ def _opener(
         if wanted not in held:
             held.clear()
             held[wanted] = load(wanted[0], device, wanted[1], weights)
-        return Engine.open(store, held[wanted], selector=selector, options=options, device=device)
+        return Engine.open(
+            store,
+            held[wanted],
+            selector=selector,
+            options=options,
+            device=device,
+            attend=attend,
+            device_cache=device_cache,
+        )
 
     return open_engine
 

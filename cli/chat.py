@@ -10,7 +10,9 @@ from cli import output
 from cli.ask import show
 from cli.limits import admit_ask
 from cli.options import (
+    Attend,
     Device,
+    DeviceCache,
     GpuMemory,
     MaxNewTokens,
     Model,
@@ -22,6 +24,7 @@ from cli.options import (
     Temperature,
     TopP,
     Weights,
+    cache_size,
 )
 from offload_decode.config import split_pairs
 
@@ -43,6 +46,8 @@ def chat(
     seed: Seed = 0,
     weights: Weights = "auto",
     device: Device = "auto",
+    attend: Attend = "auto",
+    device_cache: DeviceCache = None,
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
 ) -> None:
@@ -57,7 +62,16 @@ def chat(
     from offload_decode.engine.sampler import Sampler
 
     opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram)
-    engine = Engine.open(opened, model, selector=selector, options=options, device=device, weights=weights)
+    engine = Engine.open(
+        opened,
+        model,
+        selector=selector,
+        options=options,
+        device=device,
+        weights=weights,
+        attend=attend,
+        device_cache=cache_size(device_cache),
+    )
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from cli.counts import byte_count
 from offload_decode.errors import ConfigError
 
 
@@ -73,8 +74,28 @@ Ram = Annotated[
         show_default=False,
     ),
 ]
+Attend = Annotated[
+    str,
+    typer.Option(
+        metavar="WHERE",
+        help="Attend to stored tokens on the host, on the device, or auto: the faster, measured.",
+    ),
+]
+DeviceCache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="GPU memory, like 2GiB, that keeps the stored rows used last.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes on stderr.")]
+
+
+def cache_size(size: str | None) -> int:
+    """Bytes of a device cache as it was written; 0 for none. Raises `ConfigError`."""
+    return 0 if size is None else byte_count(size)
 
 
 def without_surrogates(text: str) -> str:

@@ -16,10 +16,12 @@ from numba import njit
 
 from indexes.dots import BLOCK, GROUP, QUERIES, dots, pack_queries
 from indexes.prefetch import prefetch_row
-from indexes.scan import SINGLE, candidate, score_rows, widen_row
+from indexes.row_loops import dot_row
+from indexes.scan import SINGLE, candidate, score_rows
 
 STEP = 32  # blocks scored together; their sums stay in the first-level cache
-FIRST = 4  # times the keys wanted, in the cells that set the floor
+FIRST = 4  # times the keys wanted, in the cells that set the first floor; as many times more in the next
+TURNS = 3
 _BUCKETS = 1024
 _AHEAD = 8
 _REASSOCIATE = {"reassoc", "contract", "nsz"}
@@ -116,10 +118,12 @@ def search_rows(
     asked = np.zeros((rows, cells), np.bool_)
     scanned = np.zeros((rows, cells), np.bool_)
     sums = np.empty((STEP, QUERIES, BLOCK), np.int32)
-    line = np.empty(STEP * BLOCK, np.float32)
-    for again in range(2):
+    line = np.empty(BLOCK, np.float32)
+    for turn in range(TURNS):
         for r in range(rows):
-            entry = floor[r] if again else _bound_of_first(upper[r], counts, FIRST * wanted)
+            entry = floor[r]
+            if turn < TURNS - 1:
+                entry = max(entry, _bound_of_first(upper[r], counts, FIRST ** (turn + 1) * wanted))
             for c in range(cells):
                 asked[r, c] = upper[r, c] >= entry and not scanned[r, c]
                 scanned[r, c] |= asked[r, c]
@@ -166,7 +170,7 @@ def _coded(queries: Any, groups: int) -> Any:
     """Queries as 8-bit codes, packed by fours, with the unit and, in units, what codes of 8 (zero) add."""
     rows, dim = queries.shape
     packed = np.zeros((rows // QUERIES, groups, 2, QUERIES, 4), np.int8)
-    unit, offset = np.empty(rows, np.float32), np.empty(rows, np.int32)
+    unit, offset = np.empty(rows, np.float32), np.empty(rows, np.float32)
     codes = np.empty(queries.shape, np.int8)
     for r in range(rows):
         largest = np.float32(0)
@@ -208,7 +212,7 @@ def _bound_of_first(upper: Any, counts: Any, keys: int) -> Any:
     return low
 
 
-@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
+@njit(nogil=True, cache=True, fastmath={*_REASSOCIATE, "nnan"})
 def _keep(
     sums: Any,
     q: int,
@@ -225,19 +229,15 @@ def _keep(
     fill: int,
 ) -> int:
     """Appends the keys of `count` blocks that score above the floor; returns how many there are then."""
-    above = 0
     for b in range(count):
+        start, highest = b * BLOCK, floor
         for j in range(BLOCK):
-            score = near + np.float32(sums[b, q, j] - offset) * (scales[b * BLOCK + j] * unit)
-            line[b * BLOCK + j] = score
-            above += score > floor
-    if above == 0:
-        return fill
-    for i in range(count * BLOCK):
-        if line[i] > floor and ids[i] >= 0:
-            best[fill] = line[i]
-            places[fill] = ids[i]
-            fill += 1
+            line[j] = near + (np.float32(sums[b, q, j]) - offset) * (scales[start + j] * unit)
+            highest = max(highest, line[j])
+        if highest > floor:
+            for j in range(BLOCK):  # written first and counted then: a branch would be guessed wrong
+                best[fill], places[fill] = line[j], ids[start + j]
+                fill += int(line[j] > floor) & int(ids[start + j] >= 0)
     return fill
 
 
@@ -259,27 +259,22 @@ def _shrink(best: Any, places: Any, fill: int, wanted: int) -> Any:
         last -= 1
     kept, floor = 0, high
     for i in range(fill):
-        bucket = min(int((best[i] - low) * width), _BUCKETS - 1)
-        if bucket == last:
-            room -= 1
-        if bucket > last or (bucket == last and room >= 0):
-            best[kept], places[kept] = best[i], places[i]
-            floor = min(floor, best[i])
-            kept += 1
+        score = best[i]
+        bucket = min(int((score - low) * width), _BUCKETS - 1)
+        room -= int(bucket == last)
+        keep = int(bucket > last) | (int(bucket == last) & int(room >= 0))
+        best[kept], places[kept] = score, places[i]
+        floor = min(floor, score) if keep else floor
+        kept += keep
     return kept, floor
 
 
 @njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
 def _exact(keys: Any, layout: int, query: Any, places: Any, scores: Any) -> None:
     """Inner products with the stored keys themselves."""
-    row = np.empty(len(query), np.float32)
     for i in range(len(places)):
         prefetch_row(keys, places[min(i + _AHEAD, len(places) - 1)])
-        widen_row(keys[places[i]], layout, row)
-        total = np.float32(0)
-        for d in range(len(query)):
-            total += row[d] * query[d]
-        scores[i] = total
+        scores[i] = dot_row(query, keys, layout, places[i])
 
 
 @njit(nogil=True, cache=True)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import isqrt
 
 import torch
 from torch import Tensor
 
 from offload_decode.attention import empty_state, softmax
+from offload_decode.device_rows import DeviceRows
 from offload_decode.kernels.dense import attend_blocks
+from offload_decode.kernels.host_gather import unite
+from offload_decode.kernels.host_tokens import attend_tokens
 from offload_decode.kernels.pages import attend_pages, loaded_tokens
+from offload_decode.placement import HOST, Placement, Request
 from offload_decode.queries import Queries
 from offload_decode.rows import Rows, tensor_view
 from offload_decode.store.reader import KVStore
@@ -22,11 +27,19 @@ SCORES = 1 << 22  # of one part of the rows: a handful of float32 temporaries of
 
 
 class HostKV:
-    """The stored prefix in host memory: chosen rows move to the device, once for each GQA group."""
+    """The stored prefix in host memory, and attention to chosen rows of it: where they lie, or on a device to
+    which they are copied, once for each KV head.
 
-    def __init__(self, store: KVStore, device: torch.device):
+    attend: `host`, `device`, or `auto`, which measures. cache_bytes: room on the device for the rows that
+    were used there last.
+    """
+
+    def __init__(self, store: KVStore, device: torch.device, attend: str = "auto", cache_bytes: int = 0):
         self.store = store
         self.device = device
+        self.placement = Placement(attend, device)
+        self.cache_bytes = cache_bytes
+        self._copied: DeviceRows | None = None
         self.length = store.manifest.n_tokens
         self._keys: dict[tuple[int, int], Rows] = {}
         self._values: dict[tuple[int, int], Rows] = {}
@@ -59,69 +72,108 @@ class HostKV:
         self, layer: int, queries: Queries, selection: Selection | PageSelection, stats: StepStats
     ) -> AttentionState:
         """Attend from R rows to the selected tokens of one layer: `out [Hkv, R, D]`, `lse [Hkv, R]`."""
+        request = Request.of(queries.rows.shape[1], selection)
+        if not self.placement.decided(request):
+            # Without the cache, which would answer every repetition after the first.
+            uncached = DeviceRows(self.device)
+            self.placement.measure(
+                request,
+                lambda place: self._attend_at(place, layer, queries, selection, StepStats(), uncached),
+            )
+        place = self.placement.best(request)
+        stats.attended[place] = stats.attended.get(place, 0) + 1
+        return self._attend_at(place, layer, queries, selection, stats, self._copied)
+
+    def _attend_at(
+        self,
+        place: str,
+        layer: int,
+        queries: Queries,
+        selection: Selection | PageSelection,
+        stats: StepStats,
+        copied: DeviceRows | None,
+    ) -> AttentionState:
+        away = place == HOST and self.device.type != "cpu"
+        if away:
+            queries, selection = replace(queries, rows=queries.on_host(), copy=None), _on_host(selection)
         if isinstance(selection, PageSelection):
-            return self._attend_pages(layer, queries, selection, stats)
-        if selection.ids is None:
-            return self._attend_all(layer, queries, stats)
-        state = empty_state(queries.rows)
-        kv_heads, rows, k = selection.ids.shape
-        # r rows meet a union of at most min(N, r·k) tokens, and are scored against all of it.
-        step = max(1, SCORES // self.length, isqrt(SCORES // max(1, k)))
-        for head in range(kv_heads):
-            for start in range(0, rows if k else 0, step):
-                part = slice(start, start + step)
-                scores = None if selection.scores is None else selection.scores[head, part]
-                query, ids = queries.rows[head, part], selection.ids[head, part]
-                logits, values = self._logits(layer, head, query, ids, scores, queries, stats)
-                began = time.perf_counter()
-                weights, state.lse[head, part] = softmax(logits)
-                state.out[head, part] = weights @ values
-                stats.attend_s += time.perf_counter() - began
+            state = self._attend_pages(layer, queries, selection, stats)
+        elif selection.ids is None:
+            state = self._attend_all(layer, queries, stats)
+        elif place == HOST:
+            state = self._attend_in_place(layer, queries, selection.ids, selection.scores, stats)
+        else:
+            copied = copied or self._device_rows(layer)
+            state = self._attend_copied(layer, queries, selection.ids, selection.scores, stats, copied)
+        if not away:
+            return state
+        stats.bus_bytes += sum(part.nbytes for part in (queries.rows, *state))
+        return AttentionState(*(part.to(self.device) for part in state))
+
+    def _attend_in_place(
+        self, layer: int, queries: Queries, ids: Tensor, scores: Tensor | None, stats: StepStats
+    ) -> AttentionState:
+        began = time.perf_counter()
+        keys, values = self.layer_keys(layer), self.layer_values(layer)
+        state, read = attend_tokens(queries.rows, keys, values, ids, scores, queries.scaling, queries.softcap)
+        stats.bytes_moved += read
+        stats.attend_s += time.perf_counter() - began
         return state
 
-    def _logits(
+    def _attend_copied(
         self,
         layer: int,
-        head: int,
-        query: Tensor,
+        queries: Queries,
         ids: Tensor,
         scores: Tensor | None,
-        queries: Queries,
         stats: StepStats,
-    ) -> tuple[Tensor, Tensor]:
-        """Rows of one KV head share the union of their U tokens, so that each is fetched once: logits
-        `[r, U]`, -inf where a token is not the row's, and values `[U, D]`.
-        """
-        began = time.perf_counter()
-        union, place = torch.unique(ids, return_inverse=True)
-        pad = int(union.numel() > 0 and union[0] < 0)  # padding is -1 and sorts first
-        fetch = union[pad:]
-        wanted = (self.values, self.keys) if scores is None else (self.values,)
-        stored = [rows(layer, head) for rows in wanted]
-        values, *keys = (rows.read(fetch, self.device) for rows in stored)
-        gathered = time.perf_counter()
+        copied: DeviceRows,
+    ) -> AttentionState:
+        state = empty_state(queries.rows)
+        heads, rows, k = ids.shape
+        # r rows meet a union of at most min(N, r·k) tokens, and are scored against all of it.
+        step = max(1, SCORES // self.length, isqrt(SCORES // max(1, k)))
+        for start in range(0, rows if k else 0, step):
+            part = slice(start, start + step)
+            began = time.perf_counter()
+            union, places = unite(ids[:, part].cpu(), self.length)
+            values = copied.fetch(2 * layer + 1, self.layer_values(layer), union, stats)
+            keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats) if scores is None else None
+            gathered = time.perf_counter()
+            places = places.to(self.device)
+            for head in range(heads):
+                own = queries.rows[head, part]
+                # One column more takes the padding.
+                product = own.new_full((len(own), len(values[head]) + 1), -torch.inf)
+                place = places[head].where(places[head] >= 0, len(values[head]))
+                product.scatter_(1, place, 0.0 if scores is None else scores[head, part].to(self.device))
+                product = product[:, :-1]
+                nothing = torch.isneginf(product)
+                if keys is not None:
+                    product = own @ keys[head].T
+                logits = queries.logits(product).masked_fill(nothing, -torch.inf)
+                weights, state.lse[head, part] = softmax(logits)
+                state.out[head, part] = weights @ values[head]
+            stats.gather_s += gathered - began
+            stats.attend_s += time.perf_counter() - gathered
+        return state
 
-        member = torch.full((ids.shape[0], union.numel()), -torch.inf, device=self.device)
-        place = place.to(self.device)
-        if scores is not None:
-            member.scatter_(1, place, scores.to(self.device))
-            logits = queries.logits(member[:, pad:])
-        else:
-            member.scatter_(1, place, 0.0)
-            logits = queries.logits(query @ keys[0].T)
-        stats.bytes_moved += fetch.numel() * sum(rows.row_bytes for rows in stored)
-        stats.gather_s += gathered - began
-        stats.attend_s += time.perf_counter() - gathered
-        return logits.masked_fill(torch.isneginf(member[:, pad:]), -torch.inf), values
+    def _device_rows(self, layer: int) -> DeviceRows:
+        row_bytes = max(self.keys(layer, 0).row_bytes, self.values(layer, 0).row_bytes)
+        heads = self.store.manifest.shape.kv_heads
+        self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, heads)
+        return self._copied
 
     def _attend_all(self, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
         began = time.perf_counter()
         rows, heads = queries.rows, range(queries.rows.shape[0])
         per_head = [
-            attend_blocks(rows[None, h : h + 1], self._blocks(layer, h), queries.scaling, queries.softcap)
+            attend_blocks(
+                rows[None, h : h + 1], self._blocks(layer, h, rows.device), queries.scaling, queries.softcap
+            )
             for h in heads
         ]
-        stats.bytes_moved += len(heads) * self.length * self._row_bytes(layer)
+        self._count(len(heads) * self.length, layer, queries, stats)
         stats.attend_s += time.perf_counter() - began
         return AttentionState(
             torch.cat([state.out[0] for state in per_head]), torch.cat([state.lse[0] for state in per_head])
@@ -134,19 +186,28 @@ class HostKV:
         keys, values = self.layer_keys(layer), self.layer_values(layer)
         state = attend_selected(queries, keys, values, selection)
         tokens = loaded_tokens(selection.pages, selection.page_size, self.length)
-        stats.bytes_moved += tokens * self._row_bytes(layer)
+        self._count(tokens, layer, queries, stats)
         stats.attend_s += time.perf_counter() - began
         return state
 
-    def _row_bytes(self, layer: int) -> int:
-        """What moves for the key and the value of a token of one KV head."""
-        return self.keys(layer, 0).row_bytes + self.values(layer, 0).row_bytes
+    def _count(self, tokens: int, layer: int, queries: Queries, stats: StepStats) -> None:
+        """What the keys and values of so many tokens of a KV head are."""
+        moved = tokens * (self.keys(layer, 0).row_bytes + self.values(layer, 0).row_bytes)
+        stats.bytes_moved += moved
+        stats.bus_bytes += moved if queries.rows.is_cuda else 0
 
-    def _blocks(self, layer: int, head: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _blocks(self, layer: int, head: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         keys, values = self.keys(layer, head), self.values(layer, head)
         for start in range(0, self.length, BLOCK_TOKENS):
             part = slice(start, start + BLOCK_TOKENS)
-            yield keys.read(part, self.device)[None, None], values.read(part, self.device)[None, None]
+            yield keys.read(part, device)[None, None], values.read(part, device)[None, None]
+
+
+def _on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
+    if isinstance(selection, PageSelection):
+        return replace(selection, pages=selection.pages.cpu(), limit=selection.limit.cpu())
+    ids, scores = (part if part is None else part.cpu() for part in (selection.ids, selection.scores))
+    return replace(selection, ids=ids, scores=scores)
 
 
 def attend_selected(

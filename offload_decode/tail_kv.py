@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -92,9 +93,12 @@ class Prefix(Protocol):
         """What was attended depends on earlier tokens, so that none can be taken back."""
         ...
 
-    def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
-        """Attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees all of
-        it.
+    def begin(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None
+    ) -> Callable[[], AttentionState]:
+        """Begin to attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees
+        all of it. What is returned ends it: a device that is given the tail to attend to before that call
+        does so while the host searches.
         """
         ...
 

@@ -95,9 +95,11 @@ class PageSelection:
 
 @dataclass
 class StepStats:
-    """What one forward pass of the engine cost: bytes moved to the device, tokens attended to, seconds by
-    stage.
+    """What one forward pass of the engine cost: tokens attended to, bytes, seconds by stage.
 
+    `bytes_moved`: of stored keys and values, read from host memory. `bus_bytes`: sent to a device and back,
+    where tokens are attended to. `cache_hits`, `cache_misses`: rows that the device's cache held, and that it
+    did not. `attended`: how many attentions to stored tokens were computed on the `host`, on the `device`.
     `tail_error`: where the unselected tail was sampled, the relative standard error of the attention's
     denominator as the draws state it, the mean over `tail_rows` rows.
     """
@@ -106,6 +108,9 @@ class StepStats:
     rows: int = 0
     selected: int = 0
     bytes_moved: int = 0
+    bus_bytes: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
     search_s: float = 0.0
     gather_s: float = 0.0
     attend_s: float = 0.0
@@ -113,6 +118,7 @@ class StepStats:
     tail_rows: int = 0
     tail_error: float = 0.0
     by_layer: dict[int, int] = field(default_factory=dict)
+    attended: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: StepStats) -> None:
         """Accumulate another pass into this one."""
@@ -122,6 +128,9 @@ class StepStats:
             "rows",
             "selected",
             "bytes_moved",
+            "bus_bytes",
+            "cache_hits",
+            "cache_misses",
             "search_s",
             "gather_s",
             "attend_s",
@@ -130,6 +139,8 @@ class StepStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for layer, selected in other.by_layer.items():
             self.by_layer[layer] = self.by_layer.get(layer, 0) + selected
+        for place, times in other.attended.items():
+            self.attended[place] = self.attended.get(place, 0) + times
 
     def add_tail_error(self, mean: float, rows: int) -> None:
         """Take the mean of further rows into `tail_error`."""

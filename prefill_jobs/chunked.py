@@ -8,6 +8,7 @@ equals unchunked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -40,8 +41,15 @@ class StagedPrefix:
         """Tokens written and committed."""
         return self.writer.done
 
-    def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
-        """Attention from `query [1, H, T, D]` to what the method chooses, one block in memory at a time."""
+    def begin(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None
+    ) -> Callable[[], AttentionState]:
+        """Attention from `query [1, H, T, D]` to what the method chooses, one block in memory at a time: all
+        of it when the result is called for.
+        """
+        return partial(self._attend, layer, query, scaling, softcap)
+
+    def _attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
         self._sample(layer, query)
         chosen = None
         if self.length:

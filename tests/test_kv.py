@@ -8,15 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from indexes import pool
 from offload_decode import kv
 from offload_decode.attention import attend
 from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
 from offload_decode.rows import numpy_view, tensor_view
 from offload_decode.tail_kv import TailKV
-from offload_decode.types import Selection, StepStats
+from offload_decode.types import PageSelection, Selection, StepStats
 
 N, HKV, R, D = 50, 2, 6, 8
+PLACES = [
+    ("cpu", "host"),
+    ("cpu", "device"),  # what a device does, without pinning and streams
+    *(pytest.param("cuda", place, marks=pytest.mark.gpu) for place in ("host", "device", "auto")),
+]
 
 
 class FakeStore:
@@ -24,7 +30,7 @@ class FakeStore:
 
     def __init__(self, dtype=np.float32):
         generator = np.random.default_rng(0)
-        self.manifest = SimpleNamespace(n_tokens=N)
+        self.manifest = SimpleNamespace(n_tokens=N, shape=SimpleNamespace(kv_heads=HKV))
         self.arrays = generator.standard_normal((2, HKV, N, D)).astype(dtype)
         self.arrays.flags.writeable = False
 
@@ -68,17 +74,41 @@ def by_mask(store, query, chosen, softcap=None):
 @pytest.mark.parametrize("k", [1, 3, 17, N])
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_attending_to_a_selection_is_masked_attention(k, scored, softcap):
+@pytest.mark.parametrize(("device", "place"), PLACES)
+def test_attending_to_a_selection_is_masked_attention(k, scored, softcap, device, place):
     store, query, chosen = FakeStore(), queries(), ids(k)
     chosen[0, 0, 1:] = -1  # a row with padding
     keys = torch.from_numpy(store.arrays[0].copy())
     scores = (query @ keys.transpose(1, 2)).gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
-    out, lse = HostKV(store, torch.device("cpu")).attend(
-        0, Queries(query, 0.4, softcap), Selection(chosen, scores if scored else None), StepStats()
+    out, lse = HostKV(store, torch.device(device), place, cache_bytes=4096).attend(
+        0,
+        Queries(query.to(device), 0.4, softcap),
+        Selection(chosen.to(device), scores.to(device) if scored else None),
+        StepStats(),
     )
+    assert out.device.type == device
     expected = by_mask(store, query, chosen, softcap)
-    torch.testing.assert_close(out, expected[0], atol=2e-6, rtol=0)
-    torch.testing.assert_close(lse, expected[1], atol=2e-6, rtol=0)
+    torch.testing.assert_close(out.cpu(), expected[0], atol=2e-6, rtol=0)
+    torch.testing.assert_close(lse.cpu(), expected[1], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("device", "place"), PLACES)
+def test_attending_to_everything_and_to_pages_is_the_same_wherever_it_is_done(device, place):
+    store, query = FakeStore(), queries()
+    host = HostKV(store, torch.device(device), place)
+    everything = torch.arange(N).expand(HKV, R, N)
+    pages = torch.arange(-(-N // 8)).expand(HKV, R, -1)
+    limit = torch.full((HKV,), 10**6)
+    for selection in (
+        Selection(None),
+        PageSelection(pages.to(device), 8, limit.to(device), shared=False),
+    ):
+        stats = StepStats()
+        out, lse = host.attend(0, Queries(query.to(device), 0.4), selection, stats)
+        expected = by_mask(store, query, everything)
+        torch.testing.assert_close(out.cpu(), expected[0], atol=5e-6, rtol=0)
+        torch.testing.assert_close(lse.cpu(), expected[1], atol=5e-6, rtol=0)
+        assert (stats.bus_bytes > 0) == (device != "cpu")
 
 
 def test_selecting_everything_is_dense_block_by_block(monkeypatch):
@@ -89,27 +119,34 @@ def test_selecting_everything_is_dense_block_by_block(monkeypatch):
     torch.testing.assert_close(state.out, expected[0], atol=2e-6, rtol=0)
 
 
-def test_many_rows_are_taken_in_parts(monkeypatch):
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_many_rows_are_taken_in_parts(place, monkeypatch):
     store, query, chosen = FakeStore(), queries(20), ids(5, 20)
     monkeypatch.setattr(kv, "SCORES", 100)
-    state = HostKV(store, torch.device("cpu")).attend(0, Queries(query, 0.4), Selection(chosen), StepStats())
+    host = HostKV(store, torch.device("cpu"), place)
+    state = host.attend(0, Queries(query, 0.4), Selection(chosen), StepStats())
     torch.testing.assert_close(state.out, by_mask(store, query, chosen)[0], atol=2e-6, rtol=0)
 
 
-def test_a_budget_of_nothing_is_the_empty_state():
-    state = HostKV(FakeStore(), torch.device("cpu")).attend(
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_budget_of_nothing_is_the_empty_state(place):
+    state = HostKV(FakeStore(), torch.device("cpu"), place).attend(
         0, Queries(queries(), 0.4), Selection(torch.empty(HKV, R, 0, dtype=torch.long)), StepStats()
     )
     assert (state.out == 0).all()
     assert torch.isneginf(state.lse).all()
 
 
-def test_a_row_shared_by_the_group_moves_once_and_keys_stay_when_scores_are_known():
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_row_shared_by_the_group_moves_once_and_keys_stay_when_scores_are_known(place, monkeypatch):
+    monkeypatch.setattr(pool, "THREADS", 1)  # rows on several threads share nothing
     store, query = FakeStore(), queries()
     same = torch.arange(10).expand(HKV, R, 10)
     for scores, arrays in ((None, 2), (torch.zeros(HKV, R, 10), 1)):
         stats = StepStats()
-        HostKV(store, torch.device("cpu")).attend(0, Queries(query, 0.4), Selection(same, scores), stats)
+        host = HostKV(store, torch.device("cpu"), place)
+        host.attend(0, Queries(query, 0.4), Selection(same, scores), stats)
+        assert stats.attended == {place: 1}
         assert stats.bytes_moved == arrays * HKV * 10 * D * 4
 
 

@@ -14,9 +14,9 @@ from offload_decode.types import StepStats
 
 def answer_batch(engine: Engine, questions: Sequence[str], max_new_tokens: int) -> list[Answer]:
     """Greedy answers, equal to `Engine.answer` for each question; every answer carries the batch's shared
-    stats.
+    stats. A question whose answer has ended is no longer run.
     """
-    forked = engine.fork()
+    forked, ends = engine.fork(), engine.end_tokens
     forked.cache.batch_repeat_interleave(len(questions))
     device, stored = engine.loaded.device, engine.length
     asked = [engine.pending + engine.question_tokens(question) for question in questions]
@@ -30,25 +30,32 @@ def answer_batch(engine: Engine, questions: Sequence[str], max_new_tokens: int) 
     position = (stored + own.cumsum(-1) - 1).clamp(min=0)
 
     sampler, tokens = Sampler(), [[] for _ in asked]  # type: tuple[Sampler, list[list[int]]]
-    open_rows = set(range(len(asked)))
+    running = list(range(len(asked)))
     stats = StepStats()
     for step in range(max_new_tokens):
         began = time.perf_counter()
-        logits = engine.loaded.forward(ids, forked.cache, mask[:, : stored + longest + step], position)
+        seen = mask[:, : stored + longest + step]
+        seen.offload_covered = stored  # type: ignore[attr-defined]  # models.attention need not look
+        logits = engine.loaded.forward(ids, forked.cache, seen, position)
         stats.tokens += ids.numel()
         stats.total_s += time.perf_counter() - began
         sampled = sampler(logits)
-        for row in sorted(open_rows):
-            token = int(sampled[row])
-            if token in engine.end_tokens:
-                open_rows.discard(row)
-            else:
-                tokens[row].append(token)
-        if not open_rows:
+        chosen = sampled.tolist()
+        kept = [place for place, token in enumerate(chosen) if token not in ends]
+        for place in kept:
+            tokens[running[place]].append(chosen[place])
+        running = [running[place] for place in kept]
+        if not running:
             break
         ids, position = sampled[:, None], position[:, -1:] + 1
+        if len(kept) < len(chosen):
+            rows = torch.tensor(kept, device=device)
+            forked.cache.batch_select_indices(rows)
+            # All is True but the padding: only the questions' columns move up.
+            mask[: len(kept), stored : stored + longest] = mask[rows, stored : stored + longest]
+            mask, ids, position = mask[: len(kept)], ids[rows], position[rows]
     stats.add(forked.prefix.take_stats())
     return [
-        Answer(engine.decode(one).strip(), tuple(one), stats, "length" if row in open_rows else "stop")
+        Answer(engine.decode(one).strip(), tuple(one), stats, "length" if row in running else "stop")
         for row, one in enumerate(tokens)
     ]

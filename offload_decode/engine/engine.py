@@ -15,11 +15,12 @@ from torch import Tensor
 
 from offload_decode.engine.prefix import StoredPrefix
 from offload_decode.engine.sampler import Sampler
-from offload_decode.errors import ConfigError, ModelError
+from offload_decode.errors import ConfigError
 from offload_decode.kv import HostKV
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel, load, wrap
-from offload_decode.models.prompt import Prompt, prompt_for
+from offload_decode.models.prompt import Prompt
+from offload_decode.placement import check_placement
 from offload_decode.rows import tensor_view
 from offload_decode.selectors.base import Selector
 from offload_decode.selectors.registry import create
@@ -65,13 +66,17 @@ class Engine:
         options: Mapping[str, object] | None = None,
         device: str = "auto",
         weights: str = "auto",
+        attend: str = "auto",
+        device_cache: int = 0,
     ) -> Engine:
         """Open a store for questions.
 
         `model` is an id as for `load`, a transformers model that is loaded already, a `LoadedModel`, or
-        None for the one that the store names. An id is loaded with `weights` as for `load`. Raises
-        `StoreError` if the store is damaged or of another model or tokenizer, `ConfigError` for options that
-        the selector does not have.
+        None for the one that the store names. An id is loaded with `weights` as for `load`. Stored tokens are
+        attended to on the `host`, on the `device`, or where it is faster (`attend`); `device_cache` bytes of
+        the device keep the rows that were used there last. Raises `StoreError` if the store is damaged or of
+        another model or tokenizer, `ConfigError` for options that the selector does not have, and for a
+        placement that the device does not have.
         """
         opened = store if isinstance(store, KVStore) else KVStore.open(store)
         if model is None or isinstance(model, str):
@@ -84,7 +89,8 @@ class Engine:
             tokenizer_hash=loaded.tokenizer_hash if loaded.tokenizer is not None else None,
             dtype=loaded.dtype,
         )
-        host = HostKV(opened, loaded.device)
+        check_placement(attend, device_cache, loaded.device)
+        host = HostKV(opened, loaded.device, attend, device_cache)
         return cls(loaded, opened, create(selector, options or {}, host, loaded.shape))
 
     @property
@@ -154,10 +160,10 @@ class Engine:
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from `logits [V]` on, until an end token (which is not yielded) or `max_new_tokens`."""
-        sampler = sampler or Sampler()
+        sampler, ends = sampler or Sampler(), self.end_tokens
         for step in range(max_new_tokens):
             token = int(sampler(logits[None]))
-            if token in self.end_tokens:
+            if token in ends:
                 return
             self.pending = [token]
             yield token
@@ -214,14 +220,12 @@ class Engine:
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer; raises `ModelError` if it came without one."""
-        if self.loaded.tokenizer is None:
-            raise ModelError("this model came without a tokenizer: open the store with a model id or folder")
-        return self.loaded.tokenizer
+        return self.loaded.known_tokenizer
 
     @property
     def prompt(self) -> Prompt:
         """How questions are put after the corpus."""
-        return prompt_for(self.tokenizer)
+        return self.loaded.prompt
 
     @property
     def end_tokens(self) -> frozenset[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,9 +38,22 @@ class StoredPrefix:
         """As its selector does."""
         return self.selector.remembers
 
+    def begin(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None
+    ) -> Callable[[], AttentionState]:
+        """`query [B, H, T, D]` to a state over the tokens that the selector chose for each of its rows.
+
+        What is begun is the query's way to the host. The search runs in place, when what is returned is
+        called. It then waits for no more than the launch of the tail's kernels, and where a dozen launches of
+        6 µs stood in for these, another thread for it cost more than it saved. On a host it has all cores.
+        """
+        return partial(self._finish, layer, self._queries(query, scaling, softcap).sent())
+
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
-        """`query [B, H, T, D]` to a state over the tokens that the selector chose for each of its rows."""
-        queries = self._queries(query, scaling, softcap)
+        """`begin` and its end, for callers that have nothing to do between."""
+        return self.begin(layer, query, scaling, softcap)()
+
+    def _finish(self, layer: int, queries: Queries) -> AttentionState:
         states = [self._attend_rows(layer, part) for part in self._parts(layer, queries)]
         out, lse = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
         return _by_head(AttentionState(out, lse), queries)
@@ -58,7 +72,9 @@ class StoredPrefix:
     def _queries(self, query: Tensor, scaling: float, softcap: float | None) -> Queries:
         batch, heads, tokens, dim = query.shape
         kv_heads = self.selector.shape.kv_heads
-        rows = query.float().reshape(batch, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+        # Detached: compiled attention on the host has no gradients.
+        query = query.detach().float().reshape(batch, kv_heads, -1, dim)
+        rows = query.transpose(0, 1).reshape(kv_heads, -1, dim)
         return Queries(rows, scaling, softcap, heads // kv_heads, tokens)
 
     def _parts(self, layer: int, queries: Queries) -> Iterator[Queries]:

@@ -6,10 +6,7 @@ range of its pages or lists to a task; tasks run outside the interpreter's lock.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from indexes import pool
 from indexes.scan import BRAIN, HALF, SINGLE, score_rows, widen_row
 from offload_decode.paging import SCALE_PAGES, PageBounds
 from offload_decode.rows import Rows, numpy_view
@@ -25,7 +23,6 @@ from offload_decode.types import AttentionState
 
 Array = npt.NDArray[Any]
 
-_THREADS = os.cpu_count() or 1
 _LAYOUTS = {torch.float16: HALF, torch.bfloat16: BRAIN, torch.float32: SINGLE}
 _QUERIES = 4  # `score_rows` takes queries in fours
 
@@ -47,7 +44,7 @@ def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
             scale = bounds.scale[head, part.start // SCALE_PAGES :].numpy()
             _score_bytes(lower[head, part], upper[head, part], scale, *own)
 
-    _run(score, heads, pages, SCALE_PAGES)
+    run(score, heads, pages, SCALE_PAGES)
     return torch.from_numpy(out)
 
 
@@ -57,7 +54,7 @@ def top_pages(scores: Tensor, k: int) -> Tensor:
     rows = scores.flatten(0, 1).contiguous().numpy()
     out = np.empty((len(rows), min(k, pages)), np.int64)
     if out.size:
-        _run(lambda _, part: _keep_largest(rows[part], out[part]), 1, len(rows))
+        run(lambda _, part: _keep_largest(rows[part], out[part]), 1, len(rows))
     return torch.from_numpy(out.reshape(*scores.shape[:2], out.shape[1]))
 
 
@@ -73,7 +70,7 @@ def token_scores(query: Tensor, keys: Sequence[Rows], pages: Tensor, page_size: 
         chosen = (own[head, part], page_size, places[head])
         _score_lists(rows[head, part], keys[head].bits, keys[head].layout, *chosen, out[head, part])
 
-    _run(score, heads, lists)
+    run(score, heads, lists)
     return torch.from_numpy(out)
 
 
@@ -109,29 +106,24 @@ def attend_pages(
             lse[head, part],
         )
 
-    _run(attend, heads, lists)
+    run(attend, heads, lists)
     return AttentionState(torch.from_numpy(out), torch.from_numpy(lse))
 
 
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="pages")
-
-
-def _run(work: Callable[[int, slice], None], heads: int, length: int, multiple: int = 1) -> None:
+def run(work: Callable[[int, slice], None], heads: int, length: int, multiple: int = 1) -> None:
     """`work(head, part)` over all of `range(length)` for every head, parts beginning at multiples.
 
     About two tasks a thread, so that none waits long for the last.
     """
-    parts = max(1, 2 * _THREADS // max(1, heads))
+    parts = max(1, 2 * pool.THREADS // max(1, heads))
     step = max(1, -(-length // (parts * multiple))) * multiple
     tasks = [
         (head, slice(start, min(start + step, length)))
         for head in range(heads)
         for start in range(0, length, step)
     ]
-    for _ in _pool().map(lambda task: work(*task), tasks):
-        pass  # raises what a task raised
+    if tasks:
+        pool.run(lambda task: work(*task), tasks)
 
 
 def _rows(query: Tensor) -> Array:

@@ -40,6 +40,10 @@ def prefix_attention(
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
     layer: TailLayer | None = getattr(key, "offload_layer", None)
+    # The tail is attended to between these two, so that a device is at it while the host searches.
+    finish: Callable[[], AttentionState] | None = None
+    if isinstance(layer, PrefixLayer):
+        finish = layer.prefix.begin(layer.index, query, scaling, softcap)
     state: AttentionState | None = None
     whole = attention_mask is None or bool(attention_mask.all())  # a query that sees all of the tail
     if isinstance(layer, PrefixLayer) and whole:
@@ -48,8 +52,8 @@ def prefix_attention(
         state = attend_dense(query, key, value, scaling, attention_mask, softcap)
     if layer is not None:
         layer.unattended = False
-        if isinstance(layer, PrefixLayer):
-            state = merge_states(state, layer.prefix.attend(layer.index, query, scaling, softcap))
+    if finish is not None:
+        state = merge_states(state, finish())
     if s_aux is not None:
         state = merge_states(state, sink_state(s_aux, state))
     return state.out.to(query.dtype).transpose(1, 2).contiguous(), None
@@ -94,7 +98,9 @@ def _check_covers_prefix(attention_mask: Tensor, kv_offset: int, kv_length: int)
             f"the attention mask covers {attention_mask.shape[-1]} tokens, but {kv_offset + kv_length} "
             "are in the cache with its stored prefix: pass ones for the prefix too, as Engine.inputs does"
         )
-    if not bool(attention_mask[:, :kv_offset].all()):
+    # The engine's own masks say so; a million entries are not read at every step.
+    covered = getattr(attention_mask, "offload_covered", 0) >= kv_offset
+    if not covered and not bool(attention_mask[:, :kv_offset].all()):
         raise ConfigError(
             "the attention mask hides stored tokens: only tokens after the prefix can be masked"
         )

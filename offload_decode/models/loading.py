@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from offload_decode.memory import lifted
 from offload_decode.models.architectures import rope_parameters, shape_of
 from offload_decode.models.attention import activate
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.types import ModelShape
 
@@ -62,6 +64,18 @@ class LoadedModel:
     rope: dict[str, Any]
     dtype: str
     device: torch.device
+
+    @cached_property
+    def prompt(self) -> Prompt:
+        """How questions are put after the corpus; raises `ModelError` without a tokenizer."""
+        return prompt_for(self.known_tokenizer)
+
+    @property
+    def known_tokenizer(self) -> Any:
+        """The tokenizer; raises `ModelError` if the model came without one."""
+        if self.tokenizer is None:
+            raise ModelError("this model came without a tokenizer: open the store with a model id or folder")
+        return self.tokenizer
 
     def forward(
         self,

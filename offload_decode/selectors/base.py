@@ -57,7 +57,7 @@ class Selector(ABC):
     options_type: ClassVar[type[Options]] = Options
     per_row: ClassVar[bool] = True
     one_question: bool = False
-    remembers: ClassVar[bool] = False
+    remembers: bool = False
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         self.options = options

@@ -14,7 +14,7 @@ from offload_decode.kv import HostKV
 from offload_decode.selectors.base import Selector
 from offload_decode.types import ModelShape
 
-_NOT_SELECTORS = {"base", "eviction", "registry"}
+_NOT_SELECTORS = {"base", "eviction", "registry", "speculation"}
 
 
 def names() -> list[str]:

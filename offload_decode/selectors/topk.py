@@ -5,26 +5,32 @@ Paper 002 (top-k decoding), Algorithm 1; the parts are merged as METHODS §1 say
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
+import copy
 from dataclasses import dataclass
+from typing import Self
 
-import numpy as np
 import torch
 
+from offload_decode.errors import ConfigError
 from offload_decode.head_indexes import HeadIndexes
 from offload_decode.kv import HostKV
 from offload_decode.queries import Queries
 from offload_decode.rows import numpy_view
 from offload_decode.selectors import base
+from offload_decode.selectors.speculation import Speculation
 from offload_decode.types import ModelShape, Selection
 
 
 @dataclass(frozen=True)
 class Options(base.Options):
-    """`index`: the kind of vector index that is searched."""
+    """`index`: the kind of vector index that is searched; `auto` is the clusters where they are built, else
+    flat. `speculate`: a step takes over what was found for the previous token's query, in KV heads where the
+    cosine of both is at least `similarity`.
+    """
 
-    index: str = "flat"
+    index: str = "auto"
+    speculate: bool = False
+    similarity: float = 0.9
 
 
 class TopK(base.Selector):
@@ -32,21 +38,52 @@ class TopK(base.Selector):
 
     name = "topk"
     paper = "https://arxiv.org/abs/2502.06766"
-    reads = "the keys (flat) or what the index probes of them"
-    holds = "the index; nothing with flat"
+    reads = "codes of the clusters that may matter, all keys (flat), or what the index probes"
+    holds = "the index (clusters: mapped); nothing with flat"
     options_type = Options
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         super().__init__(options, host, shape)
         self.indexes = HeadIndexes(host.store, options.index)
-        # One thread a core: `flat` searches on the calling thread, without the interpreter's lock.
-        self.pool = ThreadPoolExecutor(os.cpu_count())
+        self.speculation: Speculation | None = None
+        if options.speculate:
+            self._speculate(options.similarity)
+
+    def _speculate(self, similarity: float) -> None:
+        if not -1 <= similarity <= 1:
+            raise ConfigError(f"similarity={similarity} cannot be: a cosine lies between -1 and 1")
+        if self.by_mass:
+            raise ConfigError(
+                "speculate=true takes over a fixed number of tokens: "
+                "give a budget like 1024 or 2%, without mass="
+            )
+        self.speculation = Speculation(self.indexes.search, similarity)
+        # A batch is searched without speculation, and would not answer as each question alone.
+        self.remembers = self.one_question = True
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The index's k best; with their scores where the index knows them exactly."""
-        rows = numpy_view(queries.rows)
-        searched = [self.indexes.get(layer, head) for head in range(rows.shape[0])]
-        hits = list(self.pool.map(lambda index, own: index.search(own, k), searched, rows))
-        ids = torch.from_numpy(np.stack([hit.ids for hit in hits]))
-        exact = all(index.exact_scores for index in searched)
-        return Selection(ids, torch.from_numpy(np.stack([hit.scores for hit in hits])) if exact else None)
+        rows = numpy_view(queries.on_host())
+        # One row can also be what is left of a long question that is taken in parts.
+        a_step = queries.batch * queries.tokens == 1 and queries.group == self.shape.group
+        if self.speculation is not None and a_step:
+            ids, scores = self.speculation.step(layer, rows, k)
+        else:
+            self.reset()
+            hits = self.indexes.search(layer, range(len(rows)), rows, k)
+            ids, scores = hits.ids, hits.scores
+        known = scores is not None and self.indexes.get(layer, 0).exact_scores
+        return Selection(torch.from_numpy(ids), torch.from_numpy(scores) if known else None)
+
+    def reset(self) -> None:
+        """Take nothing over from an earlier question."""
+        if self.speculation is not None:
+            self.speculation.forget()
+
+    def fork(self) -> Self:
+        """A selector that goes on from the same search ahead; the same one where there is none."""
+        if self.speculation is None:
+            return self
+        forked = copy.copy(self)
+        forked.speculation = self.speculation.fork()
+        return forked

@@ -90,6 +90,19 @@ def test_an_end_token_ends_an_answer_and_is_not_part_of_it(engine):
     assert engine.answer_many(QUESTIONS[:1], max_new_tokens=10)[0].tokens == ended.tokens
 
 
+def test_a_batch_runs_a_question_no_further_than_its_end(engine):
+    alone = [engine.answer(question, max_new_tokens=10).tokens for question in QUESTIONS]
+    stop = next(token for token in alone[1][:5] if token not in alone[0])
+    engine.loaded.model.generation_config.eos_token_id = [stop]
+    alone = [engine.answer(question, max_new_tokens=10).tokens for question in QUESTIONS]
+    together = engine.answer_many(QUESTIONS, max_new_tokens=10)
+    assert [answer.tokens for answer in together] == alone
+    assert len({len(tokens) for tokens in alone}) > 1, "they end at different steps"
+    longest = max(len(engine.question_tokens(question)) for question in QUESTIONS)
+    steps = sum(min(len(tokens), 9) for tokens in alone)  # the tenth token is never run
+    assert together[0].stats.tokens == longest * len(QUESTIONS) + steps
+
+
 def test_the_statistics_count_what_was_selected(engine):
     stats = engine.answer(QUESTIONS[0], max_new_tokens=5).stats
     shape = engine.loaded.shape
@@ -132,7 +145,7 @@ def test_an_interrupted_step_leaves_no_half_of_it(engine, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.prefix, "attend", interrupted)
+    monkeypatch.setattr(engine.prefix, "begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.extend([8, 9])
     monkeypatch.undo()

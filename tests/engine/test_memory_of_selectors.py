@@ -90,15 +90,15 @@ def test_a_fork_goes_its_own_way(engine):
 def test_an_interrupted_step_leaves_the_memory_as_it_was(engine, monkeypatch, fails_at):
     engine.ask(QUESTIONS[0])
     before, expected = remembered(engine), engine.fork().extend([8, 9])
-    attend, calls = engine.prefix.attend, []
+    begin, calls = engine.prefix.begin, []
 
     def interrupted(*arguments):
         calls.append(arguments)
         if len(calls) > fails_at:
             raise KeyboardInterrupt
-        return attend(*arguments)
+        return begin(*arguments)
 
-    monkeypatch.setattr(engine.prefix, "attend", interrupted)
+    monkeypatch.setattr(engine.prefix, "begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.extend([8, 9])
     monkeypatch.undo()

@@ -35,6 +35,13 @@ def test_a_mask_that_does_not_cover_the_prefix_is_refused(engine, mask, says):
         engine.loaded.model(torch.arange(4)[None], attention_mask=mask, past_key_values=engine.new_cache())
 
 
+def test_a_mask_is_believed_as_far_as_it_says_and_no_further(engine):
+    mask = torch.arange(N + 4)[None] > 2
+    mask.offload_covered = N - 1
+    with pytest.raises(ConfigError, match="hides stored tokens"):
+        engine.loaded.model(torch.arange(4)[None], attention_mask=mask, past_key_values=engine.new_cache())
+
+
 def test_a_prepared_mask_must_be_bool(engine):
     mask = torch.zeros(1, 1, 4, 4)
     with pytest.raises(ConfigError, match="must be bool"):

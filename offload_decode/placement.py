@@ -1,0 +1,107 @@
+"""Where attention to stored tokens is computed: on the host, where they lie, or on the device, to which they
+are copied. Which is faster depends on the bus, the memory and the request: so it is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from offload_decode.errors import ConfigError
+from offload_decode.types import PageSelection, Selection
+
+HOST, DEVICE = "host", "device"
+_REPETITIONS = 3  # after one that is not timed
+
+
+@dataclass(frozen=True)
+class Request:
+    """What requests have in common that are measured once: rows a KV head, and tokens or pages a row, both
+    rounded up to a power of two; what is selected; and whether its scores are known.
+    """
+
+    kind: str
+    rows: int
+    chosen: int
+    scored: bool
+
+    @classmethod
+    def of(cls, rows: int, selection: Selection | PageSelection) -> Request:
+        """The request of `rows` query rows for a selection."""
+        if isinstance(selection, PageSelection):
+            return cls("pages", _round(rows), _round(selection.pages.shape[2]), False)
+        if selection.ids is None:
+            return cls("all", _round(rows), 0, False)
+        return cls("tokens", _round(rows), _round(selection.ids.shape[2]), selection.scores is not None)
+
+
+class Placement:
+    """`host`, `device`, or `auto`: the faster of the two for each kind of request, by timing its first.
+
+    Where the device is the host, there is nothing to choose: `auto` is `host`.
+    """
+
+    def __init__(self, attend: str, device: torch.device):
+        if attend not in ("auto", HOST, DEVICE):
+            raise ConfigError(f"attend={attend} is unknown; choose one of: auto, {HOST}, {DEVICE}")
+        self.attend = HOST if attend == "auto" and device.type == "cpu" else attend
+        self.device = device
+        self.seconds: dict[Request, dict[str, float]] = {}
+
+    def decided(self, request: Request) -> bool:
+        """Whether `best` has an answer."""
+        return self.attend != "auto" or request in self.seconds
+
+    def measure(self, request: Request, attempt: Callable[[str], object]) -> None:
+        """Times `attempt(place)`, which serves the request there."""
+        self.seconds[request] = {place: self._fastest(place, attempt) for place in (HOST, DEVICE)}
+
+    def best(self, request: Request) -> str:
+        """`host` or `device`."""
+        if self.attend != "auto":
+            return self.attend
+        measured = self.seconds[request]
+        return min(measured, key=measured.__getitem__)
+
+    def report(self) -> dict[str, object]:
+        """What was asked for, and every measurement in seconds, for people and JSON."""
+        return {
+            "attend": self.attend,
+            "measured": [{**asdict(request), **own} for request, own in self.seconds.items()],
+        }
+
+    def _fastest(self, place: str, attempt: Callable[[str], object]) -> float:
+        attempt(place)
+        return min(self._timed(place, attempt) for _ in range(_REPETITIONS))
+
+    def _timed(self, place: str, attempt: Callable[[str], object]) -> float:
+        self._finish()
+        began = time.perf_counter()
+        attempt(place)
+        self._finish()
+        return time.perf_counter() - began
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def check_placement(attend: str, cache_bytes: int, device: torch.device) -> None:
+    """Raises `ConfigError` for a placement that is unknown, or that wants a device where there is the host
+    alone.
+    """
+    Placement(attend, device)
+    if cache_bytes < 0:
+        raise ConfigError(f"a device cache of {cache_bytes} bytes cannot be: give 0 for none")
+    if device.type == "cpu" and (attend == DEVICE or cache_bytes):
+        asked = "attend=device" if attend == DEVICE else "a device cache"
+        raise ConfigError(f"{asked} needs a device beside the host: use device cuda, or leave it out")
+    if attend == HOST and cache_bytes:
+        raise ConfigError("attend=host copies nothing that a device cache could keep: leave one of them out")
+
+
+def _round(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

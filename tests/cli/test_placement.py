@@ -1,0 +1,47 @@
+"""Where attention is computed, on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import refused, run
+
+
+def test_the_answer_says_where_it_was_attended_to(store: Path) -> None:
+    ran = run("ask", store, "What is the colour of thing 3?", "--json", "--attend", "host", "--device", "cpu")
+    told = json.loads(ran.out)
+    assert told["placement"] == {"attend": "host", "measured": []}
+    assert set(told["stats"]["attended"]) == {"host"}
+    assert told["stats"]["bus_bytes"] == 0
+    ran = run("ask", store, "What is the colour of thing 3?", "--stats", "--device", "cpu")
+    assert "100% on the host" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--attend", "device"), "attend=device needs a device beside the host"),
+        (("--device-cache", "2GiB"), "a device cache needs a device beside the host"),
+        (("--device-cache", "much"), "is no size"),
+        (("--attend", "gpu"), "choose one of: auto, host, device"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(store: Path, options: tuple[str, str], told: str) -> None:
+    assert told in refused(2, "ask", store, "q", "--device", "cpu", *options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attend", ["host", "device", "auto"])
+def test_every_placement_gives_the_same_answer_on_a_card(store: Path, attend: str) -> None:
+    question = ("ask", store, "What is the colour of thing 3?", "--json", "--max-new-tokens", "4")
+    expected = json.loads(run(*question, "--device", "cpu").out)["answer"]
+    cache = () if attend == "host" else ("--device-cache", "1MiB")
+    told = json.loads(run(*question, "--device", "cuda", "--attend", attend, *cache).out)
+    assert told["answer"] == expected
+    assert bool(told["placement"]["measured"]) == (attend == "auto")
+    assert told["stats"]["bus_bytes"] > 0
+    if attend == "device":
+        assert told["stats"]["cache_hits"] + told["stats"]["cache_misses"] > 0
