@@ -12,7 +12,7 @@ CONSTRAIN :=
 endif
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAIN)
 
-.PHONY: demo test test-all check clean
+.PHONY: demo test test-all check bench clean
 
 demo: .venv/ready
 	$(BIN)/offload-decode demo
@@ -29,8 +29,20 @@ check: .venv/ready-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# About a quarter of an hour on two cores that have nothing else to do.
+bench: .venv/ready-dev .bench/docs.kv
+	$(BIN)/python -m benchmarks.step --baseline-heads 1 --seconds 1
+	$(BIN)/python -m benchmarks.growth --heads 1 --seconds 1 --ours clusters,flat
+	$(BIN)/python -m benchmarks.decode --store .bench/docs.kv
+	$(BIN)/python -m benchmarks.store --store .bench/docs.kv
+	$(BIN)/python -m benchmarks.history --last 3
+
+.bench/docs.kv: | .venv/ready-dev
+	$(BIN)/offload-decode prefill docs --model demo --out $@
+	$(BIN)/offload-decode index $@
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 .venv/ready: pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offload-decode needs Python 3.11 or later: make PYTHON=python3.12 …")'

@@ -69,7 +69,8 @@ def ask(
     from offload_decode.engine.sampler import Sampler
 
     sampler = Sampler(temperature, top_p, seed)
-    opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram)
+    cache = cache_size(device_cache)
+    opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram, cache)
     engine = Engine.open(
         opened,
         model,
@@ -78,7 +79,7 @@ def ask(
         device=device,
         weights=weights,
         attend=attend,
-        device_cache=cache_size(device_cache),
+        device_cache=cache,
     )
     if as_json:
         given = engine.answer(asked, max_new_tokens, sampler)

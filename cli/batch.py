@@ -146,7 +146,7 @@ def _opener(
         from offload_decode.engine.engine import Engine
         from offload_decode.models.loading import load
 
-        store = check_store(path, model, selector, options, weights, device, caps, before)
+        store = check_store(path, model, selector, options, weights, device, caps, before, device_cache)
         before = before or own_memory()
         wanted = (model or store.manifest.model_id, store.manifest.dtype)
         if wanted not in held:

@@ -61,7 +61,8 @@ def chat(
     from offload_decode.engine.engine import Engine
     from offload_decode.engine.sampler import Sampler
 
-    opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram)
+    cache = cache_size(device_cache)
+    opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram, cache)
     engine = Engine.open(
         opened,
         model,
@@ -70,7 +71,7 @@ def chat(
         device=device,
         weights=weights,
         attend=attend,
-        device_cache=cache_size(device_cache),
+        device_cache=cache,
     )
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation

@@ -31,13 +31,14 @@ def admit_ask(
     device: str,
     gpu_memory: str | None = None,
     ram: str | None = None,
+    device_cache: int = 0,
 ) -> KVStore:
     """Open a store that is to be asked, under the caps. Raises `DoesNotFit`, `ConfigError`, `StoreError`."""
     caps = caps_of(gpu_memory, ram)
 
     from offload_decode.planning.caps import apply_caps
 
-    opened = check_store(store, model, selector, options, weights, device, caps)
+    opened = check_store(store, model, selector, options, weights, device, caps, device_cache=device_cache)
     apply_caps(caps, device)
     return opened
 
@@ -51,10 +52,12 @@ def check_store(
     device: str,
     caps: Caps,
     held: int | None = None,
+    device_cache: int = 0,
 ) -> KVStore:
     """Open a store if it can be asked. `held`: bytes that the program held before it loaded a model, where it
     has loaded one already.
     """
+    from offload_decode.head_indexes import default_kind
     from offload_decode.memory import own_memory
     from offload_decode.models.outline import outline
     from offload_decode.planning.caps import check_ask
@@ -63,7 +66,19 @@ def check_store(
     opened = KVStore.open(store)
     about = outline(model or opened.manifest.model_id)
     held = own_memory() if held is None else held
-    for sentence in check_ask(about, opened.manifest, selector, options, weights, device, caps, held):
+    sentences = check_ask(
+        about,
+        opened.manifest,
+        selector,
+        options,
+        weights,
+        device,
+        caps,
+        held,
+        index=default_kind(opened),
+        device_cache=device_cache,
+    )
+    for sentence in sentences:
         output.note(sentence)
     return opened
 

@@ -112,6 +112,7 @@ class VectorIndex(ABC):
         """`search` in every one of a layer's H heads for its own `queries [H, R, D]`, on all threads: ids and
         scores `[H, R, k]`.
         """
+        assert len(heads) == len(queries), "each head has its queries"
         found = [Hits.empty(len(own), k) for own in queries]
 
         def search(head: int) -> None:

@@ -9,11 +9,13 @@ import numpy.typing as npt
 from numba import njit
 
 from indexes import encodings, pool, scan
+from indexes.clusters import MAX_KEYS
 from indexes.dots import BLOCK, GROUP, WORD
+from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_finite, float32_blocks
 from indexes.kmeans import nearest, trained
 
-KEYS_PER_CELL = 512  # smaller cells are bounded tighter, and cost more to build and to bound
+KEYS_PER_CELL = 256  # smaller cells are bounded tighter, and cost more to build and to bound
 SEGMENT = 1 << 20  # keys that are clustered among themselves, so that building is linear beyond
 SAMPLE = 64  # training keys a cell
 ITERATIONS = 4
@@ -44,6 +46,8 @@ class Cells(NamedTuple):
 
 def build(keys: Keys) -> Cells:
     """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite."""
+    if len(keys) > MAX_KEYS:
+        raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
     segments = [slice(start, min(start + SEGMENT, len(keys))) for start in range(0, len(keys), SEGMENT)]
     labels = np.empty(len(keys), np.int64)
     cells = 0
@@ -108,8 +112,9 @@ def _encoded(
 def _accumulate(block: Any, labels: Any, sums: Any, squares: Any) -> None:
     for row in range(len(block)):
         for d in range(block.shape[1]):
-            sums[labels[row], d] += block[row, d]
-            squares[labels[row], d] += block[row, d] * block[row, d]
+            value = np.float64(block[row, d])
+            sums[labels[row], d] += value
+            squares[labels[row], d] += value * value
 
 
 @njit(nogil=True, cache=True)

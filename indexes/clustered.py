@@ -1,6 +1,6 @@
 """The default kind: a compressed scan, pruned by clusters.
 
-Keys lie in cells of about 512, cell by cell, each as what is left of it beside the cell's mean, in 4 bits a
+Keys lie in cells of about 256, cell by cell, each as what is left of it beside the cell's mean, in 4 bits a
 channel. A query bounds every cell, scans those that may hold one of its best keys, and scores a quarter more
 than it was asked for exactly, from the keys themselves. At D = 128 that is 72 bytes a key beyond the store.
 """
@@ -14,11 +14,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from indexes import cells, pool, scan
+from indexes import pool, scan
 from indexes.approximate import ApproximateIndex
 from indexes.base import Hits, VectorIndex
-from indexes.dots import BLOCK, GROUP, WORD
-from indexes.flat import FlatIndex
+from indexes.cells import Cells, build
+from indexes.dots import BLOCK, GROUP, QUERIES, WORD
+from indexes.errors import InvalidIndexInput
+from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, check_count, check_queries
 from indexes.pruned_scan import FIRST, candidates_for, search_layer
 
@@ -49,16 +51,17 @@ class ClusteredIndex(ApproximateIndex):
         return self.search_at(queries, k, self.recall.value)
 
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
-        if FIRST * candidates_for(k) >= len(self):
+        if not self._sparse(k):
             return self.flat.search(queries, k)
-        hits = _searched([self], queries[None], k, [value])
+        # A copy, so that tuning and asking are of one kind to the compiler.
+        hits = _searched([self], np.array(queries[None]), k, [value])
         return Hits(hits.ids[0], hits.scores[0])
 
     @classmethod
     def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
         """As `VectorIndex.search_heads`: one compiled call for each thread, whatever the number of heads."""
         own = [head for head in heads if isinstance(head, ClusteredIndex)]
-        assert len(own) == len(heads), "heads are of one kind"
+        assert len(own) == len(heads) == len(queries), "heads are of one kind, and each has its queries"
         rows = queries.shape[1]
         checked = check_queries(queries.reshape(-1, queries.shape[-1]), own[0].dim).reshape(queries.shape)
         pruned = np.array([head._prunes(check_count(k)) for head in own]) & (rows > 0)
@@ -72,13 +75,16 @@ class ClusteredIndex(ApproximateIndex):
     def _prunes(self, k: int) -> bool:
         """Whether cells are looked at, and not simply every key: that costs no more where k is large."""
         tuned = self.recall is not None and self.recall.value < _EXACT
-        return tuned and k > 0 and FIRST * candidates_for(k) < len(self)
+        return tuned and k > 0 and self._sparse(k)
+
+    def _sparse(self, k: int) -> bool:
+        return FIRST * candidates_for(k) < len(self)
 
     def _build_native(self) -> Any:
-        return _Searchable(cells.build(self.keys), self.keys)
+        return _Searchable(build(self.keys), self.keys)
 
     def _write_native(self, file: str) -> None:
-        parts = self._native.cells
+        parts = self.cells
         header = np.array([_MAGIC, len(self), self.dim, len(parts.counts), len(parts.ids) // BLOCK])
         with open(file, "wb") as out:
             for part in (header, *parts):
@@ -105,25 +111,30 @@ class ClusteredIndex(ApproximateIndex):
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
             parts[name] = np.asarray(raw[start : start + size]).view(dtype).reshape(shape)
             start += size + -size % 64
-        return _Searchable(cells.Cells(**parts), self.keys)
+        return _Searchable(Cells(**parts), self.keys)
+
+    @property
+    def cells(self) -> Cells:
+        """What is scanned."""
+        own: Cells = self._native.cells
+        return own
 
     @property
     def nbytes(self) -> int:
-        return int(self._native.cells.nbytes)
+        return self.cells.nbytes
 
 
 class _Searchable:
-    """Cells with what `search_layer` takes of them."""
+    """Cells with what `search_layer` takes: the addresses of arrays that live as long as this does."""
 
-    def __init__(self, own: cells.Cells, keys: Any):
+    def __init__(self, own: Cells, keys: Any):
         self.cells = own
+        self.keys = scan.bits(keys)
         self.layout = scan.layout(keys)
-        means, variances = own.means.view(np.uint32), own.variances.view(np.uint32)
-        parts = (own.starts, own.counts, means, variances, own.codes, own.scales, own.ids, scan.bits(keys))
-        # Built and loaded heads are of one type to the compiler, and compiled once.
-        self.parts = tuple(part.view() for part in parts)
-        for part in self.parts:
-            part.flags.writeable = False
+        arrays = (*own, self.keys)
+        assert all(part.flags.c_contiguous for part in arrays), "addresses are of whole arrays"
+        self.addresses = [part.ctypes.data for part in arrays]
+        self.sizes = [len(own.counts), len(own.ids) // BLOCK, len(self.keys)]
 
 
 def _pruned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
@@ -137,16 +148,22 @@ def _scanned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
 def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviations: Sequence[float]) -> Hits:
     """The k best of every head's keys for its `queries [H, R, D]`: ids and scores `[H, R, k]`."""
     count, rows, _ = queries.shape
-    found, scores = np.empty((count, rows, k), np.int64), np.empty((count, rows, k), np.float32)
-    parts: Any = tuple(zip(*(head._native.parts for head in heads), strict=True))
-    layout = heads[0]._native.layout
+    found, scores = np.full((count, rows, k), -1, np.int64), np.full((count, rows, k), np.nan, np.float32)
+    natives = [head._native for head in heads]
+    assert len({(native.layout, native.keys.dtype, native.keys.shape[1]) for native in natives}) == 1
+    parts = np.array([native.addresses for native in natives])
+    sizes = np.array([native.sizes for native in natives])
+    keys, layout = natives[0].keys, natives[0].layout
+    like = np.empty((0, keys.shape[1]), keys.dtype)  # of one kind to the compiler, mapped or not
     most = max(1, min(_ROWS, _CANDIDATES // ((FIRST + 1) * candidates_for(k))))
-    per_task = min(most, ceil(count * rows / pool.THREADS))
+    per_task = min(most, max(QUERIES, ceil(count * rows / pool.THREADS)))
     threads = min(pool.THREADS, count * -(-rows // per_task))
     reach = np.array(deviations, np.float32)
 
     def search(first: int) -> None:
-        search_layer(*(*parts, layout, queries, k, reach, per_task, first, threads, found, scores))
+        search_layer(parts, sizes, like, layout, queries, k, reach, per_task, first, threads, found, scores)
 
     pool.run(search, range(threads))
+    if not np.isfinite(scores).all():
+        raise InvalidIndexInput(NOT_FINITE)
     return Hits(found, scores)

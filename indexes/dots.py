@@ -3,8 +3,8 @@
 A block is sixteen keys of D channels, D a multiple of 8: uint8 `[D / 8, 16, 4]`, so that one 512-bit word
 holds eight channels of every key. In byte b of group g, the low half is channel 8 g + b, the high half
 channel 8 g + 4 + b, each an unsigned code of 0 to 15. Queries come in fours, int8 in the order of
-`pack_queries`. Sums are whole numbers, so that every form below gives the same: AVX-512 VNNI multiplies and
-adds 64 codes in one instruction, AVX2 32 codes in three, and plain vector operations serve all other
+`pack_queries`. Products are whole numbers, so that every form below gives the same: AVX-512 VNNI multiplies
+and adds 64 codes in one instruction, AVX2 32 codes in three, and plain vector operations serve all other
 processors.
 """
 
@@ -13,12 +13,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import llvmlite.binding as llvm
-import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 BLOCK = 16  # keys
@@ -26,14 +24,8 @@ GROUP = 8  # channels
 QUERIES = 4
 WORD = 64  # bytes: a group of channels of a block
 
-_BYTE, _INT, _LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-
-
-def pack_codes(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Codes `[n, D]` from 0 to 15, n a multiple of 16 and D of 8, as blocks `[n / 16, D / 8, 16, 4]`."""
-    halves = codes.reshape(-1, BLOCK, codes.shape[1] // GROUP, 2, 4)
-    packed = halves[:, :, :, 0] | (halves[:, :, :, 1] << np.uint8(4))
-    return np.ascontiguousarray(packed.transpose(0, 2, 1, 3))
+_BYTE, _SHORT, _INT, _LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOAT = ir.FloatType()
 
 
 @njit(nogil=True, cache=True)
@@ -47,43 +39,75 @@ def pack_queries(queries: Any, packed: Any) -> None:
 
 
 def _compiled(multiply: Any) -> Any:
-    """`dots(codes, first, count, groups, queries, out)`: products of `count` blocks of `codes` (flat), from
-    block `first`, with packed queries, to int32 `out [count, 4, 16]`.
+    """`scored(codes, scales, first, count, groups, queries, terms, scores, masks)`: scores of `count` blocks
+    from block `first`, float32 `[count, 4, 16]`, and uint16 `[count, 4]` with a bit for each above its floor.
 
-    `multiply(builder, sums, codes, query)` adds to sixteen 32-bit sums the products of sixteen times four
-    unsigned codes with four signed bytes.
+    A score is near + (product - offset) · scale · unit: `terms` float32 `[4, 4]` are near, unit, offset and
+    floor of the four queries, `scales` float32 the keys' own. `multiply(builder, sums, codes, query)` adds to
+    sixteen 32-bit sums the products of sixteen times four unsigned codes with four signed bytes.
     """
 
     @intrinsic
-    def dots(_: Any, codes: Any, first: Any, count: Any, groups: Any, queries: Any, out: Any) -> Any:
-        signature = types.void(codes, types.int64, types.int64, types.int64, queries, out)
+    def scored(
+        _: Any,
+        codes: Any,
+        scales: Any,
+        first: Any,
+        count: Any,
+        groups: Any,
+        queries: Any,
+        terms: Any,
+        scores: Any,
+        masks: Any,
+    ) -> Any:
+        number = types.int64
+        signature = types.void(codes, scales, number, number, number, queries, terms, scores, masks)
 
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            data = [
-                context.make_array(signature.args[place])(context, builder, given[place]).data
-                for place in (0, 4, 5)
-            ]
-            codes, queries, out = (builder.bitcast(part, _BYTE.as_pointer()) for part in data)
-            _, first, count, groups, _, _ = given
-            _emit(builder, multiply, codes, first, count, groups, queries, out)
+            pointers = {
+                place: builder.bitcast(
+                    context.make_array(kind)(context, builder, value).data, _BYTE.as_pointer()
+                )
+                for place, (kind, value) in enumerate(zip(signature.args, given, strict=True))
+                if isinstance(kind, types.Array)
+            }
+            _emit(builder, multiply, *(pointers.get(place, value) for place, value in enumerate(given)))
             return context.get_dummy_value()
 
         return signature, generate
 
-    return dots
+    return scored
 
 
 def _emit(
-    builder: Any, multiply: Any, codes: Any, first: Any, count: Any, groups: Any, queries: Any, out: Any
+    builder: Any,
+    multiply: Any,
+    codes: Any,
+    scales: Any,
+    first: Any,
+    count: Any,
+    groups: Any,
+    queries: Any,
+    terms: Any,
+    scores: Any,
+    masks: Any,
 ) -> None:
-    sixteen = ir.VectorType(_INT, BLOCK)
+    sixteen, floats = ir.VectorType(_INT, BLOCK), ir.VectorType(_FLOAT, BLOCK)
     low, four, zero = (ir.Constant(sixteen, [value] * BLOCK) for value in (0x0F0F0F0F, 4, 0))
     number = partial(ir.Constant, _LONG)
     sums = [cgutils.alloca_once(builder, sixteen) for _ in range(QUERIES)]
+    near, unit, offset, floor = (
+        [
+            _splat(builder, builder.load(_at(builder, terms, number(16 * term + 4 * q), _FLOAT)), floats)
+            for q in range(QUERIES)
+        ]
+        for term in range(4)
+    )
     with cgutils.for_range(builder, count) as blocks:
         for total in sums:
             builder.store(zero, total)
-        start = builder.mul(builder.add(first, blocks.index), builder.mul(groups, number(WORD)))
+        block = builder.add(first, blocks.index)
+        start = builder.mul(block, builder.mul(groups, number(WORD)))
         with cgutils.for_range(builder, groups) as group:
             place = builder.add(start, builder.mul(group.index, number(WORD)))
             word = builder.load(_at(builder, codes, place, sixteen), align=1)
@@ -95,9 +119,14 @@ def _emit(
                     query = builder.load(_at(builder, queries, own, _INT), align=1)
                     added = multiply(builder, added, part, _splat(builder, query, sixteen))
                 builder.store(added, total)
+        scale = builder.load(_at(builder, scales, builder.mul(block, number(64)), floats), align=4)
         for q, total in enumerate(sums):
-            own = builder.add(builder.mul(blocks.index, number(256)), number(64 * q))
-            builder.store(builder.load(total), _at(builder, out, own, sixteen), align=4)
+            product = builder.fsub(builder.sitofp(builder.load(total), floats), offset[q])
+            score = builder.fadd(near[q], builder.fmul(product, builder.fmul(scale, unit[q])))
+            own = builder.add(builder.mul(blocks.index, number(QUERIES)), number(q))
+            builder.store(score, _at(builder, scores, builder.mul(own, number(64)), floats), align=4)
+            above = builder.bitcast(builder.fcmp_ordered(">", score, floor[q]), _SHORT)
+            builder.store(above, _at(builder, masks, builder.mul(own, number(2)), _SHORT), align=1)
 
 
 def _at(builder: Any, base: Any, offset: Any, kind: Any) -> Any:
@@ -150,11 +179,11 @@ def _with_vectors(builder: Any, sums: Any, codes: Any, query: Any) -> Any:
 
 
 def forms() -> dict[str, Any]:
-    """The forms that this processor runs, the fastest first."""
-    features = llvm.get_host_cpu_features()
+    """The forms that this processor runs, and numba is allowed to use, the fastest first."""
+    features = (getattr(config, "CPU_FEATURES", None) or get_host_cpu_features()).split(",")
     known = {"avx512vnni": _with_vnni, "avx2": _with_avx2}
-    own = {name: _compiled(multiply) for name, multiply in known.items() if features.get(name)}
+    own = {name: _compiled(multiply) for name, multiply in known.items() if f"+{name}" in features}
     return {**own, "vectors": _compiled(_with_vectors)}
 
 
-dots = next(iter(forms().values()))
+scored = next(iter(forms().values()))

@@ -12,6 +12,10 @@ from indexes.base import Hits, StrPath, VectorIndex, check_recall_options
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_keys, float32_blocks, keys_digest
 
+NOT_FINITE = (
+    "A score is not finite: the keys hold NaN or infinite values, or an inner product overflows float32; the "
+    "store must be prefilled again."
+)
 _BLOCK_ROWS = 2048  # a widened block of D = 128 is 1 MiB and stays in the second-level cache
 _GROUP_ROWS = 256  # queries that share one pass over the keys; bounds the candidates' memory
 
@@ -67,10 +71,7 @@ class FlatIndex(VectorIndex):
                 floor = scan.unpack(kept[:, :k].min(axis=1))[1]
                 counts[:] = k
             if not scan.keep_best(scores, first, floor, kept, counts):
-                raise InvalidIndexInput(
-                    "A score is not finite: the keys hold NaN or infinite values, or an inner product "
-                    "overflows float32; the store must be prefilled again."
-                )
+                raise InvalidIndexInput(NOT_FINITE)
         best = _largest(kept[:, : counts.max()], k)
         best.sort(axis=1)
         return best[:, ::-1]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
 
-THREADS = os.cpu_count() or 1
+# Of the cores that this process may use, where the system tells.
+THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
@@ -20,14 +21,20 @@ def pool() -> ThreadPoolExecutor:
 
 
 def run(work: Callable[[T], object], tasks: Iterable[T]) -> None:
-    """`work` for each of the tasks, which must not call `run` themselves; raises what the first to fail did.
+    """`work` for each of the tasks, of which there is one at least, and which must not call `run` themselves.
 
-    The last task runs on the calling thread, which would otherwise only wait.
+    The last task runs on the calling thread, which would otherwise only wait. Returns, or raises what one of
+    them raised, when none runs any more.
     """
     *others, last = tasks
     started = [pool().submit(work, task) for task in others]
     try:
         work(last)
     finally:
-        for future in started:
-            future.result()
+        wait(started)
+    for future in started:
+        future.result()
+
+
+# Threads do not survive a fork: the child starts its own.
+os.register_at_fork(after_in_child=pool.cache_clear)

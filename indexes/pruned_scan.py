@@ -12,18 +12,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from indexes.dots import BLOCK, GROUP, QUERIES, dots, pack_queries
+from indexes.dots import BLOCK, GROUP, QUERIES, WORD, pack_queries, scored
 from indexes.prefetch import prefetch_row
 from indexes.row_loops import dot_row
-from indexes.scan import SINGLE, candidate, score_rows
+from indexes.scan import SINGLE, candidate, ordered, score_and_row, score_rows
 
 STEP = 32  # blocks scored together; their sums stay in the first-level cache
 FIRST = 4  # times the keys wanted, in the cells that set the first floor; as many times more in the next
 TURNS = 3
-_BUCKETS = 1024
-_AHEAD = 8
+_DIGIT = 11  # bits of a score that are looked at together
+_MASK = (1 << _DIGIT) - 1
+_AHEAD = 8  # keys that are fetched before their turn
 _REASSOCIATE = {"reassoc", "contract", "nsz"}
 
 
@@ -33,16 +36,21 @@ def candidates_for(k: int) -> int:
     return k + k // 4 + 64
 
 
+def _pointer(_: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.inttoptr(given[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+_at: Any = intrinsic(_pointer)
+
+
 @njit(nogil=True, cache=True)
 def search_layer(
-    starts: Any,
-    counts: Any,
-    means: Any,
-    variances: Any,
-    codes: Any,
-    scales: Any,
-    ids: Any,
-    keys: Any,
+    parts: Any,
+    sizes: Any,
+    like: Any,
     layout: int,
     queries: Any,
     k: int,
@@ -53,23 +61,27 @@ def search_layer(
     found: Any,
     scores: Any,
 ) -> None:
-    """Every `step`-th of the tasks from `first`, a task being `per_task` rows of a head. Parts of the index
-    and `keys` are tuples with an array for each head; queries `[H, R, D]`, found and scores `[H, R, k]`.
+    """Every `step`-th of the tasks from `first`, a task being `per_task` rows of a head; queries `[H, R, D]`,
+    found and scores `[H, R, k]`.
+
+    Compiled once for any number of heads: `parts [H, 8]` are the addresses of what `Cells` has and of the
+    keys, `sizes [H, 3]` the numbers of cells, blocks and keys, and `like` an array of the keys' kind.
     """
-    rows = queries.shape[1]
-    parts = -(-rows // per_task)
-    for task in range(first, len(queries) * parts, step):
-        head, part = task // parts, task % parts
+    rows, dim = queries.shape[1:]
+    tasks = -(-rows // per_task)
+    for task in range(first, len(queries) * tasks, step):
+        head, part = task // tasks, task % tasks
         own = slice(part * per_task, min((part + 1) * per_task, rows))
+        address, (cells, blocks, keys) = parts[head], (sizes[head, 0], sizes[head, 1], sizes[head, 2])
         search_rows(
-            starts[head],
-            counts[head],
-            means[head],
-            variances[head],
-            codes[head],
-            scales[head],
-            ids[head],
-            keys[head],
+            carray(_at(address[0]), (cells + 1,), np.int64),
+            carray(_at(address[1]), (cells,), np.int32),
+            carray(_at(address[2]), (cells, dim), np.uint32),
+            carray(_at(address[3]), (cells, dim), np.uint32),
+            carray(_at(address[4]), (blocks * -(-dim // GROUP) * WORD,), np.uint8),
+            carray(_at(address[5]), (blocks * BLOCK,), np.float32),
+            carray(_at(address[6]), (blocks * BLOCK,), np.int32),
+            carray(_at(address[7]), (keys, like.shape[1]), like.dtype),
             layout,
             queries[head, own],
             k,
@@ -101,7 +113,8 @@ def search_rows(
     cells, groups = len(counts), -(-dim // GROUP)
     fours = -(-rows // QUERIES)
     padded = np.zeros((fours * QUERIES, dim), np.float32)
-    padded[:rows] = queries
+    for r in range(rows):  # of a size that can be squared; what is exact is scored with the query itself
+        padded[r] = queries[r] / max(np.abs(queries[r]).max(), np.float32(1e-38))
     packed, unit, offset = _coded(padded, groups)
     near = np.empty((len(padded), cells), np.float32)
     score_rows(means, SINGLE, padded, near)
@@ -117,15 +130,16 @@ def search_rows(
     floor = np.full(rows, -np.inf, np.float32)
     asked = np.zeros((rows, cells), np.bool_)
     scanned = np.zeros((rows, cells), np.bool_)
-    sums = np.empty((STEP, QUERIES, BLOCK), np.int32)
-    line = np.empty(BLOCK, np.float32)
+    terms = np.zeros((4, QUERIES), np.float32)
+    lines = np.empty((STEP, QUERIES, BLOCK), np.float32)
+    masks = np.empty((STEP, QUERIES), np.uint16)
     for turn in range(TURNS):
         for r in range(rows):
             entry = floor[r]
             if turn < TURNS - 1:
                 entry = max(entry, _bound_of_first(upper[r], counts, FIRST ** (turn + 1) * wanted))
             for c in range(cells):
-                asked[r, c] = upper[r, c] >= entry and not scanned[r, c]
+                asked[r, c] = not (upper[r, c] < entry or scanned[r, c])
                 scanned[r, c] |= asked[r, c]
         for c in range(cells):
             for four in range(fours):
@@ -133,29 +147,22 @@ def search_rows(
                 end = min(start + QUERIES, rows)
                 if not asked[start:end, c].any():
                     continue
+                for r in range(start, end):
+                    terms[0, r - start], terms[1, r - start], terms[2, r - start] = (
+                        near[r, c],
+                        unit[r],
+                        offset[r],
+                    )
                 for block in range(starts[c], starts[c + 1], STEP):
                     count = min(STEP, starts[c + 1] - block)
-                    dots(codes, block, count, groups, packed[four], sums)
-                    own = slice(block * BLOCK, (block + count) * BLOCK)
                     for r in range(start, end):
-                        if not asked[r, c]:
-                            continue
                         if fill[r] + STEP * BLOCK > capacity:
                             fill[r], floor[r] = _shrink(best[r], places[r], fill[r], wanted)
+                        terms[3, r - start] = floor[r] if asked[r, c] else np.inf
+                    scored(codes, scales, block, count, groups, packed[four], terms, lines, masks)
+                    for r in range(start, end):
                         fill[r] = _keep(
-                            sums,
-                            r - start,
-                            count,
-                            scales[own],
-                            ids[own],
-                            near[r, c],
-                            unit[r],
-                            offset[r],
-                            floor[r],
-                            line,
-                            best[r],
-                            places[r],
-                            fill[r],
+                            lines, masks, r - start, count, ids[block * BLOCK :], best[r], places[r], fill[r]
                         )
         for r in range(rows):
             if fill[r] > wanted:
@@ -212,57 +219,41 @@ def _bound_of_first(upper: Any, counts: Any, keys: int) -> Any:
     return low
 
 
-@njit(nogil=True, cache=True, fastmath={*_REASSOCIATE, "nnan"})
-def _keep(
-    sums: Any,
-    q: int,
-    count: int,
-    scales: Any,
-    ids: Any,
-    near: Any,
-    unit: Any,
-    offset: Any,
-    floor: Any,
-    line: Any,
-    best: Any,
-    places: Any,
-    fill: int,
-) -> int:
+@njit(nogil=True, cache=True)
+def _keep(lines: Any, masks: Any, q: int, count: int, ids: Any, best: Any, places: Any, fill: int) -> int:
     """Appends the keys of `count` blocks that score above the floor; returns how many there are then."""
     for b in range(count):
-        start, highest = b * BLOCK, floor
-        for j in range(BLOCK):
-            line[j] = near + (np.float32(sums[b, q, j]) - offset) * (scales[start + j] * unit)
-            highest = max(highest, line[j])
-        if highest > floor:
+        if masks[b, q]:
             for j in range(BLOCK):  # written first and counted then: a branch would be guessed wrong
-                best[fill], places[fill] = line[j], ids[start + j]
-                fill += int(line[j] > floor) & int(ids[start + j] >= 0)
+                best[fill], places[fill] = lines[b, q, j], ids[b * BLOCK + j]
+                fill += int((masks[b, q] >> j) & 1) & int(ids[b * BLOCK + j] >= 0)
     return fill
 
 
 @njit(nogil=True, cache=True)
 def _shrink(best: Any, places: Any, fill: int, wanted: int) -> Any:
-    """Keeps the `wanted` largest of more: exactly so many, the last of them to 1/1024 of the range. Returns
-    how many, and the smallest score kept.
+    """Keeps the `wanted` largest of more: exactly so many, by the first 22 bits of their order. Returns how
+    many, and the smallest score kept.
     """
-    low, high = best[0], best[0]
-    for i in range(fill):
-        low, high = min(low, best[i]), max(high, best[i])
-    width = np.float32(_BUCKETS) / (high - low) if high > low else np.float32(0)
-    held = np.zeros(_BUCKETS, np.int64)
-    for i in range(fill):
-        held[min(int((best[i] - low) * width), _BUCKETS - 1)] += 1
-    last, room = _BUCKETS - 1, wanted
-    while held[last] < room:
-        room -= held[last]
-        last -= 1
-    kept, floor = 0, high
+    edge, room = np.uint32(0), wanted
+    held = np.empty(1 << _DIGIT, np.int64)
+    for turn in range(2):
+        shift = 32 - (turn + 1) * _DIGIT
+        held[:] = 0
+        for i in range(fill):
+            bits = ordered(best[i]) >> shift
+            held[bits & _MASK] += bits >> _DIGIT == edge
+        digit = _MASK
+        while held[digit] < room:
+            room -= held[digit]
+            digit -= 1
+        edge = np.uint32((edge << _DIGIT) | digit)
+    kept, floor = 0, np.float32(np.inf)
     for i in range(fill):
         score = best[i]
-        bucket = min(int((score - low) * width), _BUCKETS - 1)
-        room -= int(bucket == last)
-        keep = int(bucket > last) | (int(bucket == last) & int(room >= 0))
+        bits = ordered(score) >> shift
+        room -= int(bits == edge)
+        keep = int(bits > edge) | (int(bits == edge) & int(room >= 0))
         best[kept], places[kept] = score, places[i]
         floor = min(floor, score) if keep else floor
         kept += keep
@@ -271,7 +262,7 @@ def _shrink(best: Any, places: Any, fill: int, wanted: int) -> Any:
 
 @njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
 def _exact(keys: Any, layout: int, query: Any, places: Any, scores: Any) -> None:
-    """Inner products with the stored keys themselves."""
+    """Inner products with the stored keys themselves. In the order of memory they came no faster."""
     for i in range(len(places)):
         prefetch_row(keys, places[min(i + _AHEAD, len(places) - 1)])
         scores[i] = dot_row(query, keys, layout, places[i])
@@ -279,13 +270,25 @@ def _exact(keys: Any, layout: int, query: Any, places: Any, scores: Any) -> None
 
 @njit(nogil=True, cache=True)
 def _sort(best: Any, places: Any, found: Any, scores: Any) -> None:
-    """The best of all candidates in order: of equal scores the lower id comes first."""
-    candidates = np.empty(len(best), np.uint64)
-    order = np.empty(len(best), np.int64)
-    for i in range(len(best)):
-        candidates[i] = candidate(best[i], places[i])
-    order = np.argsort(candidates)
-    for j in range(len(found)):
-        i = order[len(order) - 1 - j]
-        scores[j] = best[i]
-        found[j] = places[i]
+    """The best of all candidates in order: of equal scores the lower id comes first. By the bytes of what is
+    compared, from the last, because comparisons of scores would be guessed wrong.
+    """
+    count = len(best)
+    turns = np.empty((2, count), np.uint64)
+    for i in range(count):
+        turns[0, i] = ~candidate(best[i], places[i])
+    starts = np.empty(257, np.int64)
+    for place in range(8):
+        given, taken = turns[place % 2], turns[1 - place % 2]
+        shift = np.uint64(8 * place)
+        starts[:] = 0
+        for i in range(count):
+            starts[1 + ((given[i] >> shift) & np.uint64(255))] += 1
+        for byte in range(256):
+            starts[byte + 1] += starts[byte]
+        for i in range(count):
+            byte = (given[i] >> shift) & np.uint64(255)
+            taken[starts[byte]] = given[i]
+            starts[byte] += 1
+    for j in range(min(len(found), count)):
+        scores[j], found[j] = score_and_row(~turns[0, j])

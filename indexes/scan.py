@@ -80,11 +80,26 @@ def bits(rows: Keys) -> npt.NDArray[Any]:
 
 
 @njit(nogil=True, cache=True)
+def ordered(score: Any) -> Any:
+    """The bits of a score as an integer that is larger where the score is."""
+    bits = np.float32(score + np.float32(0)).view(np.uint32)  # -0.0 ties with 0.0
+    return np.uint32(~bits) if bits & 0x80000000 else np.uint32(bits | 0x80000000)
+
+
+@njit(nogil=True, cache=True)
 def candidate(score: Any, row: Any) -> Any:
     """A score and the id of its row as one candidate."""
-    bits = np.float32(score + np.float32(0)).view(np.uint32)  # -0.0 ties with 0.0
-    ordered = np.uint32(~bits) if bits & 0x80000000 else np.uint32(bits | 0x80000000)
-    return (np.uint64(ordered) << np.uint64(32)) | np.uint64(0xFFFFFFFF - np.int64(row))
+    return (np.uint64(ordered(score)) << np.uint64(32)) | np.uint64(0xFFFFFFFF - np.int64(row))
+
+
+@njit(nogil=True, cache=True)
+def score_and_row(candidate: Any) -> Any:
+    """What `candidate` was made of."""
+    high = np.uint32(candidate >> np.uint64(32))
+    bits = np.uint32(high & 0x7FFFFFFF) if high & 0x80000000 else np.uint32(~high)
+    return np.uint32(bits).view(np.float32), np.int64(0xFFFFFFFF) - np.int64(
+        candidate & np.uint64(0xFFFFFFFF)
+    )
 
 
 @njit(nogil=True, cache=True)

@@ -16,7 +16,7 @@ from numba import njit
 from torch import Tensor
 
 from indexes import pool
-from indexes.scan import BRAIN, HALF, SINGLE, score_rows, widen_row
+from indexes.scan import BRAIN, HALF, SINGLE, ordered, score_rows, widen_row
 from offload_decode.paging import SCALE_PAGES, PageBounds
 from offload_decode.rows import Rows, numpy_view
 from offload_decode.types import AttentionState
@@ -153,19 +153,19 @@ def _keep_largest(scores: Any, out: Any) -> None:
     more. A candidate is one integer: the score's bits in order above the complement of its place.
     """
     k, pages = out.shape[1], scores.shape[1]
-    ordered = np.empty(pages, np.uint32)
+    bits = np.empty(pages, np.uint32)
     candidates = np.empty(k, np.uint64)
     counts = np.empty(1 << 12, np.int64)
     for r in range(len(scores)):
         for p in range(pages):
-            ordered[p] = _ordered(scores[r, p])
+            bits[p] = ordered(scores[r, p])
         bound, equal = np.uint32(0), k  # of the scores that begin like `bound`, `equal` are kept
         for shift, width in ((20, 12), (10, 10), (0, 10)):
             mask = (1 << width) - 1
             counts[: mask + 1] = 0
             for p in range(pages):
-                if ordered[p] >> (shift + width) == bound:
-                    counts[(ordered[p] >> shift) & mask] += 1
+                if bits[p] >> (shift + width) == bound:
+                    counts[(bits[p] >> shift) & mask] += 1
             digit = mask
             while counts[digit] < equal:
                 equal -= counts[digit]
@@ -173,20 +173,14 @@ def _keep_largest(scores: Any, out: Any) -> None:
             bound = np.uint32((bound << width) | digit)
         found = 0
         for p in range(pages):
-            if ordered[p] < bound or (ordered[p] == bound and equal == 0):
+            if bits[p] < bound or (bits[p] == bound and equal == 0):
                 continue
-            equal -= ordered[p] == bound
-            candidates[found] = (np.uint64(ordered[p]) << np.uint64(32)) | np.uint64(0xFFFFFFFF - p)
+            equal -= bits[p] == bound
+            candidates[found] = (np.uint64(bits[p]) << np.uint64(32)) | np.uint64(0xFFFFFFFF - p)
             found += 1
         best = np.sort(candidates)
         for j in range(k):
             out[r, j] = 0xFFFFFFFF - np.int64(best[k - 1 - j] & np.uint64(0xFFFFFFFF))
-
-
-@njit(nogil=True, cache=True)
-def _ordered(score: Any) -> Any:
-    bits = np.float32(score + np.float32(0)).view(np.uint32)  # -0.0 ties with 0.0
-    return np.uint32(~bits) if bits & 0x80000000 else np.uint32(bits | 0x80000000)
 
 
 @njit(nogil=True, cache=True)

@@ -66,7 +66,7 @@ def attend_tokens(
             lse[head, part],
         )
 
-    if k:
+    if k and rows:
         # The rows of a head share what they read, unless threads would be without work.
         run(attend, heads, rows, multiple=rows if heads >= pool.THREADS else 1)
     assert (read >= 0).all(), "ids are of rows that there are"

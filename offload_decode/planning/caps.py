@@ -74,11 +74,20 @@ def check_ask(
     device: str,
     caps: Caps,
     held: int,
+    *,
+    index: str = "flat",
+    device_cache: int = 0,
 ) -> list[str]:
     """Whether a store can be asked: what to know before it begins, as sentences. `held`: bytes of memory that
-    the program holds before it loads the model. Raises `DoesNotFit`.
+    the program holds before it loads the model. `index`: the kind that is searched where the options name
+    none. Raises `DoesNotFit`.
     """
-    request = replace(_request(selector, options, weights), tokens=manifest.n_tokens, kv=kv_of(manifest))
+    request = replace(
+        _request(selector, options, weights, index),
+        tokens=manifest.n_tokens,
+        kv=kv_of(manifest),
+        device_cache=device_cache,
+    )
     asked = plan(replace(outline, dtype=manifest.dtype), request, here(device, caps, held))
     return _judged(asked, asked.asking, "asking this store", caps)
 
@@ -125,7 +134,12 @@ def size(amount: float) -> str:
 
 def described(settings: Mapping[str, object]) -> str:
     """Settings as options of the command line."""
-    spelled = {"selector": "-s {}", "weights": "--weights {}", "kv": "--kv {}"}
+    spelled = {
+        "selector": "-s {}",
+        "weights": "--weights {}",
+        "kv": "--kv {}",
+        "device_cache": "without --device-cache",  # no smaller one is ever proposed
+    }
     return " ".join(spelled.get(name, f"-o {name}={{}}").format(value) for name, value in settings.items())
 
 
@@ -164,7 +178,8 @@ def _way_out(asked: Plan, parts: tuple[Part, ...]) -> str:
     fits = nearest(asked, kinds=(asked.request.kv,))
     if fits is not None:
         return f"what fits is {described(changes(asked.request, fits.request))}"
-    least = replace(asked.request, weights="int4", selector="topk", index="flat")
+    index = asked.request.index if asked.request.index == "clusters" else "flat"
+    least = replace(asked.request, weights="int4", selector="topk", index=index, device_cache=0)
     needs = plan(asked.source, least, asked.machine)
     return f"with --weights int4 -s topk, the least, it is {_needs(needs, needs.asking)}"
 
@@ -177,7 +192,7 @@ def _needs(asked: Plan, parts: tuple[Part, ...]) -> str:
     )
 
 
-def _request(selector: str, options: Mapping[str, object], weights: str) -> Request:
+def _request(selector: str, options: Mapping[str, object], weights: str, built: str) -> Request:
     """As far as sizes depend on it. What the selector itself will refuse is left to it."""
     page = str(options.get("page_size", ""))
     index, metadata = (str(options.get(name, "")) for name in ("index", "metadata"))
@@ -186,7 +201,7 @@ def _request(selector: str, options: Mapping[str, object], weights: str) -> Requ
         1,
         selector="quest" if selector == "quest+topk" else selector if selector in SELECTORS else "topk",
         weights=weights if weights in WEIGHTS else "auto",
-        index=index if index in INDEXES else "flat",
+        index=index if index in INDEXES else built,
         metadata=metadata if metadata in METADATA else "fp16",
         page_size=int(page) if page.isdigit() and int(page) else 16,
         budget=str(options.get("budget", "1024")),

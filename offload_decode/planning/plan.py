@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -10,6 +9,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from indexes import pool
 from offload_decode.models.outline import Outline
 from offload_decode.planning import sizes
 from offload_decode.planning.request import KV, METADATA, WEIGHTS, Request, in_dtype
@@ -183,9 +183,12 @@ def _asking(outline: Outline, request: Request, machine: Machine) -> tuple[Part,
     parts = [
         *_program(outline, request.weights, device, machine),
         Part("question and answer", device, sizes.ask_bytes(outline, request, on_gpu)),
-        Part("search", Place.RAM, sizes.search_bytes(outline, request, os.cpu_count() or 1)),
+        Part("search", Place.RAM, sizes.search_bytes(outline, request, pool.THREADS)),
         Part("store", Place.DISK, _store_bytes(outline, request)),
     ]
+    if on_gpu:
+        parts.append(Part("device cache", Place.GPU, request.device_cache))
+        parts.append(Part("rows on their way to the GPU", Place.RAM, sizes.staged_bytes(outline, request)))
     if request.selector == "quest":
         pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
         parts.append(Part("page bounds", device, pages))
@@ -227,6 +230,7 @@ def _store_bytes(outline: Outline, request: Request) -> int:
 def _alternatives(asked: Request, outline: Outline) -> Iterator[Request]:
     """Requests for as many tokens, from the one asked for on: fewest changes first, then smallest."""
     ladders: dict[str, list[Any]] = {
+        "device_cache": list(dict.fromkeys([asked.device_cache, 0])),
         "weights": _from(asked.weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"]),
         "kv": _from(asked.kv, [kv for kv in KV if kv != "int4-values" or outline.shape.head_dim % 2 == 0]),
         "index": _from(asked.index, [asked.index, "flat"]),

@@ -26,6 +26,7 @@ class Request:
     `kv`: how keys and values are stored, `auto` in the model's dtype. `weights`: `auto` is the checkpoint's
     dtype. `selector` with `budget`, `dense_layers` (None: the selector's own), `index` (topk), `page_size`
     and `metadata` (quest). `chunk`: tokens of a forward pass of the prefill; `tail`: of question and answer.
+    `device_cache`: bytes of a GPU that keep stored rows.
     """
 
     tokens: int
@@ -39,6 +40,7 @@ class Request:
     metadata: str = "fp16"
     chunk: int = 512
     tail: int = 2 * QUESTION_TOKENS
+    device_cache: int = 0
 
     def __post_init__(self) -> None:
         for what, given, known in (

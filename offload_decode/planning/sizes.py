@@ -7,7 +7,10 @@ from math import isqrt, prod
 
 from indexes import encodings
 from indexes.cells import KEYS_PER_CELL
+from indexes.dots import BLOCK as CELL_BLOCK
+from indexes.pruned_scan import FIRST, STEP, candidates_for
 from offload_decode.budgets import SELECTED_IDS
+from offload_decode.kernels.host_tokens import ENTRIES
 from offload_decode.kv import BLOCK_TOKENS, SCORES
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import BLOCK
@@ -23,6 +26,7 @@ _GRAPH_LINKS = 16
 # The ground layer has twice the links; a key is on 1 / (links - 1) further layers on average.
 _GRAPH_UPPER = 1 / (_GRAPH_LINKS - 1)
 _SCAN_ROWS, _SCAN_BLOCK = 256, 2048  # of the exact scan: queries that share a pass, and keys scored at once
+_CELL_ROWS, _CELL_CANDIDATES = 64, 1 << 22  # of the clusters: queries of a task, and what these may hold
 _PAGE_SCORES = 1 << 24  # of Quest, in memory at once
 _ZARR_JSON, _SUM_LINE = 700, 110  # bytes of an array's metadata, and of a file's checksum
 
@@ -156,21 +160,17 @@ def staging_bytes(outline: Outline, chunk: int) -> int:
 def ask_bytes(outline: Outline, request: Request, on_gpu: bool) -> int:
     """Beyond weights and pages, on the device: the tail, and what a question holds while a layer attends."""
     shape, n = outline.shape, request.tokens
-    question, budgets = _question(request), request.budgets(shape).values()
+    question, largest = _question(request), _largest(request, shape)
     total = tail_bytes(shape, request.tail, outline.dtype) + layer_bytes(outline, question)
-    largest = max((k for k in budgets if k is not None), default=0)
     fetched = 0
     if largest and request.selector == "quest":
         fetched = 8 * min(_PAGE_SCORES, shape.kv_heads * question * (n // request.page_size))
         if on_gpu:
             fetched += shape.kv_heads * largest * shape.head_dim * (4 + itemsize(outline.dtype)) * 2
-    elif largest:
-        rows = min(max(1, SCORES // n, isqrt(SCORES // largest)), shape.group * question)
-        union = min(n, rows * largest)
-        wide = 2 * union * shape.head_dim * (4 + itemsize(outline.dtype))
-        fetched = wide + 7 * 4 * rows * union  # seven tensors from scores to weights
+    elif largest and on_gpu:
+        fetched = _copied_bytes(outline, request)
     block = 0
-    if None in budgets:
+    if None in request.budgets(shape).values():
         length = min(BLOCK_TOKENS, n)
         block = 2 * length * shape.head_dim * (4 + itemsize(outline.dtype))
         block += 4 * 4 * shape.group * question * length if on_gpu else 0
@@ -178,17 +178,76 @@ def ask_bytes(outline: Outline, request: Request, on_gpu: bool) -> int:
 
 
 def search_bytes(outline: Outline, request: Request, threads: int) -> int:
-    """On the host, while a question is searched for: ids and scores, twice, and the candidates of a scan."""
-    if request.selector != "topk":
+    """On the host, while a question is searched for: ids and scores, which are held twice when the heads are
+    joined, else beside the candidates of the search or the pairs of a query and a token that are attended to.
+    """
+    shape, k = outline.shape, _largest(request, outline.shape)
+    if request.selector != "topk" or not k:
         return 0
-    shape, question = outline.shape, _question(request)
-    largest = max((k for k in request.budgets(shape).values() if k is not None), default=0)
-    ids = 2 * 12 * min(SELECTED_IDS, shape.query_heads * question * largest)
-    rows = min(_SCAN_ROWS, shape.group * question)
-    kept = 3 * 8 * rows * min(request.tokens, 2 * (largest + _SCAN_BLOCK))
-    return ids + min(threads, shape.kv_heads) * kept if largest else 0
+    rows = _part_rows(request, shape)
+    ids = 12 * shape.kv_heads * rows * k
+    pairs = 16 * min(max(ENTRIES, k), rows * k) + request.tokens // 8  # and a bit for each token
+    return ids + max(ids, threads * pairs, _candidate_bytes(request, shape, rows, k, threads))
+
+
+def staged_bytes(outline: Outline, request: Request) -> int:
+    """On the host of a GPU: two buffers for values on their way there, and the bookkeeping of its cache."""
+    shape, k = outline.shape, _largest(request, outline.shape)
+    if request.selector != "topk" or not k:
+        return 0
+    key, value = row_bytes(request.kv, shape.head_dim, outline.dtype)
+    _, union = _union(request, shape, k)
+    kept = request.device_cache // max(key, value)
+    # A kept row has its number and two neighbours, in a table that is at most half full.
+    return 2 * _power(shape.kv_heads * union * value) + 16 * kept + 4 * _power(2 * kept)
+
+
+def _candidate_bytes(request: Request, shape: ModelShape, rows: int, k: int, threads: int) -> int:
+    """What the threads of a search hold beside the ids and scores that they find."""
+    wanted = candidates_for(k)
+    if request.index == "clusters" and FIRST * wanted < request.tokens:
+        rows = max(1, min(_CELL_ROWS, _CELL_CANDIDATES // ((FIRST + 1) * wanted), rows))
+        # A score and a place for each candidate; for each cell two floats and two flags.
+        candidates = 8 * ((FIRST + 1) * wanted + 2 * STEP * CELL_BLOCK)
+        return threads * rows * (candidates + 10 * -(-request.tokens // KEYS_PER_CELL))
+    kept = 3 * 8 * min(_SCAN_ROWS, rows) * min(request.tokens, 2 * (k + _SCAN_BLOCK))
+    return min(threads, shape.kv_heads) * kept
+
+
+def _copied_bytes(outline: Outline, request: Request) -> int:
+    """On a GPU: the values that some rows share, as they are stored and as floats, and these rows' scores."""
+    shape, k = outline.shape, _largest(request, outline.shape)
+    rows, union = _union(request, shape, k)
+    _, value = row_bytes(request.kv, shape.head_dim, outline.dtype)
+    stored = value * (2 if request.device_cache else 1)  # what is kept is copied once more
+    # Floats at most three times: of the rows before, of codes, and of codes and their scales.
+    floats = 3 * 4 * shape.head_dim
+    # Seven tensors from scores to weights, and of each selected token its place.
+    return shape.kv_heads * (union * (stored + floats) + 8 * rows * k) + 7 * 4 * rows * union
+
+
+def _union(request: Request, shape: ModelShape, k: int) -> tuple[int, int]:
+    """Rows that fetch together for a GPU, and the most tokens that they name."""
+    rows = min(max(1, SCORES // request.tokens, isqrt(SCORES // k)), _part_rows(request, shape))
+    return rows, min(request.tokens, rows * k)
+
+
+def _part_rows(request: Request, shape: ModelShape) -> int:
+    """Query rows of a KV head that are searched for together."""
+    held = SELECTED_IDS // (_largest(request, shape) * shape.kv_heads)
+    return min(shape.group * _question(request), max(shape.group, held))
+
+
+def _largest(request: Request, shape: ModelShape) -> int:
+    """The most tokens that a query row chooses; 0 where all layers are dense."""
+    return max((k for k in request.budgets(shape).values() if k is not None), default=0)
 
 
 def _question(request: Request) -> int:
     """Tokens of a question: all but room for an answer."""
     return max(1, request.tail - QUESTION_TOKENS)
+
+
+def _power(number: int) -> int:
+    """The next power of two; 0 of 0."""
+    return 1 << (number - 1).bit_length() if number else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numba import njit
 
 from indexes import cells, dots, encodings, get
 from indexes.clustered import ClusteredIndex
+from indexes.errors import InvalidIndexInput
 from tests.contracts.index_contract import (
     DIM,
     DTYPES,
@@ -20,7 +22,6 @@ from tests.contracts.index_contract import (
     clustered_keys,
     exact_scores,
     foreign_queries,
-    near_queries,
     recall_of,
 )
 
@@ -35,25 +36,39 @@ def built(n: int = 12_000, dtype: Any = np.float16, **options: Any) -> Clustered
     return index
 
 
+def packed_codes(codes: Any) -> Any:
+    """Codes `[n, D]` from 0 to 15 as blocks `[n / 16, D / 8, 16, 4]`, flat."""
+    halves = codes.reshape(-1, dots.BLOCK, codes.shape[1] // dots.GROUP, 2, 4)
+    return (halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)).transpose(0, 2, 1, 3).ravel()
+
+
 @pytest.mark.parametrize("form", dots.forms())
 @pytest.mark.parametrize("dim", [8, 64, 136])
-def test_every_form_of_the_products_is_exact(form: str, dim: int) -> None:
+def test_every_form_scores_the_same_and_marks_what_is_above_the_floor(form: str, dim: int) -> None:
     rng = np.random.default_rng(dim)
     codes = rng.integers(0, 16, (48, dim)).astype(np.uint8)
     queries = rng.integers(-127, 128, (dots.QUERIES, dim)).astype(np.int8)
     codes[:16], queries[0] = 15, -127  # the largest sums
     packed = np.zeros((dim // dots.GROUP, 2, dots.QUERIES, 4), np.int8)
     dots.pack_queries(queries, packed)
-    product = dots.forms()[form]
+    scored = dots.forms()[form]
 
     @njit
-    def run(codes: Any, first: int, count: int, groups: int, queries: Any, out: Any) -> None:
-        product(codes, first, count, groups, queries, out)
+    def run(codes: Any, scales: Any, first: int, count: int, groups: int, *others: Any) -> None:
+        scored(codes, scales, first, count, groups, *others)
 
-    out = np.zeros((2, dots.QUERIES, dots.BLOCK), np.int32)
-    run(dots.pack_codes(codes).ravel(), 1, 2, dim // dots.GROUP, packed, out)
-    expected = codes[16:].astype(np.int32) @ queries.astype(np.int32).T
-    np.testing.assert_array_equal(out, expected.reshape(2, dots.BLOCK, -1).transpose(0, 2, 1))
+    scales = rng.uniform(0.5, 2, 48).astype(np.float32)
+    near, unit, offset = rng.integers(-8, 8, (3, dots.QUERIES)).astype(np.float32)
+    products = codes[16:].astype(np.int32) @ queries.astype(np.int32).T
+    expected = near + (products - offset).astype(np.float32) * (scales[16:, None] * unit)
+    floor = np.median(expected, axis=0)
+    scores = np.zeros((2, dots.QUERIES, dots.BLOCK), np.float32)
+    masks = np.zeros((2, dots.QUERIES), np.uint16)
+    terms = np.stack([near, unit, offset, floor]).astype(np.float32)
+    run(packed_codes(codes), scales, 1, 2, dim // dots.GROUP, packed, terms, scores, masks)
+    np.testing.assert_array_equal(scores, expected.reshape(2, dots.BLOCK, -1).transpose(0, 2, 1))
+    bits = (masks[..., None] >> np.arange(dots.BLOCK)) & 1
+    np.testing.assert_array_equal(bits, scores > floor.astype(np.float32)[:, None])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
@@ -105,12 +120,49 @@ def test_a_row_finds_the_same_alone_and_among_others() -> None:
         np.testing.assert_array_equal(together.scores[row], alone.scores[0])
 
 
-def test_queries_that_attend_to_few_keys_read_few_cells() -> None:
-    """With a floor far above them, most cells are left out and still nothing is lost."""
-    index = built()
-    queries = 20 * near_queries(16, seed=9)
-    hits = index.search_at(queries, 4, 6.0)
-    assert recall_of(hits, queries, index.keys, 4) > 0.95
+@pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-20, 1, 1e20])
+def test_queries_of_any_size_find_what_they_find(size: float) -> None:
+    index, queries = built(), foreign_queries(16, seed=8)
+    hits = index.search_at((queries * size).astype(np.float32), 16, 64.0)
+    assert_well_formed(hits, 16, 16, len(index))
+    assert recall_of(hits, queries, index.keys, 16) > 0.95
+
+
+def test_scores_that_overflow_are_refused() -> None:
+    index = get("clusters").build(clustered_keys(5000, np.float32) * np.float32(1e10), k=16)
+    assert isinstance(index, ClusteredIndex)
+    with pytest.raises(InvalidIndexInput, match="not finite"):
+        index.search_at(foreign_queries(3) * np.float32(3e28), 16, 3.0)
+
+
+@pytest.mark.parametrize("sink", [10, 100])
+def test_a_key_far_above_all_others_hides_none_of_them(sink: float) -> None:
+    keys, queries = clustered_keys(12_000, np.float32), foreign_queries(16, seed=8)
+    keys[77] = queries[0] * sink
+    index = get("clusters").build(keys, k=16)
+    assert isinstance(index, ClusteredIndex)
+    assert recall_of(index.search_at(queries[:1], 100, 64.0), queries[:1], keys, 100) > 0.97
+
+
+def test_more_keys_than_a_segment_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "SEGMENT", 1000)
+    keys = clustered_keys(3003)
+    own = cells.build(keys)
+    assert (np.sort(own.ids[own.ids >= 0]) == np.arange(3003)).all()
+    of = np.repeat(np.arange(len(own.counts)), np.diff(own.starts) * dots.BLOCK)
+    for c in range(len(own.counts)):
+        ids = own.ids[(of == c) & (own.ids >= 0)]
+        assert len(set((ids // 1000).tolist())) == 1, "a cell is of one segment"
+
+
+def test_heads_that_scan_and_heads_that_prune_are_searched_together() -> None:
+    pruned, scanned = built(), built(target_recall=1.0)
+    assert scanned.recall is not None
+    scanned.recall = dataclasses.replace(scanned.recall, value=1000.0)
+    queries = np.stack([foreign_queries(5, seed) for seed in range(3)])
+    hits = ClusteredIndex.search_heads([pruned, scanned, pruned], queries, 16)
+    for head, own, ids in zip([pruned, scanned, pruned], queries, hits.ids, strict=True):
+        np.testing.assert_array_equal(ids, head.search(own, 16).ids)
 
 
 def test_large_cells_and_equal_keys_fill_no_more_than_there_is_room_for() -> None:

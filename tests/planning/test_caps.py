@@ -13,6 +13,7 @@ import torch
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.models.outline import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_ask, check_prefill, kv_of
+from offload_decode.planning.plan import CUDA_BYTES, Machine
 from offload_decode.store.format import Manifest, stored_types
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -37,6 +38,37 @@ def test_a_question_beyond_a_cap_is_refused_with_what_fits():
         check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(ram=GIB // 2), HELD)
     least = int(str(refused.value).rpartition(" ")[2].removesuffix("MiB"))
     check_ask(model, manifest(), "topk", {}, "int4", "cpu", Caps(ram=least * MIB), HELD)
+
+
+def test_a_device_cache_counts_as_gpu_memory(monkeypatch):
+    def check(gpu, cache, weights="auto"):
+        machine = Machine(gpu, 1 << 40, 1 << 50, HELD)
+        monkeypatch.setattr("offload_decode.planning.caps.here", lambda device, caps, held: machine)
+        model = outline("demo")
+        return check_ask(
+            model, manifest(), "topk", {}, weights, "cuda", Caps(gpu_memory=gpu), HELD, device_cache=cache
+        )
+
+    assert check(2 * GIB, GIB) == []
+    with pytest.raises(DoesNotFit, match=r"device cache 3 GiB.*what fits is without --device-cache$"):
+        check(2 * GIB, 3 * GIB)
+    with pytest.raises(DoesNotFit, match=r"the least, it is --gpu-memory (\d+)MiB and") as refused:
+        check(CUDA_BYTES + MIB, GIB)
+    least = int(str(refused.value).rpartition("--gpu-memory ")[2].partition("MiB")[0]) * MIB
+    assert least < GIB
+    assert check(least, 0, "int4") == []
+
+
+def test_the_index_that_is_counted_is_the_one_that_is_searched():
+    def taken(built, **options):
+        with pytest.raises(DoesNotFit) as refused:
+            check_ask(
+                outline("demo"), manifest(), "topk", options, "auto", "cpu", Caps(ram=MIB), HELD, index=built
+            )
+        return str(refused.value).partition(", and --ram")[0]
+
+    assert taken("clusters") == taken("clusters", index="auto") == taken("flat", index="clusters")
+    assert taken("flat") == taken("clusters", index="flat") != taken("clusters")
 
 
 def test_a_prefill_beyond_a_cap_is_refused_with_a_chunk_that_fits():

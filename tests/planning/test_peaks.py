@@ -40,6 +40,7 @@ from offload_decode.planning.plan import Machine, Place, plan
 from offload_decode.planning.request import Request
 from offload_decode.planning.traffic import speed
 from offload_decode.types import Document
+from prefill_jobs.build import build_indexes
 from prefill_jobs.job import prefill_tokens
 
 out, n = Path(sys.argv[1]), int(sys.argv[2])
@@ -72,13 +73,17 @@ with Peak() as peak:
     tokens = np.random.default_rng(0).integers(10, 4000, n).astype(np.int32)
     prefill_tokens(loaded, tokens, [Document("all", 0, n)], out)
 note("prefill", peak, plan(about, Request(n), machine).prefilling)
-for selector in ("topk", "quest"):
-    request = Request(n, selector=selector)
+for job, selector, index in (
+    ("topk flat", "topk", "flat"), ("quest", "quest", "flat"), ("topk clusters", "topk", "clusters")
+):
+    if index != "flat":
+        build_indexes(out, index)
+    request = Request(n, selector=selector, index=index)
     with Peak() as peak:
-        engine = Engine.open(out, loaded, selector=selector)
+        engine = Engine.open(out, loaded, selector=selector)  # topk takes clusters as soon as they are built
         engine.extend(tokens[:512].tolist())
-    note(selector, peak, plan(about, request, machine).asking)
-    if selector == "topk":
+    note(job, peak, plan(about, request, machine).asking)
+    if job == "topk flat":
         engine.extend([7])
         steps, began = 12, time.perf_counter()
         for _ in range(steps):
@@ -104,7 +109,7 @@ def found(tmp_path_factory):
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("job", ["prefill", "topk", "quest"])
+@pytest.mark.parametrize("job", ["prefill", "topk flat", "topk clusters", "quest"])
 def test_a_predicted_peak_is_the_measured_one(found, job):
     # What grows is small beside the program itself, and allocators keep what they were given: the whole is
     # held to a fifth, the growth to a factor of two either way.
@@ -147,7 +152,8 @@ def test_the_expected_speed_is_the_measured_one_where_bytes_decide(tmp_path, one
             began = time.perf_counter()
             engine.extend([7])
             seconds.append(time.perf_counter() - began)
-        planned = plan(about, Request(tokens, selector=selector), Machine(None, 1 << 40, 1 << 50, 0))
+        request = Request(tokens, selector=selector, index="flat")
+        planned = plan(about, request, Machine(None, 1 << 40, 1 << 50, 0))
         expected = speed(planned.traffic, measure(about.shape, about.dtype, "auto", "cpu"))
         assert expected.limit == limit
         assert 1 / 3 < min(seconds) * expected.tokens_per_second < 3, (selector, seconds, expected)

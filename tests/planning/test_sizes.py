@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -68,7 +70,7 @@ def test_a_stores_size_is_that_of_a_real_one(kv, family, tmp_path):
     assert store.manifest.kv == stored_types(kv, loaded.dtype, 64)
 
 
-@pytest.mark.parametrize("kind", ["flat", "faiss-ivf", "faiss-hnsw", "hnswlib"])
+@pytest.mark.parametrize("kind", ["flat", "clusters", "faiss-ivf", "faiss-hnsw", "hnswlib"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype):
     pytest.importorskip("faiss" if kind.startswith("faiss") else "hnswlib" if kind == "hnswlib" else "numpy")
@@ -77,6 +79,29 @@ def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype):
     one_head = ModelShape((LayerKind.FULL,), 1, 1, 32)
     predicted = sizes.index_bytes(kind, one_head, 4000, "auto", np.dtype(dtype).name)
     assert predicted == pytest.approx(built, rel=0.1)
+
+
+def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
+    import torch
+
+    from offload_decode.device_rows import DeviceRows
+    from offload_decode.hot_rows import HotRows
+    from offload_decode.rows import Rows
+    from offload_decode.types import StepStats
+
+    # 512 tokens with 4 query heads a KV head: 64 rows want all of the 6,000 tokens, in each of two layers.
+    n, model = 6000, replace(llama_8b(), shape=ModelShape((LayerKind.FULL,) * 2, 8, 2, 64))
+    stored = [Rows(np.zeros((n, 64), np.float16)) for _ in range(2)]
+    copied = DeviceRows(torch.device("cpu"))
+    for part in range(2):
+        copied.fetch(part, stored, [np.arange(n)] * 2, StepStats())
+    held = sum(len(buffer._memory) for buffer in copied._staging)
+    request = Request(n, index="flat")
+    assert sizes.staged_bytes(model, request) == held
+    hot = HotRows(1000)
+    kept = sum(part.nbytes for part in (hot._owner, hot._table, hot._older, hot._newer))
+    cached = replace(request, device_cache=1000 * stored[0].row_bytes)
+    assert sizes.staged_bytes(model, cached) - held == pytest.approx(kept, rel=0.01)
 
 
 def test_page_bounds_are_as_large_as_quests():

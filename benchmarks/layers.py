@@ -1,0 +1,200 @@
+"""One attention layer to measure on: stored keys and values, queries that tune, and others that judge.
+
+`long-tailed`: made up. Topics with Zipf weights persist over runs of about 32 tokens; a key is its topic's
+centre, noise of its own and an offset that all keys of a head share, in channels of unequal strength. A query
+is a direction that no key has, noise, and sixteen topics, half of them shared by the group, with weights that
+fall as a power; rare topics are as likely as frequent ones. `gaussian`: independent keys, the hard case.
+`captured`: keys, values and sampled prefill queries of a store; what it holds of every full layer stands
+side by side, as heads of one layer.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload_decode.store.reader import KVStore
+
+Array = npt.NDArray[Any]
+Float32 = npt.NDArray[np.float32]
+
+TOPICS, RUN, STRONG = 4096, 32, 16  # topics, their tokens at a stretch, and how many a query attends to
+TOPIC_SHARE = 0.5  # of a key's variance about the offset
+SPECTRUM = 0.75  # channels' variances fall as their rank to this power
+DECAY, LOUDNESS = 0.7, 1.25  # of a query's topics; so loud that the weights fall about as 1 / rank at 128K
+TUNING = 64  # steps of queries for tuning
+BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Layer:
+    """keys, values: for each KV head `[N, D]`, as stored. steps `[S, Hkv, G, D]` float32: queries of decoding
+    steps, to be timed and judged. tuning `[Hkv, M, D]` float32: other queries, from which indexes may learn.
+    """
+
+    name: str
+    keys: list[Array]
+    values: list[Array]
+    steps: Float32
+    tuning: Float32
+    scaling: float
+
+    @property
+    def length(self) -> int:
+        """Stored tokens."""
+        return len(self.keys[0])
+
+    @property
+    def shape(self) -> str:
+        """For people."""
+        _, heads, group, dim = self.steps.shape
+        return f"{heads} KV heads x {group}, D = {dim}, {self.keys[0].dtype.name}"
+
+    def first(self, length: int) -> Layer:
+        """Only the first tokens, as views."""
+        keys, values = ([rows[:length] for rows in side] for side in (self.keys, self.values))
+        return replace(self, keys=keys, values=values)
+
+    def heads(self, count: int) -> Layer:
+        """Only the first heads."""
+        return replace(
+            self,
+            keys=self.keys[:count],
+            values=self.values[:count],
+            steps=self.steps[:, :count],
+            tuning=self.tuning[:count],
+        )
+
+
+def long_tailed(
+    length: int,
+    *,
+    heads: int = 8,
+    group: int = 4,
+    dim: int = 128,
+    dtype: str = "float16",
+    steps: int = 8,
+    seed: int = 0,
+) -> Layer:
+    """`length` made-up tokens; the same ones for the same arguments on every machine."""
+    topics = _topics(length, np.random.default_rng([seed, 0]))
+
+    def head(number: int) -> tuple[Array, Array, Float32]:
+        generator = np.random.default_rng([seed, 1, number])
+        strength = (np.arange(dim, dtype=np.float32) + 1) ** (-SPECTRUM / 2)
+        strength *= np.float32(np.sqrt(dim / np.sum(strength**2)))
+        generator.shuffle(strength)
+        centres = _normal(generator, TOPICS, dim) * strength * np.float32(TOPIC_SHARE**0.5)
+        offset = _normal(generator, 1, dim) * strength
+        own = strength * np.float32((1 - TOPIC_SHARE) ** 0.5)
+        keys = _rows(length, centres + offset, own, topics, dtype, [seed, 2, number])
+        meanings = _normal(generator, TOPICS, dim) * np.float32(TOPIC_SHARE**0.5)
+        ones = np.full(dim, (1 - TOPIC_SHARE) ** 0.5, np.float32)
+        values = _rows(length, meanings, ones, topics, dtype, [seed, 3, number])
+        elsewhere = 0.5 * _normal(generator, 1, dim) * strength - np.float32(0.3) * offset
+        attended = _attended(generator, steps + TUNING, group)
+        weights = (np.arange(STRONG, dtype=np.float32) + 1) ** -DECAY
+        weights /= np.float32(np.sqrt(np.sum(weights**2) * TOPIC_SHARE))
+        queries = np.einsum("j,sgjd->sgd", weights, centres[attended])
+        queries += _normal(generator, (steps + TUNING) * group, dim).reshape(queries.shape) * strength
+        return keys, values, (np.float32(LOUDNESS) * (queries + elsewhere)).astype(np.float32)
+
+    return _layer("long-tailed", head, heads, steps, dim)
+
+
+def gaussian(
+    length: int,
+    *,
+    heads: int = 8,
+    group: int = 4,
+    dim: int = 128,
+    dtype: str = "float16",
+    steps: int = 8,
+    seed: int = 0,
+) -> Layer:
+    """Independent normal keys, values and queries."""
+
+    def head(number: int) -> tuple[Array, Array, Float32]:
+        generator = np.random.default_rng([seed, 4, number])
+        centre, topics = np.zeros((1, dim), np.float32), np.zeros(length, np.int64)
+        keys, values = (
+            _rows(length, centre, np.ones(dim, np.float32), topics, dtype, [seed, side, number])
+            for side in (5, 6)
+        )
+        return keys, values, _normal(generator, (steps + TUNING) * group, dim).reshape(-1, group, dim)
+
+    return _layer("gaussian", head, heads, steps, dim)
+
+
+def captured(path: Path, *, steps: int = 32) -> Layer:
+    """What the store at `path` holds, with the scaling `D ** -0.5`. Of its sampled queries, groups of
+    neighbours are taken in turns to tune and to judge.
+    """
+    store = KVStore.open(path)
+    shape = store.manifest.shape
+    # Layers take turns, so that the first few heads are of several.
+    places = [(layer, head) for head in range(shape.kv_heads) for layer in shape.full_layers]
+    sampled = np.stack([np.asarray(store.queries(*place), np.float32) for place in places])
+    whole = sampled.shape[1] // (2 * shape.group) * 2 * shape.group
+    grouped = sampled[:, :whole].reshape(len(places), -1, 2, shape.group, shape.head_dim)
+    spread = np.linspace(0, grouped.shape[1] - 1, min(steps, grouped.shape[1])).astype(int)
+    return Layer(
+        "captured",
+        [store.keys(*place) for place in places],
+        [store.values(*place) for place in places],
+        np.ascontiguousarray(grouped[:, spread, 1].transpose(1, 0, 2, 3)),
+        np.ascontiguousarray(grouped[:, :, 0].reshape(len(places), -1, shape.head_dim)),
+        shape.head_dim**-0.5,
+    )
+
+
+def _layer(name: str, head: Any, heads: int, steps: int, dim: int) -> Layer:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        keys, values, queries = zip(*pool.map(head, range(heads)), strict=True)
+    by_step = np.ascontiguousarray(np.stack(queries).swapaxes(0, 1))
+    tuning = np.ascontiguousarray(by_step[steps:].swapaxes(0, 1).reshape(heads, -1, dim))
+    return Layer(name, list(keys), list(values), by_step[:steps], tuning, dim**-0.5)
+
+
+def _topics(length: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+    """The topic of each token."""
+    weights = 1 / np.arange(1, TOPICS + 1)
+    runs = length * 5 // (4 * RUN) + 64
+    topics = generator.choice(TOPICS, runs, p=weights / weights.sum())
+    lengths = generator.geometric(1 / RUN, runs)
+    while lengths.sum() < length:
+        lengths *= 2
+    tokens: npt.NDArray[np.int64] = np.repeat(topics, lengths)[:length].astype(np.int64)
+    return tokens
+
+
+def _attended(generator: np.random.Generator, steps: int, group: int) -> npt.NDArray[np.int64]:
+    """Topics `[steps, group, STRONG]`: every other one is the whole group's."""
+    own, shared = (np.exp(generator.random((steps, count, STRONG)) * np.log(TOPICS)) for count in (group, 1))
+    chosen = np.where(np.arange(STRONG) % 2 == 0, shared, own)
+    topics: npt.NDArray[np.int64] = np.minimum(chosen.astype(np.int64), TOPICS - 1)
+    return topics
+
+
+def _rows(
+    length: int, centres: Float32, own: Float32, topics: npt.NDArray[np.int64], dtype: str, seed: list[int]
+) -> Array:
+    """Rows `[N, D]`: each its topic's centre and noise; one block at a time in float32."""
+    rows = np.empty((length, centres.shape[1]), np.dtype(dtype))
+    for start in range(0, length, BLOCK):
+        part = slice(start, min(start + BLOCK, length))
+        noise = _normal(np.random.default_rng([*seed, start]), part.stop - start, centres.shape[1])
+        noise *= own
+        noise += centres[topics[part]]
+        rows[part] = noise
+    return rows
+
+
+def _normal(generator: np.random.Generator, rows: int, dim: int) -> Float32:
+    return generator.standard_normal((rows, dim), dtype=np.float32)

@@ -1,0 +1,248 @@
+"""One layer's attention step, ours beside the baselines: `python -m benchmarks.step [--store STORE]`.
+
+A step is: queries `[Hkv, G, D]` in; search, values fetched, attended; outputs out. Every size and data set
+gets a table: medians from cold caches in milliseconds, how many times as fast as the baselines of the same
+run, and what of dense attention is kept. Fidelity is judged on queries that no index was tuned on: of a
+store's sampled prefill queries every other group tunes, and groups between are timed and judged.
+`allowed`: the share of the time that the machine's measured bandwidths would take for the bytes that the way
+must read, in order or row by row.
+
+What builds slowly (lists and graphs, and beyond SMALL tokens every baseline) is built for `--baseline-heads`
+KV heads, and its time scaled up to all: the column `heads` says so. Torch's dense attention is tried fused
+and as matrix products, in float32 and in the stored dtype; the fastest counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+import indexes.registry
+from benchmarks import baselines, history, layers, machine, measured, tables
+from benchmarks.fidelity import Truth, truth
+from benchmarks.layers import Layer
+from benchmarks.measured import Row
+from benchmarks.ways import Maker, index_way, quest_way
+from indexes.errors import MissingBackend
+from offload_decode.memory import Peak
+from offload_decode.rows import tensor_view
+
+SMALL = 200_000  # tokens up to which baselines are built for all heads
+CAPTURED = 32_768  # tokens of the text that is prefilled where no store is given
+GRAPHS = ("faiss-hnsw", "hnswlib")
+SLOW = ("faiss-ivf", *GRAPHS)  # kinds that are built for some heads beyond so many tokens
+OFFERED = ("long-tailed", "gaussian", "captured")
+
+
+def our_ways(layer: Layer, names: Sequence[str], few: int) -> dict[str, Callable[[], Maker]]:
+    """What builds each of ours."""
+    some = layer.heads(few) if layer.length > CAPTURED else layer
+    return {
+        name: partial(quest_way, layer)
+        if name == "quest"
+        else partial(index_way, some if name in SLOW else layer, name)
+        for name in names
+    }
+
+
+def baseline_ways(layer: Layer, few: int) -> dict[str, Callable[[], Maker]]:
+    """What builds each baseline."""
+    some = layer.heads(few)
+    most = layer if layer.length <= SMALL else some
+    stored = tensor_view(layer.keys[0][:1]).dtype if layer.keys[0].ndim == 2 else torch.float32
+    ways: dict[str, Callable[[], Maker]] = {
+        f"dense {fused} {dtype}": partial(baselines.dense, most, dtype, fused)
+        for dtype in dict.fromkeys((torch.float32, stored))
+        for fused in (True, False)
+    }
+    if torch.cuda.is_available():
+        from benchmarks.offloaded import offloaded
+
+        ways["offloaded"] = partial(offloaded, most)
+    return ways | {
+        "flat": partial(baselines.flat, most),
+        "flat grouped": partial(baselines.flat, most, True),
+        "ivf": partial(baselines.ivf, some),
+        "hnsw": partial(baselines.hnsw, some),
+        "hnswlib": partial(baselines.hnswlib, some),
+    }
+
+
+def counts(asked: str, tokens: int) -> list[int]:
+    """`64,1024,2%` of so many tokens."""
+    ks = [round(tokens * float(k[:-1]) / 100) if k.endswith("%") else int(k) for k in asked.split(",") if k]
+    return [k for k in dict.fromkeys(ks) if 0 < k <= tokens]
+
+
+def run(layer: Layer, arguments: argparse.Namespace, host: machine.Machine) -> list[Row]:
+    """All rows of one data set at one size, and its table on stdout."""
+    ks = counts(arguments.k, layer.length)
+    more = [k for k in counts(arguments.more_k, layer.length) if k not in ks]
+    exact = truth(layer, [*ks, *more])
+    print(f"\n## {layer.name}, {layer.length:,} tokens, {layer.shape}\n\n{properties(exact)}\n", flush=True)
+    rows: list[Row] = []
+    for offered, own in (
+        (baseline_ways(layer, arguments.baseline_heads), False),
+        (our_ways(layer, ours(arguments, layer.length), arguments.baseline_heads), True),
+    ):
+        for name, build in offered.items():
+            if not own and arguments.baselines is not None and name.split()[0] not in arguments.baselines:
+                continue
+            print(f"{layer.name} {layer.length:,}: {name}", file=sys.stderr, flush=True)
+            try:
+                ready = build()
+            except MissingBackend as error:
+                print(f"{name} is left out: {error}", file=sys.stderr)
+                continue
+            for k in [*ks, *(more if own else [])]:
+                way = ready(k)
+                for batch in arguments.batch:
+                    row = measured.measured(
+                        way, layer, exact, k, host, batch=batch, seconds=arguments.seconds
+                    )
+                    rows.append(row)
+                    print(f"  k {k:,}, at once {batch}: {row.brief()}", file=sys.stderr, flush=True)
+            del ready
+    for k in [*ks, *more]:
+        for batch in arguments.batch:
+            own_rows = [row for row in rows if (row.k, row.batch) == (k, batch)]
+            print(f"k = {k:,}, {batch} step(s) at once\n\n{measured.show(own_rows, rows)}\n", flush=True)
+    return rows
+
+
+def ours(arguments: argparse.Namespace, tokens: int) -> list[str]:
+    """The names of our ways; graphs only where they are asked for or build quickly."""
+    if arguments.ours is not None:
+        return list(arguments.ours)
+    kinds = [kind for kind in indexes.registry.kinds() if kind not in GRAPHS or tokens <= CAPTURED]
+    return [*kinds, "quest"]
+
+
+def properties(exact: Truth) -> str:
+    """What the data's attention is like."""
+    held = ", ".join(f"{float(mass.mean()):.3f} at {k:,}" for k, mass in sorted(exact.mass.items()))
+    return f"Attention mass of the exact top-k: {held}; sorted weights fall as rank to the {exact.slope:.2f}."
+
+
+@contextmanager
+def store_of(arguments: argparse.Namespace) -> Iterator[Path]:
+    """The store that was given, or one of a text that the shipped model prefills now."""
+    if arguments.store is not None:
+        yield arguments.store
+        return
+    from offload_decode.evals.haystack import Haystack, python_topics
+    from offload_decode.models.loading import load
+    from prefill_jobs.corpus import TextDocument
+    from prefill_jobs.job import prefill_texts
+
+    text = arguments.text
+    haystack = Haystack(text.name, text.read_text(encoding="utf-8")) if text else python_topics()
+    loaded = load("demo", "cpu")
+    with TemporaryDirectory(prefix="offload-decode-step-") as folder:
+        path = Path(folder) / "captured.kv"
+        cut = haystack.cut(loaded.tokenizer, arguments.captured_tokens)
+        prefill_texts(loaded, [TextDocument("text", cut)], path)
+        yield path
+
+
+def data(arguments: argparse.Namespace) -> Iterator[Layer]:
+    """Every layer that is to be measured, the largest of each kind made once."""
+    steps = max(8, *arguments.batch)
+    for name in arguments.data:
+        if name == "captured":
+            with store_of(arguments) as path:
+                yield layers.captured(path, steps=4 * steps)
+            continue
+        make = layers.gaussian if name == "gaussian" else layers.long_tailed
+        whole = make(max(arguments.tokens), heads=arguments.heads, dtype=arguments.dtype, steps=steps)
+        for tokens in arguments.tokens:
+            yield whole.first(tokens)
+
+
+def picture(rows: Sequence[Row], path: Path, host: machine.Machine) -> None:
+    """Milliseconds of a step against mass, a panel for each data set and size."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        if row.batch == 1:
+            panel = panels.setdefault(f"{row.data}, {row.tokens:,} tokens", {})
+            panel.setdefault(row.way, []).append((row.k, row.seconds * 1e3))
+    tables.draw(
+        path,
+        "One layer's attention step",
+        panels,
+        across="k, tokens of each query head",
+        up="milliseconds a step",
+        footnote=host.lines(),
+    )
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    def names(text: str) -> list[str]:
+        return [part for part in text.split(",") if part]
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=names, default=["long-tailed", "captured"], help=", ".join(OFFERED))
+    parser.add_argument("--tokens", type=numbers, default=[16_384, 131_072], help="sizes of made-up data")
+    parser.add_argument("--store", type=Path, help="a store whose keys, values and queries are `captured`")
+    parser.add_argument("--text", type=Path, help="without a store: a text to prefill; else Python's topics")
+    parser.add_argument("--captured-tokens", type=int, default=CAPTURED, help="of that text")
+    parser.add_argument("--k", default="1024", help="tokens of each query head: counts, or like 2%%")
+    parser.add_argument("--more-k", default="64,2%", help="further ones, for our ways only")
+    parser.add_argument("--batch", type=numbers, default=[1], help="steps (questions) at once, such as 1,16")
+    parser.add_argument("--heads", type=int, default=8, help="KV heads of made-up data")
+    parser.add_argument("--dtype", default="float16", help="of made-up keys and values: float16 or float32")
+    parser.add_argument("--ours", type=names, help="index kinds, and quest; default: all that build quickly")
+    parser.add_argument("--baselines", type=names, help="of: dense, offloaded, flat, ivf, hnsw, hnswlib")
+    parser.add_argument("--baseline-heads", type=int, default=2, help="heads of slow baselines")
+    parser.add_argument("--seconds", type=float, default=2.0, help="at most, for the repetitions of a time")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--json", type=Path, help="save everything that was measured")
+    parser.add_argument("--results", type=Path, default=history.RESULTS, help="for the plot and the history")
+    arguments = parser.parse_args(argv)
+    unknown = sorted(set(arguments.data) - set(OFFERED))
+    if unknown:
+        parser.error(f"unknown data {', '.join(unknown)}: choose of {', '.join(OFFERED)}")
+    if arguments.quick:
+        arguments.tokens, arguments.captured_tokens, arguments.heads = [2048], 1024, 2
+        arguments.k, arguments.more_k, arguments.seconds, arguments.baseline_heads = "128", "32", 0.01, 1
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parsed(argv)
+    host = machine.measure(1 << 22) if arguments.quick else machine.measure()
+    print(f"# One layer's attention step\n\n{host.lines()}")
+    rows: list[Row] = []
+    with torch.inference_mode(), Peak() as peak:
+        for layer in data(arguments):
+            rows += run(layer, arguments, host)
+    print(f"Most memory that was held: {peak.bytes / 2**30:.1f} GiB.")
+    settings = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name not in ("json", "results", "store", "text", "quick")
+    }
+    if arguments.json:
+        report = {"settings": settings, **machine.made_with(host), "peak_bytes": peak.bytes}
+        report["rows"] = [row.as_json() for row in rows]
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if not arguments.quick:
+        picture(rows, arguments.results / "step.png", host)
+        history.append(arguments.results, "step", settings, measured.figures(rows), host)
+
+
+if __name__ == "__main__":
+    main()

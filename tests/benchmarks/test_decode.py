@@ -1,0 +1,87 @@
+"""`benchmarks/decode.py` and `store.py` from end to end, on a tiny store of the shipped model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import decode, store
+from offload_decode.engine.engine import Engine
+from offload_decode.models.loading import LoadedModel, load
+from offload_decode.store.reader import KVStore
+from offload_decode.types import Document
+from prefill_jobs.build import build_indexes
+from prefill_jobs.job import prefill_tokens
+
+TOKENS = 400  # more than a window of the shipped model
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load("demo", "cpu")
+
+
+@pytest.fixture(scope="module")
+def path(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("decode") / "text.kv"
+    tokens = np.random.default_rng(0).integers(300, 2000, TOKENS, dtype=np.int32)
+    prefill_tokens(loaded, tokens, [Document("text", 0, TOKENS)], path)
+    build_indexes(path, "faiss-ivf")
+    return path
+
+
+def test_the_baseline_attends_to_all_that_is_stored(loaded: LoadedModel, path: Path) -> None:
+    ours = Engine.open(path, loaded, selector="dense")
+    plain = load("demo", "cpu").model
+    cache = decode.full_cache(KVStore.open(path), plain.config, 2)
+    question = torch.arange(500, 509)[None].expand(2, -1)
+    with torch.inference_mode():
+        expected = plain(question, past_key_values=cache).logits[:, -1]
+    for row in expected:
+        torch.testing.assert_close(ours.fork().extend(question[0]), row, atol=1e-3, rtol=0)
+
+
+def test_every_way_answers_and_its_time_is_told_apart(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "decode.json"
+    decode.main(["--quick", "--store", str(path), "--json", str(saved), "--results", str(tmp_path)])
+    rows = {(row["way"], row["questions"]): row for row in json.loads(saved.read_text())["rows"]}
+    ways = {decode.BASELINE, "dense", "topk, flat", "topk, faiss-ivf", "quest"}
+    assert set(rows) == {(way, questions) for way in ways for questions in (1, 2)}
+    for (way, _), row in rows.items():
+        assert row["stages"]["model"] > 0
+        assert sum(row["stages"].values()) <= 3 * row["seconds"], "medians of parts of a step"
+        assert (row["stages"]["search"] > 0) == (way != decode.BASELINE)
+    assert all(rows[way, 2]["same"] == 1 for way in ("dense", decode.BASELINE)), "both are exact"
+    assert "GB/s" in capsys.readouterr().out
+    assert not list(tmp_path.glob("history*")), "a quick run is no measurement"
+
+
+def test_agreement_ends_at_the_first_difference() -> None:
+    assert decode.agreement((1, 2, 3, 4), (1, 2, 5, 4)) == 0.5
+    assert decode.agreement((1, 2), (1, 2, 3)) == 1
+
+
+def test_first_tokens_and_writing_are_measured(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "store.json"
+    where = ["--folder", str(tmp_path), "--results", str(tmp_path), "--json", str(saved)]
+    store.main(["--quick", "--store", str(path), *where])
+    report = json.loads(saved.read_text())
+    assert [(row["way"], row["cold"]) for row in report["first"]] == [
+        ("topk, flat", True),
+        ("topk, flat", False),
+    ]
+    assert {"topk, faiss-ivf", "quest"} <= store.ways(path, "16").keys()
+    for row in report["first"]:
+        assert min(row["imports"], row["open"]) > 0
+        assert row["question"] > row["search"] > 0
+    assert all(row["bytes"] > 0 and row["plain"] > 0 for row in report["written"])
+    assert "x reading all" in capsys.readouterr().out
+    assert not list(tmp_path.glob("written-*")), "what was written is removed"

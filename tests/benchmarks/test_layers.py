@@ -1,0 +1,69 @@
+"""The data that benchmarks run on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks import layers
+from benchmarks.fidelity import truth
+from offload_decode.types import LayerKind, ModelShape
+
+
+@pytest.mark.parametrize("make", [layers.long_tailed, layers.gaussian])
+def test_the_same_seed_makes_the_same_layer(make: object) -> None:
+    first, again, other = (
+        make(300, heads=2, group=2, dim=16, steps=2, seed=seed)  # type: ignore[operator]
+        for seed in (0, 0, 1)
+    )
+    for ours, theirs in zip((*first.keys, *first.values), (*again.keys, *again.values), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(first.steps, again.steps)
+    assert not np.array_equal(first.keys[0], other.keys[0])
+    assert first.keys[0].shape == (300, 16)
+    assert first.steps.shape == (2, 2, 2, 16)
+    assert first.tuning.shape == (2, layers.TUNING * 2, 16)
+
+
+def test_a_part_of_a_layer_is_a_view() -> None:
+    whole = layers.long_tailed(300, heads=2, group=2, dim=16, steps=2)
+    part = whole.first(100).heads(1)
+    assert (part.length, len(part.keys), part.steps.shape[1], len(part.tuning)) == (100, 1, 1, 1)
+    assert np.shares_memory(part.keys[0], whole.keys[0])
+
+
+def test_the_long_tail_is_long() -> None:
+    """Neither a few tokens nor all of them: weights fall about as a power of their rank."""
+    layer = layers.long_tailed(16_384, heads=1, steps=8)
+    exact = truth(layer, [64, 1024])
+    assert 0.4 < float(exact.mass[64].mean()) < 0.8
+    assert 0.7 < float(exact.mass[1024].mean()) < 0.98
+    assert -2.2 < exact.slope < -1
+    independent = layers.gaussian(16_384, heads=1, steps=8)
+    assert float(truth(independent, [1024]).mass[1024].mean()) < 0.4
+
+
+def test_queries_that_tune_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ModelShape((LayerKind.SLIDING, LayerKind.FULL), 4, 2, 8, 16)
+    sampled = np.arange(2 * 40 * 8, dtype=np.float32).reshape(2, 40, 8)
+    store = SimpleNamespace(
+        manifest=SimpleNamespace(shape=shape),
+        keys=lambda layer, head: np.zeros((50, 8), np.float32),
+        values=lambda layer, head: np.zeros((50, 8), np.float32),
+        queries=lambda layer, head: sampled[head],
+    )
+    monkeypatch.setattr(layers.KVStore, "open", lambda path: store)
+    layer = layers.captured(Path("store"), steps=5)
+    assert layer.steps.shape == (5, 2, 2, 8)
+    assert layer.scaling == 8**-0.5
+    for head in range(2):
+        judged = {tuple(row) for row in layer.steps[:, head].reshape(-1, 8).tolist()}
+        tuning = {tuple(row) for row in layer.tuning[head].tolist()}
+        assert len(judged) == 10
+        assert not judged & tuning
+        # A group's rows are neighbours among the samples.
+        gaps = np.diff(layer.steps[:, head, :, 0], axis=1)
+        np.testing.assert_array_equal(gaps, 8)

@@ -1,0 +1,121 @@
+"""Ratios, scaled times, slopes and the history."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import growth, history, layers, measured, tables
+from benchmarks.fidelity import Fidelity, truth
+from benchmarks.machine import Machine
+from benchmarks.measured import Row
+from benchmarks.timing import Timing, timed
+from benchmarks.traffic import Traffic
+from benchmarks.ways import BASELINE, OURS, Way
+
+MACHINE = Machine("a processor", 2, 1 << 30, 1e9, 2e9, 1e8, 2e8, 1e9)
+WHOLE = Fidelity(1, 1, 1, 0.8, 0.1, 0.0)
+POOR = replace(WHOLE, ratio=0.9)
+
+
+def row(way: str, side: str, seconds: float, fidelity: Fidelity = WHOLE, tokens: int = 1000) -> Row:
+    timing = Timing(seconds, seconds, seconds, 3)
+    return Row("made up", tokens, 64, 1, way, side, 2, 2, timing, 0.0, "", fidelity, None, None)
+
+
+def test_ratios_are_to_the_fastest_baseline_that_holds_enough() -> None:
+    ours = row("clusters", OURS, 0.01)
+    rows = [
+        row("torch dense, fused, float32", BASELINE, 0.5),
+        row("torch dense, matmul, float32", BASELINE, 0.2),
+        row("faiss HNSW per query head", BASELINE, 0.001, POOR),
+        row("hnswlib per query head", BASELINE, 0.04),
+        row("faiss flat per query head", BASELINE, 9.0, tokens=2000),
+        ours,
+    ]
+    assert measured.against(rows, ours, "torch dense") == pytest.approx(20)
+    assert measured.against(rows, ours, measured.REFERENCES["HNSW"]) == pytest.approx(4)
+    assert measured.against(rows, ours, "faiss flat per query head") is None
+
+
+def test_speed_without_fidelity_does_not_count() -> None:
+    dense = row("torch dense, fused, float32", BASELINE, 0.5)
+    good, poor = row("good", OURS, 0.01), row("poor", OURS, 0.01, POOR)
+    table = measured.show([dense, good, poor])
+    assert "(50)" not in table.splitlines()[3]
+    assert "(50)" in table.splitlines()[4]
+    assert "0.9000 low" in table.splitlines()[4]
+    names = measured.figures([dense, good, poor])
+    assert names["made up/1000/k64/b1/good/x dense"] == pytest.approx(50)
+    assert "made up/1000/k64/b1/poor/x dense" not in names
+
+
+def test_what_was_measured_on_some_heads_is_scaled_to_all() -> None:
+    layer = layers.long_tailed(200, heads=4, group=2, dim=16, steps=2)
+    exact = truth(layer, [8])
+
+    def step(rows: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+        time.sleep(0.01)
+        return np.zeros_like(rows)
+
+    def way(heads: int) -> Way:
+        return Way("sleeps", OURS, heads, 1.0, "", step, None, lambda rows: Traffic(4_000, 400))
+
+    one, four = (measured.measured(way(heads), layer, exact, 8, MACHINE, seconds=0.05) for heads in (1, 4))
+    assert 4 * 0.01 <= one.seconds < 4 * 0.02
+    assert 0.01 <= four.seconds < 0.02
+    assert (one.build_seconds, four.build_seconds) == (4, 1)
+    assert (one.bytes, four.bytes) == (17_600, 4_400)
+    # 4,000 bytes in order at 2 GB/s and 400 from random places at 0.2 GB/s are 4 microseconds.
+    assert four.allowed == pytest.approx(4e-6 / four.seconds)
+    assert one.fidelity.error_dense == pytest.approx(1)
+
+
+def test_a_batch_keeps_groups_together() -> None:
+    steps = np.arange(3 * 2 * 2 * 1, dtype=np.float32).reshape(3, 2, 2, 1)
+    rows = measured.batched(steps, 2, 2)
+    assert rows.shape == (2, 4, 1)
+    np.testing.assert_array_equal(rows[0, :, 0], [*steps[2, 0, :, 0], *steps[0, 0, :, 0]])
+
+
+def test_every_turn_is_asked_for_in_order_and_the_median_counts() -> None:
+    turns: list[int] = []
+
+    def work(turn: int) -> None:
+        turns.append(turn)
+        time.sleep(0.03 if turn == 2 else 0.001)
+
+    timing = timed(work, repetitions=5, seconds=1, warm_up=1, cold=False)
+    assert turns == [0, 1, 2, 3, 4, 5]
+    assert timing.repetitions == 5
+    assert timing.lowest <= timing.median < 0.02 < timing.highest
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_the_slope_is_the_power(power: float) -> None:
+    points = [(n, 3 * n**power) for n in (1_000, 65_536, 1_000_000)]
+    assert growth.slope(points) == pytest.approx(power, abs=1e-9)
+    assert growth.growth(points) == pytest.approx((1_000_000 / 65_536) ** power)
+
+
+def test_the_history_shows_figures_by_commit(tmp_path: Path) -> None:
+    for speed in (3.0, 4.0):
+        history.append(tmp_path, "step", {"k": 64}, {"flat/x dense": speed, "flat/ms": 1}, MACHINE)
+    history.append(tmp_path, "growth", {}, {"flat/slope": 0.5}, MACHINE)
+    runs = history.read(tmp_path)
+    assert [run["figures"].get("flat/x dense") for run in runs] == [3, 4, None]
+    assert runs[0]["machine"]["read"] == 2e9
+    shown = history.show(runs, "*dense")
+    assert [cell.strip() for cell in shown.splitlines()[-1].split("|")[1:-1]] == ["flat/x dense", "3", "4"]
+    assert runs[0]["commit"] in shown
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plots" / "a.png"
+    tables.draw(path, "title", {"a": {"x": [(1, 2), (10, 20)]}}, across="N", up="ms")
+    assert path.read_bytes().startswith(b"\x89PNG")

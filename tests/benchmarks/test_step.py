@@ -1,0 +1,54 @@
+"""`benchmarks/step.py` and `growth.py` from end to end, on tiny sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import growth, step
+
+
+def rows(path: Path) -> dict[str, dict[str, Any]]:
+    report = json.loads(path.read_text())
+    return {row["way"]: row for row in report["rows"] if row["k"] == max(r["k"] for r in report["rows"])}
+
+
+def test_every_way_is_timed_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "step.json"
+    asked = ["--quick", "--data", "long-tailed", "--ours", "flat,faiss-ivf,quest"]
+    step.main([*asked, "--baselines", "dense,flat,ivf", "--json", str(saved), "--results", str(tmp_path)])
+    found = rows(saved)
+    exact = ("flat", "faiss flat per query head", "faiss flat per KV head")
+    for name in exact:
+        assert found[name]["fidelity"]["ratio"] == pytest.approx(1, abs=1e-4)
+        assert found[name]["fidelity"]["error_topk"] < 0.01
+    for name in (name for name in found if name.startswith("torch dense")):
+        assert found[name]["fidelity"]["error_dense"] < 0.01
+    assert {"faiss-ivf", "quest", "faiss IVF per query head"} <= found.keys()
+    assert all(row["timing"]["median"] > 0 for row in found.values())
+    printed = capsys.readouterr().out
+    assert "Attention mass of the exact top-k" in printed
+    assert "GB/s" in printed
+    assert not list(tmp_path.glob("history*")), "a quick run is no measurement"
+
+
+def test_questions_at_once_are_judged_as_one_by_one(tmp_path: Path) -> None:
+    saved = tmp_path / "step.json"
+    asked = ["--quick", "--data", "gaussian", "--ours", "flat", "--baselines", "", "--batch", "1,4"]
+    step.main([*asked, "--json", str(saved)])
+    report = json.loads(saved.read_text())
+    judged = {(row["k"], row["batch"]): row["fidelity"] for row in report["rows"]}
+    assert {batch for _, batch in judged} == {1, 4}
+    assert all(judged[k, 1] == judged[k, batch] for k, batch in judged)
+
+
+def test_growth_has_a_slope_for_each_way(tmp_path: Path) -> None:
+    saved = tmp_path / "growth.json"
+    growth.main(["--quick", "--ours", "flat", "--json", str(saved), "--results", str(tmp_path)])
+    report = json.loads(saved.read_text())
+    assert "flat/slope" in report["figures"]
+    assert "torch dense, matmul, float32/growth" in report["figures"]
+    assert {row["tokens"] for row in report["rows"]} == {1024, 4096}
