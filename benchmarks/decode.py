@@ -13,9 +13,6 @@ that differs, that dense attention to the store gives too.
 
 from __future__ import annotations
 
-import offload_decode  # noqa: F401 (says how OpenMP's threads wait, which torch reads when it is imported)
-
-# isort: split
 import argparse
 import json
 import random

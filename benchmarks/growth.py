@@ -57,7 +57,11 @@ def run(whole: Layer, arguments: argparse.Namespace, host: machine.Machine) -> l
         exact = truth(layer, [arguments.k])
         print(f"{tokens:,} tokens. {step.properties(exact)}", flush=True)
         makers = step.our_ways(layer, step.ours(arguments, tokens), arguments.heads)
-        offered: dict[str, Callable[[], Maker]] = {"dense": partial(dense, layer), **makers}
+        offered: dict[str, Callable[[], Maker]] = {
+            "dense, fused": partial(baselines.dense, layer, torch.float32, True),
+            "dense, matmul": partial(baselines.dense, layer, torch.float32, False),
+            **makers,
+        }
         for name, build in offered.items():
             print(f"{tokens:,}: {name}", file=sys.stderr, flush=True)
             way = build()(arguments.k)
@@ -65,11 +69,6 @@ def run(whole: Layer, arguments: argparse.Namespace, host: machine.Machine) -> l
             del way
             gc.collect()
     return rows
-
-
-def dense(layer: Layer) -> Maker:
-    """The faster of torch's ways at these sizes: matrix products."""
-    return baselines.dense(layer, torch.float32, fused=False)
 
 
 def report(rows: Sequence[Row]) -> str:

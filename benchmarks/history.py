@@ -42,7 +42,11 @@ def commit() -> str:
     """The commit that is checked out, with a + where tracked files differ from it."""
     try:
         short = _git("rev-parse", "--short", "HEAD")
-        return short + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        return short + (
+            "+"
+            if _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+            else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -26,7 +26,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.types import LayerKind, ModelShape, PageSelection, Selection, StepStats
 
 OURS, BASELINE = "ours", "baseline"
-INDEX_K = 100  # that indexes are tuned for
+INDEX_K, RECALL = 100, 0.98  # that indexes are tuned for
 PAGE = 16
 
 
@@ -83,7 +83,7 @@ def index_way(layer: Layer, kind: str) -> Maker:
     chosen = indexes.registry.get(kind)
     began = time.perf_counter()
     built = [
-        chosen.build(keys, tuning, digest="benchmark", k=min(INDEX_K, layer.length))
+        chosen.build(keys, tuning, digest="benchmark", target_recall=RECALL, k=min(INDEX_K, layer.length))
         for keys, tuning in zip(layer.keys, layer.tuning, strict=True)
     ]
     seconds = time.perf_counter() - began

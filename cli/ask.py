@@ -92,6 +92,7 @@ def ask(
                 "finish": given.finish,
                 "selector": selector,
                 "options": asdict(engine.selector.options),
+                "search": engine.selector.report(),
                 "placement": engine.prefix.host.placement.report(),
                 "store": str(store),
                 "model": engine.loaded.model_id,
@@ -152,6 +153,7 @@ def describe(cost: StepStats, engine: Engine) -> str:
             f"({attended / stored:.2%})",
             f"speed     {1000 * cost.total_s / max(1, cost.tokens):,.1f} ms for each token run",
             f"moved     {output.size(cost.bytes_moved)} of stored keys and values{bus}",
+            *(f"{name:9} {value}" for name, value in engine.selector.report().items()),
             f"attention {where}{found}",
             f"time      {cost.total_s:.2f} s: search {cost.search_s:.2f}, gather {cost.gather_s:.2f}, "
             f"attend {cost.attend_s:.2f}, the rest of the model {other:.2f}",

@@ -24,7 +24,7 @@ def index(
     ] = "clusters",
     recall: Annotated[
         float, typer.Option(metavar="R", help="Recall to reach on the stored queries; it is measured.", max=1)
-    ] = 0.95,
+    ] = 0.98,
     k: Annotated[
         int, typer.Option("--k", metavar="K", help="Recall is that of the best K keys.", min=1)
     ] = 100,

@@ -16,7 +16,7 @@ from indexes.keys import Float32, Keys, check_finite, float32_blocks
 from indexes.kmeans import nearest, trained
 
 KEYS_PER_CELL = 256  # smaller cells are bounded tighter, and cost more to build and to bound
-SEGMENT = 1 << 20  # keys that are clustered among themselves, so that building is linear beyond
+SEGMENT = 1 << 18  # keys that are clustered among themselves, so that building is linear beyond
 SAMPLE = 64  # training keys a cell
 ITERATIONS = 4
 LARGEST = 7  # codes are -7 to 7, stored with 8 added

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import indexes.registry
 from indexes.base import Hits, VectorIndex
 from offload_decode.errors import ConfigError
 from offload_decode.store.reader import KVStore
+
+AUTO = "auto"
 
 
 def index_path(store: Path, kind: str, layer: int, head: int) -> Path:
@@ -25,15 +26,9 @@ def indexes_folder(store: Path) -> Path:
     return store.with_name(store.name + ".indexes")
 
 
-AUTO = "auto"
-
-
 def default_kind(store: KVStore) -> str:
-    """`clusters` where all heads of the store have it, else `flat`, which needs no files."""
-    shape = store.manifest.shape
-    heads = [(layer, head) for layer in shape.full_layers for head in range(shape.kv_heads)]
-    paths = [index_path(store.path, "clusters", layer, head) for layer, head in heads]
-    return "clusters" if paths and all(os.path.exists(f"{path}.json") for path in paths) else "flat"
+    """`clusters` where they were built, be it in part, else `flat`, which needs no files."""
+    return "clusters" if (indexes_folder(store.path) / "clusters").is_dir() else "flat"
 
 
 class HeadIndexes:

@@ -41,7 +41,7 @@ def build_indexes(
     store: Path,
     kind: str,
     *,
-    recall: float = 0.95,
+    recall: float = 0.98,
     k: int = 100,
     progress: Progress = lambda stage, done, total: None,
 ) -> BuildReport:

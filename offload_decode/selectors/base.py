@@ -113,6 +113,10 @@ class Selector(ABC):
         """Pages of the conversation itself for the rows of `queries`; None, as here, is all of it."""
         return None
 
+    def report(self) -> dict[str, object]:
+        """What a user may want to know of how it chose, beyond its options."""
+        return {}
+
     def reset(self) -> None:  # noqa: B027 (most have nothing to forget)
         """Start afresh: a new question is put to the whole store."""
 

@@ -46,12 +46,12 @@ class TopK(base.Selector):
         super().__init__(options, host, shape)
         self.indexes = HeadIndexes(host.store, options.index)
         self.speculation: Speculation | None = None
+        if not -1 <= options.similarity <= 1:
+            raise ConfigError(f"similarity={options.similarity} cannot be: a cosine lies between -1 and 1")
         if options.speculate:
             self._speculate(options.similarity)
 
     def _speculate(self, similarity: float) -> None:
-        if not -1 <= similarity <= 1:
-            raise ConfigError(f"similarity={similarity} cannot be: a cosine lies between -1 and 1")
         if self.by_mass:
             raise ConfigError(
                 "speculate=true takes over a fixed number of tokens: "
@@ -60,6 +60,14 @@ class TopK(base.Selector):
         self.speculation = Speculation(self.indexes.search, similarity)
         # A batch is searched without speculation, and would not answer as each question alone.
         self.remembers = self.one_question = True
+
+    def report(self) -> dict[str, object]:
+        """The kind of index that is searched, and how many heads could take over, and were corrected."""
+        counts = self.speculation.counts if self.speculation else {}
+        return {
+            "index": self.indexes.kind,
+            **{name: counts[name] for name in ("heads", "corrected") if counts},
+        }
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The index's k best; with their scores where the index knows them exactly."""

@@ -18,7 +18,7 @@ from offload_decode.config import parse_options
 from offload_decode.selectors import registry
 from offload_decode.types import StepStats
 from prefill_jobs.job import Settings, prefill
-from tests.cli.conftest import TEXT, run
+from tests.cli.conftest import TEXT, Ran, run
 
 STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that opens the prompt comes
 QUESTION = "what is the colour of thing 3?"
@@ -173,6 +173,27 @@ def test_index_is_built_kept_shown_and_searched(copy: Callable[[str], Path]) -> 
         run("ask", store, QUESTION, "-o", "index=faiss-ivf", "--max-new-tokens", "2", "--json").out
     )
     assert found["options"]["index"] == "faiss-ivf"
+
+
+def test_ask_searches_the_clusters_once_they_are_built_and_never_without_a_word(
+    copy: Callable[[str], Path],
+) -> None:
+    store = copy("clustered.kv")
+
+    def asked(*options: str) -> Ran:
+        return run("ask", store, QUESTION, "--max-new-tokens", "5", "--json", *options)
+
+    assert json.loads(asked().out)["search"] == {"index": "flat"}
+    assert json.loads(run("index", store, "--json").out)["kind"] == "clusters"
+    assert json.loads(asked().out)["search"] == {"index": "clusters"}
+    assert json.loads(asked("-o", "index=flat").out)["search"] == {"index": "flat"}
+    speculated = json.loads(asked("-o", "speculate=true").out)["search"]
+    assert speculated["heads"] >= speculated["corrected"] >= 0
+    (store.with_name("clustered.kv.indexes") / "clusters" / "layer-001-head-000.json").unlink()
+    ran = asked()
+    assert ran.code == 1
+    assert "build the index again" in ran.err
+    assert asked("-o", "index=flat").code == 0
 
 
 def test_verify_tells_whole_from_damaged(store: Path, copy: Callable[[str], Path]) -> None:
