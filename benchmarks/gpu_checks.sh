@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every check that needs a CUDA device: the tests marked `gpu`, the timing of Quest's kernels, and ten minutes
-# of prefill of an 8B-shaped model under a cap of 16 GiB.
+# Every check that needs a CUDA device: the tests marked `gpu`, the timing of Quest's kernels, ten minutes of
+# prefill of an 8B-shaped model under a cap of 16 GiB, and decoding with one from 1M long-tailed tokens.
 # Runs with .venv/bin/python, or with the machine's own python; results go to ${OUT:-benchmarks/results}.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -37,6 +37,13 @@ failed=()
 "$PYTHON" benchmarks/gpu_quest.py --out "$out" || failed+=("benchmarks/gpu_quest.py")
 if [ -z "$missing" ]; then
     PYTHONPATH=. "$PYTHON" benchmarks/gpu_prefill.py --out "$out" || failed+=("benchmarks/gpu_prefill.py")
+    if "$PYTHON" -c 'from importlib.util import find_spec as f; raise SystemExit(f("bitsandbytes") is None)'; then
+        PYTHONPATH=. "$PYTHON" benchmarks/gpu_decode.py --out "$out" || failed+=("benchmarks/gpu_decode.py")
+    else
+        echo "missing here: bitsandbytes. benchmarks/gpu_decode.py is skipped."
+    fi
+else
+    echo "missing here: $missing. benchmarks/gpu_prefill.py and benchmarks/gpu_decode.py are skipped."
 fi
 
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -16,7 +16,6 @@ from cli.options import Device, Json, Options, Quiet, Selector
 from cli.progress import Progress
 from offload_decode.config import parse_options, split_pairs
 from offload_decode.errors import ConfigError
-from offload_decode.head_indexes import AUTO
 
 if TYPE_CHECKING:
     from offload_decode.evals.haystack import Haystack
@@ -157,6 +156,8 @@ def _check_selector(selector: str, options: Mapping[str, str]) -> SelectorOption
 
 def _index_of(options: Mapping[str, str]) -> str | None:
     """The kind that is asked for by name."""
+    from offload_decode.head_indexes import AUTO
+
     kind = options.get("index", AUTO)
     return None if kind == AUTO else kind
 

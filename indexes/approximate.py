@@ -1,4 +1,4 @@
-"""What the kinds of faiss and hnswlib share: tuning, completion by the exact scan, files."""
+"""What the kinds that approximate share: tuning, completion by the exact scan, files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from indexes.tuning import tune
 
 
 class ApproximateIndex(VectorIndex):
-    """An index of a library, searched at the parameter that was tuned for recall@k.
+    """An index that is searched at the parameter that was tuned for recall@k.
 
-    A search for more than the tuned k raises the parameter in proportion, `value * max(1, k / k_tuned)`.
-    From `scan_from` on, and for a query whose k places the library cannot fill, the exact scan answers.
+    A search for more than the tuned k raises the parameter in proportion, `value * max(1, k / k_tuned)`,
+    unless the kind adapts by itself. From `scan_from` on, and for a query whose k places the native search
+    cannot fill, the exact scan answers.
     """
 
     exact_scores: ClassVar[bool] = True
@@ -79,22 +80,22 @@ class ApproximateIndex(VectorIndex):
     @property
     @abstractmethod
     def scan_from(self) -> float:
-        """The smallest parameter value at which reading every key costs no more than the library's search."""
+        """The smallest parameter value at which reading every key costs no more than the native search."""
 
     @abstractmethod
     def _build_native(self) -> Any:
-        """The library's index over all keys. Raises InvalidIndexInput for keys that are not finite."""
+        """The native index over all keys. Raises InvalidIndexInput for keys that are not finite."""
 
     @abstractmethod
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
-        """The library's search, its hits by descending score; ids of -1 where it found fewer than k."""
+        """The native search, its hits by descending score; ids of -1 where it found fewer than k."""
 
     @abstractmethod
     def _write_native(self, file: str) -> None: ...
 
     @abstractmethod
     def _read_native(self, file: str) -> Any:
-        """The library's index from a file whose bytes were checked. Raises RuntimeError for another thing."""
+        """The native index from a file whose bytes were checked. Raises RuntimeError for another thing."""
 
     def save(self, path: StrPath) -> None:
         record = None if self.recall is None else asdict(self.recall)
@@ -116,5 +117,5 @@ class ApproximateIndex(VectorIndex):
             return self._read_native(str(native))
         except RuntimeError as error:
             raise IndexDamaged(
-                f"{native} is not an index that this library reads ({error}); build the index again."
+                f"{native} is not an index that can be read ({error}); build the index again."
             ) from error

@@ -25,7 +25,7 @@ from indexes.keys import Float32, check_count, check_queries
 from indexes.pruned_scan import FIRST, candidates_for, search_layer
 
 _LADDER = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
-_EVERY_CELL = 64.0
+_NEARLY_ALL = 64.0
 _EXACT = 1000.0
 _ROWS = 64  # of one head, searched together: they share what they scan
 _CANDIDATES = 1 << 22  # of these rows, in memory at once
@@ -44,7 +44,7 @@ class ClusteredIndex(ApproximateIndex):
         return _EXACT
 
     def ladder(self, k: int) -> Sequence[float]:
-        return [*_LADDER, _EVERY_CELL, _EXACT]
+        return [*_LADDER, _NEARLY_ALL, _EXACT]
 
     def _search(self, queries: Float32, k: int) -> Hits:
         assert self.recall is not None, "an index with keys was tuned"
@@ -65,6 +65,8 @@ class ClusteredIndex(ApproximateIndex):
         rows = queries.shape[1]
         checked = check_queries(queries.reshape(-1, queries.shape[-1]), own[0].dim).reshape(queries.shape)
         pruned = np.array([head._prunes(check_count(k)) for head in own]) & (rows > 0)
+        if pruned.all():
+            return _pruned(own, checked, k)
         hits = Hits(np.empty((len(own), rows, k), np.int64), np.empty((len(own), rows, k), np.float32))
         for some, search in ((pruned, _pruned), (~pruned, _scanned)):
             if some.any():

@@ -60,7 +60,9 @@ def test_ask_as_json_names_everything_that_shaped_the_answer(store: Path) -> Non
     ran = run("ask", store, QUESTION, "--max-new-tokens", "6", "--json", "-o", "budget=10%", "-s", "topk")
     told = json.loads(ran.out)
     assert (told["question"], told["tokens"], told["finish"]) == (QUESTION, 6, "length")
-    assert (told["selector"], told["options"]["budget"], told["options"]["index"]) == ("topk", "10%", "flat")
+    assert (told["selector"], told["options"]["budget"], told["options"]["index"]) == ("topk", "10%", "auto")
+    assert told["search"] == {"index": "flat"}
+    assert told["placement"]["attend"] == "host"
     stats = told["stats"]
     assert stats["selected"] == stats["rows"] * round(told["stored_tokens"] / 10)
     assert stats["bytes_moved"] > 0
@@ -72,12 +74,12 @@ def test_ask_shows_costs_on_stderr_and_leaves_stdout_to_the_answer(store: Path) 
     assert ran.out == plain.out
     assert f"attended  7.0 of {STORED:,} stored tokens" in ran.err
     assert {line.split()[0] for line in ran.err.splitlines()} == {
-        *("tokens", "attended", "speed", "moved", "time")
+        *("tokens", "attended", "speed", "moved", "index", "attention", "time")
     }
 
 
 def test_the_speed_is_the_time_of_each_token() -> None:
-    engine = SimpleNamespace(prefix=SimpleNamespace(length=10))
+    engine = SimpleNamespace(prefix=SimpleNamespace(length=10), selector=SimpleNamespace(report=dict))
     told = describe(StepStats(tokens=4, total_s=0.5), cast(Engine, engine))
     assert "speed     125.0 ms for each token run" in told
 

@@ -125,7 +125,7 @@ def test_an_empty_question(store: Path) -> None:
         ["chat", "store", "--seed", "-1"],
         ["prefill", "corpus", "--out", "s"],
         ["prefill", "corpus", "--model", "m", "--out", "s", "--query-samples", "many"],
-        ["index", "store"],
+        ["index"],
     ],
 )
 def test_wrong_use_shows_the_usage(args: list[str]) -> None:
@@ -179,7 +179,7 @@ def test_an_out_without_a_name(home: Path, out: str) -> None:
 
 
 def test_an_index_that_cannot_be_built(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "the kinds are flat" in refused(2, "index", store, "--kind", "nonsense")
+    assert "the kinds are clusters" in refused(2, "index", store, "--kind", "nonsense")
     assert "recall must be" in refused(2, "index", store, "--kind", "flat", "--recall", "0")
     monkeypatch.setitem(sys.modules, "hnswlib", None)
     monkeypatch.delitem(sys.modules, "indexes.hnsw", raising=False)  # it may have been imported before

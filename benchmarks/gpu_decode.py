@@ -1,0 +1,218 @@
+"""Decoding with an 8B-shaped model, 1M stored tokens and 16 GiB of GPU memory: `benchmarks/gpu_decode.py`.
+
+Random weights, quantised; long-tailed keys and values; the index kind `clusters`. Greedy decoding with
+attention on the host, on the device, and there with a cache: tokens/s, seconds by stage (`search_s` waits for
+the device's query), bytes over the bus. A share is the bytes' time at the measured bandwidth, of the step's.
+
+Shared: only `--distinct` layers are made, and the model's layers read them in turns: 32 layers of 1M tokens
+(137 GB) do not fit into 128 GiB. A step reads as many bytes as with layers of their own, but where processor
+caches hold `bytes_between_turns`, what is read until a layer's turn comes again, some come from there (bounds
+of cells above all) and the figures flatter: raise --distinct. The disk, the page cache and the address
+translation of a whole store stay out of sight. The device's cache tells all layers apart.
+
+Queries: a random model's would not meet the keys; made-up ones replace them, others for every layer and step.
+Real text's are alike from step to step, these are not: the device's cache hits less often than it would.
+`--tiny`: a small plain model on the CPU, its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import fidelity, layers, machine, traffic
+from benchmarks.gpu_prefill import EIGHT_BILLION, TINY
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.prefix import StoredPrefix
+from offload_decode.evals.made_with import made_with
+from offload_decode.models.loading import LoadedModel, weights_hash, wrap
+from offload_decode.models.quantised import check_weights, quantise
+from offload_decode.planning import bandwidth
+from offload_decode.planning.caps import Caps, apply_caps
+from offload_decode.store.format import Array, Manifest, token_hash
+from offload_decode.store.reader import KVStore
+from offload_decode.store.writer import KVStoreWriter
+from offload_decode.types import Document
+from prefill_jobs.build import build_indexes
+
+WARM_UP = 4  # tokens before the clock starts
+
+
+class SharedStore(KVStore):
+    """A store of few layers as one of many, which take turns in reading them."""
+
+    distinct = 1
+
+    def _rows(self, layer: int, kind: str, kv_head: int) -> Array:
+        return super()._rows(layer % self.distinct, kind, kv_head)
+
+    def digest(self, layer: int, kv_head: int) -> str:
+        return super().digest(layer % self.distinct, kv_head)
+
+
+class Asked(StoredPrefix):
+    """A stored prefix that is asked made-up queries `[distinct, S, H, D]` in place of the model's."""
+
+    def __init__(self, prefix: StoredPrefix, queries: torch.Tensor):
+        super().__init__(prefix.host, prefix.selector)
+        self.queries, self.step = queries, -1
+
+    def begin(self, layer: int, query: torch.Tensor, *rest: Any) -> Any:
+        distinct, turns = len(self.queries), -(-len(self.selector.shape.layers) // len(self.queries))
+        self.step += layer == 0
+        asked = self.queries[layer % distinct, self.step * turns + layer // distinct]
+        return super().begin(layer, asked.view_as(query), *rest)
+
+    def fresh(self) -> Asked:
+        """Itself: there is one conversation."""
+        return self
+
+
+def model_of(config: dict[str, int], weights: str, device: str) -> LoadedModel:
+    """A model with random weights; on the host in 16 bits before they are taken in few."""
+    torch.set_default_dtype(torch.float16)
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    torch.set_default_dtype(torch.float32)
+    known = weights_hash(model)
+    taken = model if weights == "auto" else quantise(model, weights, torch.device(device))
+    return wrap(taken, None, "random weights", known)
+
+
+def written(path: Path, loaded: LoadedModel, given: Any, steps: int) -> tuple[KVStore, torch.Tensor, Any]:
+    """The store of `distinct` layers with its indexes, opened as one of all layers, and the queries."""
+    shape, tokens, distinct = loaded.shape, given.tokens, given.distinct
+    ids = np.random.default_rng(0).integers(0, loaded.model.config.vocab_size, tokens).astype(np.int32)
+    known = {n: getattr(loaded, n) for n in ("model_id", "weights_hash", "tokenizer_hash", "dtype", "rope")}
+    few = replace(shape, layers=shape.layers[:distinct])
+    known |= {"model_config_hash": loaded.config_hash, "shape": few}
+    counts = {"n_tokens": tokens, "query_samples": layers.TUNING * shape.group}
+    manifest = Manifest(**known, **counts, token_hash=token_hash(ids), prefill={"method": "long-tailed"})
+    queries = []
+    with KVStoreWriter.open(path, manifest, ids, [Document("long-tailed", 0, tokens)]) as writer:
+        for number in range(distinct):
+            sizes = {"heads": shape.kv_heads, "group": shape.group, "dim": shape.head_dim}
+            made = layers.long_tailed(tokens, **sizes, dtype=loaded.dtype, steps=steps, seed=number)
+            for start in range(0, tokens, layers.BLOCK):
+                part = slice(start, start + layers.BLOCK)
+                writer.append(
+                    number, *(np.stack([r[part] for r in side]) for side in (made.keys, made.values))
+                )
+            writer.put_queries(number, writer.samples(0, tokens)[0], made.tuning.astype(loaded.dtype))
+            queries.append(torch.from_numpy(made.steps).flatten(1, 2))
+        writer.commit(tokens)
+        writer.publish()
+    report = build_indexes(path, "clusters", k=given.budget)
+    for layer in range(distinct, len(shape.layers)):
+        name, own = (f"layer-{number:03d}-" for number in (layer, layer % distinct))
+        for file in report.folder.glob(own + "*"):
+            file.with_name(file.name.replace(own, name)).symlink_to(file.name)
+    store = SharedStore.open(path)
+    store.distinct, store.manifest = distinct, replace(store.manifest, shape=shape)
+    return store, torch.stack(queries).to(loaded.device), report
+
+
+def search_bytes(engine: Engine, queries: torch.Tensor, k: int) -> tuple[Any, float]:
+    """What a step of one layer must read on the host, and what share of the exact top-k's mass it finds."""
+    shape, heads = engine.loaded.shape, range(engine.loaded.shape.kv_heads)
+    steps = queries[0, :2].unflatten(1, (shape.kv_heads, shape.group)).cpu().numpy()
+    keys, values = ([rows(0, head) for head in heads] for rows in (engine.store.keys, engine.store.values))
+    layer = layers.Layer("long-tailed", keys, values, steps, steps[0], shape.head_dim**-0.5)
+    built = [engine.selector.indexes.get(0, head) for head in heads]  # type: ignore[attr-defined]
+    ids = [type(built[0]).search_heads(built, step, k).ids for step in steps]
+    exact = fidelity.truth(layer, [k])
+    judged = fidelity.judge(layer, exact, k, exact.best[k], ids)
+    return traffic.of_search(layer, built, steps[0], list(ids[0])), judged.ratio
+
+
+def decoded(engine: Engine, queries: torch.Tensor, tokens: int) -> dict[str, Any]:
+    """Seconds and costs of a token, the mean of `tokens` after a warm-up."""
+    prefix = engine.prefix = Asked(engine.prefix, queries)
+    engine.cache = engine.new_cache()
+    token, began = 1, 0.0
+    for step in range(WARM_UP + tokens):
+        if step == WARM_UP:
+            prefix.take_stats()
+            began = time.perf_counter()
+        token = int(engine.extend([token]).argmax())  # waits for the device
+    seconds = (time.perf_counter() - began) / tokens
+    assert prefix.step + 1 == WARM_UP + tokens, "every step asked the made-up queries"
+    stats = asdict(prefix.take_stats())
+    each = {name: value / tokens for name, value in stats.items() if not isinstance(value, dict)}
+    return {"tokens_per_second": 1 / seconds, "seconds": seconds, **each, "attended": stats["attended"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, default=1 << 20, help="stored")
+    parser.add_argument("--distinct", type=int, default=4, help="layers that are made, 32 at most")
+    parser.add_argument("--decode", type=int, default=32, help="tokens that are timed, each way")
+    parser.add_argument("--budget", type=int, default=1024, help="stored tokens for each query")
+    parser.add_argument("--weights", default="int4", choices=("int4", "int8"))
+    parser.add_argument("--tiny", action="store_true", help="a small plain model and store, on the CPU")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the figures")
+    given = parser.parse_args()
+    if not (torch.cuda.is_available() or given.tiny):
+        print("gpu_decode.py needs a CUDA device, and torch sees none here.", file=sys.stderr)
+        return 2
+    device, ways = "cpu", {"host": ("host", 0)}
+    if given.tiny:
+        given.tokens, given.distinct, given.decode, given.budget, given.weights = 8192, 1, 4, 32, "auto"
+    else:
+        device, ways["device"] = "cuda", ("device", 0)
+        ways["device, 2 GiB cached"] = ("device", 2 << 30)
+        apply_caps(Caps(16 << 30, None), device)
+    check_weights(given.weights)
+    loaded = model_of(TINY if given.tiny else EIGHT_BILLION, given.weights, device)
+    depth = len(loaded.shape.layers)
+    steps = (WARM_UP + given.decode) * -(-depth // given.distinct)
+    host = machine.measure(1 << 22) if given.tiny else machine.measure()
+    rates = bandwidth.measure(loaded.shape, loaded.dtype, "auto", device)
+    table = loaded.model.get_input_embeddings().weight  # one row of it is read
+    weights = sum(part.nbytes for part in loaded.model.parameters() if part is not table)
+    with TemporaryDirectory(prefix="offload-decode-gpu-", dir=".") as folder:
+        path, options = Path(folder).resolve() / "s", {"budget": str(given.budget), "index": "clusters"}
+        store, asked, report = written(path, loaded, given, steps)
+        found: dict[str, Any] = {}
+        for name, (attend, cache) in ways.items():
+            engine = Engine.open(store, loaded, options=options, attend=attend, device_cache=cache)
+            found[name] = decoded(engine, asked, given.decode)
+        read, mass = search_bytes(engine, asked, given.budget)
+    allowed = depth * (read.in_order / host.read + read.rows / host.gather)
+    for own in found.values():
+        bus = own["bus_bytes"] / rates.bus if rates.bus else 0.0
+        times = {"host": allowed, "weights": weights / rates.weights, "bus": bus}
+        own["shares"] = {name: value / own["seconds"] for name, value in times.items()}
+    figures = {
+        "date": date.today().isoformat(),
+        "card": "none" if given.tiny else torch.cuda.get_device_name(),
+        "settings": {name: str(value) for name, value in vars(given).items() if name != "out"},
+        "made_with": made_with(loaded),
+        **machine.made_with(host),
+        "bandwidths": asdict(rates),
+        "index": {"seconds": report.seconds, "recall": report.recall, "of the exact top-k's mass": mass},
+        "weights_bytes": weights,
+        "host_bytes_a_token": depth * (read.in_order + read.rows),
+        "bytes_between_turns": given.distinct * (read.in_order + read.rows),
+        "peak_gpu_bytes": 0 if given.tiny else torch.cuda.max_memory_reserved(),
+        "ways": found,
+    }
+    print(json.dumps(figures, indent=1))
+    if not given.tiny:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "gpu_decode.json").write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
