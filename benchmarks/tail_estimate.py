@@ -89,7 +89,7 @@ def attended(host: HostKV, shape: ModelShape, calls: Sequence[Call]) -> list[tup
     """Every way with what it answers to the calls."""
     results = []
     for way, rows, options in ways(host.length):
-        prefix = StoredPrefix(host, create("topk", options, host, shape))
+        prefix = StoredPrefix(host, create("topk", {"index": "flat", **options}, host, shape))
         first = []
         for layer in sorted({call.layer for call in calls}):
             one = next(call for call in calls if call.layer == layer)

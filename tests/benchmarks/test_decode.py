@@ -67,6 +67,7 @@ def test_agreement_ends_at_the_first_difference() -> None:
     assert decode.agreement((1, 2), (1, 2, 3)) == 1
 
 
+@pytest.mark.slow
 def test_first_tokens_and_writing_are_measured(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

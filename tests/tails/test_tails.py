@@ -82,7 +82,7 @@ def exact_scores(host, queries, ids):
 
 def prefix_of(host, group=3, **options):
     shape = ModelShape((LayerKind.FULL,), HKV * group, HKV, host.keys(0, 0).dim)
-    return StoredPrefix(host, selector_of("topk", options, host, shape))
+    return StoredPrefix(host, selector_of("topk", {"index": "flat", **options}, host, shape))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
