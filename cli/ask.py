@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import output
-from cli.limits import admit_ask
+from cli.limits import open_engine
 from cli.options import (
     Attend,
     Device,
@@ -25,7 +25,6 @@ from cli.options import (
     Temperature,
     TopP,
     Weights,
-    cache_size,
     question_from,
 )
 from offload_decode.config import split_pairs
@@ -65,21 +64,11 @@ def ask(
     """
     asked, options = question_from(question), split_pairs(option or [])
 
-    from offload_decode.engine.engine import Engine
     from offload_decode.engine.sampler import Sampler
 
     sampler = Sampler(temperature, top_p, seed)
-    cache = cache_size(device_cache)
-    opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram, cache)
-    engine = Engine.open(
-        opened,
-        model,
-        selector=selector,
-        options=options,
-        device=device,
-        weights=weights,
-        attend=attend,
-        device_cache=cache,
+    engine = open_engine(
+        store, model, selector, options, weights, device, attend, device_cache, gpu_memory, ram
     )
     if as_json:
         given = engine.answer(asked, max_new_tokens, sampler)
@@ -97,15 +86,15 @@ def ask(
                 "store": str(store),
                 "model": engine.loaded.model_id,
                 "stored_tokens": engine.prefix.length,
-                "prefill": opened.manifest.prefill,
-                "kv": opened.manifest.kv,
+                "prefill": engine.store.manifest.prefill,
+                "kv": engine.store.manifest.kv,
                 "stats": asdict(cost),
             }
         )
     else:
         show(engine.stream(asked, max_new_tokens, sampler))
         cost = engine.prefix.take_stats()
-    if inexact := approximations(opened.manifest):
+    if inexact := approximations(engine.store.manifest):
         output.note(f"The store's keys and values are approximate: {inexact}.")
     if cost.tail_rows:
         output.note(

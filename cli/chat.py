@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cli import output
 from cli.ask import show
-from cli.limits import admit_ask
+from cli.limits import open_engine
 from cli.options import (
     Attend,
     Device,
@@ -24,7 +24,6 @@ from cli.options import (
     Temperature,
     TopP,
     Weights,
-    cache_size,
 )
 from offload_decode.config import split_pairs
 
@@ -58,20 +57,10 @@ def chat(
     """
     options = split_pairs(option or [])
 
-    from offload_decode.engine.engine import Engine
     from offload_decode.engine.sampler import Sampler
 
-    cache = cache_size(device_cache)
-    opened = admit_ask(store, model, selector, options, weights, device, gpu_memory, ram, cache)
-    engine = Engine.open(
-        opened,
-        model,
-        selector=selector,
-        options=options,
-        device=device,
-        weights=weights,
-        attend=attend,
-        device_cache=cache,
+    engine = open_engine(
+        store, model, selector, options, weights, device, attend, device_cache, gpu_memory, ram
     )
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation

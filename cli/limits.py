@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from cli import output
 from cli.counts import byte_count
+from cli.options import cache_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from offload_decode.engine.engine import Engine
     from offload_decode.planning.caps import Caps
     from offload_decode.store.reader import KVStore
 
@@ -22,25 +24,39 @@ def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
     return Caps(*(None if size is None else byte_count(size) for size in (gpu_memory, ram)))
 
 
-def admit_ask(
+def open_engine(
     store: Path,
     model: str | None,
     selector: str,
     options: Mapping[str, object],
     weights: str,
     device: str,
-    gpu_memory: str | None = None,
-    ram: str | None = None,
-    device_cache: int = 0,
-) -> KVStore:
-    """Open a store that is to be asked, under the caps. Raises `DoesNotFit`, `ConfigError`, `StoreError`."""
+    attend: str,
+    device_cache: str | None,
+    gpu_memory: str | None,
+    ram: str | None,
+) -> Engine:
+    """Open a store to be asked with a command's options, under its caps. Raises `DoesNotFit`, `ConfigError`,
+    `StoreError`.
+    """
+    cache = cache_size(device_cache)
     caps = caps_of(gpu_memory, ram)
 
+    from offload_decode.engine.engine import Engine
     from offload_decode.planning.caps import apply_caps
 
-    opened = check_store(store, model, selector, options, weights, device, caps, device_cache=device_cache)
+    opened = check_store(store, model, selector, options, weights, device, caps, device_cache=cache)
     apply_caps(caps, device)
-    return opened
+    return Engine.open(
+        opened,
+        model,
+        selector=selector,
+        options=options,
+        device=device,
+        weights=weights,
+        attend=attend,
+        device_cache=cache,
+    )
 
 
 def check_store(

@@ -14,7 +14,7 @@ from torch import Tensor
 from offload_decode.errors import ConfigError
 from offload_decode.hot_rows import HotRows
 from offload_decode.kernels.host_gather import gather_rows
-from offload_decode.kernels.host_pages import run
+from offload_decode.kernels.parts import run
 from offload_decode.rows import Rows
 from offload_decode.types import StepStats
 

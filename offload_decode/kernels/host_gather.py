@@ -13,7 +13,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from offload_decode.kernels.host_pages import run
+from offload_decode.kernels.parts import run
 from offload_decode.rows import Rows
 
 Int64 = npt.NDArray[np.int64]

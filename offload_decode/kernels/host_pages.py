@@ -6,7 +6,7 @@ range of its pages or lists to a task; tasks run outside the interpreter's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from indexes import pool
 from indexes.scan import BRAIN, HALF, SINGLE, ordered, score_rows, widen_row
+from offload_decode.kernels.parts import run
 from offload_decode.paging import SCALE_PAGES, PageBounds
 from offload_decode.rows import Rows, numpy_view
 from offload_decode.types import AttentionState
@@ -108,22 +108,6 @@ def attend_pages(
 
     run(attend, heads, lists)
     return AttentionState(torch.from_numpy(out), torch.from_numpy(lse))
-
-
-def run(work: Callable[[int, slice], None], heads: int, length: int, multiple: int = 1) -> None:
-    """`work(head, part)` over all of `range(length)` for every head, parts beginning at multiples.
-
-    About two tasks a thread, so that none waits long for the last.
-    """
-    parts = max(1, 2 * pool.THREADS // max(1, heads))
-    step = max(1, -(-length // (parts * multiple))) * multiple
-    tasks = [
-        (head, slice(start, min(start + step, length)))
-        for head in range(heads)
-        for start in range(0, length, step)
-    ]
-    if tasks:
-        pool.run(lambda task: work(*task), tasks)
 
 
 def _rows(query: Tensor) -> Array:

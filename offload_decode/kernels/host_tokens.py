@@ -18,7 +18,7 @@ from torch import Tensor
 from indexes import pool
 from indexes.prefetch import prefetch_row
 from indexes.row_loops import add_row, dot_row
-from offload_decode.kernels.host_pages import run
+from offload_decode.kernels.parts import run
 from offload_decode.rows import Rows
 from offload_decode.types import AttentionState
 
