@@ -37,12 +37,12 @@ from benchmarks import history, machine, tables
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.needle import ASK
-from offload_decode.head_indexes import indexes_folder
+from offload_decode.kernels.rows import Rows, tensor_view
+from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.memory import total_memory
 from offload_decode.models.attention import NAME, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixLayer
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.rows import Rows, tensor_view
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, LayerKind
 from prefill_jobs.build import build_indexes

@@ -17,7 +17,7 @@ def main(store: str, selector: str, *options: str) -> None:
     began = time.perf_counter()
     from offload_decode.config import split_pairs
     from offload_decode.engine.engine import Engine
-    from offload_decode.kernels import host_pages  # noqa: F401 (numba, which selectors import when they search)
+    from offload_decode.pages import host  # noqa: F401 (numba, which selectors import when they search)
 
     imported = time.perf_counter()
     engine = Engine.open(store, selector=selector, options=split_pairs(list(options)), device="cpu")

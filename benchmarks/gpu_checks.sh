@@ -28,7 +28,7 @@ print(*[name for name in ("zarr", "transformers", "faiss", "numba", "typer", "hy
 if [ -z "$missing" ]; then
     tests=tests
 else
-    tests=tests/kernels/test_device_pages.py
+    tests=tests/pages/test_device.py
     echo "missing here: $missing. Only the kernels' own tests run."
 fi
 

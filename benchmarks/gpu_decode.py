@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import fidelity, layers, machine, traffic
 from benchmarks.gpu_prefill import EIGHT_BILLION, TINY
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.prefix import StoredPrefix
+from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals.made_with import made_with
 from offload_decode.models.loading import LoadedModel, weights_hash, wrap
 from offload_decode.models.quantised import check_weights, quantise

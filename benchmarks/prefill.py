@@ -29,16 +29,16 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import AttentionInterface
 
+from offload_decode.attention.queries import Queries
 from offload_decode.config import split_pairs
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.made_with import made_with
 from offload_decode.evals.tasks.base import holds, insert
 from offload_decode.evals.tasks.needle import ASK, FACT
+from offload_decode.kernels.rows import Rows
 from offload_decode.models.attention import NAME, prefix_attention
 from offload_decode.models.cache import PrefixLayer
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.queries import Queries
-from offload_decode.rows import Rows
 from offload_decode.selectors.quoka import Scoring
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document

@@ -32,8 +32,8 @@ from benchmarks.layers import Layer
 from benchmarks.measured import Row
 from benchmarks.ways import Maker, index_way, quest_way
 from indexes.errors import MissingBackend
+from offload_decode.kernels.rows import tensor_view
 from offload_decode.memory import Peak
-from offload_decode.rows import tensor_view
 
 SMALL = 200_000  # tokens up to which baselines are built for all heads
 CAPTURED = 32_768  # tokens of the text that is prefilled where no store is given

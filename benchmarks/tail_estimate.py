@@ -30,11 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_decode.engine.prefix import StoredPrefix
+from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals.haystack import Haystack, python_topics
 from offload_decode.evals.live_queries import Call, run_dense
 from offload_decode.evals.tasks.common_words import CommonWords
-from offload_decode.kv import HostKV
+from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore

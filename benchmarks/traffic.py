@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.layers import Array, Float32, Layer
 from indexes.base import VectorIndex
-from indexes.clustered import ClusteredIndex
+from indexes.clusters import ClusteredIndex
 from indexes.flat import FlatIndex
 
 

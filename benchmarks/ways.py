@@ -17,10 +17,10 @@ from benchmarks import traffic
 from benchmarks.fidelity import Ids, Sample
 from benchmarks.layers import Float32, Layer
 from benchmarks.traffic import Traffic
-from offload_decode.kernels.pages import loaded_tokens
-from offload_decode.kv import HostKV
-from offload_decode.paging import page_tokens
-from offload_decode.queries import Queries
+from offload_decode.attention.queries import Queries
+from offload_decode.kv.host import HostKV
+from offload_decode.pages.dispatch import loaded_tokens
+from offload_decode.pages.reference import page_tokens
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
 from offload_decode.types import LayerKind, ModelShape, PageSelection, Selection, StepStats

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offload_decode.evals.haystack import Haystack
     from offload_decode.evals.needle_grid import MakeStore, NeedleGrid
     from offload_decode.models.loading import LoadedModel
-    from offload_decode.selectors.base import Options as SelectorOptions
+    from offload_decode.selection.selector import Options as SelectorOptions
     from offload_decode.store.reader import KVStore
 
 RESULT, PICTURE = "needle.json", "needle.png"
@@ -84,10 +84,10 @@ def needle(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
-    from offload_decode.budgets import Budget
     from offload_decode.evals.needle_grid import Plan, measure
     from offload_decode.evals.plot import check_matplotlib, save_png
     from offload_decode.models.loading import load
+    from offload_decode.selection.budgets import Budget
     from offload_decode.store.staging import write_atomically
 
     check_matplotlib()
@@ -156,7 +156,7 @@ def _check_selector(selector: str, options: Mapping[str, str]) -> SelectorOption
 
 def _index_of(options: Mapping[str, str]) -> str | None:
     """The kind that is asked for by name."""
-    from offload_decode.head_indexes import AUTO
+    from offload_decode.kv.head_indexes import AUTO
 
     kind = options.get("index", AUTO)
     return None if kind == AUTO else kind

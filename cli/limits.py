@@ -73,7 +73,7 @@ def check_store(
     """Open a store if it can be asked. `held`: bytes that the program held before it loaded a model, where it
     has loaded one already.
     """
-    from offload_decode.head_indexes import default_kind
+    from offload_decode.kv.head_indexes import default_kind
     from offload_decode.memory import own_memory
     from offload_decode.models.outline import outline
     from offload_decode.planning.caps import check_ask

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from indexes.errors import VectorIndexError
-from offload_decode.head_indexes import index_path, indexes_folder
+from offload_decode.kv.head_indexes import index_path, indexes_folder
 
 if TYPE_CHECKING:
     from offload_decode.store.reader import KVStore

@@ -10,7 +10,7 @@ from cli import output
 from cli.options import Json
 
 if TYPE_CHECKING:
-    from offload_decode.selectors.base import Selector
+    from offload_decode.selection.selector import Selector
 
 
 def selectors(as_json: Json = False) -> None:

@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from indexes import encodings, files
+from indexes import files
 from indexes.base import Hits, RecallRecord, StrPath, VectorIndex, check_recall_options
 from indexes.errors import IndexDamaged
 from indexes.flat import FlatIndex
 from indexes.keys import Float32, Keys, check_keys, check_queries, keys_digest
+from indexes.rows import encodings
 from indexes.tuning import tune
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from indexes import encodings, pool, scan
-from indexes.clusters import MAX_KEYS
 from indexes.dots import BLOCK, GROUP, WORD
 from indexes.errors import InvalidIndexInput
+from indexes.key_groups import MAX_KEYS
 from indexes.keys import Float32, Keys, check_finite, float32_blocks
 from indexes.kmeans import nearest, trained
+from indexes.rows import encodings, pool, scan
 
 KEYS_PER_CELL = 256  # smaller cells are bounded tighter, and cost more to build and to bound
 SEGMENT = 1 << 18  # keys that are clustered among themselves, so that building is linear beyond

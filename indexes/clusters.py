@@ -1,120 +1,171 @@
-"""K-means clusters of the keys of one (layer, KV head), for estimates over keys that no search returned.
+"""The default kind: a compressed scan, pruned by clusters.
 
-Lloyd's algorithm within segments of consecutive keys, so that building is linear in N and reads the keys in
-order. Euclidean: it estimated attention as well as clusters of unit vectors did, and needs no norms.
+Keys lie in cells of about 256, cell by cell, each as what is left of it beside the cell's mean, in 4 bits a
+channel. A query bounds every cell, scans those that may hold one of its best keys, and scores a quarter more
+than it was asked for exactly, from the keys themselves. At D = 128 that is 72 bytes a key beyond the store.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from collections.abc import Sequence
+from math import ceil
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from indexes import encodings
+from indexes.approximate import ApproximateIndex
+from indexes.base import Hits, VectorIndex
+from indexes.cells import Cells, build
+from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import InvalidIndexInput
-from indexes.keys import Float32, Keys, check_count, check_finite, check_keys, float32_blocks
-from indexes.kmeans import nearest
+from indexes.flat import NOT_FINITE, FlatIndex
+from indexes.keys import Float32, check_count, check_queries
+from indexes.pruned_scan import FIRST, candidates_for, search_layer
+from indexes.rows import pool, scan
 
-SEGMENT = 16_384  # keys that are clustered among themselves: so many, up to half more or less
-ITERATIONS = 1  # at the same cost, larger segments improve estimates more than further iterations
-MAX_KEYS = 2**31 - 1
+_LADDER = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
+_NEARLY_ALL = 64.0
+_EXACT = 1000.0
+_ROWS = 64  # of one head, searched together: they share what they scan
+_CANDIDATES = 1 << 22  # of these rows, in memory at once
+_MAGIC = 0x534C4C4543  # "CELLS"
 
-Int32 = npt.NDArray[np.int32]
 
+class ClusteredIndex(ApproximateIndex):
+    """Cells are left out whose bound, so many standard deviations above their mean, stays below the floor."""
 
-@dataclass(frozen=True, eq=False)
-class Clusters:
-    """N keys in C clusters, some of which may be empty.
+    name: ClassVar[str] = "clusters"
+    parameter: ClassVar[str] = "deviations"
+    suffix: ClassVar[str] = ".cells"
 
-    sums: float32 `[C, D]`, the sum of each cluster's keys. sizes: int32 `[C]`. labels: int32 `[N]`, each
-    key's cluster. members: int32 `[N]`, the keys in the order of their clusters.
-    """
+    @property
+    def scan_from(self) -> float:
+        return _EXACT
 
-    sums: Float32
-    sizes: Int32
-    labels: Int32
-    members: Int32
+    def ladder(self, k: int) -> Sequence[float]:
+        return [*_LADDER, _NEARLY_ALL, _EXACT]
+
+    def _search(self, queries: Float32, k: int) -> Hits:
+        assert self.recall is not None, "an index with keys was tuned"
+        return self.search_at(queries, k, self.recall.value)
+
+    def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
+        if not self._sparse(k):
+            return self.flat.search(queries, k)
+        # A copy, so that tuning and asking are of one kind to the compiler.
+        hits = _searched([self], np.array(queries[None]), k, [value])
+        return Hits(hits.ids[0], hits.scores[0])
+
+    @classmethod
+    def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
+        """As `VectorIndex.search_heads`: one compiled call for each thread, whatever the number of heads."""
+        own = [head for head in heads if isinstance(head, ClusteredIndex)]
+        assert len(own) == len(heads) == len(queries), "heads are of one kind, and each has its queries"
+        rows = queries.shape[1]
+        checked = check_queries(queries.reshape(-1, queries.shape[-1]), own[0].dim).reshape(queries.shape)
+        pruned = np.array([head._prunes(check_count(k)) for head in own]) & (rows > 0)
+        if pruned.all():
+            return _pruned(own, checked, k)
+        hits = Hits(np.empty((len(own), rows, k), np.int64), np.empty((len(own), rows, k), np.float32))
+        for some, search in ((pruned, _pruned), (~pruned, _scanned)):
+            if some.any():
+                part = search([own[head] for head in np.flatnonzero(some)], checked[some], k)
+                hits.ids[some], hits.scores[some] = part.ids, part.scores
+        return hits
+
+    def _prunes(self, k: int) -> bool:
+        """Whether cells are looked at, and not simply every key: that costs no more where k is large."""
+        tuned = self.recall is not None and self.recall.value < _EXACT
+        return tuned and k > 0 and self._sparse(k)
+
+    def _sparse(self, k: int) -> bool:
+        return FIRST * candidates_for(k) < len(self)
+
+    def _build_native(self) -> Any:
+        return _Searchable(build(self.keys), self.keys)
+
+    def _write_native(self, file: str) -> None:
+        parts = self.cells
+        header = np.array([_MAGIC, len(self), self.dim, len(parts.counts), len(parts.ids) // BLOCK])
+        with open(file, "wb") as out:
+            for part in (header, *parts):
+                out.write(part.tobytes())
+                out.write(bytes(-out.tell() % 64))
+
+    def _read_native(self, file: str) -> Any:
+        raw = np.memmap(file, np.uint8, "r")
+        header = raw[:40].view(np.int64) if len(raw) >= 64 else np.zeros(5, np.int64)
+        magic, n, dim, count, blocks = (int(value) for value in header)
+        if (magic, n, dim) != (_MAGIC, len(self), self.dim):
+            raise RuntimeError(f"it is no file of cells of {len(self)} x {self.dim}")
+        shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
+            "starts": (np.int64, (count + 1,)),
+            "counts": (np.int32, (count,)),
+            "means": (np.float32, (count, dim)),
+            "variances": (np.float32, (count, dim)),
+            "codes": (np.uint8, (blocks * -(-dim // GROUP) * WORD,)),
+            "scales": (np.float32, (blocks * BLOCK,)),
+            "ids": (np.int32, (blocks * BLOCK,)),
+        }
+        parts, start = {}, 64
+        for name, (dtype, shape) in shapes.items():
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            parts[name] = np.asarray(raw[start : start + size]).view(dtype).reshape(shape)
+            start += size + -size % 64
+        return _Searchable(Cells(**parts), self.keys)
+
+    @property
+    def cells(self) -> Cells:
+        """What is scanned."""
+        own: Cells = self._native.cells
+        return own
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory held."""
-        return sum(part.nbytes for part in (self.sums, self.sizes, self.labels, self.members))
-
-    def sum_of(self, rows: Keys) -> Float32:
-        """The sum over each cluster of N rows (values), which belong to the keys: `[C, D]`."""
-        return _sums(rows, self.labels, len(self.sizes))
+        return self.cells.nbytes
 
 
-def build(keys: Keys, size: int = 16) -> Clusters:
-    """Clusters of `keys [N, D]` or `[N]` of encoded rows, `size` keys in each on average; at `size` 1 every
-    key is a cluster.
+class _Searchable:
+    """Cells with what `search_layer` takes: the addresses of arrays that live as long as this does."""
 
-    One segment at a time is in memory as float32. Raises InvalidIndexInput for keys that no index takes.
-    """
-    check_keys(keys)
-    if check_count(size) < 1:
-        raise InvalidIndexInput(f"A cluster must hold at least 1 key, got {size}.")
-    if len(keys) > MAX_KEYS:
-        raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
-    labels, members = np.empty(len(keys), np.int32), np.empty(len(keys), np.int32)
-    clusters = 0
-    for part in _segments(len(keys)):
-        block = encodings.decode(keys[part])
-        check_finite(block)
-        count = -(-len(block) // size)
-        own = _kmeans(block, count)
-        labels[part] = own + clusters
-        members[part] = np.argsort(own, kind="stable") + part.start
-        clusters += count
-    sizes = np.bincount(labels, minlength=clusters).astype(np.int32)
-    return Clusters(_sums(keys, labels, clusters), sizes, labels, members)
+    def __init__(self, own: Cells, keys: Any):
+        self.cells = own
+        self.keys = scan.bits(keys)
+        self.layout = scan.layout(keys)
+        arrays = (*own, self.keys)
+        assert all(part.flags.c_contiguous for part in arrays), "addresses are of whole arrays"
+        self.addresses = [part.ctypes.data for part in arrays]
+        self.sizes = [len(own.counts), len(own.ids) // BLOCK, len(self.keys)]
 
 
-def _segments(length: int) -> list[slice]:
-    """Of one length, so that no remainder is left with a few clusters for all kinds of keys."""
-    count = max(1, round(length / SEGMENT))
-    bounds = [length * place // count for place in range(count + 1)]
-    return [slice(*ends) for ends in pairwise(bounds)]
+def _pruned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
+    return _searched(heads, queries, k, [head.recall.value for head in heads if head.recall is not None])
 
 
-def _kmeans(block: Float32, count: int) -> npt.NDArray[np.int64]:
-    """Labels `[n]` from 0 to `count`."""
-    if count == len(block):
-        return np.arange(count)
-    centroids = _seeds(block, count)
-    for _ in range(ITERATIONS):
-        labels, _ = nearest(block, centroids)
-        sizes = np.bincount(labels, minlength=count)[:, None].astype(np.float32)
-        sums = _sums(block, labels, count)
-        centroids = np.where(sizes > 0, sums / np.maximum(sizes, 1), centroids)
-    return nearest(block, centroids)[0]
+def _scanned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
+    return FlatIndex.search_heads([head.flat for head in heads], queries, k)
 
 
-def _seeds(block: Float32, count: int) -> Float32:
-    """Keys to begin with: half of them evenly spaced, the others at even steps of the squared distance to
-    these, so that kinds of keys that are rare get a centroid too (k-means||, Bahmani et al. 2012, made
-    deterministic).
-    """
-    even = block[np.linspace(0, len(block) - 1, count - count // 2).astype(np.int64)]
-    _, closeness = nearest(block, even)
-    distance = np.maximum(np.einsum("nd,nd->n", block, block) - 2 * closeness, 0).cumsum(dtype=np.float64)
-    steps = (np.arange(count // 2) + 0.5) / max(1, count // 2) * distance[-1]
-    return np.concatenate([even, block[np.searchsorted(distance, steps)]])
+def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviations: Sequence[float]) -> Hits:
+    """The k best of every head's keys for its `queries [H, R, D]`: ids and scores `[H, R, k]`."""
+    count, rows, _ = queries.shape
+    found, scores = np.full((count, rows, k), -1, np.int64), np.full((count, rows, k), np.nan, np.float32)
+    natives = [head._native for head in heads]
+    assert len({(native.layout, native.keys.dtype, native.keys.shape[1]) for native in natives}) == 1
+    parts = np.array([native.addresses for native in natives])
+    sizes = np.array([native.sizes for native in natives])
+    keys, layout = natives[0].keys, natives[0].layout
+    like = np.empty((0, keys.shape[1]), keys.dtype)  # of one kind to the compiler, mapped or not
+    most = max(1, min(_ROWS, _CANDIDATES // ((FIRST + 1) * candidates_for(k))))
+    per_task = min(most, max(QUERIES, ceil(count * rows / pool.THREADS)))
+    threads = min(pool.THREADS, count * -(-rows // per_task))
+    reach = np.array(deviations, np.float32)
 
+    def search(first: int) -> None:
+        search_layer(parts, sizes, like, layout, queries, k, reach, per_task, first, threads, found, scores)
 
-def _sums(rows: Keys, labels: npt.NDArray[Any], count: int) -> Float32:
-    total = np.zeros((count, encodings.dim(check_keys(rows))), np.float32)
-    for first, block in float32_blocks(rows):
-        _accumulate(block, labels[first : first + len(block)], total)
-    return total
-
-
-@njit(nogil=True, cache=True)
-def _accumulate(block: Any, labels: Any, total: Any) -> None:
-    for row in range(len(block)):
-        for dim in range(block.shape[1]):
-            total[labels[row], dim] += block[row, dim]
+    pool.run(search, range(threads))
+    if not np.isfinite(scores).all():
+        raise InvalidIndexInput(NOT_FINITE)
+    return Hits(found, scores)

@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from indexes import encodings, faiss_storage
+from indexes import faiss_storage
 from indexes.approximate import ApproximateIndex
 from indexes.base import Hits
 from indexes.faiss_storage import faiss
 from indexes.keys import Float32, check_finite, float32_blocks
+from indexes.rows import encodings
 from indexes.tuning import geometric
 
 _KEYS_PER_LIST = 40  # at least; faiss wants 39 training points a centroid

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from indexes import backends, encodings
+from indexes import backends
 from indexes.base import Hits
 from indexes.keys import BFLOAT16, Keys
+from indexes.rows import encodings
 
 faiss = backends.faiss()
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from indexes import encodings
 from indexes.base import StrPath
 from indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound, IndexNotWritten
 from indexes.keys import Keys
+from indexes.rows import encodings
 
 FORMAT_VERSION = 1
 _REBUILD = "build the index again with `offload-decode index`"

@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from indexes import files, scan
+from indexes import files
 from indexes.base import Hits, StrPath, VectorIndex, check_recall_options
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_keys, float32_blocks, keys_digest
+from indexes.rows import scan
 
 NOT_FINITE = (
     "A score is not finite: the keys hold NaN or infinite values, or an inner product overflows float32; the "

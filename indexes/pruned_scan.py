@@ -17,9 +17,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from indexes.dots import BLOCK, GROUP, QUERIES, WORD, pack_queries, scored
-from indexes.prefetch import prefetch_row
-from indexes.row_loops import dot_row
-from indexes.scan import SINGLE, candidate, ordered, score_and_row, score_rows
+from indexes.rows.loops import dot_row
+from indexes.rows.prefetch import prefetch_row
+from indexes.rows.scan import SINGLE, candidate, ordered, score_and_row, score_rows
 
 STEP = 32  # blocks scored together; their sums stay in the first-level cache
 FIRST = 4  # times the keys wanted, in the cells that set the first floor; as many times more in the next

@@ -9,11 +9,11 @@ from indexes.base import VectorIndex
 from indexes.errors import UnknownIndex
 
 _CLASSES = {
-    "clusters": "indexes.clustered:ClusteredIndex",
+    "clusters": "indexes.clusters:ClusteredIndex",
     "flat": "indexes.flat:FlatIndex",
     "faiss-ivf": "indexes.faiss_ivf:FaissIVF",
     "faiss-hnsw": "indexes.faiss_hnsw:FaissHNSW",
-    "hnswlib": "indexes.hnsw:HnswlibIndex",
+    "hnswlib": "indexes.hnswlib:HnswlibIndex",
 }
 
 

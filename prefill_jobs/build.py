@@ -11,7 +11,7 @@ import indexes.registry
 from indexes.base import RecallRecord, VectorIndex
 from indexes.errors import VectorIndexError
 from offload_decode.errors import ConfigError
-from offload_decode.head_indexes import index_path
+from offload_decode.kv.head_indexes import index_path
 from offload_decode.store.reader import KVStore
 
 Progress = Callable[[str, int, int], None]

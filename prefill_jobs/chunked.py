@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offload_decode.attention.queries import Queries
 from offload_decode.kernels.dense import attend_blocks
-from offload_decode.kv import BLOCK_TOKENS
+from offload_decode.kernels.rows import Rows, numpy_view, tensor_view
+from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel
-from offload_decode.queries import Queries
-from offload_decode.rows import Rows, numpy_view, tensor_view
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import AttentionState, LayerKind
 from prefill_jobs.methods.base import Method

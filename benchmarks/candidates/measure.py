@@ -206,7 +206,7 @@ def measure_graphs(name: str, own: Sequence[Head]) -> Iterator[Record]:
 
 
 def _hnsw(keys: Float32, links: int) -> Any:
-    """A graph of Euclidean neighbours walked by inner product, as `indexes.hnsw` has it."""
+    """A graph of Euclidean neighbours walked by inner product, as `indexes.hnswlib` has it."""
     import hnswlib
 
     graph = hnswlib.Index(space="l2", dim=keys.shape[1])

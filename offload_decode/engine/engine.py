@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload_decode.engine.prefix import StoredPrefix
 from offload_decode.engine.sampler import Sampler
+from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV
+from offload_decode.kernels.rows import tensor_view
+from offload_decode.kv.host import HostKV
+from offload_decode.kv.placement import check_placement
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel, load, wrap
 from offload_decode.models.prompt import Prompt
-from offload_decode.placement import check_placement
-from offload_decode.rows import tensor_view
-from offload_decode.selectors.base import Selector
+from offload_decode.selection.selector import Selector
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
 from offload_decode.types import LayerKind, StepStats

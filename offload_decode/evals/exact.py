@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offload_decode.attention import attend, empty_state, merge_states, softmax
-from offload_decode.kv import BLOCK_TOKENS, HostKV
-from offload_decode.queries import Queries
-from offload_decode.ranking import top_scores
-from offload_decode.rows import Rows
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.ranking import top_scores
+from offload_decode.attention.states import attend, empty_state, merge_states, softmax
+from offload_decode.kernels.rows import Rows
+from offload_decode.kv.host import BLOCK_TOKENS, HostKV
 
 MEASURES = ("recall", "mass", "error", "approximation", "search")
 _NUMBERS = 1 << 24  # of the gathered keys or values [r, k, D] that are in memory at once

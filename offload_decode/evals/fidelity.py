@@ -41,9 +41,9 @@ from offload_decode.evals.live_queries import (
     sampled_tokens,
 )
 from offload_decode.evals.made_with import made_with
-from offload_decode.kv import HostKV
+from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel
-from offload_decode.selectors import base
+from offload_decode.selection import selector as base
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
 from offload_decode.types import StepStats

@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from offload_decode.attention.queries import Queries
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.prefix import StoredPrefix
-from offload_decode.kv import HostKV
+from offload_decode.engine.step import StoredPrefix
+from offload_decode.kernels.rows import tensor_view
+from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel
-from offload_decode.paging import page_tokens
-from offload_decode.queries import Queries
-from offload_decode.rows import tensor_view
-from offload_decode.selectors.base import Selector
+from offload_decode.pages.reference import page_tokens
+from offload_decode.selection.selector import Selector
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
 from offload_decode.types import PageSelection, Selection, StepStats

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from offload_decode.attention import attend, empty_state, merge_states
+from offload_decode.attention.states import attend, empty_state, merge_states
 from offload_decode.types import AttentionState
 
 

@@ -14,7 +14,7 @@ from numba import njit
 from torch import Tensor
 
 from offload_decode.kernels.parts import run
-from offload_decode.rows import Rows
+from offload_decode.kernels.rows import Rows
 
 Int64 = npt.NDArray[np.int64]
 

@@ -15,11 +15,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from indexes import pool
-from indexes.prefetch import prefetch_row
-from indexes.row_loops import add_row, dot_row
+from indexes.rows import pool
+from indexes.rows.loops import add_row, dot_row
+from indexes.rows.prefetch import prefetch_row
 from offload_decode.kernels.parts import run
-from offload_decode.rows import Rows
+from offload_decode.kernels.rows import Rows
 from offload_decode.types import AttentionState
 
 AHEAD = 12  # rows that are fetched before their turn: enough to hide memory, few enough to stay in cache

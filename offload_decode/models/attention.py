@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from offload_decode.attention import merge_states, sink_state
+from offload_decode.attention.states import merge_states, sink_state
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.dense import attend_dense
 from offload_decode.models.cache import PrefixLayer, TailLayer

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from offload_decode.errors import ConfigError, UnsupportedModel
-from offload_decode.tail_kv import Prefix, TailKV
+from offload_decode.kv.tail import Prefix, TailKV
 from offload_decode.types import LayerKind, ModelShape
 
 

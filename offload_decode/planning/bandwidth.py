@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from indexes import encodings
 from indexes.flat import FlatIndex
+from indexes.rows import encodings
 from offload_decode.kernels.dense import attend_dense
-from offload_decode.kv import BLOCK_TOKENS
+from offload_decode.kernels.rows import Rows, numpy_view
+from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.models.loading import DTYPES
 from offload_decode.planning.sizes import row_bytes
-from offload_decode.rows import Rows, numpy_view
 from offload_decode.types import ModelShape
 
 _BYTES = 96 << 20  # beyond a processor's caches

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload_decode.errors import ConfigError, DoesNotFit
-from offload_decode.kv import BLOCK_TOKENS
+from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.memory import limit_memory, total_memory
 from offload_decode.models.loading import pick_device
 from offload_decode.models.outline import Outline

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from indexes import pool
+from indexes.rows import pool
 from offload_decode.models.outline import Outline
 from offload_decode.planning import sizes
 from offload_decode.planning.request import KV, METADATA, WEIGHTS, Request, in_dtype

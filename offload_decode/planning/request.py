@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import indexes.registry
-from offload_decode.budgets import Budget
 from offload_decode.errors import ConfigError
 from offload_decode.models.outline import Outline
+from offload_decode.selection.budgets import Budget
 from offload_decode.store.format import KV_KINDS
 from offload_decode.types import ModelShape
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 from math import isqrt, prod
 
-from indexes import encodings
 from indexes.cells import KEYS_PER_CELL
 from indexes.dots import BLOCK as CELL_BLOCK
 from indexes.pruned_scan import FIRST, STEP, candidates_for
-from offload_decode.budgets import SELECTED_IDS
+from indexes.rows import encodings
 from offload_decode.kernels.host_tokens import ENTRIES
-from offload_decode.kv import BLOCK_TOKENS, SCORES
+from offload_decode.kv.host import BLOCK_TOKENS, SCORES
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import BLOCK
-from offload_decode.paging import SCALE_PAGES
+from offload_decode.pages.reference import SCALE_PAGES
 from offload_decode.planning.request import QUESTION_TOKENS, Request
+from offload_decode.selection.budgets import SELECTED_IDS
 from offload_decode.store.format import Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
 from offload_decode.types import LayerKind, ModelShape

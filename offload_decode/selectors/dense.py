@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload_decode.queries import Queries
-from offload_decode.selectors import base
+from offload_decode.attention.queries import Queries
+from offload_decode.selection import selector as base
 from offload_decode.types import Selection
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from offload_decode.key_scores import blocks, top_tokens
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
-from offload_decode.rows import Rows
-from offload_decode.selectors import base
+from offload_decode.attention.queries import Queries
+from offload_decode.kernels.rows import Rows
+from offload_decode.kv.host import HostKV
+from offload_decode.selection import selector as base
+from offload_decode.selection.key_scores import blocks, top_tokens
 from offload_decode.types import ModelShape, Selection
 
 

@@ -19,11 +19,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.key_scores import blocks, inner_products, top_tokens
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
-from offload_decode.selectors import base
+from offload_decode.kv.host import HostKV
+from offload_decode.selection import selector as base
+from offload_decode.selection.key_scores import blocks, inner_products, top_tokens
 from offload_decode.types import ModelShape, PageSelection, Selection
 
 

@@ -5,9 +5,9 @@ Top-k decoding (arXiv 2502.06766), Algorithm 1, with every inner product compute
 
 from __future__ import annotations
 
-from offload_decode.key_scores import top_inner_products
-from offload_decode.queries import Queries
-from offload_decode.selectors import base
+from offload_decode.attention.queries import Queries
+from offload_decode.selection import selector as base
+from offload_decode.selection.key_scores import top_inner_products
 from offload_decode.types import Selection
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.kernels.pages import page_scores, top_pages
-from offload_decode.kv import HostKV
-from offload_decode.page_bounds import METADATA, stored_bounds
-from offload_decode.paging import PageBounds, places
-from offload_decode.queries import Queries
-from offload_decode.selectors import base
-from offload_decode.tail_kv import TailKV
+from offload_decode.kv.host import HostKV
+from offload_decode.kv.tail import TailKV
+from offload_decode.pages.bounds import METADATA, stored_bounds
+from offload_decode.pages.dispatch import page_scores, top_pages
+from offload_decode.pages.reference import PageBounds, places
+from offload_decode.selection import selector as base
 from offload_decode.types import ModelShape, PageSelection, Selection
 
 SCORES = 1 << 24  # in memory at once: a long question is taken in parts

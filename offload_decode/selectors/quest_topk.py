@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.kernels.host_pages import top_pages
-from offload_decode.key_scores import page_token_scores
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
+from offload_decode.kv.host import HostKV
+from offload_decode.pages.host import top_pages
+from offload_decode.selection.key_scores import page_token_scores
 from offload_decode.selectors import quest
 from offload_decode.types import ModelShape, Selection
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.key_scores import inner_products, top_tokens
-from offload_decode.queries import Queries
-from offload_decode.rows import Rows
-from offload_decode.selectors import base
+from offload_decode.kernels.rows import Rows
+from offload_decode.selection import selector as base
+from offload_decode.selection.key_scores import inner_products, top_tokens
 from offload_decode.types import Selection
 
 

@@ -9,10 +9,10 @@ from typing import Self
 import numpy as np
 import torch
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
-from offload_decode.selectors import base
+from offload_decode.kv.host import HostKV
+from offload_decode.selection import selector as base
 from offload_decode.types import ModelShape, Selection
 
 

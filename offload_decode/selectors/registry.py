@@ -10,17 +10,15 @@ from collections.abc import Mapping
 from offload_decode import selectors as package
 from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV
-from offload_decode.selectors.base import Selector
+from offload_decode.kv.host import HostKV
+from offload_decode.selection.selector import Selector
 from offload_decode.types import ModelShape
-
-_NOT_SELECTORS = {"base", "eviction", "registry", "speculation"}
 
 
 def names() -> list[str]:
     """Every selector: one module of this package each; `a_b.py` holds the two stages `a+b`."""
     modules = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return sorted(module.replace("_", "+") for module in modules if module not in _NOT_SELECTORS)
+    return sorted(module.replace("_", "+") for module in modules if module != "registry")
 
 
 def get(name: str) -> type[Selector]:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.key_scores import blocks, inner_products
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
-from offload_decode.selectors import base
+from offload_decode.kv.host import HostKV
+from offload_decode.selection import selector as base
+from offload_decode.selection.key_scores import blocks, inner_products
 from offload_decode.types import ModelShape, Selection
 
 LARGEST = 1 << 16  # window or kernel

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_decode.key_scores import channels, top_inner_products
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
-from offload_decode.selectors import base
+from offload_decode.attention.queries import Queries
+from offload_decode.kv.host import HostKV
+from offload_decode.selection import selector as base
+from offload_decode.selection.key_scores import channels, top_inner_products
 from offload_decode.types import ModelShape, Selection
 
 

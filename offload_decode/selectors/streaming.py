@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.queries import Queries
-from offload_decode.selectors import base
+from offload_decode.selection import selector as base
 from offload_decode.types import Selection
 
 

@@ -11,13 +11,13 @@ from typing import Self
 
 import torch
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.head_indexes import HeadIndexes
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
-from offload_decode.rows import numpy_view
-from offload_decode.selectors import base
-from offload_decode.selectors.speculation import Speculation
+from offload_decode.kernels.rows import numpy_view
+from offload_decode.kv.head_indexes import HeadIndexes
+from offload_decode.kv.host import HostKV
+from offload_decode.selection import selector as base
+from offload_decode.selection.speculation import Speculation
 from offload_decode.types import ModelShape, Selection
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload_decode.selectors import eviction
+from offload_decode.selection import eviction
 
 
 class TOVA(eviction.Evicting):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from indexes import encodings
 from indexes.errors import InvalidIndexInput
+from indexes.rows import encodings
 from offload_decode.errors import StoreError
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layout import layer_name

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from indexes import encodings
+from indexes.rows import encodings
 from offload_decode.errors import ConfigError, StoreForeign
 from offload_decode.types import LayerKind, ModelShape
 
@@ -83,10 +83,10 @@ class Manifest:
     the numbers.
     `weights_hash` tells a fine-tuned model from its base.
     `template` is "chat" where the tokens open a chat template, else "plain".
-    `kv` says how `keys` and `values` are stored: in `dtype`, or as rows of `indexes.encodings`. `kv_error` is
-    what encoding cost, measured as they were written and empty until then: for `keys` and `values` a list
-    with an entry a layer, of the error's root mean square relative to that of the numbers, and the largest
-    error.
+    `kv` says how `keys` and `values` are stored: in `dtype`, or as rows of `indexes.rows.encodings`.
+    `kv_error` is what encoding cost, measured as they were written and empty until then: for `keys` and
+    `values` a list with an entry a layer, of the error's root mean square relative to that of the numbers,
+    and the largest error.
     """
 
     model_id: str

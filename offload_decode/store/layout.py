@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from indexes import encodings
+from indexes.rows import encodings
 from offload_decode.store.format import Manifest, numpy_dtype
 
 CHUNK_TOKENS = 65_536

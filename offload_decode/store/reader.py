@@ -103,7 +103,7 @@ class KVStore:
         return self._small("query_positions")
 
     def keys(self, layer: int, kv_head: int) -> Array:
-        """Post-RoPE keys `[N, D]` of a full-attention layer, or encoded `[N]` (`indexes.encodings`)."""
+        """Post-RoPE keys `[N, D]` of a full-attention layer, or encoded `[N]` (`indexes.rows.encodings`)."""
         return self._rows(layer, "keys", kv_head)
 
     def values(self, layer: int, kv_head: int) -> Array:

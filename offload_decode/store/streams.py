@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from indexes import encodings
+from indexes.rows import encodings
 from offload_decode.store.format import Array
 from offload_decode.store.layout import ArraySpec
 from offload_decode.store.mapping import map_files

@@ -15,7 +15,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from indexes.encodings import decode
+from indexes.rows.encodings import decode
 from offload_decode.errors import StoreIncomplete, StoreMismatch
 from offload_decode.store import metadata
 from offload_decode.store.checksums import Report

@@ -14,10 +14,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from offload_decode.attention import empty_state
-from offload_decode.kv import SCORES, HostKV
-from offload_decode.paging import page_tokens
-from offload_decode.queries import Queries
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.states import empty_state
+from offload_decode.kv.host import SCORES, HostKV
+from offload_decode.pages.reference import page_tokens
 from offload_decode.types import PageSelection, Selection
 
 HOST = torch.device("cpu")

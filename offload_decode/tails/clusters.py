@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from indexes.clusters import Clusters, build
-from offload_decode.attention import softmax
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
+from indexes.key_groups import Clusters, build
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.states import softmax
+from offload_decode.kv.host import HostKV
 from offload_decode.tails.base import HOST, Estimate, Selected, Tail
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV
+from offload_decode.kv.host import HostKV
 from offload_decode.tails.base import Tail
 from offload_decode.tails.clusters import ClusterTail
 from offload_decode.tails.sample import SampleTail

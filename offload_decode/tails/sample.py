@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_decode.attention import softmax
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.states import softmax
+from offload_decode.kv.host import HostKV
 from offload_decode.tails.base import HOST, Estimate, Selected, Tail
 from offload_decode.tails.clusters import HeadClusters
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from offload_decode.errors import StoreDamaged, StoreError
-from offload_decode.head_indexes import indexes_folder
+from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.store.checksums import SEAL, SUMS
 from offload_decode.store.publish import refuse_existing, sync_folder
 from offload_decode.store.reader import KVStore

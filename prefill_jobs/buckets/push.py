@@ -12,7 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from offload_decode.errors import StoreDamaged, StoreExists
-from offload_decode.head_indexes import indexes_folder
+from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.store.checksums import SEAL, SUMS, hash_files, read_sums, render, seal_of
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked

@@ -8,10 +8,10 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from offload_decode.budgets import Budget
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.queries import Queries
-from offload_decode.rows import Rows
+from offload_decode.kernels.rows import Rows
+from offload_decode.selection.budgets import Budget
 from offload_decode.types import ModelShape
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload_decode.queries import Queries
+from offload_decode.attention.queries import Queries
 from prefill_jobs.methods.base import Earlier, Method
 
 

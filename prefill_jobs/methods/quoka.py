@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload_decode.queries import Queries
+from offload_decode.attention.queries import Queries
 from offload_decode.selectors.quoka import QuoKA as Selector
 from offload_decode.selectors.quoka import Scoring
 from prefill_jobs.methods.base import Earlier, Sparse, SparseOptions

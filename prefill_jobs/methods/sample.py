@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.key_scores import blocks, inner_products
-from offload_decode.queries import Queries
-from offload_decode.rows import Rows
+from offload_decode.kernels.rows import Rows
+from offload_decode.selection.key_scores import blocks, inner_products
 from prefill_jobs.methods.base import Earlier, Sparse, SparseOptions
 
 

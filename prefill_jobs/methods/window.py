@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload_decode.queries import Queries
+from offload_decode.attention.queries import Queries
 from prefill_jobs.methods.base import Earlier, Sparse
 
 SINKS = 4

@@ -182,7 +182,7 @@ def test_an_index_that_cannot_be_built(store: Path, monkeypatch: pytest.MonkeyPa
     assert "the kinds are clusters" in refused(2, "index", store, "--kind", "nonsense")
     assert "recall must be" in refused(2, "index", store, "--kind", "flat", "--recall", "0")
     monkeypatch.setitem(sys.modules, "hnswlib", None)
-    monkeypatch.delitem(sys.modules, "indexes.hnsw", raising=False)  # it may have been imported before
+    monkeypatch.delitem(sys.modules, "indexes.hnswlib", raising=False)  # it may have been imported before
     assert "pip install" in refused(1, "index", store, "--kind", "hnswlib")
 
 

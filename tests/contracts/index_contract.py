@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from indexes import Hits, VectorIndex, encodings, get, keys_digest
+from indexes import Hits, VectorIndex, get, keys_digest
 from indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound, InvalidIndexInput
+from indexes.rows import encodings
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
 ENCODINGS = [encodings.INT8, encodings.INT4]

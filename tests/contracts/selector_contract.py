@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.attention import attend
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.states import attend
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV
+from offload_decode.kernels.rows import Rows
+from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import wrap
-from offload_decode.paging import page_tokens
-from offload_decode.queries import Queries
-from offload_decode.rows import Rows
+from offload_decode.pages.reference import page_tokens
 from offload_decode.selectors.registry import create, get
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, PageSelection, Selection, StepStats
@@ -65,7 +65,7 @@ def floats(array):
 
 
 class SelectorContract:
-    """Promises of `offload_decode.selectors.base.Selector`."""
+    """Promises of `offload_decode.selection.selector.Selector`."""
 
     name: ClassVar[str]
     options: ClassVar[dict[str, object]] = {}

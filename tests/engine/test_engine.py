@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from offload_decode.engine import prefix
+from offload_decode.engine import step as prefix
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.sampler import Sampler
 from offload_decode.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload_decode.engine import prefix
+from offload_decode.attention.queries import HostCopy, Queries
+from offload_decode.engine import step as prefix
 from offload_decode.engine.engine import Engine
 from offload_decode.models import attention
 from offload_decode.models.loading import wrap
-from offload_decode.queries import HostCopy, Queries
 from offload_decode.types import Document
 from prefill_jobs.job import prefill_tokens
 from tests.tiny import tiny_model

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.attention.queries import Queries
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals.agreement import agreement, divergence, forced
@@ -17,11 +18,10 @@ from offload_decode.evals.exact import MEASURES, Exact
 from offload_decode.evals.fidelity import Source, check, measure
 from offload_decode.evals.fidelity_report import Contender, FidelityReport, Plan, summarize
 from offload_decode.evals.live_queries import DenseRun, Replay, run_dense, sampled_calls
-from offload_decode.kv import HostKV
+from offload_decode.kernels.rows import tensor_view
+from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.queries import Queries
-from offload_decode.rows import tensor_view
-from offload_decode.selectors.base import Memory
+from offload_decode.selection.selector import Memory
 from offload_decode.selectors.dense import Dense
 from offload_decode.selectors.registry import create
 from offload_decode.selectors.topk import TopK

@@ -1,80 +1,193 @@
-"""Clusters of keys: every key in one cluster, near its own kind, and sums that are those of the members."""
+"""The kind `clusters`: its integer products, its cells, and what pruning may and may not change."""
 
 from __future__ import annotations
 
-import ml_dtypes
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
+from numba import njit
 
-import indexes.keys
-from indexes import clusters
-from indexes.clusters import build
+from indexes import cells, dots, get
+from indexes.clusters import ClusteredIndex
 from indexes.errors import InvalidIndexInput
-
-
-def some_keys(count, dim=8, dtype=np.float32):
-    return np.random.default_rng(1).standard_normal((count, dim)).astype(dtype)
-
-
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 200])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_clusters_part_the_keys_and_hold_their_sums(monkeypatch, count, dtype):
-    monkeypatch.setattr(clusters, "SEGMENT", 64)  # ragged segments
-    keys = some_keys(count, dtype=dtype)
-    built = build(keys, 4)
-    assert built.sizes.sum() == count
-    assert sorted(built.members.tolist()) == list(range(count))
-    ends = np.cumsum(built.sizes)
-    for cluster, (size, end) in enumerate(zip(built.sizes, ends, strict=True)):
-        members = built.members[end - size : end]
-        assert (built.labels[members] == cluster).all()
-        expected = keys[members].astype(np.float32).sum(axis=0)
-        np.testing.assert_allclose(built.sums[cluster], expected, atol=1e-5)
-
-
-def test_the_sums_of_other_rows_follow_the_keys_clusters(monkeypatch):
-    monkeypatch.setattr(indexes.keys, "_BLOCK_BYTES", 90)  # seven rows at a time
-    keys, values = some_keys(100), some_keys(100, dim=3, dtype=np.float16)
-    built = build(keys, 10)
-    for cluster, total in enumerate(built.sum_of(values)):
-        expected = values[built.labels == cluster].astype(np.float32).sum(axis=0)
-        np.testing.assert_allclose(total, expected, atol=1e-5)
-
-
-def test_keys_of_one_kind_share_clusters():
-    """Ten distant kinds, interleaved: no cluster mixes two of them."""
-    kinds = np.arange(400) * 7 % 10
-    keys = np.eye(10, dtype=np.float32)[kinds] * 5 + 0.1 * some_keys(400, dim=10)
-    built = build(keys, 10)
-    for cluster in range(len(built.sizes)):
-        assert len(set(kinds[built.labels == cluster])) <= 1
-
-
-def test_clusters_are_near_by_distance_whatever_the_norms():
-    keys = np.zeros((64, 4), np.float32)
-    keys[:, 0] = np.arange(64) % 4 + 1  # one direction, four lengths
-    built = build(keys, 8)
-    for cluster in range(len(built.sizes)):
-        assert len(set(keys[built.labels == cluster, 0])) <= 1
-
-
-def test_clusters_do_not_reach_over_segments(monkeypatch):
-    monkeypatch.setattr(clusters, "SEGMENT", 32)
-    built = build(np.zeros((96, 4), np.float32), 8)
-    first, second, third = (set(built.labels[start : start + 32]) for start in (0, 32, 64))
-    assert not first & second
-    assert not second & third
-
-
-def test_at_size_one_every_key_is_its_own_cluster():
-    keys = np.repeat(some_keys(50), 2, axis=0)  # equal keys, too
-    assert build(keys, 1).sizes.tolist() == [1] * 100
-
-
-@pytest.mark.parametrize(
-    ("keys", "size"),
-    [(some_keys(4), 0), (np.full((4, 2), np.nan, np.float32), 2), (some_keys(4).astype(np.float64), 2)],
+from indexes.rows import encodings
+from tests.contracts.index_contract import (
+    DIM,
+    DTYPES,
+    ENCODINGS,
+    IndexContract,
+    assert_truthful,
+    assert_well_formed,
+    clustered_keys,
+    exact_scores,
+    foreign_queries,
+    recall_of,
 )
-def test_what_cannot_be_clustered_is_refused(keys, size):
-    with pytest.raises(InvalidIndexInput):
-        build(keys, size)
+
+
+class TestClusters(IndexContract):
+    kind = "clusters"
+
+
+def built(n: int = 12_000, dtype: Any = np.float16, **options: Any) -> ClusteredIndex:
+    index = get("clusters").build(clustered_keys(n, dtype), foreign_queries(256, seed=3), k=16, **options)
+    assert isinstance(index, ClusteredIndex)
+    return index
+
+
+def packed_codes(codes: Any) -> Any:
+    """Codes `[n, D]` from 0 to 15 as blocks `[n / 16, D / 8, 16, 4]`, flat."""
+    halves = codes.reshape(-1, dots.BLOCK, codes.shape[1] // dots.GROUP, 2, 4)
+    return (halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)).transpose(0, 2, 1, 3).ravel()
+
+
+@pytest.mark.parametrize("form", dots.forms())
+@pytest.mark.parametrize("dim", [8, 64, 136])
+def test_every_form_scores_the_same_and_marks_what_is_above_the_floor(form: str, dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    codes = rng.integers(0, 16, (48, dim)).astype(np.uint8)
+    queries = rng.integers(-127, 128, (dots.QUERIES, dim)).astype(np.int8)
+    codes[:16], queries[0] = 15, -127  # the largest sums
+    packed = np.zeros((dim // dots.GROUP, 2, dots.QUERIES, 4), np.int8)
+    dots.pack_queries(queries, packed)
+    scored = dots.forms()[form]
+
+    @njit
+    def run(codes: Any, scales: Any, first: int, count: int, groups: int, *others: Any) -> None:
+        scored(codes, scales, first, count, groups, *others)
+
+    scales = rng.uniform(0.5, 2, 48).astype(np.float32)
+    near, unit, offset = rng.integers(-8, 8, (3, dots.QUERIES)).astype(np.float32)
+    products = codes[16:].astype(np.int32) @ queries.astype(np.int32).T
+    expected = near + (products - offset).astype(np.float32) * (scales[16:, None] * unit)
+    floor = np.median(expected, axis=0)
+    scores = np.zeros((2, dots.QUERIES, dots.BLOCK), np.float32)
+    masks = np.zeros((2, dots.QUERIES), np.uint16)
+    terms = np.stack([near, unit, offset, floor]).astype(np.float32)
+    run(packed_codes(codes), scales, 1, 2, dim // dots.GROUP, packed, terms, scores, masks)
+    np.testing.assert_array_equal(scores, expected.reshape(2, dots.BLOCK, -1).transpose(0, 2, 1))
+    bits = (masks[..., None] >> np.arange(dots.BLOCK)) & 1
+    np.testing.assert_array_equal(bits, scores > floor.astype(np.float32)[:, None])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
+def test_cells_hold_every_key_once_with_its_moments_and_codes(dtype: Any) -> None:
+    keys = clustered_keys(5000, dtype)
+    own = cells.build(keys)
+    wide = encodings.decode(keys).astype(np.float64)
+    assert len(own.counts) > 5
+    assert (np.sort(own.ids[own.ids >= 0]) == np.arange(5000)).all()
+    groups = -(-DIM // dots.GROUP)
+    blocks = own.codes.reshape(-1, groups, dots.BLOCK, 4)
+    codes = np.stack([blocks & 15, blocks >> 4], axis=2)  # [blocks, groups, half, key, channel]
+    codes = codes.transpose(0, 3, 1, 2, 4).reshape(len(own.ids), -1)[:, :DIM].astype(np.float64) - 8
+    for c, (start, stop) in enumerate(zip(own.starts[:-1] * 16, own.starts[1:] * 16, strict=True)):
+        ids = own.ids[start:stop]
+        real = ids >= 0
+        assert real.sum() == own.counts[c] > len(ids) - dots.BLOCK
+        members = wide[ids[real]]
+        np.testing.assert_allclose(own.means[c], members.mean(0), atol=1e-4)
+        np.testing.assert_allclose(own.variances[c], members.var(0), atol=1e-3)
+        scale = own.scales[start:stop][real, None]
+        off = np.abs(own.means[c] + codes[start:stop][real] * scale - members)
+        assert (off <= scale / 2 + 1e-5).all()
+
+
+def test_more_deviations_read_more_and_all_of_them_find_what_a_whole_scan_finds() -> None:
+    index, queries = built(), foreign_queries(64, seed=8)
+    found = [recall_of(index.search_at(queries, 32, d), queries, index.keys, 32) for d in (0.5, 3.0, 64.0)]
+    assert found == sorted(found)
+    assert found[0] < found[2]
+    assert found[2] > 0.98
+
+
+def test_hits_below_the_exact_scan_are_scored_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, queries = built(), foreign_queries(9, seed=8)
+    monkeypatch.setattr(index, "flat", None)
+    for k in (1, 16, 512):
+        hits = index.search_at(queries, k, 64.0)
+        assert_well_formed(hits, 9, k, len(index))
+        assert_truthful(hits, queries, index.keys)
+
+
+def test_a_row_finds_the_same_alone_and_among_others() -> None:
+    index, queries = built(), foreign_queries(70, seed=8)
+    together = index.search(queries, 40)
+    for row in (0, 3, 33, 69):
+        alone = index.search(queries[row : row + 1], 40)
+        np.testing.assert_array_equal(together.ids[row], alone.ids[0])
+        np.testing.assert_array_equal(together.scores[row], alone.scores[0])
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-20, 1, 1e20])
+def test_queries_of_any_size_find_what_they_find(size: float) -> None:
+    index, queries = built(), foreign_queries(16, seed=8)
+    hits = index.search_at((queries * size).astype(np.float32), 16, 64.0)
+    assert_well_formed(hits, 16, 16, len(index))
+    assert recall_of(hits, queries, index.keys, 16) > 0.95
+
+
+def test_scores_that_overflow_are_refused() -> None:
+    index = get("clusters").build(clustered_keys(5000, np.float32) * np.float32(1e10), k=16)
+    assert isinstance(index, ClusteredIndex)
+    with pytest.raises(InvalidIndexInput, match="not finite"):
+        index.search_at(foreign_queries(3) * np.float32(3e28), 16, 3.0)
+
+
+@pytest.mark.parametrize("sink", [10, 100])
+def test_a_key_far_above_all_others_hides_none_of_them(sink: float) -> None:
+    keys, queries = clustered_keys(12_000, np.float32), foreign_queries(16, seed=8)
+    keys[77] = queries[0] * sink
+    index = get("clusters").build(keys, k=16)
+    assert isinstance(index, ClusteredIndex)
+    assert recall_of(index.search_at(queries[:1], 100, 64.0), queries[:1], keys, 100) > 0.97
+
+
+def test_more_keys_than_a_segment_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "SEGMENT", 1000)
+    keys = clustered_keys(3003)
+    own = cells.build(keys)
+    assert (np.sort(own.ids[own.ids >= 0]) == np.arange(3003)).all()
+    of = np.repeat(np.arange(len(own.counts)), np.diff(own.starts) * dots.BLOCK)
+    for c in range(len(own.counts)):
+        ids = own.ids[(of == c) & (own.ids >= 0)]
+        assert len(set((ids // 1000).tolist())) == 1, "a cell is of one segment"
+
+
+def test_heads_that_scan_and_heads_that_prune_are_searched_together() -> None:
+    pruned, scanned = built(), built(target_recall=1.0)
+    assert scanned.recall is not None
+    scanned.recall = dataclasses.replace(scanned.recall, value=1000.0)
+    queries = np.stack([foreign_queries(5, seed) for seed in range(3)])
+    hits = ClusteredIndex.search_heads([pruned, scanned, pruned], queries, 16)
+    for head, own, ids in zip([pruned, scanned, pruned], queries, hits.ids, strict=True):
+        np.testing.assert_array_equal(ids, head.search(own, 16).ids)
+
+
+def test_large_cells_and_equal_keys_fill_no_more_than_there_is_room_for() -> None:
+    keys = np.repeat(clustered_keys(3), 5000, axis=0)
+    index = get("clusters").build(keys, foreign_queries(64), k=16)
+    queries = foreign_queries(5)
+    hits = index.search(queries, 100)
+    assert_well_formed(hits, 5, 100, 15_000)
+    np.testing.assert_allclose(hits.scores[:, 0], exact_scores(queries, keys).max(1), rtol=1e-4)
+
+
+def test_a_dimension_that_is_no_multiple_of_eight() -> None:
+    rng = np.random.default_rng(0)
+    keys, queries = rng.standard_normal((6000, 20)).astype(np.float32), rng.standard_normal((7, 20))
+    queries = queries.astype(np.float32)
+    hits = get("clusters").build(keys, k=16).search(queries, 16)
+    assert_truthful(hits, queries, keys)
+    assert recall_of(hits, queries, keys, 16) > 0.9
+
+
+def test_another_file_in_its_place_is_refused(tmp_path: Any) -> None:
+    index = built(3000)
+    (tmp_path / "short").write_bytes(b"x" * 50)
+    (tmp_path / "other").write_bytes(bytes(4096))
+    for name in ("short", "other"):
+        with pytest.raises(RuntimeError, match="no file of cells"):
+            index._read_native(str(tmp_path / name))

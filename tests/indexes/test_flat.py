@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexes import encodings, flat, get
+from indexes import flat, get
 from indexes.errors import InvalidIndexInput
 from indexes.flat import FlatIndex
+from indexes.rows import encodings
 from tests.contracts.index_contract import DTYPES, ENCODINGS, IndexContract, clustered_keys, foreign_queries
 
 

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from indexes import encodings, pool, row_loops
-from offload_decode.attention import attend
+from indexes.rows import encodings, pool
+from indexes.rows import loops as row_loops
+from offload_decode.attention.states import attend
 from offload_decode.kernels import host_tokens
 from offload_decode.kernels.host_gather import gather_rows, unite
 from offload_decode.kernels.host_tokens import attend_tokens
-from offload_decode.rows import Rows
+from offload_decode.kernels.rows import Rows
 
 CPU = torch.device("cpu")
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}

@@ -84,9 +84,9 @@ def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype):
 def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
     import torch
 
-    from offload_decode.device_rows import DeviceRows
-    from offload_decode.hot_rows import HotRows
-    from offload_decode.rows import Rows
+    from offload_decode.kernels.rows import Rows
+    from offload_decode.kv.device_rows import DeviceRows
+    from offload_decode.kv.hot_rows import HotRows
     from offload_decode.types import StepStats
 
     # 512 tokens with 4 query heads a KV head: 64 rows want all of the 6,000 tokens, in each of two layers.
@@ -107,7 +107,7 @@ def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
 def test_page_bounds_are_as_large_as_quests():
     import torch
 
-    from offload_decode.page_bounds import GrowingBounds
+    from offload_decode.pages.bounds import GrowingBounds
 
     keys = torch.randn(2, 1000, 16)
     shape = ModelShape((LayerKind.FULL,), 2, 2, 16)

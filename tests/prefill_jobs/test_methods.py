@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError, StoreMismatch
+from offload_decode.kernels.rows import Rows
 from offload_decode.models.loading import wrap
-from offload_decode.queries import Queries
-from offload_decode.rows import Rows
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, LayerKind, ModelShape
 from prefill_jobs.job import Settings, prefill_tokens

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload_decode.attention.queries import Queries
+from offload_decode.kernels.rows import tensor_view
 from offload_decode.models.loading import wrap
-from offload_decode.queries import Queries
-from offload_decode.rows import tensor_view
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
 from prefill_jobs.job import Settings, prefill_tokens

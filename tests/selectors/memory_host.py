@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from offload_decode import key_scores, ranking
-from offload_decode.queries import Queries
-from offload_decode.rows import Rows, numpy_view
+from offload_decode.attention import ranking
+from offload_decode.attention.queries import Queries
+from offload_decode.kernels.rows import Rows, numpy_view
+from offload_decode.selection import key_scores
 from offload_decode.selectors import registry
 from offload_decode.types import LayerKind, ModelShape
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from offload_decode.rows import Rows
+from offload_decode.kernels.rows import Rows
 from tests.contracts.selector_contract import SelectorContract
 from tests.selectors.memory_host import MemoryCases, assert_best
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.queries import Queries
 from tests.contracts.selector_contract import SelectorContract
 from tests.selectors.memory_host import BATCH, LAYERS, TOKENS, MemoryCases, assert_best
 

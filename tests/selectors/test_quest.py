@@ -7,10 +7,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV
-from offload_decode.paging import page_tokens
-from offload_decode.queries import Queries
+from offload_decode.kv.host import HostKV
+from offload_decode.pages.reference import page_tokens
 from offload_decode.selectors import quest, registry
 from offload_decode.types import StepStats
 from tests.contracts.selector_contract import LAYER, SelectorContract, floats, selected_ids, stored

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from offload_decode.attention import attend
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.states import attend
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.prefix import StoredPrefix
-from offload_decode.kv import HostKV
+from offload_decode.engine.step import StoredPrefix
+from offload_decode.kv.host import HostKV
+from offload_decode.kv.tail import TailKV
 from offload_decode.models.loading import wrap
-from offload_decode.page_bounds import GrowingBounds
-from offload_decode.paging import page_scores, page_tokens
-from offload_decode.queries import Queries
+from offload_decode.pages.bounds import GrowingBounds
+from offload_decode.pages.reference import page_scores, page_tokens
 from offload_decode.selectors import quest
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
-from offload_decode.tail_kv import TailKV
 from tests.contracts.selector_contract import LAYER, stored
 from tests.tiny import VOCAB, tiny_model
 

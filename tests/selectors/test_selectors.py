@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from offload_decode import selectors
+from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
+from offload_decode.kv.host import HostKV
 from offload_decode.selectors import registry
 from prefill_jobs.build import build_indexes
 from tests.contracts.selector_contract import LAYER, SelectorContract, floats, stored
@@ -53,7 +53,7 @@ def test_a_new_selector_is_one_file(tmp_path, monkeypatch):
     """The registry and the strict options find a module that appears in the package's path."""
     (tmp_path / "first.py").write_text(
         "import torch\n"
-        "from offload_decode.selectors.base import Selector\n"
+        "from offload_decode.selection.selector import Selector\n"
         "from offload_decode.types import Selection\n"
         "class First(Selector):\n"
         "    '''The first k tokens.'''\n"

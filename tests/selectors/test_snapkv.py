@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_decode import key_scores
 from offload_decode.errors import ConfigError
+from offload_decode.selection import key_scores
 from tests.contracts.selector_contract import LAYER, SelectorContract, floats, selected_ids
 from tests.selectors.evicting import asked, passes, sampled
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from indexes import encodings
+from indexes.rows import encodings
 from offload_decode.errors import ConfigError, StoreDamaged, StoreError, StoreMismatch
 from offload_decode.store import KVStore, layout, metadata, verify_store
 from offload_decode.store.format import stored_types

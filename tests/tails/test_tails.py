@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.attention import attend, merge_states
-from offload_decode.engine.prefix import StoredPrefix
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.states import attend, merge_states
+from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
-from offload_decode.kv import HostKV
-from offload_decode.queries import Queries
+from offload_decode.kv.host import HostKV
 from offload_decode.selectors.registry import create as selector_of
 from offload_decode.tails import base, registry
 from offload_decode.tails.base import selected_lists

@@ -1,0 +1,1 @@
+"""Stored rows and the compiled loops over them: codecs, scores, copies, threads."""

@@ -1,0 +1,197 @@
+"""Compiled inner loops of the exact scan: scoring a block of keys, and keeping the best scores so far.
+
+A candidate is one uint64: the score's bits, mapped so that larger scores are larger integers, above the
+complement of the id. So the order of candidates is (score descending, id ascending), it is total, and
+integer partition and sort give the same hits on every machine for the same scores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from indexes.keys import BFLOAT16, Float32, Keys
+from indexes.rows import encodings
+
+Candidates = npt.NDArray[np.uint64]
+
+_RUN = 64  # scores looked at together; most runs hold nothing above the floor
+_QUERIES, _ROWS = 4, 2  # scored together, in registers
+_REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
+
+
+def inner_products(block: Keys, queries: Float32) -> Float32:
+    """float32 `[G, n]` inner products of `queries [G, D]` with n rows, accumulated in float32.
+
+    Every score is summed in the same order, wherever its key and its query lie: equal keys tie exactly.
+    One thread, outside the interpreter's lock: callers search many heads at once, and a BLAS that starts
+    threads of its own for each small block loses more than it gains.
+    """
+    group = len(queries)
+    padding = -group % _QUERIES
+    if padding:
+        queries = np.concatenate([queries, np.zeros((padding, queries.shape[1]), np.float32)])
+    scores = np.empty((len(queries), len(block)), np.float32)
+    score_rows(bits(block), layout(block), queries, scores)
+    return scores[:group]
+
+
+def keep_best(
+    scores: Float32, first_id: int, floor: Float32, kept: Candidates, counts: npt.NDArray[np.int64]
+) -> bool:
+    """Appends to `kept [G, capacity]`, row by row at `counts [G]`, the scores above `floor [G]`.
+
+    `scores [G, n]` belong to the ids from `first_id`. False when a score is not finite.
+    """
+    return bool(_keep_best(scores, first_id, floor, kept, counts))
+
+
+def unpack(candidates: Candidates) -> tuple[npt.NDArray[np.int64], Float32]:
+    """Ids and scores of candidates."""
+    ids = (~candidates & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    ordered = (candidates >> np.uint64(32)).astype(np.uint32)
+    bits = np.where(ordered & np.uint32(0x80000000), ordered ^ np.uint32(0x80000000), ~ordered)
+    return ids, bits.view(np.float32)
+
+
+HALF, BRAIN, SINGLE, BYTES, NIBBLES = range(5)
+_ENCODED = {encodings.INT8: BYTES, encodings.INT4: NIBBLES}
+_SCALE_BYTES = encodings.SCALE_BYTES
+
+
+def layout(rows: Keys) -> int:
+    """What `widen_row` is to make of the bits of `rows`."""
+    encoding = encodings.encoding_of(rows)
+    if encoding is not None:
+        return _ENCODED[encoding]
+    if rows.dtype == np.float32:
+        return SINGLE
+    return BRAIN if rows.dtype == BFLOAT16 else HALF
+
+
+def bits(rows: Keys) -> npt.NDArray[Any]:
+    """The memory of rows, `[N, W]`: bytes of encoded ones, else the floats as unsigned integers."""
+    if encodings.encoding_of(rows) is not None:
+        return encodings.as_raw(rows)
+    return rows.view(np.uint32 if rows.dtype == np.float32 else np.uint16)
+
+
+@njit(nogil=True, cache=True)
+def ordered(score: Any) -> Any:
+    """The bits of a score as an integer that is larger where the score is."""
+    bits = np.float32(score + np.float32(0)).view(np.uint32)  # -0.0 ties with 0.0
+    return np.uint32(~bits) if bits & 0x80000000 else np.uint32(bits | 0x80000000)
+
+
+@njit(nogil=True, cache=True)
+def candidate(score: Any, row: Any) -> Any:
+    """A score and the id of its row as one candidate."""
+    return (np.uint64(ordered(score)) << np.uint64(32)) | np.uint64(0xFFFFFFFF - np.int64(row))
+
+
+@njit(nogil=True, cache=True)
+def score_and_row(candidate: Any) -> Any:
+    """What `candidate` was made of."""
+    high = np.uint32(candidate >> np.uint64(32))
+    bits = np.uint32(high & 0x7FFFFFFF) if high & 0x80000000 else np.uint32(~high)
+    return np.uint32(bits).view(np.float32), np.int64(0xFFFFFFFF) - np.int64(
+        candidate & np.uint64(0xFFFFFFFF)
+    )
+
+
+@njit(nogil=True, cache=True)
+def widen_row(bits: Any, layout: int, out: Any) -> None:
+    """One row in float32, to `out [D]`: half, bfloat16 or float32 bits (exactly, subnormals and infinities
+    included), or the bytes of an encoded row.
+    """
+    if layout in (BYTES, NIBBLES):
+        word = np.uint32(0)
+        for place in range(_SCALE_BYTES):
+            word |= np.uint32(np.uint32(bits[place]) << np.uint32(8 * place))
+        scale, codes = np.uint32(word).view(np.float32), bits[_SCALE_BYTES:]
+        if layout == BYTES:
+            for d in range(len(codes)):
+                out[d] = np.float32(np.int8(codes[d])) * scale
+        else:
+            for d in range(len(codes)):
+                pair = np.int32(codes[d])
+                out[2 * d] = np.float32((pair & 15) - 8) * scale
+                out[2 * d + 1] = np.float32((pair >> 4) - 8) * scale
+    elif layout == HALF:
+        for d in range(len(out)):
+            half = np.uint32(bits[d])
+            magnitude = np.uint32(half & 0x7FFF)
+            wide = np.uint32((magnitude << 13) + 0x38000000)  # 112 more on the exponent
+            if magnitude >= 0x7C00:
+                wide = np.uint32(wide + 0x38000000)
+            if magnitude < 0x0400:
+                wide = np.float32(np.float32(magnitude) * np.float32(2.0**-24)).view(np.uint32)
+            out[d] = np.uint32(wide | ((half & 0x8000) << 16)).view(np.float32)
+    elif layout == BRAIN:
+        for d in range(len(out)):
+            out[d] = np.uint32(np.uint32(bits[d]) << 16).view(np.float32)
+    else:
+        for d in range(len(out)):
+            out[d] = np.uint32(bits[d]).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def widen_rows(bits: Any, layout: int, ids: Any, out: Any) -> None:
+    """The rows `ids [n]` in float32, to `out [n, D]`."""
+    for j in range(len(ids)):
+        widen_row(bits[ids[j]], layout, out[j])
+
+
+@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
+def score_rows(bits: Any, layout: int, queries: Any, scores: Any) -> None:
+    rows = np.zeros((_ROWS, queries.shape[1]), np.float32)
+    for j in range(0, len(bits), _ROWS):
+        last = min(j + 1, len(bits) - 1)
+        widen_row(bits[j], layout, rows[0])
+        widen_row(bits[last], layout, rows[1])
+        for g in range(0, len(queries), _QUERIES):
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+            for d in range(queries.shape[1]):
+                a, b = rows[0, d], rows[1, d]
+                q0, q1, q2, q3 = queries[g, d], queries[g + 1, d], queries[g + 2, d], queries[g + 3, d]
+                a0 += a * q0
+                a1 += a * q1
+                a2 += a * q2
+                a3 += a * q3
+                b0 += b * q0
+                b1 += b * q1
+                b2 += b * q2
+                b3 += b * q3
+            scores[g, j], scores[g + 1, j], scores[g + 2, j], scores[g + 3, j] = a0, a1, a2, a3
+            scores[g, last], scores[g + 1, last], scores[g + 2, last], scores[g + 3, last] = b0, b1, b2, b3
+
+
+@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
+def _survey(scores: Any, floor: Any) -> Any:
+    """How many of the scores exceed `floor`, and whether all are finite; one vectorised pass."""
+    above, poison = np.int32(0), np.float32(0)
+    for j in range(len(scores)):
+        above += np.int32(scores[j] > floor)
+        poison += scores[j] * np.float32(0)  # NaN as soon as one score is NaN or infinite
+    return above, poison == 0
+
+
+@njit(nogil=True, cache=True)
+def _keep_best(scores: Any, first_id: int, floor: Any, kept: Any, counts: Any) -> bool:
+    for g in range(len(scores)):
+        for start in range(0, scores.shape[1], _RUN):
+            run = scores[g, start : start + _RUN]
+            above, finite = _survey(run, floor[g])
+            if not finite:
+                return False
+            if above == 0:
+                continue
+            for j in range(len(run)):
+                # Ids ascend from block to block, so a score equal to the floor loses to the floor's id.
+                if run[j] > floor[g]:
+                    kept[g, counts[g]] = candidate(run[j], first_id + start + j)
+                    counts[g] += 1
+    return True

@@ -1,0 +1,85 @@
+"""The queries of one layer, with what turns their inner products into attention logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from offload_decode.attention.states import cap
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """Rows `[Hkv, R, D]` in pinned host memory, there once `done` has happened on the device."""
+
+    rows: Tensor
+    done: torch.cuda.Event
+
+    @classmethod
+    def begin(cls, rows: Tensor) -> Self:
+        """Let the copy join what the device is doing, without waiting."""
+        pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+        return cls(pinned, torch.cuda.current_stream(rows.device).record_event())
+
+    def wait(self) -> Tensor:
+        """The rows; other threads go on meanwhile, and so does what the device was given after the copy."""
+        self.done.synchronize()
+        return self.rows
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries that one layer puts to the stored prefix in one forward pass.
+
+    `rows [Hkv, R, D]` float32, unscaled. The R rows of a KV head are its `group` query heads times `tokens`
+    new tokens, for every sequence of the batch: R = batch · group · tokens, tokens running fastest. `copy`:
+    the same rows on their way to the host, where a search there was foreseen.
+    """
+
+    rows: Tensor
+    scaling: float
+    softcap: float | None = None
+    group: int = 1
+    tokens: int = 1
+    copy: HostCopy | None = None
+
+    def sent(self) -> Queries:
+        """The same, on their way to the host: work given to the device after this does not delay them."""
+        return replace(self, copy=HostCopy.begin(self.rows)) if self.rows.is_cuda else self
+
+    def on_host(self) -> Tensor:
+        """`rows` in host memory."""
+        return self.rows.cpu() if self.copy is None else self.copy.wait()
+
+    @property
+    def batch(self) -> int:
+        """Sequences in the batch."""
+        return self.rows.shape[1] // (self.group * self.tokens)
+
+    def by_token(self) -> Tensor:
+        """The rows as `[Hkv, batch, group, tokens, D]`."""
+        return self.rows.reshape(len(self.rows), self.batch, self.group, self.tokens, -1)
+
+    def by_list(self) -> Tensor:
+        """The rows as `[Hkv, Q, group, D]`: a token's group together, Q = batch · tokens."""
+        return self.by_token().transpose(2, 3).flatten(1, 2)
+
+    def by_row(self, lists: Tensor) -> Tensor:
+        """`lists [Hkv, Q, group, ...]`, in the order of `by_list`, as `[Hkv, R, ...]`. A list that a group
+        shares, `[Hkv, Q, 1, ...]`, is repeated.
+        """
+        heads, _, members, *rest = lists.shape
+        spread = lists.reshape(heads, self.batch, self.tokens, members, *rest).transpose(2, 3)
+        return spread.expand(-1, -1, self.group, -1, *rest).flatten(1, 3)
+
+    def part(self, start: int, end: int) -> Queries:
+        """Rows `start:end`, each standing for itself."""
+        copy = self.copy and replace(self.copy, rows=self.copy.rows[:, start:end])
+        return replace(self, rows=self.rows[:, start:end], group=1, tokens=1, copy=copy)
+
+    def logits(self, scores: Tensor) -> Tensor:
+        """Attention logits of inner products q·k."""
+        return cap(scores * self.scaling, self.softcap)

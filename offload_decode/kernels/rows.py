@@ -1,0 +1,87 @@
+"""`Rows`: the stored keys or values of one KV head, plain or encoded, read where they lie.
+
+What travels to a device is a row's own bytes; they become floats there. On a host a compiled loop reads them
+where they lie, in one pass: torch converts single bytes many times slower. Only rows that are asked for are
+ever decoded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from indexes.rows import encodings
+from indexes.rows.scan import BYTES, NIBBLES, bits, layout, widen_rows
+
+
+class Rows:
+    """N rows of `dim` channels in host memory, over an `array` `[N, D]` of floats or `[N]` of encoded rows.
+
+    bits, layout: what `indexes.rows.scan.widen_row` takes. raw: `[N, W]`, the floats, or the bytes of encoded
+    rows. row_bytes: what travels for a row.
+    """
+
+    def __init__(self, array: npt.NDArray[Any]):
+        self.array = array
+        self.dim = encodings.dim(array)
+        self.layout = layout(array)
+        self.bits = bits(array)
+        self.row_bytes: int = self.bits.itemsize * self.bits.shape[1]
+        self.encoded = self.layout in (BYTES, NIBBLES)
+        self.raw = tensor_view(self.bits if self.encoded else array)
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the floats that `floats` makes: the stored dtype, or float32 of encoded rows."""
+        return torch.float32 if self.encoded else self.raw.dtype
+
+    def floats(self, raw: Tensor) -> Tensor:
+        """Rows `[..., W]` of `raw`, on any device, as floats `[..., D]` of `dtype`."""
+        if not self.encoded:
+            return raw
+        scale = raw[..., : encodings.SCALE_BYTES].clone(memory_format=torch.contiguous_format)
+        codes = raw[..., encodings.SCALE_BYTES :]
+        if self.layout == BYTES:
+            return codes.view(torch.int8).float() * scale.view(torch.float32)
+        halves = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        return (halves.float() - 8) * scale.view(torch.float32)
+
+    def read(self, which: slice | Tensor, device: torch.device) -> Tensor:
+        """Some rows, a slice or int64 ids `[n]` on the host, in float32 on a device: `[n, D]`."""
+        if self.encoded and device.type == "cpu":
+            ids = np.arange(*which.indices(len(self))) if isinstance(which, slice) else which.numpy()
+            assert not len(ids) or 0 <= ids.min() <= ids.max() < len(self), "ids are of rows that there are"
+            out = torch.empty(len(ids), self.dim)
+            widen_rows(self.bits, self.layout, ids, out.numpy())
+            return out
+        chosen = self.raw[which] if isinstance(which, slice) else self.raw.index_select(0, which)
+        if device.type == "cuda":
+            chosen = chosen.pin_memory()
+        return self.floats(chosen.to(device, non_blocking=True)).float()
+
+
+def tensor_view(array: npt.NDArray[Any]) -> Tensor:
+    """A tensor over the same memory. Read-only maps are welcome: nothing here writes to a prefix."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
+def numpy_view(tensor: Tensor) -> npt.NDArray[Any]:
+    """A numpy array over a CPU tensor; bfloat16 becomes `ml_dtypes.bfloat16`."""
+    tensor = tensor.detach().contiguous().cpu()
+    if tensor.dtype is torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

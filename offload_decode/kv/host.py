@@ -1,0 +1,235 @@
+"""Where the stored keys and values live: `HostKV`, over the memory-mapped store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.states import empty_state, softmax
+from offload_decode.kernels.dense import attend_blocks
+from offload_decode.kernels.host_gather import unite
+from offload_decode.kernels.host_tokens import attend_tokens
+from offload_decode.kernels.rows import Rows, tensor_view
+from offload_decode.kv.device_rows import DeviceRows
+from offload_decode.kv.placement import HOST, Placement, Request
+from offload_decode.pages.dispatch import attend_pages, loaded_tokens
+from offload_decode.store.reader import KVStore
+from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
+
+BLOCK_TOKENS = 8192
+SCORES = 1 << 22  # of one part of the rows: a handful of float32 temporaries of this size are held
+
+
+class HostKV:
+    """The stored prefix in host memory, and attention to chosen rows of it: where they lie, or on a device to
+    which they are copied, once for each KV head.
+
+    attend: `host`, `device`, or `auto`, which measures. cache_bytes: room on the device for the rows that
+    were used there last.
+    """
+
+    def __init__(self, store: KVStore, device: torch.device, attend: str = "auto", cache_bytes: int = 0):
+        self.store = store
+        self.device = device
+        self.placement = Placement(attend, device)
+        self.cache_bytes = cache_bytes
+        self._copied: DeviceRows | None = None
+        self.length = store.manifest.n_tokens
+        self._keys: dict[tuple[int, int], Rows] = {}
+        self._values: dict[tuple[int, int], Rows] = {}
+
+    def keys(self, layer: int, head: int) -> Rows:
+        """The keys of one KV head, a view of the store's file."""
+        if (layer, head) not in self._keys:
+            self._keys[layer, head] = Rows(self.store.keys(layer, head))
+        return self._keys[layer, head]
+
+    def values(self, layer: int, head: int) -> Rows:
+        """The values of one KV head, a view of the store's file."""
+        if (layer, head) not in self._values:
+            self._values[layer, head] = Rows(self.store.values(layer, head))
+        return self._values[layer, head]
+
+    def layer_keys(self, layer: int) -> list[Rows]:
+        """The keys of every KV head of a layer."""
+        return [self.keys(layer, head) for head in range(self.store.manifest.shape.kv_heads)]
+
+    def layer_values(self, layer: int) -> list[Rows]:
+        """The values of every KV head of a layer."""
+        return [self.values(layer, head) for head in range(self.store.manifest.shape.kv_heads)]
+
+    def key_norms(self, layer: int, head: int) -> Tensor:
+        """Lengths of the keys, float32 `[N]` on the host."""
+        return tensor_view(self.store.key_norms(layer, head))
+
+    def attend(
+        self, layer: int, queries: Queries, selection: Selection | PageSelection, stats: StepStats
+    ) -> AttentionState:
+        """Attend from R rows to the selected tokens of one layer: `out [Hkv, R, D]`, `lse [Hkv, R]`."""
+        request = Request.of(queries.rows.shape[1], selection)
+        if not self.placement.decided(request):
+            # Without the cache, which would answer every repetition after the first.
+            uncached = DeviceRows(self.device)
+            self.placement.measure(
+                request,
+                lambda place: self._attend_at(place, layer, queries, selection, StepStats(), uncached),
+            )
+        place = self.placement.best(request)
+        stats.attended[place] = stats.attended.get(place, 0) + 1
+        return self._attend_at(place, layer, queries, selection, stats, self._copied)
+
+    def _attend_at(
+        self,
+        place: str,
+        layer: int,
+        queries: Queries,
+        selection: Selection | PageSelection,
+        stats: StepStats,
+        copied: DeviceRows | None,
+    ) -> AttentionState:
+        away = place == HOST and self.device.type != "cpu"
+        if away:
+            queries, selection = replace(queries, rows=queries.on_host(), copy=None), _on_host(selection)
+        if isinstance(selection, PageSelection):
+            state = self._attend_pages(layer, queries, selection, stats)
+        elif selection.ids is None:
+            state = self._attend_all(layer, queries, stats)
+        elif place == HOST:
+            state = self._attend_in_place(layer, queries, selection.ids, selection.scores, stats)
+        else:
+            copied = copied or self._device_rows(layer)
+            state = self._attend_copied(layer, queries, selection.ids, selection.scores, stats, copied)
+        if not away:
+            return state
+        stats.bus_bytes += sum(part.nbytes for part in (queries.rows, *state))
+        return AttentionState(*(part.to(self.device) for part in state))
+
+    def _attend_in_place(
+        self, layer: int, queries: Queries, ids: Tensor, scores: Tensor | None, stats: StepStats
+    ) -> AttentionState:
+        began = time.perf_counter()
+        keys, values = self.layer_keys(layer), self.layer_values(layer)
+        state, read = attend_tokens(queries.rows, keys, values, ids, scores, queries.scaling, queries.softcap)
+        stats.bytes_moved += read
+        stats.attend_s += time.perf_counter() - began
+        return state
+
+    def _attend_copied(
+        self,
+        layer: int,
+        queries: Queries,
+        ids: Tensor,
+        scores: Tensor | None,
+        stats: StepStats,
+        copied: DeviceRows,
+    ) -> AttentionState:
+        state = empty_state(queries.rows)
+        heads, rows, k = ids.shape
+        # r rows meet a union of at most min(N, r·k) tokens, and are scored against all of it.
+        step = max(1, SCORES // self.length, isqrt(SCORES // max(1, k)))
+        for start in range(0, rows if k else 0, step):
+            part = slice(start, start + step)
+            began = time.perf_counter()
+            union, places = unite(ids[:, part].cpu(), self.length)
+            values = copied.fetch(2 * layer + 1, self.layer_values(layer), union, stats)
+            keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats) if scores is None else None
+            gathered = time.perf_counter()
+            places = places.to(self.device)
+            for head in range(heads):
+                own = queries.rows[head, part]
+                # One column more takes the padding.
+                product = own.new_full((len(own), len(values[head]) + 1), -torch.inf)
+                place = places[head].where(places[head] >= 0, len(values[head]))
+                product.scatter_(1, place, 0.0 if scores is None else scores[head, part].to(self.device))
+                product = product[:, :-1]
+                nothing = torch.isneginf(product)
+                if keys is not None:
+                    product = own @ keys[head].T
+                logits = queries.logits(product).masked_fill(nothing, -torch.inf)
+                weights, state.lse[head, part] = softmax(logits)
+                state.out[head, part] = weights @ values[head]
+            stats.gather_s += gathered - began
+            stats.attend_s += time.perf_counter() - gathered
+        return state
+
+    def _device_rows(self, layer: int) -> DeviceRows:
+        row_bytes = max(self.keys(layer, 0).row_bytes, self.values(layer, 0).row_bytes)
+        heads = self.store.manifest.shape.kv_heads
+        self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, heads)
+        return self._copied
+
+    def _attend_all(self, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
+        began = time.perf_counter()
+        rows, heads = queries.rows, range(queries.rows.shape[0])
+        per_head = [
+            attend_blocks(
+                rows[None, h : h + 1], self._blocks(layer, h, rows.device), queries.scaling, queries.softcap
+            )
+            for h in heads
+        ]
+        self._count(len(heads) * self.length, layer, queries, stats)
+        stats.attend_s += time.perf_counter() - began
+        return AttentionState(
+            torch.cat([state.out[0] for state in per_head]), torch.cat([state.lse[0] for state in per_head])
+        )
+
+    def _attend_pages(
+        self, layer: int, queries: Queries, selection: PageSelection, stats: StepStats
+    ) -> AttentionState:
+        began = time.perf_counter()
+        keys, values = self.layer_keys(layer), self.layer_values(layer)
+        state = attend_selected(queries, keys, values, selection)
+        tokens = loaded_tokens(selection.pages, selection.page_size, self.length)
+        self._count(tokens, layer, queries, stats)
+        stats.attend_s += time.perf_counter() - began
+        return state
+
+    def _count(self, tokens: int, layer: int, queries: Queries, stats: StepStats) -> None:
+        """What the keys and values of so many tokens of a KV head are."""
+        moved = tokens * (self.keys(layer, 0).row_bytes + self.values(layer, 0).row_bytes)
+        stats.bytes_moved += moved
+        stats.bus_bytes += moved if queries.rows.is_cuda else 0
+
+    def _blocks(self, layer: int, head: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        keys, values = self.keys(layer, head), self.values(layer, head)
+        for start in range(0, self.length, BLOCK_TOKENS):
+            part = slice(start, start + BLOCK_TOKENS)
+            yield keys.read(part, device)[None, None], values.read(part, device)[None, None]
+
+
+def _on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
+    if isinstance(selection, PageSelection):
+        return replace(selection, pages=selection.pages.cpu(), limit=selection.limit.cpu())
+    ids, scores = (part if part is None else part.cpu() for part in (selection.ids, selection.scores))
+    return replace(selection, ids=ids, scores=scores)
+
+
+def attend_selected(
+    queries: Queries,
+    keys: Sequence[Rows] | Tensor,
+    values: Sequence[Rows] | Tensor,
+    selection: PageSelection,
+) -> AttentionState:
+    """Attend from R rows to selected pages of `keys` and `values`, the stored rows of each KV head or
+    `[Hkv, N, D]` on the queries' device: `out [Hkv, R, D]`, `lse [Hkv, R]`.
+    """
+    grouped = queries.by_list() if selection.shared else queries.rows.unsqueeze(2)
+    out, lse = attend_pages(
+        grouped,
+        keys,
+        values,
+        selection.pages,
+        selection.page_size,
+        selection.limit,
+        queries.scaling,
+        queries.softcap,
+    )
+    if selection.shared:
+        return AttentionState(queries.by_row(out), queries.by_row(lse))
+    return AttentionState(out.squeeze(2), lse.squeeze(2))

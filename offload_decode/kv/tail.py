@@ -1,0 +1,109 @@
+"""`TailKV`: what follows the prefix, on the device; and `Prefix`: what it asks of the prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from offload_decode.pages.bounds import GrowingBounds
+from offload_decode.pages.reference import PageBounds
+from offload_decode.types import AttentionState
+
+
+class TailKV:
+    """Keys and values of the question and of generated tokens: `[B, Hkv, S, D]`, preallocated, grown by
+    doubling; with bounds of their pages once somebody asks for these.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._bounds: GrowingBounds | None = None
+        self.length = 0
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add `[B, Hkv, T, D]` at the end."""
+        end = self.length + keys.shape[2]
+        self._keys = self._grown(self._keys, keys, end)
+        self._values = self._grown(self._values, values, end)
+        self._keys[:, :, self.length : end] = keys
+        self._values[:, :, self.length : end] = values
+        self.length = end
+
+    def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
+        if buffer is not None and buffer.shape[2] >= needed:
+            return buffer
+        batch, heads, _, dim = like.shape
+        grown = like.new_empty(batch, heads, max(64, 2 * needed), dim)
+        if buffer is not None:
+            grown[:, :, : self.length] = buffer[:, :, : self.length]
+        return grown
+
+    def view(self) -> tuple[Tensor, Tensor]:
+        """Keys and values so far, without a copy; only after the first `append`."""
+        assert self._keys is not None, "nothing was appended"
+        assert self._values is not None
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    def page_bounds(self, page_size: int, metadata: str) -> PageBounds:
+        """Bounds of the pages of the one sequence that is held, extended by what was appended since."""
+        keys, _ = self.view()
+        assert len(keys) == 1, "pages are of one sequence"
+        known = self._bounds
+        if known is None or (known.page_size, known.metadata) != (page_size, metadata):
+            known = self._bounds = GrowingBounds(page_size, metadata)
+        if known.length < self.length:
+            known.append(keys[0, :, known.length :])
+        return known.bounds
+
+    def fork(self) -> TailKV:
+        """An independent copy."""
+        copy = TailKV()
+        if self._keys is not None and self._values is not None:
+            copy._keys, copy._values, copy.length = self._keys.clone(), self._values.clone(), self.length
+        return copy
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        assert 0 <= length <= self.length
+        self.length = length
+        if self._bounds is not None and self._bounds.length > length:
+            self._bounds = None
+
+    def rows(self, index: Tensor) -> None:
+        """Reorder, repeat or drop batch rows: `index` int64 over the present rows."""
+        if self._keys is not None and self._values is not None:
+            self._keys = self._keys.index_select(0, index.to(self._keys.device))
+            self._values = self._values.index_select(0, index.to(self._values.device))
+        self._bounds = None
+
+
+class Prefix(Protocol):
+    """What stands before the tail: a stored corpus (decoding) or what is written of it so far (prefill)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the prefix."""
+        ...
+
+    @property
+    def remembers(self) -> bool:
+        """What was attended depends on earlier tokens, so that none can be taken back."""
+        ...
+
+    def begin(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None
+    ) -> Callable[[], AttentionState]:
+        """Begin to attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees
+        all of it. What is returned ends it: a device that is given the tail to attend to before that call
+        does so while the host searches.
+        """
+        ...
+
+    def attend_tail(
+        self, layer: int, query: Tensor, tail: TailKV, scaling: float, softcap: float | None
+    ) -> AttentionState | None:
+        """Attend to a part of what follows the prefix; None where all of it is to be attended."""
+        ...

@@ -1,0 +1,41 @@
+"""The threads that compiled loops run on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+
+from indexes.rows import pool
+
+
+def test_every_task_is_done_once_and_the_last_on_the_calling_thread() -> None:
+    done: dict[int, int] = {}
+    pool.run(lambda task: done.update({task: threading.get_ident()}), range(7))
+    assert sorted(done) == list(range(7))
+    assert done[6] == threading.get_ident()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_is_raised_when_no_task_runs_any_more(failing: int) -> None:
+    ended = threading.Event()
+
+    def work(task: int) -> None:
+        if task == failing:
+            raise ValueError("no")
+        time.sleep(0.2)
+        ended.set()
+
+    with pytest.raises(ValueError, match="no"):
+        pool.run(work, range(2))
+    assert ended.is_set()
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    pool.run(lambda _: None, range(3))
+    child = multiprocessing.get_context("fork").Process(target=pool.run, args=(int, range(3)))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0

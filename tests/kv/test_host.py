@@ -1,0 +1,175 @@
+"""The tail on the device, and attending to selected rows of a stored prefix."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from indexes.rows import pool
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.states import attend
+from offload_decode.kernels.rows import numpy_view, tensor_view
+from offload_decode.kv import host as kv
+from offload_decode.kv.host import HostKV
+from offload_decode.kv.tail import TailKV
+from offload_decode.types import PageSelection, Selection, StepStats
+
+N, HKV, R, D = 50, 2, 6, 8
+PLACES = [
+    ("cpu", "host"),
+    ("cpu", "device"),  # what a device does, without pinning and streams
+    *(pytest.param("cuda", place, marks=pytest.mark.gpu) for place in ("host", "device", "auto")),
+]
+
+
+class FakeStore:
+    """Keys and values in memory, where `HostKV` expects a store."""
+
+    def __init__(self, dtype=np.float32):
+        generator = np.random.default_rng(0)
+        self.manifest = SimpleNamespace(n_tokens=N, shape=SimpleNamespace(kv_heads=HKV))
+        self.arrays = generator.standard_normal((2, HKV, N, D)).astype(dtype)
+        self.arrays.flags.writeable = False
+
+    def keys(self, layer, head):
+        return self.arrays[0, head]
+
+    def values(self, layer, head):
+        return self.arrays[1, head]
+
+
+def queries(rows=R):
+    return torch.randn(HKV, rows, D, generator=torch.Generator().manual_seed(3))
+
+
+def ids(k, rows=R):
+    generator = torch.Generator().manual_seed(4)
+    return torch.stack(
+        [torch.stack([torch.randperm(N, generator=generator)[:k] for _ in range(rows)]) for _ in range(HKV)]
+    )
+
+
+def by_mask(store, query, chosen, softcap=None):
+    """Dense reference: every key, with those masked that a row did not select."""
+    key, value = (torch.from_numpy(np.array(part, np.float32))[None] for part in store.arrays)
+    seen = torch.zeros(HKV, query.shape[1], N + 1, dtype=torch.bool)
+    seen.scatter_(2, torch.where(chosen < 0, N, chosen), True)
+    states = [
+        attend(
+            query[None, h : h + 1],
+            key[:, h : h + 1],
+            value[:, h : h + 1],
+            0.4,
+            seen[h, None, None, :, :N][0],
+            softcap,
+        )
+        for h in range(HKV)
+    ]
+    return torch.cat([s.out[0] for s in states]), torch.cat([s.lse[0] for s in states])
+
+
+@pytest.mark.parametrize("k", [1, 3, 17, N])
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(("device", "place"), PLACES)
+def test_attending_to_a_selection_is_masked_attention(k, scored, softcap, device, place):
+    store, query, chosen = FakeStore(), queries(), ids(k)
+    chosen[0, 0, 1:] = -1  # a row with padding
+    keys = torch.from_numpy(store.arrays[0].copy())
+    scores = (query @ keys.transpose(1, 2)).gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
+    out, lse = HostKV(store, torch.device(device), place, cache_bytes=4096).attend(
+        0,
+        Queries(query.to(device), 0.4, softcap),
+        Selection(chosen.to(device), scores.to(device) if scored else None),
+        StepStats(),
+    )
+    assert out.device.type == device
+    expected = by_mask(store, query, chosen, softcap)
+    torch.testing.assert_close(out.cpu(), expected[0], atol=2e-6, rtol=0)
+    torch.testing.assert_close(lse.cpu(), expected[1], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("device", "place"), PLACES)
+def test_attending_to_everything_and_to_pages_is_the_same_wherever_it_is_done(device, place):
+    store, query = FakeStore(), queries()
+    host = HostKV(store, torch.device(device), place)
+    everything = torch.arange(N).expand(HKV, R, N)
+    pages = torch.arange(-(-N // 8)).expand(HKV, R, -1)
+    limit = torch.full((HKV,), 10**6)
+    for selection in (
+        Selection(None),
+        PageSelection(pages.to(device), 8, limit.to(device), shared=False),
+    ):
+        stats = StepStats()
+        out, lse = host.attend(0, Queries(query.to(device), 0.4), selection, stats)
+        expected = by_mask(store, query, everything)
+        torch.testing.assert_close(out.cpu(), expected[0], atol=5e-6, rtol=0)
+        torch.testing.assert_close(lse.cpu(), expected[1], atol=5e-6, rtol=0)
+        assert (stats.bus_bytes > 0) == (device != "cpu")
+
+
+def test_selecting_everything_is_dense_block_by_block(monkeypatch):
+    store, query = FakeStore(), queries()
+    monkeypatch.setattr(kv, "BLOCK_TOKENS", 16)
+    state = HostKV(store, torch.device("cpu")).attend(0, Queries(query, 0.4), Selection(None), StepStats())
+    expected = by_mask(store, query, torch.arange(N).expand(HKV, R, N))
+    torch.testing.assert_close(state.out, expected[0], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_many_rows_are_taken_in_parts(place, monkeypatch):
+    store, query, chosen = FakeStore(), queries(20), ids(5, 20)
+    monkeypatch.setattr(kv, "SCORES", 100)
+    host = HostKV(store, torch.device("cpu"), place)
+    state = host.attend(0, Queries(query, 0.4), Selection(chosen), StepStats())
+    torch.testing.assert_close(state.out, by_mask(store, query, chosen)[0], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_budget_of_nothing_is_the_empty_state(place):
+    state = HostKV(FakeStore(), torch.device("cpu"), place).attend(
+        0, Queries(queries(), 0.4), Selection(torch.empty(HKV, R, 0, dtype=torch.long)), StepStats()
+    )
+    assert (state.out == 0).all()
+    assert torch.isneginf(state.lse).all()
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_row_shared_by_the_group_moves_once_and_keys_stay_when_scores_are_known(place, monkeypatch):
+    monkeypatch.setattr(pool, "THREADS", 1)  # rows on several threads share nothing
+    store, query = FakeStore(), queries()
+    same = torch.arange(10).expand(HKV, R, 10)
+    for scores, arrays in ((None, 2), (torch.zeros(HKV, R, 10), 1)):
+        stats = StepStats()
+        host = HostKV(store, torch.device("cpu"), place)
+        host.attend(0, Queries(query, 0.4), Selection(same, scores), stats)
+        assert stats.attended == {place: 1}
+        assert stats.bytes_moved == arrays * HKV * 10 * D * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_numpy_and_torch_see_the_same_numbers(dtype):
+    tensor = torch.randn(3, 5).to(dtype)
+    array = numpy_view(tensor)
+    assert array.itemsize == tensor.element_size()
+    assert torch.equal(tensor_view(array), tensor)
+    assert np.array_equal(array.astype(np.float32), tensor.float().numpy())
+
+
+def test_tail_grows_crops_and_forks_independently():
+    tail = TailKV()
+    parts = [torch.randn(2, 3, n, 4) for n in (1, 100, 5, 300)]
+    for part in parts:
+        tail.append(part, -part)
+    whole = torch.cat(parts, dim=2)
+    assert torch.equal(tail.view()[0], whole)
+    fork = tail.fork()
+    tail.crop(50)
+    tail.append(parts[2], -parts[2])
+    assert torch.equal(fork.view()[1], -whole)
+    assert torch.equal(tail.view()[0], torch.cat([whole[:, :, :50], parts[2]], dim=2))
+    fork.rows(torch.tensor([1, 1, 0]))
+    assert torch.equal(fork.view()[0], whole[[1, 1, 0]])
