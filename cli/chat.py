@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import output
 from cli.ask import show
+from cli.conversation import Conversation
+from cli.failures import sentence
 from cli.limits import open_engine
 from cli.options import (
     Attend,
@@ -26,12 +30,18 @@ from cli.options import (
     Weights,
 )
 from offload_decode.config import split_pairs
+from offload_decode.errors import OffloadDecodeError
 
 if TYPE_CHECKING:
-    from offload_decode.engine.engine import Engine
     from offload_decode.engine.sampler import Sampler
 
-HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
+HELP = """\
+/help        show this
+/reset       forget the conversation
+/save FILE   save the conversation
+/load FILE   go on with a conversation that was saved
+/quit        leave; so do /exit, Ctrl-D and the end of the input
+Everything else is a question. Ctrl-C stops an answer; what is written of it stays in the conversation."""
 
 
 def chat(
@@ -50,46 +60,100 @@ def chat(
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
 ) -> None:
-    """Talk about a store, line by line.
+    """Hold a conversation about a store.
 
-    Every answer sees the turns before it. /reset forgets the conversation,
-    /exit or the end of the input leaves.
+    Each line is a question, and every answer sees the turns before it. /help lists the commands: /reset,
+    /save FILE, /load FILE, /quit. Ctrl-C stops an answer and the conversation goes on.
     """
     options = split_pairs(option or [])
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if at_terminal:
+        output.note(f"Opening {store} and loading its model …")
 
     from offload_decode.engine.sampler import Sampler
 
+    sampler = Sampler(temperature, top_p, seed)
     engine = open_engine(
         store, model, selector, options, weights, device, attend, device_cache, gpu_memory, ram
     )
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
-    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         import readline  # noqa: F401  # editing and history for input()
 
-        output.note(f"{engine.prefix.length:,} tokens from {store}; {HELP}")
-    _converse(engine, Sampler(temperature, top_p, seed), max_new_tokens, at_terminal)
+        output.note(f"{engine.prefix.length:,} tokens are ready. Ask something; /help lists the commands.")
+    _Chat(Conversation(engine), sampler, max_new_tokens, at_terminal).run()
 
 
-def _converse(engine: Engine, sampler: Sampler, max_new_tokens: int, at_terminal: bool) -> None:
-    while True:
-        try:
-            line = input("> " if at_terminal else "").strip()
-        except EOFError:
-            if at_terminal:
-                output.note("")
-            return
-        if line == "/exit":
-            return
-        if line == "/reset":
-            engine.crop(engine.prefix.length)
-        elif line.startswith("/") and line[1:].isalpha():
-            output.note(f"there is no {line}: {HELP}")
-        elif line:
+class _Chat:
+    """Reads lines until there are no more. At a terminal an error ends a line, elsewhere the command."""
+
+    def __init__(self, conversation: Conversation, sampler: Sampler, max_new_tokens: int, at_terminal: bool):
+        self.conversation = conversation
+        self.sampler = sampler
+        self.max_new_tokens = max_new_tokens
+        self.at_terminal = at_terminal
+
+    def run(self) -> None:
+        from indexes.errors import VectorIndexError
+
+        while (line := self._line()) is not None:
+            turns = len(self.conversation.turns)
             try:
-                show(engine.stream(line, max_new_tokens, sampler))
+                if self._leaves(line):
+                    return
             except KeyboardInterrupt:
-                if not at_terminal:
+                if not self.at_terminal:
                     raise
-                output.note("\nstopped")
+                answered = len(self.conversation.turns) > turns
+                kept = "what was written stays in the conversation" if answered else "nothing was changed"
+                output.note(f"\nStopped: {kept}.")
+            except (OffloadDecodeError, VectorIndexError) as error:
+                if not self.at_terminal:
+                    raise
+                output.note(f"error: {sentence(error)}")
+
+    def _line(self) -> str | None:
+        """The next line; None at the end of the input."""
+        while True:
+            try:
+                return input("> " if self.at_terminal else "").strip()
+            except EOFError:
+                if self.at_terminal:
+                    output.note("")
+                return None
+            except KeyboardInterrupt:
+                if not self.at_terminal:
+                    raise
+                output.note("\n/quit or Ctrl-D leaves.")
+
+    def _leaves(self, line: str) -> bool:
+        """Do what a line says; whether it ends the session."""
+        command, _, rest = line.partition(" ")
+        file = Path(os.path.expanduser(rest.strip()))
+        match command, bool(rest.strip()):
+            case (("/quit" | "/exit"), False):
+                return True
+            case "/help", False:
+                output.note(HELP)
+            case "/reset", False:
+                self.conversation.reset()
+            case "/save", True:
+                self.conversation.save(file)
+                output.note(f"Saved {self._size()} to {file}.")
+            case "/load", True:
+                self.conversation.load(file)
+                output.note(f"Loaded {self._size()} from {file}.")
+            case (("/save" | "/load"), False):
+                output.note(f"{command} needs a file: {command} FILE")
+            case (("/quit" | "/exit" | "/help" | "/reset"), True):
+                output.note(f"{command} stands alone on its line")
+            case _ if command.startswith("/"):
+                output.note(f"There is no command {command}: /help lists those that there are.")
+            case _ if line:
+                show(self.conversation.answer(line, self.max_new_tokens, self.sampler))
+        return False
+
+    def _size(self) -> str:
+        tokens = self.conversation.engine.length - self.conversation.engine.prefix.length
+        return f"{output.count(len(self.conversation.turns), 'turn')} ({output.count(tokens, 'token')})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,9 +174,13 @@ class Engine:
         self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None
     ) -> Iterator[str]:
         """Ask a question and yield the answer piece by piece; the conversation goes on from there."""
+        yield from self.pieces(self.generate(self.ask(question), max_new_tokens, sampler))
+
+    def pieces(self, generated: Iterable[int]) -> Iterator[str]:
+        """The text of generated tokens, piece by piece as they come: no piece ends within a character."""
         tokens: list[int] = []
         shown = ready = 0  # tokens[shown:ready] were shown last; they may join with what follows
-        for token in self.generate(self.ask(question), max_new_tokens, sampler):
+        for token in generated:
             tokens.append(token)
             before, written = self.decode(tokens[shown:ready]), self.decode(tokens[shown:])
             # A character of several bytes may lack its last ones: they decode to U+FFFD until they come.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -90,38 +90,6 @@ def test_sampling_follows_its_seed(store: Path) -> None:
 
     assert asked("1") == asked("1")
     assert asked("1") != asked("2")
-
-
-def test_chat_remembers_until_it_is_reset(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine.open(store)
-    turns = ["".join(engine.stream(question, 5)).strip() for question in ("one", "two")]
-    remembered: list[int] = []
-    stream = Engine.stream
-
-    def recorded(engine: Engine, *args: Any) -> Iterator[str]:
-        remembered.append(engine.cache.tail_length)
-        return stream(engine, *args)
-
-    monkeypatch.setattr(Engine, "stream", recorded)
-    ran = run(
-        "chat", store, "--max-new-tokens", "5", stdin="one\n\ntwo\n/reset\n/nonsense\none\n/exit\nnever\n"
-    )
-    assert ran.code == 0
-    assert ran.out.split("\n") == [*turns, turns[0], ""]
-    assert "there is no /nonsense: /reset" in ran.err
-    assert [tokens > 0 for tokens in remembered] == [False, True, False]
-
-
-def test_chat_goes_on_after_a_line_that_is_not_utf8(store: Path) -> None:
-    args = ["chat", store, "--max-new-tokens", "2"]
-    ran = run(*args, stdin=b"caf\xe9\n/reset\nafter\n")
-    assert (ran.code, ran.err) == (0, "")
-    assert ran.out == run(*args, stdin="caf\ufffd\n/reset\nafter\n").out
-
-
-def test_chat_ends_with_its_input(store: Path) -> None:
-    ran = run("chat", store, "--max-new-tokens", "2", stdin="")
-    assert (ran.code, ran.out, ran.err) == (0, "", "")
 
 
 def test_inspect_accounts_for_every_byte_and_token(store: Path) -> None:
