@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from cli import output
+from cli import completion, output
 from cli.failures import exit_code, sentence
 from cli.limits import caps_of, check_store
 from cli.options import (
@@ -49,6 +49,7 @@ def batch(
             help="The stores to ask.",
             show_default=False,
             callback=lambda stores: [on_this_machine(store) for store in stores],
+            autocompletion=completion.stores,
         ),
     ],
     questions: Annotated[

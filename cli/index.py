@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cli import output
+from cli import completion, output
 from cli.options import Json, Quiet, Store
 from cli.progress import Progress
 
@@ -20,6 +20,7 @@ def index(
             metavar="K",
             help="clusters (4-bit scan, exact scores), flat (exact, needs no building), faiss-ivf, "
             "faiss-hnsw or hnswlib.",
+            autocompletion=completion.index_kinds,
         ),
     ] = "clusters",
     recall: Annotated[

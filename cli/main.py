@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import io
 import sys
-from importlib.metadata import version as installed_version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from cli import ask, batch, chat, demo, eval, index, inspect, plan, prefill, pull, push, selectors, verify
+from cli import (
+    ask,
+    batch,
+    chat,
+    demo,
+    doctor,
+    eval,
+    index,
+    inspect,
+    installed,
+    output,
+    plan,
+    prefill,
+    pull,
+    push,
+    selectors,
+    verify,
+)
 from cli.failures import guard
 
 
@@ -29,7 +45,6 @@ app = typer.Typer(
     name="offload-decode",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -38,7 +53,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"offload-decode {installed_version('offload-decode')}")
+        output.answer(output.facts(installed.versions()))
         raise typer.Exit
 
 
@@ -46,7 +61,12 @@ def _print_version(wanted: bool) -> None:
 def offload_decode(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True),
+        typer.Option(
+            "--version",
+            help="Show the version and what is installed, and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     """Prefill a corpus once, then answer questions from it again and again.
@@ -67,6 +87,7 @@ app.command("verify")(verify.verify)
 app.command("push")(push.push)
 app.command("pull")(pull.pull)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.add_typer(eval.app, name="eval")
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from cli import completion
 from cli.counts import byte_count
 from offload_decode.errors import ConfigError
 
@@ -31,6 +32,7 @@ Store = Annotated[
         help="A store that `prefill` made.",
         show_default=False,
         callback=on_this_machine,
+        autocompletion=completion.stores,
     ),
 ]
 Model = Annotated[
@@ -41,7 +43,13 @@ Model = Annotated[
 ]
 Selector = Annotated[
     str,
-    typer.Option("-s", "--selector", metavar="NAME", help="How the stored tokens to attend to are chosen."),
+    typer.Option(
+        "-s",
+        "--selector",
+        metavar="NAME",
+        help="How the stored tokens to attend to are chosen.",
+        autocompletion=completion.selector_names,
+    ),
 ]
 Options = Annotated[
     list[str] | None,
@@ -51,6 +59,7 @@ Options = Annotated[
         metavar="KEY=VALUE",
         help="Selector option, such as budget=2% or index=faiss-ivf; repeatable.",
         show_default=False,
+        autocompletion=completion.selector_options,
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.", min=1)]

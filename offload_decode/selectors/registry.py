@@ -6,13 +6,16 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from offload_decode import selectors as package
 from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
-from offload_decode.selection.selector import Selector
-from offload_decode.types import ModelShape
+
+if TYPE_CHECKING:
+    from offload_decode.kv.host import HostKV
+    from offload_decode.selection.selector import Selector
+    from offload_decode.types import ModelShape
 
 
 def names() -> list[str]:
@@ -25,6 +28,8 @@ def get(name: str) -> type[Selector]:
     """The selector class of a name, which is in the module of that name."""
     if name not in names():
         raise ConfigError(f"unknown selector '{name}'; known are: {', '.join(names())}")
+    from offload_decode.selection.selector import Selector  # with torch, which names alone do without
+
     module = importlib.import_module(f"offload_decode.selectors.{name.replace('+', '_')}")
     found = [
         member

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.readme import reference
+from cli.reference import reference
 from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import python_topics
 from offload_decode.models import loading
@@ -110,7 +110,7 @@ def test_an_earlier_result_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "needle.json").read_text() == "mine"
 
 
-def test_the_readmes_reference_has_it() -> None:
+def test_the_reference_has_it() -> None:
     assert "$ offload-decode eval needle --help\nUsage: offload-decode eval needle [OPTIONS]" in reference()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.readme import reference
+from cli.reference import reference
 from offload_decode.errors import ConfigError
 from offload_decode.evals.fidelity_report import FidelityReport
 from offload_decode.models import loading
@@ -121,7 +121,7 @@ def test_an_earlier_result_is_kept(store: Path, tmp_path: Path) -> None:
     assert (tmp_path / "fidelity.json").read_text() == "mine"
 
 
-def test_the_readmes_reference_has_it() -> None:
+def test_the_reference_has_it() -> None:
     assert "$ offload-decode eval fidelity --help\nUsage: offload-decode eval fidelity" in reference()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.main import app
 from cli.readme import BEGIN, END, reference, with_reference
+
+from cli.main import app
 
 README = Path(__file__).parents[2] / "README.md"
 

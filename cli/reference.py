@@ -1,4 +1,4 @@
-"""The README's command reference: `python -m cli.readme` writes the real help texts between its markers."""
+"""docs/commands.md: `python -m cli.reference` writes the commands' real help texts between its markers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from typer.main import get_command
 
 from cli.main import app
 
+PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
 BEGIN, END = "<!-- help:begin -->", "<!-- help:end -->"
 WIDTH = 100
 _BLOCK = re.compile(f"{BEGIN}.*?{END}", re.DOTALL)
 
 
 def reference() -> str:
-    """Every command's `--help`, as Markdown."""
+    """Every command's `--help`, as Markdown: a heading and a block each."""
     names = [[command.name or ""] for command in app.registered_commands]
     for group in app.registered_groups:
         assert group.typer_instance is not None
         names += [
             [group.name or "", command.name or ""] for command in group.typer_instance.registered_commands
         ]
-    helps = [(" ".join(["offload-decode", *name]), _help(*name)) for name in [[], *names]]
-    return "\n\n".join(f"```text\n$ {call} --help\n{text}\n```" for call, text in helps)
+    parts = []
+    for name in [[], *names]:
+        call = " ".join(["offload-decode", *name])
+        parts.append(f"## {' '.join(name) or call}\n\n```text\n$ {call} --help\n{_help(*name)}\n```")
+    return "\n\n".join(parts)
 
 
-def with_reference(readme: str) -> str:
-    """`readme` with what stands between the markers renewed; it must have them once."""
-    assert len(_BLOCK.findall(readme)) == 1, f"the README has one block {BEGIN} … {END}"
+def with_reference(page: str) -> str:
+    """`page` with what stands between the markers renewed; it must have them once."""
+    assert len(_BLOCK.findall(page)) == 1, f"the page has one block {BEGIN} … {END}"
     block = f"{BEGIN}\n{reference()}\n{END}"
-    return _BLOCK.sub(lambda _: block, readme)
+    return _BLOCK.sub(lambda _: block, page)
 
 
 def _help(*command: str) -> str:
@@ -45,5 +49,4 @@ def _help(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = Path(__file__).parent.parent / "README.md"
-    readme.write_text(with_reference(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_reference(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,233 @@
+"""`offload-decode doctor`: does this installation work on this machine?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from cli import installed, output
+from cli.failures import FAILURE, sentence
+from cli.options import Json
+from offload_decode.errors import ConfigError
+
+_MARKS = {"ok": "✓", "absent": "–", "broken": "✗"}
+_FACT, _CODE = "The secret code for the brisk lantern is: 52718.", "52718"
+_QUESTION = "What is the secret code for the brisk lantern?"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, its state (`ok`, `absent` or `broken`), what was found, whether it is needed."""
+
+    name: str
+    state: str
+    found: str
+    needed: bool
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the project cannot work so."""
+        return self.needed and self.state != "ok"
+
+
+class Absent(ConfigError):
+    """Something that is not there, and not needed."""
+
+
+def doctor(as_json: Json = False) -> None:
+    """Check this machine and this installation.
+
+    Versions, Faiss and hnswlib, the processor, memory, disk and GPU, the caches, and a small store that is
+    prefilled and asked. Exit code 1 when something that is needed does not work.
+    """
+    began = time.monotonic()
+    checks = []
+    for name, needed, look in _CHECKS:
+        check = _checked(name, needed, look)
+        checks.append(check)
+        if not as_json:
+            output.answer(f"{_MARKS[check.state]} {check.name:<{_WIDTH}}  {check.found}")
+    broken = [check.name for check in checks if check.fatal]
+    if as_json:
+        output.answer_json(
+            {
+                "ok": not broken,
+                "seconds": time.monotonic() - began,
+                "checks": [asdict(check) for check in checks],
+            }
+        )
+    if broken:
+        output.note(f"error: {', '.join(broken)}: mend this first, then run doctor again")
+        raise typer.Exit(FAILURE)
+    if not as_json:
+        output.answer(f"\nEverything that is needed works ({output.duration(time.monotonic() - began)}).")
+
+
+def _checked(name: str, needed: bool, look: Callable[[], str]) -> Check:
+    try:
+        return Check(name, "ok", look(), needed)
+    except Absent as absent:
+        return Check(name, "absent", str(absent), needed)
+    except Exception as error:  # noqa: BLE001  # whatever fails is what was looked for
+        return Check(name, "broken", sentence(error), needed)
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {version}" for name, version in installed.versions(optional=False))
+
+
+def _requirements() -> str:
+    if problems := installed.unmet():
+        raise ConfigError("; ".join(problems))
+    return "all at versions that this release works with"
+
+
+def _system() -> str:
+    if sys.platform not in ("linux", "darwin"):
+        raise ConfigError(f"{platform.system()}: stores are mapped on Linux and macOS alone")
+    return f"{platform.platform()}"
+
+
+def _command() -> str:
+    found = shutil.which(installed.PROJECT)
+    if found is None:
+        raise Absent(
+            f"offload-decode is not on the PATH: call {sys.argv[0]}, or install it by `uv tool install .` or "
+            "`pipx install .`"
+        )
+    return found
+
+
+def _processor() -> str:
+    from indexes.dots import forms
+    from indexes.rows.loops import converted, half_to_single
+
+    names = {"avx512vnni": "AVX-512 VNNI", "avx2": "AVX2", "vectors": "plain vector operations"}
+    halves = (
+        "half precision by instruction (F16C)" if half_to_single is converted else "half precision in steps"
+    )
+    return f"{os.cpu_count()} cores; 4-bit scans by {names[next(iter(forms()))]}, {halves}"
+
+
+def _memory() -> str:
+    from offload_decode.memory import total_memory
+
+    return output.size(total_memory())
+
+
+def _disk() -> str:
+    return f"{output.size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"
+
+
+def _temporary() -> str:
+    return f"{_writable(Path(tempfile.gettempdir()))} can be written"
+
+
+def _cache() -> str:
+    from prefill_jobs.places import default_staging
+
+    return f"{_writable(default_staging())} can be written"
+
+
+def _writable(folder: Path) -> Path:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ConfigError(f"{there} cannot be written")
+    return folder
+
+
+def _compiler() -> str:
+    from indexes.rows.loops import dot_row
+
+    if not hasattr(dot_row, "stats"):  # a plain function
+        raise ConfigError("NUMBA_DISABLE_JIT is set, and the search needs compiled loops: unset it")
+    return f"compiled loops are kept in {_writable(Path(str(dot_row.stats.cache_path)))}"
+
+
+def _faiss() -> str:
+    from indexes import backends
+
+    packages = installed.faiss_packages()
+    if not packages:
+        raise Absent(
+            "not installed: pip install 'offload-decode[cpu]' for the kinds faiss-ivf and faiss-hnsw"
+        )
+    if len(packages) > 1:
+        both = " and ".join(name for name, _ in packages)
+        raise ConfigError(f"{both} are both installed and provide the same module: uninstall one")
+    (name, version), library = packages[0], backends.faiss()
+    return f"{name} {version}, built for {library.get_compile_options().strip()}"
+
+
+def _hnswlib() -> str:
+    from indexes import backends
+
+    version = installed.version_of("hnswlib")
+    if version is None:
+        raise Absent("not installed: pip install 'offload-decode[hnsw]' gives the kind hnswlib")
+    backends.hnswlib()
+    return version
+
+
+def _gpu() -> str:
+    import torch
+
+    driver = installed.nvidia_driver()
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+        return ", ".join(f"{device.name} ({output.size(device.total_memory)})" for device in devices)
+    if driver is None:
+        raise Absent("none; the CPU does everything")
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+    raise ConfigError(f"there is an NVIDIA driver ({driver}), but torch, built for {built}, finds no device")
+
+
+def _self_test() -> str:
+    """Prefill a text with a fact in it, index it, and ask for the fact."""
+    from offload_decode.engine.engine import Engine
+    from offload_decode.models.loading import load
+    from prefill_jobs.build import build_indexes
+    from prefill_jobs.corpus import TextDocument
+    from prefill_jobs.job import prefill_texts
+
+    loaded = load("demo", "cpu")
+    began = time.monotonic()
+    filler = " ".join(f"Line {n} says nothing of interest." for n in range(40))
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        prefill_texts(loaded, [TextDocument("text", f"{filler}\n{_FACT}\n{filler}")], store)
+        build_indexes(store, "clusters")
+        engine = Engine.open(store, loaded, options={"budget": "64"})
+        answer = engine.answer(_QUESTION, 40).text
+        length = engine.prefix.length
+    if _CODE not in answer:
+        raise ConfigError(f"a fact was not found in a store of {length:,} tokens: the answer was {answer!r}")
+    return f"a fact was found in a store of {length:,} tokens, in {output.duration(time.monotonic() - began)}"
+
+
+_CHECKS: list[tuple[str, bool, Callable[[], str]]] = [
+    ("versions", True, _versions),
+    ("requirements", True, _requirements),
+    ("system", True, _system),
+    ("command", False, _command),
+    ("processor", True, _processor),
+    ("memory", True, _memory),
+    ("disk", False, _disk),
+    ("temporary files", True, _temporary),
+    ("cache", False, _cache),
+    ("compiler", True, _compiler),
+    ("faiss", False, _faiss),
+    ("hnswlib", False, _hnswlib),
+    ("gpu", False, _gpu),
+    ("self-test", True, _self_test),
+]
+_WIDTH = max(len(name) for name, _, _ in _CHECKS)

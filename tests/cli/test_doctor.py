@@ -1,0 +1,146 @@
+"""What is installed, what works on this machine, and what the shell completes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli import completion, doctor, installed
+from cli.main import app
+from indexes.registry import kinds
+from offload_decode.selectors import registry
+from tests.cli.conftest import run
+
+# What names a third-party library's import by hand would drag in.
+HEAVY = {"torch", "transformers", "zarr", "faiss", "numba"}
+
+
+def test_the_version_comes_first_and_then_what_is_installed() -> None:
+    ran = run("--version")
+    assert ran.code == 0
+    lines = [line.split(maxsplit=1) for line in ran.out.splitlines()]
+    assert lines[0] == ["offload-decode", installed.version_of("offload-decode")]
+    told = dict(lines)
+    assert set(installed.LIBRARIES) | {"python", "hnswlib", "gpu"} <= told.keys()
+    assert any(name.startswith("faiss") for name in told)
+    assert told["torch"] == installed.version_of("torch")
+
+
+def test_a_library_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "version", lambda name: _missing(name))
+    assert installed.version_of("torch") is None
+    assert installed.faiss_packages() == []
+    assert any(problem.startswith("torch>=") for problem in installed.unmet())
+
+
+def _missing(name: str) -> str:
+    raise installed.PackageNotFoundError(name)
+
+
+def test_a_library_that_is_too_old_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed.unmet() == []
+    monkeypatch.setattr(installed, "version_of", lambda name: "0.1")
+    assert len(installed.unmet()) >= 10
+    assert all("0.1 is installed" in problem for problem in installed.unmet())
+
+
+def test_a_library_that_only_an_extra_asks_for_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = installed.version_of
+    monkeypatch.setattr(installed, "version_of", lambda name: None if name == "ray" else real(name))
+    assert installed.unmet() == []
+
+
+def checks(monkeypatch: pytest.MonkeyPatch, without: str = "self-test") -> dict[str, doctor.Check]:
+    left = [check for check in doctor._CHECKS if check[0] != without]
+    monkeypatch.setattr(doctor, "_CHECKS", left)
+    ran = run("doctor", "--json")
+    told = json.loads(ran.out)
+    assert told["ok"] == (ran.code == 0)
+    return {check["name"]: doctor.Check(**check) for check in told["checks"]}
+
+
+def test_a_sound_machine_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checks(monkeypatch)
+    assert all(check.state == "ok" for check in found.values() if check.needed)
+    assert {"versions", "processor", "memory", "disk", "cache", "compiler", "faiss", "gpu"} <= found.keys()
+
+
+def test_what_is_needed_and_broken_fails_and_the_others_are_still_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> str:
+        raise OSError(28, "No space left on device", "/tmp")
+
+    def absent() -> str:
+        raise doctor.Absent("none here")
+
+    rows = [("first", True, broken), ("second", False, absent), ("third", False, broken)]
+    monkeypatch.setattr(doctor, "_CHECKS", rows)
+    ran = run("doctor")
+    assert ran.code == 1
+    assert [line[0] for line in ran.out.splitlines()] == ["✗", "–", "✗"]
+    assert "/tmp: No space left on device" in ran.out
+    assert ran.err == "error: first: mend this first, then run doctor again\n"
+    monkeypatch.setattr(doctor, "_CHECKS", rows[1:])
+    assert run("doctor").code == 0
+
+
+def test_two_packages_that_provide_faiss_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "version_of", lambda name: "1.10")
+    told = doctor._checked("faiss", False, doctor._faiss)
+    assert told.state == "broken"
+    assert "uninstall" in told.found
+
+
+@pytest.mark.slow
+def test_the_self_test_finds_its_fact() -> None:
+    assert "a fact was found" in doctor._self_test()
+
+
+def test_names_are_completed_without_heavy_imports() -> None:
+    assert completion.selector_names("") == registry.names()
+    assert completion.selector_names("top") == ["topk"]
+    assert completion.index_kinds("") == list(kinds())
+    assert completion.index_kinds("faiss-i") == ["faiss-ivf"]
+    assert completion.selector_options("index=f") == ["index=flat", "index=faiss-ivf", "index=faiss-hnsw"]
+    script = "import sys; from cli import completion as c; c.selector_names(''); c.selector_options('');"
+    loaded = subprocess.run(
+        [sys.executable, "-c", script + "print(*sys.modules)"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not HEAVY & set(loaded)
+
+
+def test_stores_are_completed_and_folders_can_be_entered(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpora").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "corpora" / "a.kv").symlink_to(store)
+    assert list(completion.stores("")) == ["corpora/"]
+    assert list(completion.stores("corpora/")) == ["corpora/a.kv"]
+    assert list(completion.stores("corpora/b")) == []
+    assert list(completion.stores(f"{tmp_path}/co")) == [f"{tmp_path}/corpora/"]
+    assert list(completion.stores("nowhere/")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("offload-decode do", "doctor"),
+        ("offload-decode ask s.kv why -s qu", "quest quest+topk quoka"),
+        ("offload-decode index s.kv --kind h", "hnswlib"),
+    ],
+)
+def test_the_shell_is_told(words: str, offered: str) -> None:
+    from typer.testing import CliRunner
+
+    count = len(words.split()) - 1
+    env = {"_OFFLOAD_DECODE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    told = CliRunner().invoke(app, [], prog_name="offload-decode", env=env)
+    assert told.stdout.split() == offered.split()
