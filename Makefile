@@ -10,12 +10,17 @@ else
 EXTRA := gpu
 CONSTRAIN :=
 endif
+TOOL := uv tool install $(CONSTRAIN) ".[$(EXTRA)]"
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAIN)
 
 .PHONY: demo test test-all check bench clean
 
 demo: .venv/ready
 	$(BIN)/offload-decode demo
+	@command -v offload-decode >/dev/null || printf '\n%s\n%s\n%s\n' \
+		'To call offload-decode by its name:' \
+		'   export PATH="$(CURDIR)/$(BIN):$$PATH"       in this shell' \
+		'   $(TOOL)   from everywhere, in an environment of its own'
 
 test: .venv/ready-dev
 	$(BIN)/python -m pytest

@@ -1,14 +1,22 @@
-"""The README shows the commands' real help."""
+"""What the documentation says is so: real help, commands that are understood, links that lead somewhere."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
-from cli.readme import BEGIN, END, reference, with_reference
+import pytest
+import typer
 
 from cli.main import app
+from cli.reference import BEGIN, END, PAGE, reference, with_reference
+from offload_decode.selectors import registry
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_reference_holds_every_commands_help() -> None:
@@ -24,6 +32,78 @@ def test_the_block_is_replaced_and_nothing_else() -> None:
     assert renewed == f"above\n{BEGIN}\n{reference()}\n{END}\nbelow"
 
 
-def test_the_readme_is_up_to_date() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert with_reference(text) == text, "run `python -m cli.readme`"
+def test_the_reference_is_up_to_date() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert with_reference(text) == text, "run `python -m cli.reference`"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The arguments of every `offload-decode` in the `sh` blocks of a page."""
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line[1:] for line in words if line[:1] == ["offload-decode"]]
+
+
+def understood(arguments: list[str]) -> dict[str, Any]:
+    """What the command line makes of `arguments`, without running it; raises where it refuses them."""
+    group: Any = typer.main.get_command(app)
+    context, rest = group.make_context("offload-decode", list(arguments)), list(arguments)
+    while hasattr(group, "resolve_command"):
+        name, group, rest = group.resolve_command(context, rest)
+        context = group.make_context(name, list(rest), parent=context)
+    return dict(context.params)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_the_documentation_are_understood(page: Path) -> None:
+    for arguments in commands(page):
+        if "--install-completion" not in arguments:
+            params = understood(arguments)
+            if params.get("selector"):
+                assert params["selector"] in registry.names()
+
+
+def test_a_command_that_is_not_there_would_be_found() -> None:
+    assert len(commands(README)) >= 5
+    with pytest.raises(Exception, match="No such option"):
+        understood(["ask", "docs.kv", "Why?", "--no-such-option"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path, _, heading = target.partition("#")
+        linked = (page.parent / path) if path else page
+        assert linked.exists(), f"{page.name}: {target}"
+        if heading:
+            assert heading in headings(linked), f"{page.name}: {target}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a Markdown page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_section_that_the_code_cites_is_there() -> None:
+    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    there = set(re.findall(r"^## (\d+)\.", text, flags=re.MULTILINE))
+    rooms = ("indexes", "offload_decode", "prefill_jobs", "cli", "benchmarks")
+    code = "".join(f.read_text(encoding="utf-8") for room in rooms for f in (ROOT / room).rglob("*.py"))
+    cited = set(re.findall(r"(?:METHODS|docs/methods\.md)\s+§(\d+)", code))
+    assert cited
+    assert cited <= there
+
+
+def test_every_selector_is_explained() -> None:
+    rules = (ROOT / "docs" / "selectors.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in rules for name in registry.names())
