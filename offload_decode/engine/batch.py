@@ -9,6 +9,7 @@ import torch
 
 from offload_decode.engine.engine import Answer, Engine
 from offload_decode.engine.sampler import Sampler
+from offload_decode.models.passes import run_in_passes
 from offload_decode.types import StepStats
 
 
@@ -36,7 +37,7 @@ def answer_batch(engine: Engine, questions: Sequence[str], max_new_tokens: int) 
         began = time.perf_counter()
         seen = mask[:, : stored + longest + step]
         seen.offload_covered = stored  # type: ignore[attr-defined]  # models.attention need not look
-        logits = engine.loaded.forward(ids, forked.cache, seen, position)
+        logits = run_in_passes(engine.loaded, ids, forked.cache, engine.pass_tokens, seen, position)
         stats.tokens += ids.numel()
         stats.total_s += time.perf_counter() - began
         sampled = sampler(logits)

@@ -21,6 +21,7 @@ from offload_decode.kv.host import HostKV
 from offload_decode.kv.placement import check_placement
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel, load, wrap
+from offload_decode.models.passes import run_in_passes
 from offload_decode.models.prompt import Prompt
 from offload_decode.selection.selector import Selector
 from offload_decode.selectors.registry import create
@@ -55,6 +56,8 @@ class Engine:
         self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
         # A token that was sampled but not run yet: it goes first in the next forward pass.
         self.pending: list[int] = []
+        # Tokens of a question in one forward pass: fewer take less memory.
+        self.pass_tokens = selector.pass_tokens
 
     @classmethod
     def open(
@@ -118,7 +121,7 @@ class Engine:
     def fork(self) -> Engine:
         """An independent continuation from here."""
         forked = Engine(self.loaded, self.store, self.selector.fork(), self.cache)
-        forked.pending = list(self.pending)
+        forked.pending, forked.pass_tokens = list(self.pending), self.pass_tokens
         return forked
 
     def crop(self, length: int) -> None:
@@ -146,7 +149,7 @@ class Engine:
             raise ConfigError("there are no tokens to extend with")
         began = time.perf_counter()
         with self._taken_back_on_failure():
-            logits = self.loaded.forward(ids, self.cache)[0]
+            logits = run_in_passes(self.loaded, ids, self.cache, self.pass_tokens)[0]
         self.pending = []
         self.prefix.stats.tokens += ids.shape[1]
         self.prefix.stats.total_s += time.perf_counter() - began

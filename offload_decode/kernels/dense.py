@@ -1,16 +1,21 @@
-"""Dense attention with its log-sum-exp through torch's fused CPU kernel, and block by block over long
-prefixes.
+"""Dense attention with its log-sum-exp: through torch's fused CPU kernel, a question's rows in parts so that
+what is held does not grow with their number, and long prefixes block by block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from offload_decode.attention.states import attend, empty_state, merge_states
 from offload_decode.types import AttentionState
+
+BIAS = 1 << 22
+"""Entries of a mask that the fused kernel is given at once, in float32."""
+SCORES = 1 << 24
+"""Scores that the reference holds at once, a handful of float32 tensors of that size."""
 
 
 def attend_dense(
@@ -22,18 +27,23 @@ def attend_dense(
     softcap: float | None = None,
 ) -> AttentionState:
     """`attend`, through the fused kernel where torch has one that returns the log-sum-exp: uncapped, on a
-    CPU.
+    CPU. Memory beyond the inputs and the result grows with T and with S, and not with their product.
     """
+    batch, heads, keys = query.shape[0], query.shape[1], max(1, key.shape[2])
     if query.device.type != "cpu" or softcap is not None or key.shape[2] == 0:
-        return attend(query, key, value, scaling, mask, softcap)
-    bias = None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query.float(), key.float(), value.float(), 0.0, False, attn_mask=bias, scale=scaling
+        return _in_parts(
+            lambda rows, seen: attend(rows, key, value, scaling, seen, softcap),
+            query,
+            mask,
+            SCORES // (batch * heads * keys),
+        )
+    wide_key, wide_value = key.float(), value.float()
+    return _in_parts(
+        lambda rows, seen: _fused(rows.float(), wide_key, wide_value, scaling, seen),
+        query,
+        mask,
+        query.shape[2] if mask is None else BIAS // (batch * keys),
     )
-    if mask is not None:
-        # The kernel reports a log-sum-exp of 0 for a row that sees nothing.
-        lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)
-    return AttentionState(out, lse)
 
 
 def attend_blocks(
@@ -50,3 +60,33 @@ def attend_blocks(
         key, value = key.to(query.device), value.to(query.device)
         state = merge_states(state, attend_dense(query, key, value, scaling, softcap=softcap))
     return state
+
+
+def _in_parts(
+    attend_rows: Callable[[Tensor, Tensor | None], AttentionState],
+    query: Tensor,
+    mask: Tensor | None,
+    step: int,
+) -> AttentionState:
+    """The state of `query [B, H, T, D]`, `step` of its T rows at a time."""
+    tokens, step = query.shape[2], max(1, step)
+    if step >= tokens:
+        return attend_rows(query, mask)
+    parts = []
+    for start in range(0, tokens, step):
+        rows = slice(start, start + step)
+        seen = None if mask is None else mask.expand(-1, -1, tokens, -1)[:, :, rows]
+        parts.append(attend_rows(query[:, :, rows], seen))
+    out, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    return AttentionState(out, lse)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> AttentionState:
+    bias = None if mask is None else torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, False, attn_mask=bias, scale=scaling
+    )
+    if mask is not None:
+        # The kernel reports a log-sum-exp of 0 for a row that sees nothing.
+        lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)
+    return AttentionState(out, lse)

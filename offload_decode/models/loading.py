@@ -97,10 +97,22 @@ class LoadedModel:
         cache.check_attended()
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
-    def encode(self, tokens: Tensor, cache: PrefixCache) -> None:
+    def encode(
+        self,
+        tokens: Tensor,
+        cache: PrefixCache,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> None:
         """Run `tokens [B, T]` for their keys and values alone: no logits are computed."""
         with torch.inference_mode():
-            self.model.base_model(input_ids=tokens.to(self.device), past_key_values=cache, use_cache=True)
+            self.model.base_model(
+                input_ids=tokens.to(self.device),
+                past_key_values=cache,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                use_cache=True,
+            )
         cache.check_attended()
 
 

@@ -12,6 +12,10 @@ from offload_decode.errors import ConfigError
 
 SCHEDULES = ("uniform", "linear")
 SELECTED_IDS = 1 << 23  # ids and scores in memory at once: a long question is taken in parts
+PASS_TOKENS = 512
+"""Tokens of a question in one forward pass: a longer one is run in several."""
+WHOLE_QUESTION = 4096
+"""The same where the tokens of a pass choose together: up to here a question is judged as a whole."""
 
 
 class HeadBudget(NamedTuple):

@@ -16,7 +16,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.kv.tail import TailKV
 from offload_decode.pages.reference import places
-from offload_decode.selection.budgets import Budget
+from offload_decode.selection.budgets import PASS_TOKENS, Budget
 from offload_decode.selection.mass import MassBudget, cut
 from offload_decode.tails import registry as tails
 from offload_decode.types import ModelShape, PageSelection, Selection
@@ -47,7 +47,9 @@ class Selector(ABC):
     name: the module's name, `+` for `_`. reads: what choosing reads in a step, for each layer and KV head.
     holds: memory beyond the store. per_row: a row's tokens depend on that row alone, so that a long question
     can be taken in parts. one_question: all tokens of a pass choose together, so that a batch's padding must
-    not be among them. remembers: the choice depends on earlier tokens of the conversation.
+    not be among them. remembers: the choice depends on earlier tokens of the conversation. pass_tokens: how
+    much of a question one forward pass takes; what is chosen depends on it where `pass_tokens` is
+    WHOLE_QUESTION, and nowhere else.
     """
 
     name: ClassVar[str]
@@ -56,6 +58,7 @@ class Selector(ABC):
     holds: ClassVar[str]
     options_type: ClassVar[type[Options]] = Options
     per_row: ClassVar[bool] = True
+    pass_tokens: ClassVar[int] = PASS_TOKENS
     one_question: bool = False
     remembers: bool = False
 

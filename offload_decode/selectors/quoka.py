@@ -19,6 +19,7 @@ from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.rows import Rows
 from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import WHOLE_QUESTION
 from offload_decode.selection.key_scores import inner_products, top_tokens
 from offload_decode.types import Selection
 
@@ -84,6 +85,7 @@ class QuoKA(base.Selector):
     options: Options
     per_row = False
     one_question = True
+    pass_tokens = WHOLE_QUESTION
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The k best for each sequence and KV head, shared by all rows of both."""

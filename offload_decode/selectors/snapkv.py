@@ -19,6 +19,7 @@ from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import WHOLE_QUESTION
 from offload_decode.selection.key_scores import blocks, inner_products
 from offload_decode.types import ModelShape, Selection
 
@@ -45,6 +46,7 @@ class SnapKV(base.Memory[Tensor]):
     holds = "k ids; a number for every token while a head votes"
     options_type = Options
     options: Options
+    pass_tokens = WHOLE_QUESTION
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape):
         super().__init__(options, host, shape)

@@ -1,0 +1,46 @@
+"""A long question in several forward passes: each attends to those before it, so that memory grows with a
+pass and not with the square of the question.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from offload_decode.models.cache import PrefixCache
+from offload_decode.models.loading import LoadedModel
+
+LEAST = 16
+"""Tokens of each sequence that a pass of a batch takes at least."""
+
+
+def run_in_passes(
+    loaded: LoadedModel,
+    tokens: Tensor,
+    cache: PrefixCache,
+    limit: int,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """`LoadedModel.forward` for `tokens [B, T]`, about `limit` of them in a pass, in equal parts: the last
+    token's logits `[B, V]`.
+
+    `attention_mask [B, covered + T]` and `position_ids [B, T]` are those of one forward pass.
+    """
+    batch, length = tokens.shape
+    passes = -(-length // pass_tokens(limit, batch))
+    covered = 0 if attention_mask is None else attention_mask.shape[1] - length
+    ends = [length * (one + 1) // passes for one in range(passes)]
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        seen = None
+        if attention_mask is not None:
+            seen = attention_mask[:, : covered + end]
+            seen.offload_covered = getattr(attention_mask, "offload_covered", 0)  # type: ignore[attr-defined]
+        positions = None if position_ids is None else position_ids[:, start:end]
+        if end < length:
+            loaded.encode(tokens[:, start:end], cache, seen, positions)
+    return loaded.forward(tokens[:, start:], cache, seen, positions)
+
+
+def pass_tokens(limit: int, batch: int = 1) -> int:
+    """Tokens of each of `batch` sequences that are run in one pass."""
+    return max(LEAST, limit // batch) if batch > 1 else limit
