@@ -122,15 +122,13 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("selector", ["topk", "dense", "quest", "quoka"])
-def test_the_largest_tensor_grows_with_a_question_and_not_with_its_square(store, selector):
-    def largest(tokens):
-        Largest.bytes, engine = 0, opened(store, selector)
-        with Largest():
-            engine.extend((QUESTION * 40)[:tokens])
-        return Largest.bytes
-
-    assert largest(6000) < 2.6 * largest(3000)  # one more doubling of a buffer that grows by doubling
+@pytest.mark.parametrize("selector", ["topk", "dense", "quest"])
+def test_no_tensor_is_as_large_as_the_square_of_a_question(store, selector):
+    engine, tokens = opened(store, selector), 6000
+    Largest.bytes = 0
+    with Largest():
+        engine.extend((QUESTION * 40)[:tokens])
+    assert Largest.bytes <= 4 * PASS_TOKENS * tokens < tokens**2  # a mask over all that a pass sees
 
 
 @pytest.mark.slow
