@@ -12,10 +12,10 @@ from torch import Tensor
 from offload_decode.attention.states import attend, empty_state, merge_states
 from offload_decode.types import AttentionState
 
-BIAS = 1 << 22
-"""Entries of a mask that the fused kernel is given at once, in float32."""
-SCORES = 1 << 24
-"""Scores that the reference holds at once, a handful of float32 tensors of that size."""
+SCORES = 1 << 22
+"""Scores, or entries of a mask, that a CPU holds at once, each in a handful of float32 tensors."""
+DEVICE_SCORES = 1 << 24
+"""The same on a device, which takes more of them to be busy."""
 
 
 def attend_dense(
@@ -29,21 +29,16 @@ def attend_dense(
     """`attend`, through the fused kernel where torch has one that returns the log-sum-exp: uncapped, on a
     CPU. Memory beyond the inputs and the result grows with T and with S, and not with their product.
     """
-    batch, heads, keys = query.shape[0], query.shape[1], max(1, key.shape[2])
-    if query.device.type != "cpu" or softcap is not None or key.shape[2] == 0:
+    batch, heads, tokens, _ = query.shape
+    keys, on_cpu = max(1, key.shape[2]), query.device.type == "cpu"
+    if not on_cpu or softcap is not None or key.shape[2] == 0:
+        step = (SCORES if on_cpu else DEVICE_SCORES) // (batch * heads * keys)
         return _in_parts(
-            lambda rows, seen: attend(rows, key, value, scaling, seen, softcap),
-            query,
-            mask,
-            SCORES // (batch * heads * keys),
+            lambda rows, seen: attend(rows, key, value, scaling, seen, softcap), query, mask, step
         )
-    wide_key, wide_value = key.float(), value.float()
-    return _in_parts(
-        lambda rows, seen: _fused(rows.float(), wide_key, wide_value, scaling, seen),
-        query,
-        mask,
-        query.shape[2] if mask is None else BIAS // (batch * keys),
-    )
+    step = tokens if mask is None else SCORES // (batch * keys)
+    key, value = key.float(), value.float()
+    return _in_parts(lambda rows, seen: _fused(rows.float(), key, value, scaling, seen), query, mask, step)
 
 
 def attend_blocks(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from offload_decode.attention.states import attend, empty_state, merge_states, sink_state
+from offload_decode.kernels import dense
 from offload_decode.kernels.dense import attend_blocks, attend_dense
 from offload_decode.types import AttentionState
 
@@ -102,6 +103,19 @@ def test_the_fused_path_equals_the_reference(tokens, keys, masked):
     if mask is not None:
         mask[0, 0, 0] = False
     close(attend_dense(*tensors, SCALING, mask), attend(*tensors, SCALING, mask), 5e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_in_parts_are_the_rows_at_once(softcap, shared, monkeypatch):
+    tensors, generator = qkv(tokens=50, keys=70), torch.Generator().manual_seed(1)
+    mask = torch.rand(1 if shared else 2, 1, 1 if shared else 50, 70, generator=generator) > 0.4
+    monkeypatch.setattr(dense, "SCORES", 7 * 2 * 70)  # seven rows of the mask, less than one of all scores
+    parts, taken = dense._in_parts, []
+    monkeypatch.setattr(dense, "_in_parts", lambda *given: (taken.append(given[3]), parts(*given))[1])
+    for own in (mask, None):
+        close(attend_dense(*tensors, SCALING, own, softcap), attend(*tensors, SCALING, own, softcap), 5e-6)
+    assert taken == [1, 1] if softcap else [7, 50]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

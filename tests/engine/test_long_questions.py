@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload_decode.engine.engine import Engine
+from offload_decode.kernels import dense
 from offload_decode.models.passes import LEAST, pass_tokens
 from offload_decode.selection.budgets import PASS_TOKENS, WHOLE_QUESTION
 from offload_decode.selectors import registry
@@ -128,7 +129,7 @@ def test_no_tensor_is_as_large_as_the_square_of_a_question(store, selector):
     Largest.bytes = 0
     with Largest():
         engine.extend((QUESTION * 40)[:tokens])
-    assert Largest.bytes <= 4 * PASS_TOKENS * tokens < tokens**2  # a mask over all that a pass sees
+    assert Largest.bytes <= 4 * dense.SCORES < tokens**2  # one pass would have a mask of that many bytes
 
 
 @pytest.mark.slow
