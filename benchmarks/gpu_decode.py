@@ -36,7 +36,8 @@ from benchmarks.gpu_prefill import EIGHT_BILLION, TINY
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals.made_with import made_with
-from offload_decode.models.loading import LoadedModel, weights_hash, wrap
+from offload_decode.models.fingerprints import weights_hash
+from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.planning import bandwidth
 from offload_decode.planning.caps import Caps, apply_caps

@@ -149,7 +149,7 @@ def _opener(
 
         store = check_store(path, model, selector, options, weights, device, caps, before, device_cache)
         before = before or own_memory()
-        wanted = (model or store.manifest.model_id, store.manifest.dtype)
+        wanted = (store.manifest.model_id if model is None else model, store.manifest.dtype)
         if wanted not in held:
             held.clear()
             held[wanted] = load(wanted[0], device, wanted[1], weights)

@@ -80,7 +80,7 @@ def check_store(
     from offload_decode.store.reader import KVStore
 
     opened = KVStore.open(store)
-    about = outline(model or opened.manifest.model_id)
+    about = outline(opened.manifest.model_id if model is None else model)
     held = own_memory() if held is None else held
     sentences = check_ask(
         about,

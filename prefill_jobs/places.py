@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from offload_decode.errors import ConfigError, StoreExists, StoreForeign, StoreMismatch
 from offload_decode.store.checksums import SEAL
-from offload_decode.store.format import ATTRIBUTE, Manifest
+from offload_decode.store.format import ATTRIBUTE, Manifest, fingerprint_version
 from offload_decode.store.metadata import ROOT
 from offload_decode.store.publish import refuse_existing
 from offload_decode.store.reader import KVStore
@@ -90,6 +90,8 @@ def same_store(found: Found, asked: Manifest, documents: Sequence[Document], nam
     others = [field for field in ours if ours[field] != theirs[field]]
     if found.documents is not None and not others and list(documents) != found.documents:
         others = ["list of documents"]
+    if fingerprint_version(found.manifest.weights_hash) != fingerprint_version(asked.weights_hash):
+        others = ["release, which knows models by other fingerprints"]
     if others:
         raise StoreMismatch(
             f"{name} is there already, of another {' and another '.join(map(_told, others))}"

@@ -83,7 +83,8 @@ class Engine:
         """
         opened = store if isinstance(store, KVStore) else KVStore.open(store)
         if model is None or isinstance(model, str):
-            loaded = load(model or opened.manifest.model_id, device, opened.manifest.dtype, weights)
+            named = opened.manifest.model_id if model is None else model
+            loaded = load(named, device, opened.manifest.dtype, weights)
         else:
             loaded = model if isinstance(model, LoadedModel) else wrap(model)
         opened.check_model(

@@ -34,14 +34,19 @@ EXACT = frozenset(
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-def shape_of(config: Any) -> ModelShape:
-    """The shape of a text model from its transformers config; raises `UnsupportedModel` with the reason."""
-    name = config.model_type
+def check_served(name: str) -> None:
+    """`UnsupportedModel` for an architecture that is none of `EXACT`."""
     if name not in EXACT:
         raise UnsupportedModel(
             f"the architecture '{name}' is not served, because it has not been shown to equal plain "
             f"generation; served are: {', '.join(sorted(EXACT))}"
         )
+
+
+def shape_of(config: Any) -> ModelShape:
+    """The shape of a text model from its transformers config; raises `UnsupportedModel` with the reason."""
+    name = config.model_type
+    check_served(name)
     parameters = rope_parameters(config)
     for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
         if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
@@ -50,6 +55,12 @@ def shape_of(config: Any) -> ModelShape:
                 "final length, so a chunked prefill would not be exact; use a model with default, linear, "
                 "llama3 or yarn RoPE"
             )
+        for field in ("rope_theta", "factor"):
+            if not rope.get(field, 1.0) > 0:
+                raise UnsupportedModel(
+                    f"this '{name}' model has a {field} of {rope[field]}, and only positive ones make "
+                    "positions: mend its config.json"
+                )
     if getattr(config, "attention_chunk_size", None) is not None:
         raise UnsupportedModel(
             f"this '{name}' model attends in chunks, which is not served; use a full-attention model"
@@ -63,12 +74,18 @@ def shape_of(config: Any) -> ModelShape:
             f"this '{name}' model has {heads} query heads for {kv_heads} KV heads, not a multiple"
         )
     kinds = tuple(_kind(layer, name) for layer in DynamicCache(config=config).layers)
+    window = config.sliding_window if LayerKind.SLIDING in kinds else None
+    if window is not None and window < 2:
+        raise UnsupportedModel(
+            f"this '{name}' model has a sliding window of {window}, in which no token sees an earlier one: "
+            "mend its config.json, or use another model"
+        )
     return ModelShape(
         layers=kinds,
         query_heads=heads,
         kv_heads=kv_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        sliding_window=config.sliding_window if LayerKind.SLIDING in kinds else None,
+        sliding_window=window,
     )
 
 

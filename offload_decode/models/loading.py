@@ -1,53 +1,29 @@
-"""Loading a model and its tokenizer, and the fingerprints by which a store knows them."""
+"""Loading a model and its tokenizer."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload_decode.errors import ConfigError, ModelError, OffloadDecodeError
+from offload_decode.errors import ConfigError, ModelError
 from offload_decode.memory import lifted
 from offload_decode.models.architectures import rope_parameters, shape_of
 from offload_decode.models.attention import activate
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.checkpoint import CONFIG, read_config, source_of, told, weight_files
+from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weights_hash
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.quantised import check_weights, quantise
+from offload_decode.models.remembered import remembered
+from offload_decode.store.format import FINGERPRINT_VERSION
 from offload_decode.types import ModelShape
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-
-# Config fields that shape keys and values and that the weights do not show. A list of what counts, not of
-# what does not: releases of transformers differ in the defaults that they write into a config.
-_SHAPING = (
-    "model_type",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_size",
-    "hidden_act",
-    "layer_types",
-    "no_rope_layers",
-    "sliding_window",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "attention_multiplier",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-)
-_ROPE = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -125,33 +101,20 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     of its files while it is read, copied only where `dtype` is another. Raises `ModelError`,
     `UnsupportedModel` or `ConfigError`.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype '{dtype}'; choose one of: auto, {', '.join(DTYPES)}")
+    check_dtype(dtype)
     check_weights(weights)
     chosen_device = pick_device(device)
+    config, _ = read_config(model_id)
     source = source_of(model_id)
-    if (model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1) and not Path(source).is_dir():
-        raise ModelError(f"there is no folder {model_id}: give 'demo', a folder, or a transformers id")
-    try:
-        config = AutoConfig.from_pretrained(source)
-        shape_of(config)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+    with told(f"cannot load the model '{model_id}'"):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         logging.disable_progress_bar()  # a bar of its own would tear the one that the caller shows
         with lifted(lambda: _checkpoint_bytes(config)):
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES.get(dtype, "auto"))
-            fingerprint = weights_hash(model)
+            model, fingerprint = _read_weights(source, config, dtype)
             model = model.to(chosen_device) if weights == "auto" else quantise(model, weights, chosen_device)
-    except OffloadDecodeError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise ModelError(
-            f"cannot load the model '{model_id}': {reason}; give 'demo', a folder, or a transformers id"
-        ) from error
     # A store must find its model again from any folder.
     known_as = str(Path(model_id).resolve()) if model_id != "demo" and Path(model_id).is_dir() else model_id
     return wrap(model, tokenizer, known_as, fingerprint)
@@ -184,6 +147,12 @@ def wrap(
     )
 
 
+def check_dtype(dtype: str) -> None:
+    """ConfigError for a name that is neither `auto` nor one of `DTYPES`."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype '{dtype}'; choose one of: auto, {', '.join(DTYPES)}")
+
+
 def pick_device(device: str) -> torch.device:
     """`auto` is a CUDA device where there is one."""
     if device == "auto":
@@ -201,45 +170,26 @@ def pick_device(device: str) -> torch.device:
     return chosen
 
 
-def config_hash(config: Any) -> str:
-    """SHA-256 of what in the config shapes keys and values; the weights have a hash of their own."""
-    fields = {name: getattr(config, name, None) for name in _SHAPING}
-    rope = rope_parameters(config)
-    sets = {name: value for name, value in rope.items() if isinstance(value, dict)} or {"": rope}
-    fields["rope"] = {kind: {name: one.get(name) for name in _ROPE} for kind, one in sets.items()}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+def _read_weights(source: str, config: Any, dtype: str) -> tuple[Any, str]:
+    """The model on the CPU, all of whose weights are in its files, and their fingerprint."""
+    from transformers import AutoModelForCausalLM, __version__
 
-
-def weights_hash(model: Any) -> str:
-    """SHA-256 over 32 evenly spread elements of every weight: tells a fine-tuned model from its base."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        flat = weight.detach().reshape(-1)
-        if not flat.numel():
-            continue
-        # In integers: float32 cannot tell neighbours apart beyond 2**24 elements.
-        picked = torch.arange(32, device=flat.device) * (flat.numel() - 1) // 31
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        digest.update(flat[picked].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def tokenizer_hash(tokenizer: Any | None) -> str:
-    """SHA-256 of the vocabulary, the special tokens and the chat template; empty without a tokenizer."""
-    if tokenizer is None:
-        return ""
-    parts = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        rules = json.loads(backend.to_str())
-        # Left over from the last call, and no part of what the tokenizer is.
-        parts.append({name: rule for name, rule in rules.items() if name not in ("truncation", "padding")})
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def source_of(model_id: str) -> str:
-    """What transformers is to load: the shipped model's folder for `demo`."""
-    return str(files("offload_decode") / "demo_model") if model_id == "demo" else model_id
+    found = weight_files(source)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=DTYPES.get(dtype, "auto"),
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "
+            f"{missing[0]} among them: fetch the checkpoint again"
+        )
+    how = f"weights {FINGERPRINT_VERSION} {config.model_type} {model.dtype} {__version__}"
+    return model, remembered([*found, found[0].with_name(CONFIG)], how, lambda: weights_hash(model))
 
 
 def _checkpoint_bytes(config: Any) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from offload_decode.errors import ModelError, OffloadDecodeError
-from offload_decode.models.architectures import shape_of
-from offload_decode.models.loading import DTYPES, source_of
+from offload_decode.errors import ModelError
+from offload_decode.models.checkpoint import read_config, told
+from offload_decode.models.loading import DTYPES
 from offload_decode.models.quantised import replaceable
 from offload_decode.types import ModelShape
 
@@ -41,22 +41,13 @@ class Outline:
 def outline(model_id: str) -> Outline:
     """The outline of `demo`, a folder, or a transformers id; only the config is read.
 
-    Raises `ModelError` or `UnsupportedModel`.
+    Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        config = AutoConfig.from_pretrained(source_of(model_id))
-        shape = shape_of(config)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except OffloadDecodeError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise ModelError(
-            f"cannot read the config of '{model_id}': {reason}; give 'demo', a folder, or a transformers id"
-        ) from error
+    config, shape = read_config(model_id)
+    with told(f"cannot read the config of '{model_id}'"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     return outline_of(model, model_id, shape)
 
 

@@ -18,6 +18,8 @@ from offload_decode.errors import ConfigError, StoreForeign
 from offload_decode.types import LayerKind, ModelShape
 
 FORMAT_VERSION = 2
+FINGERPRINT_VERSION = "2"
+"""Of `model_config_hash` and `weights_hash`, which begin with it and a colon; the others are of version 1."""
 ATTRIBUTE = "offload_decode"
 """Attribute of the root group that holds the manifest."""
 
@@ -60,6 +62,12 @@ def token_hash(tokens: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").tobytes()).hexdigest()
 
 
+def fingerprint_version(fingerprint: str) -> str:
+    """The version that a fingerprint states."""
+    version, colon, _ = fingerprint.partition(":")
+    return version if colon else "1"
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The dtype of that name, `bfloat16` included; encoded rows are bytes."""
     if name in _ENCODED:
@@ -81,7 +89,8 @@ class Manifest:
     There is no time in it, so that two prefills of one corpus are the same bytes.
     `rope` and `prefill` hold plain JSON values; `prefill` names its `method` and what else shaped
     the numbers.
-    `weights_hash` tells a fine-tuned model from its base.
+    `weights_hash` tells a fine-tuned model from its base. It and `model_config_hash` begin with
+    `FINGERPRINT_VERSION`.
     `template` is "chat" where the tokens open a chat template, else "plain".
     `kv` says how `keys` and `values` are stored: in `dtype`, or as rows of `indexes.rows.encodings`.
     `kv_error` is what encoding cost, measured as they were written and empty until then: for `keys` and

@@ -21,7 +21,7 @@ from offload_decode.errors import (
     StoreNotFound,
 )
 from offload_decode.store import checksums, metadata
-from offload_decode.store.format import Array, Manifest, check_version, token_hash
+from offload_decode.store.format import Array, Manifest, check_version, fingerprint_version, token_hash
 from offload_decode.store.layout import ArraySpec, layer_name
 from offload_decode.store.staging import LOCK, STORE, Progress, partial_path
 from offload_decode.store.streams import head_view, list_view
@@ -168,11 +168,18 @@ class KVStore:
             ("other weights", ours.weights_hash, weights_hash),
             ("another tokenizer", ours.tokenizer_hash, tokenizer_hash),
         ):
-            if given is not None and given != mine:
+            if given is None or given == mine:
+                continue
+            if fingerprint_version(given) != fingerprint_version(mine):
                 raise StoreMismatch(
-                    f"{self.path} was prefilled by the model {ours.model_id} in {ours.dtype}, and this model "
-                    f"has {what}: open the store with the model that made it, or prefill again."
+                    f"{self.path} was made by another release ({ours.software}), which knows models by other "
+                    "fingerprints, so it cannot be told whether this model made it: prefill again, or use "
+                    "that release."
                 )
+            raise StoreMismatch(
+                f"{self.path} was prefilled by the model {ours.model_id} in {ours.dtype}, and this model "
+                f"has {what}: open the store with the model that made it, or prefill again."
+            )
 
     def verify(self, progress: checksums.Report | None = None) -> None:
         """Read every byte; see `verify_store`."""

@@ -102,10 +102,20 @@ def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path) -> None:
         (["-o", "index=faiss-hnsw"], "offload-decode index"),
         (["--top-p", "7"], "top_p"),
         (["--device", "abacus"], "unknown device 'abacus'"),
+        (["--model", ""], "the model is empty"),
     ],
 )
 def test_options_that_cannot_be_used(store: Path, args: list[str], told: str) -> None:
     assert told in refused(2, "ask", store, "q", *args)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [(["--model", ""], "the model is empty"), (["--dtype", "float8"], "unknown dtype 'float8'")],
+)
+def test_a_prefill_that_cannot_be_used(home: Path, tmp_path: Path, args: list[str], told: str) -> None:
+    command = ["prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv", *args]
+    assert told in refused(2, *command)
 
 
 def test_an_empty_question(store: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offload_decode.errors import ModelError
-from offload_decode.models.loading import load, tokenizer_hash
+from offload_decode.models.fingerprints import tokenizer_hash
+from offload_decode.models.loading import load
 from offload_decode.models.prompt import encode, encode_text, prompt_for
 from tests.tiny import tiny_tokenizer
 

@@ -1,0 +1,194 @@
+"""A checkpoint's files, looked at before a library reads them: bounded, whole, sane, and nothing pickled."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NoReturn
+
+from offload_decode.errors import ConfigError, ModelError, OffloadDecodeError
+from offload_decode.memory import is_out_of_memory
+from offload_decode.models.architectures import check_served, shape_of
+from offload_decode.types import ModelShape
+
+WAY_OUT = "give 'demo', a folder, or a transformers id"
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+_MIB = 1 << 20
+# The largest that are known have a tenth of it.
+_SMALL, _LARGE = 16 * _MIB, 512 * _MIB
+_MOST_BYTES = {
+    CONFIG: _SMALL,
+    "generation_config.json": _SMALL,
+    "tokenizer_config.json": _SMALL,
+    "special_tokens_map.json": _SMALL,
+    "added_tokens.json": _SMALL,
+    "chat_template.jinja": _SMALL,
+    INDEX: _LARGE,
+    "tokenizer.json": _LARGE,
+    "tokenizer.model": _LARGE,
+    "vocab.json": _LARGE,
+    "merges.txt": _LARGE,
+}
+
+# Beyond these a config is a mistake: building such a model, even without weights, would not end.
+_MOST = {
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 22,
+    "vocab_size": 1 << 26,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 14,
+}
+_OPTIONAL = frozenset(["num_key_value_heads", "head_dim", "moe_intermediate_size"])
+
+
+def source_of(model_id: str) -> str:
+    """What transformers is to load: the shipped model's folder for `demo`. Raises `ConfigError`, and
+    `ModelError` for a folder that is not there.
+    """
+    if not model_id.strip():
+        raise ConfigError(f"the model is empty: {WAY_OUT}")
+    if model_id == "demo":
+        return str(files("offload_decode") / "demo_model")
+    if (model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1) and not Path(model_id).is_dir():
+        raise ModelError(f"there is no folder {model_id}: {WAY_OUT}")
+    return model_id
+
+
+def read_config(model_id: str) -> tuple[Any, ModelShape]:
+    """The transformers config of `demo`, a folder or a transformers id, and the model's shape.
+
+    Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import cached_file
+
+    source = source_of(model_id)
+    with told(f"cannot read the config of '{model_id}'"):
+        folder = Path(source) if Path(source).is_dir() else Path(str(cached_file(source, CONFIG))).parent
+        _check_files(folder)
+        _check_sizes(_parsed(folder / CONFIG))
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return config, shape_of(config)
+
+
+def weight_files(source: str) -> list[Path]:
+    """The safetensors files of a folder or transformers id, with their index where there are several.
+
+    Raises `ModelError` where there are none: pickled weights are not read.
+    """
+    if Path(source).is_dir():
+        folder, found = Path(source), next((n for n in (WEIGHTS, INDEX) if (Path(source) / n).exists()), None)
+    else:
+        folder, found = _fetched(source)
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"{source} is an adapter: merge it into its model (merge_and_unload), save that, and give the "
+            "folder of the whole"
+        )
+    if found is None:
+        _refuse_without_weights(source, folder)
+    if found == WEIGHTS:
+        return [folder / WEIGHTS]
+    named = _parsed(folder / INDEX).get("weight_map")
+    shards = set(named.values()) if isinstance(named, dict) else set()
+    if not shards or not all(isinstance(n, str) and re.fullmatch(r"[^/\\]+\.safetensors", n) for n in shards):
+        raise ModelError(f"{folder / INDEX} names files that are no safetensors: fetch the checkpoint again")
+    return [folder / INDEX, *(folder / name for name in sorted(shards))]
+
+
+def _fetched(model_id: str) -> tuple[Path, str | None]:
+    """Where the cache holds a model's weights, or the index of them, and under which name."""
+    from transformers.utils import cached_file
+
+    for name in (WEIGHTS, INDEX):
+        if path := cached_file(model_id, name, _raise_exceptions_for_missing_entries=False):
+            return Path(path).parent, name
+    return Path(str(cached_file(model_id, CONFIG))).parent, None
+
+
+def _refuse_without_weights(source: str, folder: Path) -> NoReturn:
+    pickled = sorted(path.name for kind in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{kind}"))
+    if Path(source).is_dir() and not pickled:
+        raise ModelError(f"{source} has no weights: it needs a {WEIGHTS}, or several and a {INDEX}")
+    raise ModelError(
+        f"the weights of {source} are pickled ({pickled[0] if pickled else f'it has no {WEIGHTS}'}), and "
+        "reading a pickle can run code that is hidden in it: take a checkpoint with safetensors, or, where "
+        "you trust this one, convert it with AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)"
+    )
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Whatever a library makes of a checkpoint that it cannot read becomes a `ModelError`."""
+    try:
+        yield
+    except OffloadDecodeError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        if not reason or isinstance(error, KeyError):
+            reason = f"{type(error).__name__} {reason}".rstrip()
+        raise ModelError(f"{what}: {reason}; {WAY_OUT}") from error
+
+
+def _check_files(folder: Path) -> None:
+    for name, most in _MOST_BYTES.items():
+        path = folder / name
+        if not path.exists():
+            continue
+        if not path.is_file():
+            raise ModelError(f"{path} is not a regular file: fetch the checkpoint again")
+        if (held := path.stat().st_size) > most:
+            raise ModelError(
+                f"{path} has {held / _MIB:,.0f} MiB, where {most // _MIB} MiB are more than enough: fetch "
+                "the checkpoint again"
+            )
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """A JSON object; `ModelError` for anything else, and for numbers that are not finite."""
+    try:
+        held = json.loads(path.read_bytes(), parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): fetch the checkpoint again") from error
+    if not isinstance(held, dict):
+        raise ModelError(f"{path} holds no JSON object: fetch the checkpoint again")
+    return held
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is no finite number")
+    return value
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        raise ModelError("its config.json names no model_type: fetch the checkpoint again")
+    check_served(name)
+    if "transformers_weights" in config:
+        raise ModelError(f"its config.json names weights of its own: save the model anew, as {WEIGHTS}")
+    for field, most in _MOST.items():
+        value = config.get(field, most)
+        if value is None and field in _OPTIONAL:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise ModelError(
+                f"its config.json says that {field} is {json.dumps(value)[:40]}, and that is a whole number "
+                f"from 1 to {most:,}: mend the config, or fetch the checkpoint again"
+            )

@@ -1,0 +1,143 @@
+"""The fingerprints by which a store knows its model: of the config, of the weights and of the tokenizer.
+
+The first two begin with their version and a colon: a store of a release that hashed less is told apart from
+a store of another model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from indexes.rows import pool
+from offload_decode.models.architectures import rope_parameters
+from offload_decode.store.format import FINGERPRINT_VERSION
+
+_BLOCK = 64 << 20  # bytes that one thread hashes at a time, and that a device's weights are copied in
+
+_CANNOT_MATTER = frozenset(
+    [
+        # Names, and what the file was written with. The dtype is compared by itself.
+        "_name_or_path", "architectures", "transformers_version", "auto_map", "dtype", "torch_dtype",
+        "problem_type", "id2label", "label2id", "num_labels",
+        # How a model is called, and what it returns beside the logits.
+        "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
+        "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+        "_experts_implementation", "chunk_size_feed_forward", "is_encoder_decoder", "pretraining_tp",
+        # Where an answer ends, and how a batch is padded.
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
+        # Training.
+        "initializer_range", "attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout",
+        "router_aux_loss_coef", "router_jitter_noise",
+        # RoPE that depends on a length has it among its own parameters.
+        "max_position_embeddings",
+    ]
+)  # fmt: skip
+
+# What releases of transformers that have no such field compute with.
+_BEFORE_THE_FIELD: dict[str, dict[str, Any]] = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}
+
+# Fields of the served architectures in transformers 5.5 to 5.23. One that a later release adds counts where
+# it is not what that release takes by default.
+_KNOWN = frozenset(
+    [
+        "_sliding_window_pattern", "attention_bias", "attention_multiplier", "attn_logit_softcapping",
+        "decoder_sparse_step", "embedding_multiplier", "final_logit_softcapping", "head_dim", "hidden_act",
+        "hidden_activation", "hidden_size", "intermediate_size", "layer_norm_eps", "layer_types",
+        "logit_scale", "logits_scaling", "max_window_layers", "mlp_bias", "mlp_only_layers", "model_type",
+        "moe_intermediate_size", "no_rope_layer_interval", "no_rope_layers", "norm_topk_prob",
+        "num_attention_heads", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+        "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor",
+        "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_parameters", "sliding_window",
+        "swiglu_alpha", "swiglu_limit", "tie_word_embeddings", "use_bidirectional_attention",
+        "use_sliding_window", "vocab_size",
+    ]
+)  # fmt: skip
+
+
+def config_hash(config: Any) -> str:
+    """SHA-256 of all of a text model's config but what cannot change its numbers; one for a checkpoint,
+    whichever release of transformers reads it.
+    """
+    return f"{FINGERPRINT_VERSION}:{hashlib.sha256(_json(_neutral(config)).encode()).hexdigest()}"
+
+
+def weights_hash(model: Any) -> str:
+    """SHA-256 of every byte of every weight, with its name, shape and dtype.
+
+    Two weights that share their memory are read once. Tells apart models of which one number differs.
+    """
+    weights = [(name, weight, _blocks(weight)) for name, weight in sorted(model.state_dict().items())]
+    blocks = {_place(block): block for _, _, own in weights for block in own}
+    digests: dict[tuple[Any, ...], bytes] = {}
+
+    def digest(place: tuple[Any, ...]) -> None:
+        digests[place] = hashlib.sha256(blocks[place].cpu().numpy().data).digest()
+
+    if blocks:
+        pool.run(digest, list(blocks))
+    whole = hashlib.sha256()
+    for name, weight, own in weights:
+        whole.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        for block in own:
+            whole.update(digests[_place(block)])
+    return f"{FINGERPRINT_VERSION}:{whole.hexdigest()}"
+
+
+def tokenizer_hash(tokenizer: Any | None) -> str:
+    """SHA-256 of the vocabulary, the special tokens and the chat template; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    parts = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        # Left over from the last call, and no part of what the tokenizer is.
+        parts.append({name: rule for name, rule in rules.items() if name not in ("truncation", "padding")})
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _neutral(config: Any) -> dict[str, Any]:
+    """The config as every release of transformers would state it."""
+    stated = config.to_dict()
+    usual = type(config)().to_dict()
+    fields = {
+        name: value
+        for name, value in stated.items()
+        if name not in _CANNOT_MATTER and (name in _KNOWN or name not in usual or value != usual[name])
+    }
+    fields = _BEFORE_THE_FIELD.get(config.model_type, {}) | fields
+    rope = rope_parameters(config)
+    sets = [one for one in rope.values() if isinstance(one, dict)] or [rope]
+    # Some releases state it twice.
+    if all(one.get("partial_rotary_factor") == fields.get("partial_rotary_factor") for one in sets):
+        fields.pop("partial_rotary_factor", None)
+    return fields
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_plain(value), sort_keys=True, default=str)
+
+
+def _plain(value: Any) -> Any:
+    """Without fields that are None, and whole numbers as integers: releases and files differ in both."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _blocks(weight: Tensor) -> tuple[Tensor, ...]:
+    """A weight's bytes, uint8 `[n]`, in pieces."""
+    if not weight.numel():
+        return ()
+    return torch.split(weight.detach().contiguous().reshape(-1).view(torch.uint8), _BLOCK)
+
+
+def _place(block: Tensor) -> tuple[Any, ...]:
+    return block.device, block.data_ptr(), block.numel()

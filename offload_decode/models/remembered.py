@@ -1,0 +1,78 @@
+"""Fingerprints of large files, kept in the user's cache for as long as these are the same files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+KEPT = 256
+"""Values at most; the oldest go first."""
+_FORM = re.compile(r"[0-9a-f:]{1,128}")
+_SETTLED_S = 2.0  # a file that was written just now may be written once more within a tick of its clock
+
+
+def remembered(files: Sequence[Path], how: str, compute: Callable[[], str]) -> str:
+    """`compute()`, a fingerprint of `files` that were read as `how` says, or what it was for the same files.
+
+    A file is the same while its path, size, inode and both its times are. A cache that cannot be read or
+    written is done without.
+    """
+    before = _identity(files)
+    place = _folder() / hashlib.sha256(json.dumps([how, before]).encode()).hexdigest()
+    if before is not None and (known := _read(place)):
+        return known
+    value = compute()
+    if before is not None and before == _identity(files) and _settled(files):
+        with suppress(OSError):
+            _write(place, value)
+    return value
+
+
+def _folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (
+        (Path(cache) if cache else Path(os.path.expanduser("~/.cache"))) / "offload-decode" / "fingerprints"
+    )
+
+
+def _identity(files: Sequence[Path]) -> list[list[str | int]] | None:
+    found: list[list[str | int]] = []
+    try:
+        for path in files:
+            seen = path.stat()
+            # The second time is set by the system alone: no tool that restores the first one hides a change.
+            own = [seen.st_size, seen.st_dev, seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns]
+            found.append([str(path.resolve()), *own])
+    except OSError:
+        return None
+    return found
+
+
+def _settled(files: Sequence[Path]) -> bool:
+    newest = max(max(path.stat().st_mtime, path.stat().st_ctime) for path in files)
+    return time.time() - newest > _SETTLED_S
+
+
+def _read(place: Path) -> str | None:
+    try:
+        with open(place, encoding="ascii") as file:
+            text = file.read(256)
+    except (OSError, ValueError):
+        return None
+    return text if _FORM.fullmatch(text) else None
+
+
+def _write(place: Path, value: str) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    kept = sorted(place.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for path in kept[: max(0, len(kept) - KEPT + 1)]:
+        path.unlink(missing_ok=True)
+    temporary = place.with_name(f"{place.name}.{os.getpid()}")
+    temporary.write_text(value, encoding="ascii")
+    os.replace(temporary, place)

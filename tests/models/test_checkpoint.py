@@ -1,0 +1,173 @@
+"""Checkpoints that are broken, absurd or hostile end in one sentence; nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from offload_decode.errors import ConfigError, ModelError, UnsupportedModel
+from offload_decode.models.checkpoint import CONFIG, INDEX, WEIGHTS
+from offload_decode.models.loading import load
+from offload_decode.models.outline import outline
+from tests.tiny import text_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    text_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "checkpoint")
+
+
+def changed(folder, **fields):
+    held = json.loads((folder / CONFIG).read_text()) | fields
+    (folder / CONFIG).write_text(json.dumps({name: value for name, value in held.items() if value != "gone"}))
+
+
+def refused(folder, match):
+    for read in (lambda: outline(str(folder)), lambda: load(str(folder), "cpu")):
+        with pytest.raises(ModelError, match=match) as raised:
+            read()
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -1, 10**9, 10**30, "7", 1.5, None, [4], True])
+def test_absurd_sizes_are_refused(folder, field, value):
+    changed(folder, **{field: value})
+    refused(folder, f"{field} is .* a whole number from 1 to")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_dim": 0},
+        {"num_key_value_heads": -2},
+        {"num_key_value_heads": 3},
+        {"rms_norm_eps": "small"},
+        {"rms_norm_eps": float("nan")},
+        {"rope_parameters": "none"},
+        {"rope_parameters": {"rope_type": "yarn"}},
+        {"rope_parameters": {"rope_type": "unheard of", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e999}},
+        {"hidden_act": "unheard of"},
+        {"transformers_weights": "pytorch_model.bin"},
+        {"model_type": "gone"},
+        {"model_type": ["llama"]},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": "full"},
+    ],
+    ids=str,
+)
+def test_absurd_fields_are_refused(folder, fields):
+    changed(folder, **fields)
+    refused(folder, None)
+
+
+def test_fields_that_are_missing_are_not_made_up(folder):
+    for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
+        before = (folder / CONFIG).read_text()
+        changed(folder, **{field: "gone"})
+        with pytest.raises(ModelError):
+            load(str(folder), "cpu")
+        (folder / CONFIG).write_text(before)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "[1]", '"llama"', "null", "", "{", "[" * 100_000, '{"a": ' * 100_000, "\xff", "1" * 5000]
+)
+def test_a_config_that_is_no_object_is_refused(folder, text):
+    (folder / CONFIG).write_text(text, encoding="latin-1")
+    refused(folder, "config.json")
+
+
+def test_a_config_of_a_gigabyte_is_not_read(folder):
+    with open(folder / CONFIG, "r+b") as file:
+        file.truncate(1 << 30)
+    refused(folder, "config.json has 1,024 MiB")
+
+
+@pytest.mark.parametrize("name", [CONFIG, "tokenizer.json", "tokenizer_config.json"])
+def test_a_pipe_is_not_waited_for(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    refused(folder, "is not a regular file")
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize("how", ["alone", "as shards", "under a safe name", "as an adapter"])
+def test_nothing_is_unpickled(folder, how, tmp_path):
+    (folder / WEIGHTS).unlink()
+    hurt = tmp_path / "hurt"
+    torch.save({"model.norm.weight": Bomb(hurt)}, folder / "pytorch_model.bin")
+    if how == "as shards":
+        index = {"weight_map": {"model.norm.weight": "pytorch_model.bin"}, "metadata": {"total_size": 1}}
+        (folder / INDEX).write_text(json.dumps(index))
+    if how == "under a safe name":
+        (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(hurt)))
+    if how == "as an adapter":
+        (folder / "adapter_config.json").write_text("{}")
+    says = {"alone": "pickled .pytorch_model.bin.*save_pretrained", "as an adapter": "merge_and_unload"}
+    with pytest.raises(ModelError, match=says.get(how)):
+        load(str(folder), "cpu")
+    assert not hurt.exists()
+
+
+def test_weights_that_are_not_all_there_are_refused(folder):
+    changed(folder, num_hidden_layers=4)
+    with pytest.raises(ModelError, match=r"lack \d+ of those that its config.json asks for"):
+        load(str(folder), "cpu")
+
+
+def test_a_folder_without_weights_says_so(folder):
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        load(str(folder), "cpu")
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {"a": "../up.safetensors"}}', "no JSON"])
+def test_an_index_of_other_files_is_refused(folder, index):
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text(index)
+    with pytest.raises(ModelError, match=INDEX):
+        load(str(folder), "cpu")
+
+
+@pytest.mark.parametrize("model", ["", " "])
+def test_an_empty_model_is_refused(model):
+    for read in (outline, load):
+        with pytest.raises(ConfigError, match="the model is empty"):
+            read(model)
+
+
+def test_another_architecture_is_refused_before_its_config_is_built(folder):
+    changed(folder, model_type="gpt2", num_hidden_layers=10**9)
+    with pytest.raises(UnsupportedModel, match="'gpt2' is not served"):
+        outline(str(folder))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "BPE"}}', ""])
+def test_a_broken_tokenizer_is_a_sentence(folder, text):
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelError, match="cannot load the model"):
+        load(str(folder), "cpu")

@@ -1,0 +1,90 @@
+"""A remembered fingerprint is that of the files as they are, and a cache that fails costs only time."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from offload_decode.models import remembered as module
+from offload_decode.models.remembered import KEPT, remembered
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """`ask()` is the fingerprint; `ask.times` counts how often it was computed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "weights"
+    file.write_bytes(b"one")
+
+    class Ask:
+        times = 0
+
+        def __call__(self, how="as is"):
+            return remembered([file], how, self.compute)
+
+        def compute(self):
+            self.times += 1
+            return file.read_bytes().hex()
+
+    ask = Ask()
+    ask.file, ask.cache = file, tmp_path / "cache"
+    return ask
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    monkeypatch.setattr(module, "_SETTLED_S", -1e9)
+
+
+def test_it_is_computed_once_for_the_same_files(asked, settled):
+    assert asked() == asked() == b"one".hex()
+    assert asked.times == 1
+    asked("in another dtype")
+    assert asked.times == 2
+
+
+def test_a_file_that_changed_in_place_is_computed_anew_even_with_its_old_time(asked, settled):
+    asked()
+    seen = asked.file.stat()
+    time.sleep(0.02)
+    asked.file.write_bytes(b"two")
+    os.utime(asked.file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    assert asked.file.stat().st_size == seen.st_size
+    assert asked() == b"two".hex()
+
+
+def test_a_file_of_just_now_is_not_remembered(asked):
+    asked()
+    asked()
+    assert asked.times == 2
+
+
+def test_what_is_kept_is_bounded(asked, settled):
+    for number in range(KEPT + 5):
+        asked(str(number))
+    assert len(list(module._folder().iterdir())) == KEPT
+    asked(str(KEPT + 4))
+    assert asked.times == KEPT + 5, "the newest are kept"
+
+
+def test_a_cache_that_cannot_be_written_or_read_is_done_without(asked, settled):
+    asked.cache.write_text("a file where a folder should be")
+    assert asked() == asked() == b"one".hex()
+    assert asked.times == 2
+
+
+@pytest.mark.parametrize("text", ["", "not a fingerprint", "ab" * 1000, "\0", "ab\n"])
+def test_what_is_no_fingerprint_is_not_taken_for_one(asked, settled, text):
+    asked()
+    (place,) = module._folder().iterdir()
+    place.write_text(text)
+    assert asked() == b"one".hex()
+    assert asked.times == 2
+
+
+def test_files_that_are_gone_are_not_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert remembered([tmp_path / "nowhere"], "as is", lambda: "ab") == "ab"
+    assert not (tmp_path / "cache").exists()
