@@ -10,7 +10,7 @@ from pathlib import Path
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.memory import limit_memory, total_memory
-from offload_decode.models.loading import pick_device
+from offload_decode.models.loading import check_dtype, pick_device
 from offload_decode.models.outline import Outline
 from offload_decode.planning.plan import (
     CUDA_BYTES,
@@ -93,7 +93,10 @@ def check_ask(
 
 
 def check_prefill(outline: Outline, chunk: int, dtype: str, device: str, caps: Caps, held: int) -> list[str]:
-    """Whether a model can prefill, however much: what to know before, as sentences. Raises `DoesNotFit`."""
+    """Whether a model can prefill, however much: what to know before, as sentences. Raises `DoesNotFit`, and
+    `ConfigError` for an unknown dtype.
+    """
+    check_dtype(dtype)
     if dtype != "auto":
         outline = replace(outline, dtype=dtype)
     asked = plan(outline, Request(BLOCK_TOKENS, chunk=chunk), here(device, caps, held))
@@ -144,8 +147,8 @@ def described(settings: Mapping[str, object]) -> str:
 
 
 def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list[str]:
-    """Beyond a cap is refused. Without one that is left to be tried, because only the weights are certain to
-    be needed at once, and on a CPU these can be read from their files again.
+    """Beyond a cap is refused, and a model that is larger than the machine. What else there is may be less
+    than was counted, and is left to be tried.
     """
     notes = []
     for place, missing in asked.lacking(parts).items():
@@ -155,10 +158,14 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
         sentence = f"{what} takes about {size(need)} of {named} ({listed})"
         cap = caps.of(place)
         weights = sum(part.bytes for part in parts if part.name.startswith("weights"))
+        fits = _what_fits(asked, parts)
         if cap is not None and cap == there:
-            raise DoesNotFit(f"{sentence}, and {_OPTION[place]} allows {size(cap)}: {_way_out(asked, parts)}")
-        if place is Place.GPU and weights + CUDA_BYTES > there:
-            raise DoesNotFit(f"{sentence}, and the GPU has {size(there)}: {_way_out(asked, parts)}")
+            allowed = f"{_OPTION[place]} allows {size(cap)}"
+            raise DoesNotFit(f"{sentence}, and {allowed}: {fits or _the_least(asked, parts)}")
+        if weights + (CUDA_BYTES if place is Place.GPU else asked.machine.held) > there:
+            owner = "the GPU" if place is Place.GPU else "this machine"
+            larger = "take a smaller model, or a machine with more memory"
+            raise DoesNotFit(f"{sentence}, and {owner} has {size(there)}: {fits or larger}")
         notes.append(f"{sentence}, {size(missing)} more than there are: it may fail, or be slow")
     if parts is asked.asking and asked.from_disk:
         notes.append(
@@ -168,16 +175,20 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
     return notes
 
 
-def _way_out(asked: Plan, parts: tuple[Part, ...]) -> str:
+def _what_fits(asked: Plan, parts: tuple[Part, ...]) -> str | None:
+    """The options by which it would fit; None where there are none."""
     if parts is asked.prefilling:
         chunk = prefill_chunk(asked)
-        if chunk is not None:
-            return f"what fits is -o chunk={chunk}"
+        return None if chunk is None else f"what fits is -o chunk={chunk}"
+    fits = nearest(asked, kinds=(asked.request.kv,))
+    return None if fits is None else f"what fits is {described(changes(asked.request, fits.request))}"
+
+
+def _the_least(asked: Plan, parts: tuple[Part, ...]) -> str:
+    """The caps that would be enough for the smallest way to do it."""
+    if parts is asked.prefilling:
         needs = plan(asked.source, replace(asked.request, chunk=LEAST_CHUNK), asked.machine)
         return f"with -o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
-    fits = nearest(asked, kinds=(asked.request.kv,))
-    if fits is not None:
-        return f"what fits is {described(changes(asked.request, fits.request))}"
     index = asked.request.index if asked.request.index == "clusters" else "flat"
     least = replace(asked.request, weights="int4", selector="topk", index=index, device_cache=0)
     needs = plan(asked.source, least, asked.machine)

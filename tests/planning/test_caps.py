@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from offload_decode.errors import ConfigError, DoesNotFit
+from offload_decode.memory import total_memory
 from offload_decode.models.outline import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_ask, check_prefill, kv_of
 from offload_decode.planning.plan import CUDA_BYTES, Machine
@@ -79,11 +80,33 @@ def test_a_prefill_beyond_a_cap_is_refused_with_a_chunk_that_fits():
     check_prefill(model, chunk, "auto", "cpu", Caps(ram=512 * MIB), HELD)
 
 
-def test_without_a_cap_only_a_note_is_made_on_a_cpu():
+def test_a_model_larger_than_the_machine_is_refused():
     model = replace(outline("demo"), parameters=10**13)
-    notes = check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(), HELD)
+    with pytest.raises(DoesNotFit, match=r"and this machine has .*: take a smaller model, or a machine"):
+        check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(), HELD)
+    with pytest.raises(DoesNotFit, match=r"and this machine has .*: take a smaller model, or a machine"):
+        check_prefill(model, 256, "auto", "cpu", Caps(), HELD)
+    quarter = total_memory() // 4  # in float32 it is as large as the machine, in int4 it is not
+    model = replace(outline("demo"), parameters=quarter, linear=quarter)
+    with pytest.raises(DoesNotFit, match=r"and this machine has .*: what fits is --weights"):
+        check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(), HELD)
+
+
+def test_without_a_cap_only_a_note_is_made_of_what_may_be_less(monkeypatch):
+    machine = Machine(None, HELD + 64 * MIB, 1 << 50, HELD)
+    monkeypatch.setattr("offload_decode.planning.caps.here", lambda device, caps, held: machine)
+    notes = check_ask(outline("demo"), manifest(), "topk", {}, "auto", "cpu", Caps(), HELD)
     assert "it may fail, or be slow" in notes[0]
+
+
+def test_a_model_that_fits_needs_no_note():
     assert check_ask(outline("demo"), manifest(), "topk", {}, "auto", "cpu", Caps(), HELD) == []
+
+
+@pytest.mark.parametrize("dtype", ["float8", "", "int4"])
+def test_an_unknown_dtype_is_refused(dtype):
+    with pytest.raises(ConfigError, match=r"unknown dtype .*choose one of: auto, float16"):
+        check_prefill(outline("demo"), 256, dtype, "cpu", Caps(), HELD)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4-values"])
