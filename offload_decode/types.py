@@ -57,7 +57,7 @@ class Document:
 class AttentionState(NamedTuple):
     """Softmax-weighted values of one part of an attention and the log-sum-exp of its scores.
 
-    `out [..., D]` float32, `lse [...]` float32, natural log (METHODS §1). The empty part is `(0, -inf)`.
+    `out [..., D]`, `lse [...]` float32, natural log (docs/methods.md §1). The empty part is `(0, -inf)`.
     """
 
     out: Tensor

@@ -1,8 +1,8 @@
 """Chunked prefill: model to store in memory that does not grow with the corpus.
 
 Each chunk attends to itself causally and to what its method chooses of everything before it, which is read
-back from the store block by block and merged by log-sum-exp (METHODS §1), so that dense chunked prefill
-equals unchunked.
+back from the store block by block and merged by log-sum-exp (docs/methods.md §1), so that a dense prefill in
+chunks equals one that is not.
 """
 
 from __future__ import annotations

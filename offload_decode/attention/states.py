@@ -1,7 +1,7 @@
 """Attention as states that merge: the plain torch reference that every fast path is tested against.
 
 Shapes: `B` batch, `H` query heads, `Hkv` KV heads (`G = H / Hkv`), `T` new tokens, `S` keys, `D` head
-dimension. Everything is computed in float32 whatever the inputs are (METHODS §1).
+dimension. Everything is computed in float32 whatever the inputs are (docs/methods.md §1).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:
-    """The state of two disjoint parts together; commutative and associative (METHODS §1)."""
+    """The state of two disjoint parts together; commutative and associative (docs/methods.md §1)."""
     lse = torch.logaddexp(first.lse, second.lse)
     # Two empty parts: -inf minus -inf would be nan, and both weights are zero.
     weigh = torch.where(torch.isneginf(lse), 0.0, lse)

@@ -240,7 +240,7 @@ def merge_program(
     DIM_PADDED: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
 ):
-    """Merges the states of one query's splits (METHODS §1)."""
+    """Merges the states of one query's splits (docs/methods.md §1)."""
     item = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS_PADDED)
     channel = tl.arange(0, DIM_PADDED)

@@ -10,7 +10,7 @@ from offload_decode.planning.request import Request
 from offload_decode.planning.sizes import active_weights_bytes, page_bytes, row_bytes
 
 # Shares of the keys that a tuned index reads; until `index` has measured the recall they are assumptions.
-# IVF: a quarter of the lists on real queries (METHODS §6). Graphs: what a walk at ef = N / 64 scores.
+# IVF: a quarter of the lists on real queries (docs/methods.md §6). Graphs: what a walk at ef = N / 64 scores.
 # Clusters: codes of 72 bytes beside keys of 256 (D = 128, 16 bits), for half of the cells.
 _PROBED = {"clusters": 0.14, "flat": 1.0, "faiss-ivf": 0.25, "faiss-hnsw": 0.14, "hnswlib": 0.14}
 

@@ -1,6 +1,4 @@
-"""How many stored tokens each layer and KV head may attend to (METHODS §2; the linear schedule is §4.4 of the
-top-k paper).
-"""
+"""How many stored tokens each layer and KV head may attend to: docs/methods.md §2."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The smallest k that holds a share of the attention: exact scores at the top, an estimate of the rest
-(METHODS §2, beyond the top-k paper).
+(docs/methods.md §2, beyond the top-k paper).
 
 A selection is asked for 256 tokens a row, then for at least four times as many, until every row holds its
 share, and each row is cut to the smallest prefix that does. What the tokens outside a selection weigh is

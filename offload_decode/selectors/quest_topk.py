@@ -1,5 +1,5 @@
 """Quest's pages as a coarse filter on the device, then exact scores of their keys on the host: only the
-values of the k best tokens travel (METHODS §3, two-stage; the pages are those of Quest, arXiv 2406.10774).
+values of the k best tokens travel (docs/methods.md §3, two stages; the pages are Quest's, arXiv 2406.10774).
 """
 
 from __future__ import annotations

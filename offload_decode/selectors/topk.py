@@ -1,6 +1,6 @@
 """Top-k decoding: the k stored keys with the largest inner product, for every query head.
 
-Paper 002 (top-k decoding), Algorithm 1; the parts are merged as METHODS §1 says, which the paper does not.
+Synk et al. 2025, Algorithm 1, but that the parts are merged as docs/methods.md §1 says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The unselected tail: an estimate of the attention to the stored tokens that a row did not select.
 
 A step attends exactly to the selected tokens; the estimate is the state of all others, so that every token
-counts once (METHODS §1). It is computed on the host, where keys and values lie.
+counts once (docs/methods.md §1). It is computed on the host, where keys and values lie.
 """
 
 from __future__ import annotations

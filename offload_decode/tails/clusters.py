@@ -1,8 +1,8 @@
 """The unselected tail as clusters of keys: each stands for its remaining tokens at their mean key and value.
 
-METHODS §2. Selected tokens are taken out of their cluster's size, key sum and value sum, so that what is left
-is the mean of the unselected tokens alone. By Jensen's inequality the estimated denominator is too small; a
-second-order correction by the keys' variance mends that, but worsened the output, so there is none.
+Selected tokens are taken out of their cluster's size, key sum and value sum, so that what is left is the mean
+of the unselected tokens alone (docs/methods.md §2). By Jensen's inequality the estimated denominator is too
+small; a second-order correction by the keys' variance mends that, but worsened the output, so there is none.
 """
 
 from __future__ import annotations

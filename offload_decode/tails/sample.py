@@ -1,10 +1,10 @@
 """The unselected tail by importance sampling: an unbiased estimate that states its error.
 
-METHODS §2. A token is drawn through its cluster: clusters with the probability that `tails.clusters` gives
-them, mixed with their share of the tokens so that no weight is unbounded, and tokens of a cluster alike.
-Selected tokens are never drawn. With weights 1 / (m · p) the denominator and the numerator of the
-attention are unbiased. Draws are stratified: one from each m-th of the probability, so that a cluster is
-drawn as often as it should be, to within one or two.
+A token is drawn through its cluster (docs/methods.md §2). A cluster's probability is its share of the
+attention by `tails.clusters`, mixed with its share of the tokens so that no weight is unbounded; the tokens
+of a cluster are equally likely, and selected tokens are never drawn. With weights 1 / (m · p) the denominator
+and the numerator of the attention are unbiased. Draws are stratified, one from each m-th of the probability,
+so that a cluster is drawn as often as it should be, to within one or two.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_merge_is_associative_and_keeps_large_scores_apart():
 
 
 def test_adding_normalised_parts_is_not_attention():
-    """Algorithm 1 of the top-k paper adds two softmaxes; the merge must not be that (METHODS §1)."""
+    """Algorithm 1 of the top-k paper adds two softmaxes; the merge must not be that (docs/methods.md §1)."""
     query, key, value = qkv()
     first, second = (attend(query, key[:, :, i::2], value[:, :, i::2], SCALING) for i in range(2))
     added = first.out + second.out

@@ -1,4 +1,4 @@
-"""Sizes are those of METHODS §7, and of stores, indexes and weights that are really there."""
+"""Sizes are those of docs/methods.md §7, and of stores, indexes and weights that are really there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_sizes_of_an_8b_model_with_a_million_tokens():
     assert MILLION * per_token["int8"] == pytest.approx(69e9, rel=0.04)
     assert MILLION * per_token["int4-values"] == pytest.approx((69e9 + 34e9) / 2, rel=0.05)
     assert sizes.weights_bytes(model, "auto") == pytest.approx(16.1e9, rel=0.01)
-    # METHODS counts embeddings and output layer in few bits too; the library leaves them as they are.
+    # docs/methods.md counts embeddings and output layer in few bits too; the library leaves them as they are.
     assert sizes.weights_bytes(model, "int8") == pytest.approx(8.5e9, rel=0.08)
     assert sizes.weights_bytes(model, "int4") == pytest.approx(5.5e9, rel=0.08)
 
