@@ -5,12 +5,14 @@ BIN := .venv/bin
 # With an NVIDIA driver, pip's own choice of torch and the GPU build of Faiss; else the CPU builds.
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 EXTRA := cpu
+BACKEND := cpu
 CONSTRAIN := -c constraints/cpu.txt
 else
 EXTRA := gpu
+BACKEND := auto
 CONSTRAIN :=
 endif
-TOOL := uv tool install $(CONSTRAIN) ".[$(EXTRA)]"
+TOOL := uv tool install ".[$(EXTRA)]" --torch-backend $(BACKEND)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAIN)
 
 .PHONY: demo test test-all check bench clean
