@@ -36,7 +36,6 @@ from offload_decode.evals.live_queries import Call, run_dense
 from offload_decode.evals.tasks.common_words import CommonWords
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
 from offload_decode.tails.sample import CLUSTER_SIZE, SampleTail
 from offload_decode.types import LayerKind, ModelShape
@@ -89,7 +88,7 @@ def attended(host: HostKV, shape: ModelShape, calls: Sequence[Call]) -> list[tup
     """Every way with what it answers to the calls."""
     results = []
     for way, rows, options in ways(host.length):
-        prefix = StoredPrefix(host, create("topk", {"index": "flat", **options}, host, shape))
+        prefix = StoredPrefix.over(host, shape, "topk", {"index": "flat", **options})
         first = []
         for layer in sorted({call.layer for call in calls}):
             one = next(call for call in calls if call.layer == layer)
@@ -103,7 +102,7 @@ def attended(host: HostKV, shape: ModelShape, calls: Sequence[Call]) -> list[tup
             outs.append(prefix.attend(call.layer, call.query, call.scaling, call.softcap).out)
             if call.query.shape[2] == 1:
                 seconds.append(time.perf_counter() - began)
-        stats, tail = prefix.take_stats(), prefix.selector.tail
+        stats, tail = prefix.take_stats(), prefix.tail
         typical = float(np.median(seconds))
         row = Row(way, rows, 1000 * typical)
         if tail is not None:

@@ -122,7 +122,7 @@ def quest_way(layer: Layer) -> Maker:
     """Quest's pages of 16 tokens, with the smallest budget (k, 2k, 4k, …) whose pages hold enough mass."""
     memory = MemoryLayer(layer)
     began = time.perf_counter()
-    selector = create("quest", {"budget": "16"}, memory.host, memory.shape)
+    selector = create("quest", {"budget": "16"}, memory.host, memory.shape).selector
     selector.choose(0, memory.queries(layer.steps[0]), 16)  # makes the bounds
     seconds = time.perf_counter() - began
     pair = traffic.row_bytes(layer.keys[0]) + traffic.row_bytes(layer.values[0])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offload_decode.evals.haystack import Haystack
     from offload_decode.evals.needle_grid import MakeStore, NeedleGrid
     from offload_decode.models.loading import LoadedModel
-    from offload_decode.selection.selector import Options as SelectorOptions
+    from offload_decode.selection.selector import SelectorOptions
     from offload_decode.store.reader import KVStore
 
 RESULT, PICTURE = "needle.json", "needle.png"

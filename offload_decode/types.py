@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -141,6 +144,13 @@ class StepStats:
             self.by_layer[layer] = self.by_layer.get(layer, 0) + selected
         for place, times in other.attended.items():
             self.attended[place] = self.attended.get(place, 0) + times
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the seconds that the block takes to `stage`, such as `search_s`."""
+        began = time.perf_counter()
+        yield
+        setattr(self, stage, getattr(self, stage) + time.perf_counter() - began)
 
     def add_tail_error(self, mean: float, rows: int) -> None:
         """Take the mean of further rows into `tail_error`."""

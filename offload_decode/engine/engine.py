@@ -24,7 +24,6 @@ from offload_decode.models.loading import LoadedModel, load, wrap
 from offload_decode.models.passes import run_in_passes
 from offload_decode.models.prompt import Prompt
 from offload_decode.selection.selector import Selector
-from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
 from offload_decode.types import LayerKind, StepStats
 
@@ -48,16 +47,16 @@ class Engine:
     """
 
     def __init__(
-        self, loaded: LoadedModel, store: KVStore, selector: Selector, cache: PrefixCache | None = None
+        self, loaded: LoadedModel, store: KVStore, prefix: StoredPrefix, cache: PrefixCache | None = None
     ):
         self.loaded = loaded
         self.store = store
-        self.prefix = StoredPrefix(selector.host, selector)
+        self.prefix = prefix
         self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
         # A token that was sampled but not run yet: it goes first in the next forward pass.
         self.pending: list[int] = []
         # Tokens of a question in one forward pass: fewer take less memory.
-        self.pass_tokens = selector.pass_tokens
+        self.pass_tokens = self.selector.pass_tokens
 
     @classmethod
     def open(
@@ -95,7 +94,7 @@ class Engine:
         )
         check_placement(attend, device_cache, loaded.device)
         host = HostKV(opened, loaded.device, attend, device_cache)
-        return cls(loaded, opened, create(selector, options or {}, host, loaded.shape))
+        return cls(loaded, opened, StoredPrefix.over(host, loaded.shape, selector, options or {}))
 
     @property
     def selector(self) -> Selector:
@@ -121,7 +120,7 @@ class Engine:
 
     def fork(self) -> Engine:
         """An independent continuation from here."""
-        forked = Engine(self.loaded, self.store, self.selector.fork(), self.cache)
+        forked = Engine(self.loaded, self.store, self.prefix.fork(), self.cache)
         forked.pending, forked.pass_tokens = list(self.pending), self.pass_tokens
         return forked
 
@@ -207,7 +206,7 @@ class Engine:
         """`answer` for each question, greedily, `batch_size` of them in one forward pass; one by one where
         the selector looks at a question as a whole, or chooses among the tokens of a conversation so long.
         """
-        if self.selector.one_question or self._may_outgrow(questions, max_new_tokens):
+        if self.prefix.chosen.one_question or self._may_outgrow(questions, max_new_tokens):
             return [self.answer(question, max_new_tokens) for question in questions]
         from offload_decode.engine.batch import answer_batch
 
@@ -248,12 +247,12 @@ class Engine:
     @contextmanager
     def _taken_back_on_failure(self) -> Iterator[None]:
         """An interrupt between two layers, too, must not leave half a step behind."""
-        before, remembered = self.cache.tail_length, self.selector.fork()
+        before, remembered = self.cache.tail_length, self.prefix.chosen.fork()
         try:
             yield
         except BaseException:
             self.cache.cut(before)
-            self.prefix.selector = remembered
+            self.prefix.chosen = remembered
             raise
 
     def _may_outgrow(self, questions: Sequence[str], max_new_tokens: int) -> bool:

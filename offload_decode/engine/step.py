@@ -1,9 +1,8 @@
-"""The stored prefix as the attention seam sees it: select, fetch, attend, and count what that cost."""
+"""The step of one layer: select stored tokens, attend to them, estimate the others, merge."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -14,19 +13,39 @@ from offload_decode.attention.states import merge_states
 from offload_decode.kv.host import HostKV, attend_selected
 from offload_decode.kv.tail import TailKV
 from offload_decode.pages.reference import count_tokens
+from offload_decode.selection.budgeted import Budgeted
 from offload_decode.selection.budgets import SELECTED_IDS
 from offload_decode.selection.selector import Selector
+from offload_decode.selectors.registry import create
+from offload_decode.tails import registry as tails
 from offload_decode.tails.base import Tail
-from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
+from offload_decode.types import AttentionState, ModelShape, PageSelection, Selection, StepStats
 
 
 class StoredPrefix:
     """Implements `offload_decode.kv.tail.Prefix` over a store."""
 
-    def __init__(self, host: HostKV, selector: Selector):
+    def __init__(self, host: HostKV, chosen: Budgeted, tail: Tail | None = None):
         self.host = host
-        self.selector = selector
+        self.chosen = chosen
+        self.tail = tail
         self.stats = StepStats()
+
+    @classmethod
+    def over(
+        cls, host: HostKV, shape: ModelShape, selector: str, options: Mapping[str, object]
+    ) -> StoredPrefix:
+        """The prefix of a store as a selector of that name sees it, with options as users write them.
+
+        Raises `ConfigError` for options that the selector does not have or cannot keep to.
+        """
+        chosen = create(selector, options, host, shape)
+        return cls(host, chosen, tails.create(chosen.selector.options.tail, host))
+
+    @property
+    def selector(self) -> Selector:
+        """How stored tokens are chosen, with what it remembers of this conversation."""
+        return self.chosen.selector
 
     @property
     def length(self) -> int:
@@ -78,55 +97,50 @@ class StoredPrefix:
         return Queries(rows, scaling, softcap, heads // kv_heads, tokens)
 
     def _parts(self, layer: int, queries: Queries) -> Iterator[Queries]:
-        k, rows = self.selector.budgets[layer], queries.rows.shape[1]
-        if k is None or not self.selector.per_row:
-            yield queries
-            return
-        # The rows of a group share a search and what it fetches.
-        step = max(queries.group, SELECTED_IDS // max(1, k * queries.rows.shape[0]))
+        """The queries in parts whose selections fit in memory; the rows of a group share a search."""
+        rows = queries.rows.shape[1]
+        step = max(queries.group, self.chosen.rows_at_once(layer, SELECTED_IDS))
         if step >= rows:
             yield queries
             return
-        for start in range(0, rows, step):
-            yield queries.part(start, start + step)
+        for start in range(0, rows, int(step)):
+            yield queries.part(start, start + int(step))
 
     def _attend_rows(self, layer: int, queries: Queries) -> AttentionState:
-        began = time.perf_counter()
-        selection = self.selector.select(layer, queries)
-        self.stats.search_s += time.perf_counter() - began
-        rows = queries.rows.shape[0] * queries.rows.shape[1]
-        chosen = selected_tokens(selection, rows, self.host.length)
-        self.stats.by_layer[layer] = self.stats.by_layer.get(layer, 0) + chosen
-        self.stats.selected += chosen
+        """Select, attend, estimate the tail, merge."""
+        with self.stats.timed("search_s"):
+            selection = self.chosen.select(layer, queries)
+        left_out = self._count(layer, queries, selection)
+        state = self.host.attend(layer, queries, selection, self.stats)
+        if self.tail is None or not left_out:
+            return state
+        with self.stats.timed("attend_s"):
+            rest = self.tail.estimate(layer, queries, selection)
+            state = merge_states(state, AttentionState(rest.out, rest.lse))
+            if rest.deviation is not None:
+                relative = (rest.deviation - state.lse).exp()
+                self.stats.add_tail_error(float(relative.mean()), relative.numel())
+        return state
+
+    def _count(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> int:
+        """Takes a selection into the statistics; returns how many tokens it leaves out, over all rows."""
+        rows = queries.rows.shape[:2].numel()
+        selected = selected_tokens(selection, rows, self.length)
+        self.stats.by_layer[layer] = self.stats.by_layer.get(layer, 0) + selected
+        self.stats.selected += selected
         self.stats.rows += rows
         self.stats.bytes_moved += selection.moved if isinstance(selection, Selection) else 0
-        state = self.host.attend(layer, queries, selection, self.stats)
-        if self.selector.tail is None or chosen == rows * self.length:
-            return state
-        return self._with_tail(self.selector.tail, state, layer, queries, selection)
-
-    def _with_tail(
-        self,
-        tail: Tail,
-        state: AttentionState,
-        layer: int,
-        queries: Queries,
-        selection: Selection | PageSelection,
-    ) -> AttentionState:
-        began = time.perf_counter()
-        rest = tail.estimate(layer, queries, selection)
-        state = merge_states(state, AttentionState(rest.out, rest.lse))
-        if rest.deviation is not None:
-            relative = (rest.deviation - state.lse).exp()
-            self.stats.add_tail_error(float(relative.mean()), relative.numel())
-        self.stats.attend_s += time.perf_counter() - began
-        return state
+        return rows * self.length - selected
 
     def fresh(self) -> StoredPrefix:
         """The same prefix for a conversation that begins."""
-        selector = self.selector.fork()
-        selector.reset()
-        return StoredPrefix(self.host, selector)
+        forked = self.fork()
+        forked.selector.reset()
+        return forked
+
+    def fork(self) -> StoredPrefix:
+        """The same prefix for an independent continuation; what was built from the store stays shared."""
+        return StoredPrefix(self.host, self.chosen.fork(), self.tail)
 
     def take_stats(self) -> StepStats:
         """The costs since they were last taken."""

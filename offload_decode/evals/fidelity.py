@@ -19,6 +19,7 @@ from torch import Tensor
 from indexes.errors import VectorIndexError
 from offload_decode.config import parse_options
 from offload_decode.engine.engine import Engine
+from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError, OffloadDecodeError
 from offload_decode.evals.agreement import agreement, forced
 from offload_decode.evals.exact import MEASURES, Exact, together
@@ -43,8 +44,7 @@ from offload_decode.evals.live_queries import (
 from offload_decode.evals.made_with import made_with
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel
-from offload_decode.selection import selector as base
-from offload_decode.selectors.registry import create
+from offload_decode.selection.selector import SelectorOptions
 from offload_decode.store.reader import KVStore
 from offload_decode.types import StepStats
 
@@ -91,9 +91,9 @@ def measure(
     for contender, budget in jobs:
         per_layer = budgets[DENSE if contender.selector == DENSE else budget]
         try:
-            selector = _create(host, plan, contender, budget)
+            prefix = _create(host, plan, contender, budget)
             entries[contender.label, budget] = _entry(
-                loaded, store, contender, budget, selector, per_layer, runs, stored, live, step
+                loaded, store, contender, budget, prefix, per_layer, runs, stored, live, step
             )
         except FAILURES as error:
             failures.append(Failure(contender.label, budget, " ".join(str(error).split())))
@@ -121,7 +121,7 @@ class Source:
         }
 
     def judge(
-        self, selector: base.Selector, per_layer: Mapping[int, int | None], step: Callable[[], None]
+        self, prefix: StoredPrefix, per_layer: Mapping[int, int | None], step: Callable[[], None]
     ) -> tuple[Fidelity | None, StepStats, StepStats]:
         """How near a selector comes on the searched layers, and what its one-token calls cost there and in
         all layers.
@@ -131,7 +131,7 @@ class Source:
         searched, whole = StepStats(), StepStats()
         last = max(per_layer)
         for calls in self.conversations:
-            for call, reply, stats in Replay(self.host, selector)(calls):
+            for call, reply, stats in Replay(prefix)(calls):
                 layer, k, (_, heads, tokens, _) = call.layer, per_layer[call.layer], call.query.shape
                 rows = slice(begin[layer], begin[layer] + reply.out.shape[1])
                 begin[layer] = rows.stop
@@ -160,12 +160,12 @@ def check(store: KVStore, plan: Plan) -> dict[str, dict[int, int | None]]:
             raise ConfigError(
                 f"'{contender.label}': all selectors have the same {shared[0]}: give it as -o {shared[0]}=…"
             )
-    parse_options(base.Options, plan.common, "what all selectors share")
+    parse_options(SelectorOptions, plan.common, "what all selectors share")
     budgets: dict[str, dict[int, int | None]] = {}
     for amount in plan.budgets:
         if not re.fullmatch(r"\d+|\d*\.?\d+%", amount):
             raise ConfigError(f"budget '{amount}' is neither a count like 1024 nor a share like 2%")
-        per_layer = _create(host, plan, Contender(DENSE), amount).budgets
+        per_layer = _largest(_create(host, plan, Contender(DENSE), amount))
         if not any(per_layer.values()):
             raise ConfigError(
                 f"budget '{amount}' leaves nothing to measure in {host.length:,} stored tokens: it is 0, "
@@ -174,14 +174,18 @@ def check(store: KVStore, plan: Plan) -> dict[str, dict[int, int | None]]:
         budgets[amount] = per_layer
     for contender in plan.contenders:
         _create(host, plan, contender, plan.budgets[0])
-    return {**budgets, DENSE: _create(host, plan, Contender(DENSE), EVERYTHING).budgets}
+    return {**budgets, DENSE: _largest(_create(host, plan, Contender(DENSE), EVERYTHING))}
 
 
-def _create(host: HostKV, plan: Plan, contender: Contender, budget: str) -> base.Selector:
+def _largest(prefix: StoredPrefix) -> dict[int, int | None]:
+    return {layer: own.largest if own else None for layer, own in prefix.selector.budgets.items()}
+
+
+def _create(host: HostKV, plan: Plan, contender: Contender, budget: str) -> StoredPrefix:
     # What a selector has as its own default must not set it apart.
-    same = {"schedule": base.Options.schedule, "dense_layers": base.Options.dense_layers, **plan.common}
+    same = {"schedule": SelectorOptions.schedule, "dense_layers": SelectorOptions.dense_layers, **plan.common}
     options = {**same, **contender.options, "budget": budget}
-    return create(contender.selector, options, host, host.store.manifest.shape)
+    return StoredPrefix.over(host, host.store.manifest.shape, contender.selector, options)
 
 
 def _entry(
@@ -189,17 +193,17 @@ def _entry(
     store: KVStore,
     contender: Contender,
     budget: str,
-    selector: base.Selector,
+    prefix: StoredPrefix,
     per_layer: Mapping[int, int | None],
     runs: Sequence[DenseRun],
     stored: Source,
     live: Source,
     step: Callable[[], None],
 ) -> Entry:
-    sampled, _, _ = stored.judge(selector, per_layer, step)
-    decoded, searched, whole = live.judge(selector, per_layer, step)
+    sampled, _, _ = stored.judge(prefix, per_layer, step)
+    decoded, searched, whole = live.judge(prefix, per_layer, step)
     assert decoded is not None, "a dense run has calls"
-    pairs = [(run.logits, forced(Engine(loaded, store, selector), run, step)) for run in runs]
+    pairs = [(run.logits, forced(Engine(loaded, store, prefix), run, step)) for run in runs]
     steps = sum(len(run.tokens) - 1 for run in runs)
     amounts = [k for k in per_layer.values() if k is not None]
     return Entry(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from offload_decode.kernels.rows import tensor_view
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel
 from offload_decode.pages.reference import page_tokens
-from offload_decode.selection.selector import Selector
+from offload_decode.selection.budgeted import Budgeted
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
 from offload_decode.types import PageSelection, Selection, StepStats
@@ -66,19 +65,16 @@ class Reply:
     out: Tensor
 
 
-class Watched:
-    """Stands in a selector's place, and keeps what it was asked and what it chose."""
+class Watched(Budgeted):
+    """Keeps what a selector was asked and what it chose."""
 
-    def __init__(self, selector: Selector):
-        self._selector = selector
+    def __init__(self, chosen: Budgeted):
+        super().__init__(chosen.selector)
         self.seen: list[tuple[int, Queries, Selection | PageSelection]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._selector, name)
-
     def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
-        """As the selector's own."""
-        selection = self._selector.select(layer, queries)
+        """As `Budgeted.select`."""
+        selection = super().select(layer, queries)
         self.seen.append((layer, queries, selection))
         return selection
 
@@ -90,8 +86,9 @@ def run_dense(
     shape = loaded.shape
     # A layer that is dense is asked for all rows at once.
     options = {"dense_layers": ",".join(map(str, shape.full_layers))}
-    watched = Watched(create("dense", options, HostKV(store, loaded.device), shape))
-    engine = Engine(loaded, store, cast(Selector, watched))
+    host = HostKV(store, loaded.device)
+    watched = Watched(create("dense", options, host, shape))
+    engine = Engine(loaded, store, StoredPrefix(host, watched))
     logits = [engine.ask(question)]
     progress()
     while len(logits) < tokens:
@@ -151,11 +148,11 @@ def sampled_calls(host: HostKV, like: Sequence[Call]) -> tuple[Call, ...]:
 class Replay:
     """Puts calls to a selector through `StoredPrefix.attend`, as one conversation that begins here."""
 
-    def __init__(self, host: HostKV, selector: Selector):
-        selector.reset()
-        self._watched = Watched(selector)
-        self._prefix = StoredPrefix(host, cast(Selector, self._watched))
-        self._kv_heads = selector.shape.kv_heads
+    def __init__(self, prefix: StoredPrefix):
+        prefix.selector.reset()
+        self._watched = Watched(prefix.chosen)
+        self._prefix = StoredPrefix(prefix.host, self._watched, prefix.tail)
+        self._kv_heads = prefix.selector.shape.kv_heads
 
     def __call__(self, calls: Iterable[Call]) -> Iterator[tuple[Call, Reply, StepStats]]:
         """Every call with its reply and what it cost."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +45,10 @@ class LayerBudget:
     def uneven(self) -> bool:
         """The heads differ."""
         return len(set(self.heads)) > 1
+
+
+# Of every searched layer; None is everything.
+Budgets = Mapping[int, LayerBudget | None]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from offload_decode.attention.queries import Queries
 from offload_decode.attention.states import softmax
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.kv.host import HostKV
-from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import Budgets
+from offload_decode.selection.selector import EVERYTHING, Memory, SelectorOptions
 from offload_decode.types import ModelShape, Selection
 
 
@@ -38,14 +39,14 @@ class Kept(NamedTuple):
     tail: int = 0
 
 
-class Evicting(base.Memory[Kept]):
+class Evicting(Memory[Kept]):
     """Subclasses say how attention makes a token's merit; the lowest is dropped first."""
 
     reads = "the at most k keys that are kept (every key once, when the prefill is replayed)"
     holds = "k ids and their merits"
 
-    def __init__(self, options: base.Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
+    def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
         # Shared by all forks: what is left of the corpus before a question is put.
         self.replays: dict[tuple[int, int, float, float | None], Kept] = {}
 
@@ -60,7 +61,7 @@ class Evicting(base.Memory[Kept]):
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """What is left when each token comes, with its scores: a place fewer for every token before it."""
         if k >= self.host.length:
-            return base.EVERYTHING
+            return EVERYTHING
         ids, merit, tail = self.state.get(layer) or self._replayed(layer, queries, k)
         stored = self.host.layer_keys(layer)
         keys = [rows.read(own, self.host.device) for rows, own in zip(stored, ids.cpu(), strict=True)]

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Self, TypeVar
 
-import torch
-
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.kv.tail import TailKV
-from offload_decode.pages.reference import places
-from offload_decode.selection.budgets import PASS_TOKENS, Budget
-from offload_decode.selection.mass import MassBudget, cut
-from offload_decode.tails import registry as tails
+from offload_decode.selection.budgets import PASS_TOKENS, Budgets
 from offload_decode.types import ModelShape, PageSelection, Selection
 
 EVERYTHING = Selection(ids=None)
@@ -26,7 +20,7 @@ StateT = TypeVar("StateT")
 
 
 @dataclass(frozen=True)
-class Options:
+class SelectorOptions:
     """Options that every selector has; see `offload_decode.selection.budgets.Budget`.
 
     `budget`: tokens for each query row of a layer: `1024`, `2%`, `mass=0.99`; `,` between layers, `/` between
@@ -50,62 +44,32 @@ class Selector(ABC):
     not be among them. remembers: the choice depends on earlier tokens of the conversation. pass_tokens: how
     much of a question one forward pass takes; what is chosen depends on it where `pass_tokens` is
     WHOLE_QUESTION, and nowhere else.
+
+    `budgets` says how many tokens each layer will ask for; `Budgeted` holds the choice to them.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     reads: ClassVar[str]
     holds: ClassVar[str]
-    options_type: ClassVar[type[Options]] = Options
+    options_type: ClassVar[type[SelectorOptions]] = SelectorOptions
     per_row: ClassVar[bool] = True
     pass_tokens: ClassVar[int] = PASS_TOKENS
     one_question: bool = False
     remembers: bool = False
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
+    def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
         self.options = options
         self.host = host
         self.shape = shape
-        self.tail = tails.create(options.tail, host)  # shared by forks, as all that is built from the store
-        budget = Budget(options.budget, options.schedule, options.dense_layers)
-        self.layer_budgets = budget.per_layer(host.length, shape.full_layers, shape.kv_heads)
-        # The most that a row of each layer may take; None is dense.
-        self.budgets = {
-            layer: None if own is None else own.largest for layer, own in self.layer_budgets.items()
-        }
-        self.mass = MassBudget(host)
-        # A mass is found for all rows of a pass together, and another question's must not be among them.
-        self.by_mass = any(own is not None and own.by_mass for own in self.layer_budgets.values())
-        self.one_question = self.one_question or self.by_mass
-        uncommon = [own for own in self.layer_budgets.values() if own and (own.by_mass or own.uneven)]
-        if self.remembers and uncommon:
-            raise ConfigError(
-                f"selector '{self.name}' keeps equally many tokens in all heads of a layer: "
-                "give it a budget like 1024, 2% or 64,128, without mass= and /"
-            )
-
-    def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
-        """Tokens for the rows of `queries`, as many as the budgets of the layer's heads allow."""
-        budget = self.layer_budgets[layer]
-        if budget is None:
-            return EVERYTHING
-        if budget.by_mass:
-            return self.mass.select(layer, queries, budget, lambda k: self.choose(layer, queries, k))
-        chosen = self.choose(layer, queries, budget.largest)
-        if not budget.uneven:
-            return chosen
-        counts = torch.tensor([head.tokens for head in budget.heads])
-        if isinstance(chosen, PageSelection):
-            own = places(counts, self.host.length % chosen.page_size, chosen.page_size)
-            limit = chosen.limit.minimum(own.to(chosen.limit.device))
-            starts = torch.arange(chosen.pages.shape[2], device=limit.device) * chosen.page_size
-            pages = chosen.pages.masked_fill(starts >= limit[:, None, None], -1)
-            return dataclasses.replace(chosen, pages=pages, limit=limit)
-        return chosen if chosen.ids is None else cut(chosen, counts.unsqueeze(-1))
+        self.budgets = budgets
 
     @abstractmethod
     def choose(self, layer: int, queries: Queries, k: int) -> Selection | PageSelection:
         """At most `k ≤ N` tokens for each row, best first: a smaller budget takes a prefix of them."""
+
+    def observe(self, layer: int, queries: Queries) -> None:  # noqa: B027 (most choose without looking ahead)
+        """Sees the queries of every layer before any token is chosen for it, dense layers included."""
 
     @property
     def whole_tail(self) -> float:
@@ -137,22 +101,26 @@ class Memory(Selector, Generic[StateT]):
     one_question = True
     remembers = True
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
-        if self.tail is not None:
+    def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
+        if options.tail != SelectorOptions.tail:
             raise ConfigError(
                 f"selector '{self.name}' gives up what it does not keep: leave tail={options.tail} out"
             )
+        if any(own.by_mass or own.uneven for own in budgets.values() if own):
+            raise ConfigError(
+                f"selector '{self.name}' keeps equally many tokens in all heads of a layer: "
+                "give it a budget like 1024, 2% or 64,128, without mass= and /"
+            )
         self.state: dict[int, StateT] = {}
 
-    def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
-        """As `Selector.select`; raises `ConfigError` for several conversations at once."""
+    def observe(self, layer: int, queries: Queries) -> None:
+        """Raises `ConfigError` for several conversations at once."""
         if queries.batch > 1:
             raise ConfigError(
                 f"selector '{self.name}' remembers one conversation: "
                 "ask one question at a time, and without beams"
             )
-        return super().select(layer, queries)
 
     def reset(self) -> None:
         """Forget the conversation."""

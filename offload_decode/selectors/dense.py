@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload_decode.attention.queries import Queries
-from offload_decode.selection import selector as base
+from offload_decode.selection.selector import EVERYTHING, Selector, SelectorOptions
 from offload_decode.types import Selection
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
+class Options(SelectorOptions):
     """The budget is everything."""
 
     budget: str = "100%"
 
 
-class Dense(base.Selector):
+class Dense(Selector):
     """Select every stored token, read block by block."""
 
     name = "dense"
@@ -27,4 +27,4 @@ class Dense(base.Selector):
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """Everything, whatever the budget says."""
-        return base.EVERYTHING
+        return EVERYTHING

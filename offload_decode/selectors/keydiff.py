@@ -13,12 +13,13 @@ from torch.nn.functional import normalize
 from offload_decode.attention.queries import Queries
 from offload_decode.kernels.rows import Rows
 from offload_decode.kv.host import HostKV
-from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import Budgets
 from offload_decode.selection.key_scores import blocks, top_tokens
+from offload_decode.selection.selector import Selector, SelectorOptions
 from offload_decode.types import ModelShape, Selection
 
 
-class KeyDiff(base.Selector):
+class KeyDiff(Selector):
     """Select the keys that are least similar (cosine) to the mean key."""
 
     name = "keydiff"
@@ -26,8 +27,8 @@ class KeyDiff(base.Selector):
     reads = "nothing (every key at a layer's first use)"
     holds = "k ids"
 
-    def __init__(self, options: base.Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
+    def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
         self._ranked: dict[int, Tensor] = {}  # int64 [Hkv, k] for the largest k so far
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:

@@ -22,13 +22,14 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
-from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import Budgets
 from offload_decode.selection.key_scores import blocks, inner_products, top_tokens
-from offload_decode.types import ModelShape, PageSelection, Selection
+from offload_decode.selection.selector import EVERYTHING, Selector, SelectorOptions
+from offload_decode.types import ModelShape, Selection
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
+class Options(SelectorOptions):
     """`select_layers`: the layers that score all keys, as indices separated by commas. By default two, as
     TidalDecode has: the first layer that is not dense, and the middle one of these, because a list agrees
     the less with a layer the farther that is.
@@ -37,7 +38,7 @@ class Options(base.Options):
     select_layers: str = ""
 
 
-class LessIsMore(base.Selector):
+class LessIsMore(Selector):
     """Score all keys on chosen layers only; the layers between reuse their list, one for all heads."""
 
     name = "lessismore"
@@ -47,27 +48,26 @@ class LessIsMore(base.Selector):
     options_type = Options
     per_row = False
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
-        if self.by_mass:
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
+        if any(own.by_mass for own in budgets.values() if own):
             raise ConfigError(
                 "selector 'lessismore' has one list for all heads and layers: "
                 "give it a budget like 1024 or 2%, without mass="
             )
-        self.select_layers = _select_layers(options.select_layers, self.budgets)
+        self.select_layers = _select_layers(options.select_layers, budgets)
         self._ranked: tuple[int, Tensor] | None = None  # the layer it is of, and int64 [batch · tokens, k]
 
-    def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
-        """As `Selector.select`; a selecting layer ranks first, for itself and those that follow it."""
+    def observe(self, layer: int, queries: Queries) -> None:
+        """A selecting layer ranks the tokens, for itself and those that follow it."""
         if layer in self.select_layers:
             self._ranked = layer, self._rank(layer, queries)
-        return super().select(layer, queries)
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The first k of the list of the last selecting layer; everything before the first."""
         source = self._source(layer)
         if source is None:
-            return base.EVERYTHING
+            return EVERYTHING
         assert self._ranked is not None, f"layer {layer} comes after layer {source}"
         ranked_on, lists = self._ranked
         assert ranked_on == source, f"layer {layer} takes over from layer {source}"
@@ -96,7 +96,8 @@ class LessIsMore(base.Selector):
         """
         length, rows = self.host.length, queries.rows
         stored = self.host.layer_keys(layer)
-        k = max(self.budgets[taker] or 0 for taker in self.budgets if self._source(taker) == layer)
+        takers = (own for taker, own in self.budgets.items() if self._source(taker) == layer)
+        k = max(own.largest if own else 0 for own in takers)
 
         def logits(head: int, part: slice) -> Tensor:
             return queries.logits(inner_products(rows[head], stored[head], part))
@@ -114,9 +115,9 @@ class LessIsMore(base.Selector):
         return top_tokens(attention, queries.batch * queries.tokens, length, k)[1]
 
 
-def _select_layers(given: str, budgets: dict[int, int | None]) -> list[int]:
+def _select_layers(given: str, budgets: Budgets) -> list[int]:
     if not given.strip():
-        sparse = [layer for layer, k in budgets.items() if k is not None]
+        sparse = [layer for layer, own in budgets.items() if own is not None]
         return sorted({sparse[0], sparse[len(sparse) // 2]}) if sparse else []
     try:
         chosen = {int(part) for part in given.split(",")}

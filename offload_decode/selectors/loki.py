@@ -15,19 +15,20 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.kernels.rows import Rows, numpy_view
 from offload_decode.kv.host import HostKV
-from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import Budgets
 from offload_decode.selection.key_scores import blocks, channels, top_inner_products
+from offload_decode.selection.selector import Selector, SelectorOptions
 from offload_decode.types import ModelShape, Selection
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
+class Options(SelectorOptions):
     """`dims`: principal components that are scored, as a count (`32`) or a share of the dimension (`25%`)."""
 
     dims: str = "25%"
 
 
-class Loki(base.Selector):
+class Loki(Selector):
     """Score every key in the first principal components of its head's keys and select the best."""
 
     name = "loki"
@@ -36,8 +37,8 @@ class Loki(base.Selector):
     holds = "dims of D numbers of every key, as floats, from a layer's first use on"
     options_type = Options
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
         self.dims = channels(options.dims, shape.head_dim, "dims")
         self._rotated: dict[int, tuple[Tensor, list[Rows]]] = {}
 

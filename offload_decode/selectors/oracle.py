@@ -6,12 +6,12 @@ Top-k decoding (arXiv 2502.06766), Algorithm 1, with every inner product compute
 from __future__ import annotations
 
 from offload_decode.attention.queries import Queries
-from offload_decode.selection import selector as base
 from offload_decode.selection.key_scores import top_inner_products
+from offload_decode.selection.selector import Selector
 from offload_decode.types import Selection
 
 
-class Oracle(base.Selector):
+class Oracle(Selector):
     """Score every key exactly and select the best."""
 
     name = "oracle"

@@ -19,7 +19,8 @@ from offload_decode.kv.tail import TailKV
 from offload_decode.pages.bounds import METADATA, stored_bounds
 from offload_decode.pages.dispatch import page_scores, top_pages
 from offload_decode.pages.reference import PageBounds, places
-from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import Budgets
+from offload_decode.selection.selector import Selector, SelectorOptions
 from offload_decode.types import ModelShape, PageSelection, Selection
 
 SCORES = 1 << 24  # in memory at once: a long question is taken in parts
@@ -27,7 +28,7 @@ WHOLE_TAIL = 4096  # tokens of a conversation that are attended to without choos
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
+class Options(SelectorOptions):
     """`page_size`: tokens of a page. `metadata`: how bounds are kept, `fp16` or `int8`. `per_head`: a list of
     pages for each query head, not for each KV head.
     """
@@ -38,7 +39,7 @@ class Options(base.Options):
     per_head: bool = False
 
 
-class Quest(base.Selector):
+class Quest(Selector):
     """Score the bounds of all pages, attend to the best pages."""
 
     name = "quest"
@@ -48,8 +49,8 @@ class Quest(base.Selector):
     options_type = Options
     per_row = False  # the rows of a group choose together
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
         if options.page_size < 1:
             raise ConfigError(f"a page holds at least one token: page_size={options.page_size} cannot be")
         if options.metadata not in METADATA:
@@ -74,10 +75,10 @@ class Quest(base.Selector):
         full or not, for the query's own token is there. Attended whole are several conversations at once, a
         question of several tokens, a page larger than what is wanted, and with a budget of everything.
         """
-        k = self.budgets[layer]
-        if k is None or k >= self.host.length or queries.batch * queries.tokens > 1:
+        own = self.budgets[layer]
+        if own is None or own.largest >= self.host.length or queries.batch * queries.tokens > 1:
             return None
-        wanted, before = max(k, WHOLE_TAIL), (tail.length - 1) // self.page_size
+        wanted, before = max(own.largest, WHOLE_TAIL), (tail.length - 1) // self.page_size
         if tail.length <= wanted or tail.length - before * self.page_size > wanted:
             return None
         bounds = tail.page_bounds(self.page_size, self.metadata).first(before)

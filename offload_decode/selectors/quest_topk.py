@@ -13,6 +13,7 @@ from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.pages.host import top_pages
+from offload_decode.selection.budgets import Budgets
 from offload_decode.selection.key_scores import page_token_scores
 from offload_decode.selectors import quest
 from offload_decode.types import ModelShape, Selection
@@ -34,8 +35,8 @@ class QuestTopK(quest.Quest):
     holds = "the bounds on the device, built when a layer is first searched"
     options_type = Options
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
         if options.coarse < 1:
             raise ConfigError(f"coarse={options.coarse} leaves too few tokens: it must be 1 or more")
         self.coarse = options.coarse

@@ -18,9 +18,9 @@ from torch.nn.functional import cosine_similarity, normalize
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.rows import Rows
-from offload_decode.selection import selector as base
 from offload_decode.selection.budgets import WHOLE_QUESTION
 from offload_decode.selection.key_scores import inner_products, top_tokens
+from offload_decode.selection.selector import Selector, SelectorOptions
 from offload_decode.types import Selection
 
 
@@ -70,11 +70,11 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Options(Scoring, base.Options):
+class Options(Scoring, SelectorOptions):
     """Those of every selector, and how keys are scored."""
 
 
-class QuoKA(base.Selector):
+class QuoKA(Selector):
     """Select, for all of a chunk, the keys most similar to its queries that are least like their mean."""
 
     name = "quoka"

@@ -12,12 +12,13 @@ import torch
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
-from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import Budgets
+from offload_decode.selection.selector import Selector, SelectorOptions
 from offload_decode.types import ModelShape, Selection
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
+class Options(SelectorOptions):
     """`seed`: which draws are made."""
 
     seed: int = 0
@@ -27,7 +28,7 @@ class Options(base.Options):
             raise ConfigError(f"option seed {self.seed} is out of range: it must be 0 or more")
 
 
-class Random(base.Selector):
+class Random(Selector):
     """Select tokens drawn uniformly without replacement, anew for every row and step.
 
     Draws are counted from the question on: asked again, it meets the same ones, and a fork goes on as the
@@ -42,8 +43,8 @@ class Random(base.Selector):
     options: Options
     one_question = True  # whose rows draw one after the other
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
         self.draws = 0
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:

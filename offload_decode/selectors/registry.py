@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from offload_decode import selectors as package
 from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError
+from offload_decode.selection.budgets import Budget
 
 if TYPE_CHECKING:
     from offload_decode.kv.host import HostKV
+    from offload_decode.selection.budgeted import Budgeted
     from offload_decode.selection.selector import Selector
     from offload_decode.types import ModelShape
 
@@ -40,7 +42,12 @@ def get(name: str) -> type[Selector]:
     return found[0]
 
 
-def create(name: str, options: Mapping[str, object], host: HostKV, shape: ModelShape) -> Selector:
+def create(name: str, options: Mapping[str, object], host: HostKV, shape: ModelShape) -> Budgeted:
     """A selector over a store with options as users write them; raises `ConfigError`."""
+    from offload_decode.selection.budgeted import Budgeted
+
     kind = get(name)
-    return kind(parse_options(kind.options_type, options, f"selector '{name}'"), host, shape)
+    given = parse_options(kind.options_type, options, f"selector '{name}'")
+    budget = Budget(given.budget, given.schedule, given.dense_layers)
+    budgets = budget.per_layer(host.length, shape.full_layers, shape.kv_heads)
+    return Budgeted(kind(given, host, shape, budgets))

@@ -18,23 +18,23 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
-from offload_decode.selection import selector as base
-from offload_decode.selection.budgets import WHOLE_QUESTION
+from offload_decode.selection.budgets import WHOLE_QUESTION, Budgets
 from offload_decode.selection.key_scores import blocks, inner_products
+from offload_decode.selection.selector import EVERYTHING, Memory, SelectorOptions
 from offload_decode.types import ModelShape, Selection
 
 LARGEST = 1 << 16  # window or kernel
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
+class Options(SelectorOptions):
     """`window`: tokens at a question's end that vote. `kernel`: neighbours that share their highest vote."""
 
     window: int = 32
     kernel: int = 7
 
 
-class SnapKV(base.Memory[Tensor]):
+class SnapKV(Memory[Tensor]):
     """Choose k tokens once for the whole answer, by the votes of the question's last tokens.
 
     The state is their ids `[Hkv, k]`, those with the most votes first.
@@ -48,8 +48,8 @@ class SnapKV(base.Memory[Tensor]):
     options: Options
     pass_tokens = WHOLE_QUESTION
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
         if not (1 <= options.window <= LARGEST and 1 <= options.kernel <= LARGEST and options.kernel % 2):
             raise ConfigError(
                 f"snapkv: window={options.window}, kernel={options.kernel} will not do: "
@@ -59,7 +59,7 @@ class SnapKV(base.Memory[Tensor]):
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The tokens that the question's end voted for, the same for every row of a KV head."""
         if k >= self.host.length:
-            return base.EVERYTHING
+            return EVERYTHING
         if layer not in self.state:
             heads = range(len(queries.rows))
             self.state[layer] = torch.stack([self._elected(layer, head, queries, k) for head in heads])

@@ -12,19 +12,20 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.kv.host import HostKV
-from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import Budgets
 from offload_decode.selection.key_scores import channels, top_inner_products
+from offload_decode.selection.selector import Selector, SelectorOptions
 from offload_decode.types import ModelShape, Selection
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
+class Options(SelectorOptions):
     """`r`: channels that are scored, as a count (`16`) or as a share of the head dimension (`25%`)."""
 
     r: str = "25%"
 
 
-class SparQ(base.Selector):
+class SparQ(Selector):
     """Score every key in the r channels in which |q| is largest and select the best."""
 
     name = "sparq"
@@ -33,8 +34,8 @@ class SparQ(base.Selector):
     holds = "nothing"
     options_type = Options
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
         self.r = channels(options.r, shape.head_dim, "r")
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:

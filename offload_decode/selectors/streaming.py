@@ -11,12 +11,12 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from offload_decode.selection import selector as base
+from offload_decode.selection.selector import Selector, SelectorOptions
 from offload_decode.types import Selection
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
+class Options(SelectorOptions):
     """`sinks`: how many of the first tokens are kept."""
 
     sinks: int = 4
@@ -26,7 +26,7 @@ class Options(base.Options):
             raise ConfigError(f"option sinks {self.sinks} is out of range: it must be 0 or more")
 
 
-class Streaming(base.Selector):
+class Streaming(Selector):
     """Select the first tokens and the most recent ones."""
 
     name = "streaming"

@@ -16,13 +16,14 @@ from offload_decode.errors import ConfigError
 from offload_decode.kernels.rows import numpy_view
 from offload_decode.kv.head_indexes import HeadIndexes
 from offload_decode.kv.host import HostKV
-from offload_decode.selection import selector as base
+from offload_decode.selection.budgets import Budgets
+from offload_decode.selection.selector import Selector, SelectorOptions
 from offload_decode.selection.speculation import Speculation
 from offload_decode.types import ModelShape, Selection
 
 
 @dataclass(frozen=True)
-class Options(base.Options):
+class Options(SelectorOptions):
     """`index`: the kind of vector index that is searched; `auto` is the clusters where they are built, else
     flat. `speculate`: a step takes over what was found for the previous token's query, in KV heads where the
     cosine of both is at least `similarity`.
@@ -33,7 +34,7 @@ class Options(base.Options):
     similarity: float = 0.9
 
 
-class TopK(base.Selector):
+class TopK(Selector):
     """Search one index per (layer, KV head) with the group's queries as one batch."""
 
     name = "topk"
@@ -42,8 +43,8 @@ class TopK(base.Selector):
     holds = "the index (clusters: mapped); nothing with flat"
     options_type = Options
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape):
-        super().__init__(options, host, shape)
+    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
         self.indexes = HeadIndexes(host.store, options.index)
         self.speculation: Speculation | None = None
         if not -1 <= options.similarity <= 1:
@@ -52,7 +53,7 @@ class TopK(base.Selector):
             self._speculate(options.similarity)
 
     def _speculate(self, similarity: float) -> None:
-        if self.by_mass:
+        if any(own.by_mass for own in self.budgets.values() if own):
             raise ConfigError(
                 "speculate=true takes over a fixed number of tokens: "
                 "give a budget like 1024 or 2%, without mass="

@@ -46,13 +46,13 @@ def stored(folder, tokens, heads, kv_heads, kv="auto"):
     return KVStore.open(folder / "store")
 
 
-def selected_ids(selector, queries):
+def selected_ids(held, queries):
     """Token ids `[Hkv, R, k]` of a selection of tokens or of pages; None for everything."""
-    selection = selector.select(LAYER, queries)
+    selection = held.select(LAYER, queries)
     if isinstance(selection, Selection):
         assert selection.ids is None or selection.ids.shape[:2] == queries.rows.shape[:2]
         return selection.ids
-    ids = page_tokens(selection.pages, selection.page_size, selector.host.length, selection.limit)
+    ids = page_tokens(selection.pages, selection.page_size, held.selector.host.length, selection.limit)
     if not selection.shared:
         return ids
     ids = ids.unflatten(1, (queries.batch, 1, queries.tokens)).expand(-1, -1, queries.group, -1, -1)
@@ -83,13 +83,13 @@ class SelectorContract:
 
     @pytest.mark.parametrize("budget", ["0", "1", "7", "16", "100%", "5000"])
     def test_ids_are_valid_unique_and_within_the_budget(self, store, budget):
-        selector = self.make(store, budget=budget)
-        ids = selected_ids(selector, self.queries(store))
+        held = self.make(store, budget=budget)
+        ids = selected_ids(held, self.queries(store))
         if ids is None:
             return
         for row in ids.flatten(0, 1).tolist():
             real = [token for token in row if token >= 0]
-            assert len(set(real)) == len(real) <= selector.budgets[LAYER]
+            assert len(set(real)) == len(real) <= held.selector.budgets[LAYER].largest
             assert all(token < store.manifest.n_tokens for token in real)
 
     def test_scores_are_the_inner_products(self, store):
@@ -106,8 +106,8 @@ class SelectorContract:
     @pytest.mark.parametrize("budget", ["100%", "100000"])
     def test_a_budget_of_everything_is_dense_attention(self, store, budget):
         queries, heads = self.queries(store), range(store.manifest.shape.kv_heads)
-        selector = self.make(store, budget=budget)
-        state = selector.host.attend(LAYER, queries, selector.select(LAYER, queries), StepStats())
+        held = self.make(store, budget=budget)
+        state = held.selector.host.attend(LAYER, queries, held.select(LAYER, queries), StepStats())
         keys, values = (
             torch.stack([floats(read(LAYER, head)) for head in heads])[None]
             for read in (store.keys, store.values)
@@ -117,8 +117,8 @@ class SelectorContract:
         torch.testing.assert_close(state.lse, dense.lse[0], atol=1e-5, rtol=0)
 
     def test_a_dense_layer_selects_everything(self, store):
-        selector = self.make(store, budget="1", dense_layers="1")
-        assert selected_ids(selector, self.queries(store)) is None
+        held = self.make(store, budget="1", dense_layers="1")
+        assert selected_ids(held, self.queries(store)) is None
 
     def test_every_head_keeps_to_a_budget_of_its_own(self, store):
         heads = store.manifest.shape.kv_heads
@@ -137,15 +137,15 @@ class SelectorContract:
         if shape.kv_heads == 1 or n == 1 or get(self.name).remembers:
             pytest.skip("needs heads that differ")
         budget = "/".join(["1"] * (shape.kv_heads - 1) + ["100%"])
-        selector, queries = self.make(store, budget=budget), self.queries(store)
-        selection = selector.select(LAYER, queries)
-        state = selector.host.attend(LAYER, queries, selection, StepStats())
+        held, queries = self.make(store, budget=budget), self.queries(store)
+        selection = held.select(LAYER, queries)
+        state = held.selector.host.attend(LAYER, queries, selection, StepStats())
         keys, values = (
             floats(read(LAYER, shape.kv_heads - 1))[None, None] for read in (store.keys, store.values)
         )
         dense = attend(queries.rows[None, -1:], keys, values, 0.3)
         torch.testing.assert_close(state.out[-1], dense.out[0, 0], atol=1e-5, rtol=0)
-        if (ids := selected_ids(selector, queries)) is not None:
+        if (ids := selected_ids(held, queries)) is not None:
             assert ((ids[:-1] >= 0).sum(-1) == 1).all()
 
     def test_an_unknown_option_is_refused(self, store):

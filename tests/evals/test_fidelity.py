@@ -12,6 +12,7 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.engine.engine import Engine
+from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
 from offload_decode.evals.agreement import agreement, divergence, forced
 from offload_decode.evals.exact import MEASURES, Exact
@@ -21,7 +22,8 @@ from offload_decode.evals.live_queries import DenseRun, Replay, run_dense, sampl
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.selection.selector import Memory
+from offload_decode.selection.budgeted import Budgeted
+from offload_decode.selection.selector import Memory, Selector
 from offload_decode.selectors.dense import Dense
 from offload_decode.selectors.registry import create
 from offload_decode.selectors.topk import TopK
@@ -164,14 +166,20 @@ class _DropsTheBest(TopK):
 
 def test_a_selector_that_drops_the_best_token_is_seen(host: HostKV, run: DenseRun) -> None:
     source, budgets = Source(host, [run.calls], {K}), dict.fromkeys(LAYERS, K)
-    whole = create("topk", {"budget": str(K)}, host, host.store.manifest.shape)
-    broken = _DropsTheBest(whole.options, host, host.store.manifest.shape)  # type: ignore[arg-type]
+    whole = StoredPrefix.over(host, host.store.manifest.shape, "topk", {"budget": str(K)})
+    broken = _in_place_of(whole.selector, _DropsTheBest)
     right, wrong = (source.judge(one, budgets, _no_step)[0] for one in (whole, broken))
     assert right is not None
     assert wrong is not None
     assert wrong.recall == pytest.approx((K - 1) / K)
     assert wrong.mass < right.mass - 0.01
     assert wrong.search.p50 > 0.01 > right.search.p99
+
+
+def _in_place_of(selector: Selector, kind: type[Selector]) -> StoredPrefix:
+    """A prefix whose tokens are chosen by `kind`, with the options and budgets of another selector."""
+    chosen = kind(selector.options, selector.host, selector.shape, selector.budgets)
+    return StoredPrefix(selector.host, Budgeted(chosen))
 
 
 class _FirstPages(Dense):
@@ -185,15 +193,14 @@ class _FirstPages(Dense):
 
 
 def test_pages_become_the_tokens_of_every_row(host: HostKV, run: DenseRun) -> None:
-    shape = host.store.manifest.shape
-    selector = _FirstPages(create("dense", {"budget": "3"}, host, shape).options, host, shape)  # type: ignore[arg-type]
-    (_, reply, _), *_ = Replay(host, selector)(run.calls)
+    dense = create("dense", {"budget": "3", "dense_layers": ""}, host, host.store.manifest.shape).selector
+    (_, reply, _), *_ = Replay(_in_place_of(dense, _FirstPages))(run.calls)
     tokens = run.calls[0].query.shape[2]
     assert reply.ids is not None
-    rows = reply.ids.reshape(shape.kv_heads, shape.group, tokens, -1)
+    rows = reply.ids.reshape(dense.shape.kv_heads, dense.shape.group, tokens, -1)
     for token in range(tokens):
         mine = rows[:, :, token].flatten(0, 1).tolist()
-        assert mine == [[4 * token, 4 * token + 1, 4 * token + 2, -1]] * shape.query_heads
+        assert mine == [[4 * token, 4 * token + 1, 4 * token + 2, -1]] * dense.shape.query_heads
 
 
 def test_live_queries_are_those_of_the_engine_in_its_order(
@@ -239,11 +246,11 @@ class _Counts(Memory[int]):
 
 
 def test_a_selector_that_remembers_meets_each_conversation_afresh(host: HostKV, run: DenseRun) -> None:
-    shape = host.store.manifest.shape
-    selector = _Counts(create("dense", {"budget": "1"}, host, shape).options, host, shape)
+    dense = create("dense", {"budget": "1"}, host, host.store.manifest.shape).selector
+    prefix = _in_place_of(dense, _Counts)
     asked = run.calls[0].query.shape[2]
     for _ in range(2):
-        seen = [int(reply.ids.max()) for _, reply, _ in Replay(host, selector)(run.calls)]  # type: ignore[union-attr]
+        seen = [int(reply.ids.max()) for _, reply, _ in Replay(prefix)(run.calls)]  # type: ignore[union-attr]
         assert seen == [asked + step for step in range(5) for _ in LAYERS]
 
 

@@ -17,8 +17,9 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import wrap
+from offload_decode.selection.budgeted import Budgeted
 from offload_decode.selection.budgets import Budget
-from offload_decode.selection.selector import Memory, Options, Selector
+from offload_decode.selection.selector import Memory, Selector, SelectorOptions
 from offload_decode.types import PageSelection, Selection
 from tests.contracts.selector_contract import LAYER, stored
 from tests.tiny import tiny_model
@@ -169,19 +170,21 @@ def store(tmp_path_factory):
 
 
 def made(kind, store, budget):
-    return kind(Options(budget), HostKV(store, torch.device("cpu")), store.manifest.shape)
+    host, shape = HostKV(store, torch.device("cpu")), store.manifest.shape
+    budgets = Budget(budget).per_layer(host.length, shape.full_layers, shape.kv_heads)
+    return Budgeted(kind(SelectorOptions(budget), host, shape, budgets))
 
 
 @given(first=st.integers(0, 70), second=st.integers(0, 70))
 def test_each_head_gets_the_best_of_its_own_budget(store, first, second):
     queries = Queries(torch.ones(KV_HEADS, 6, 16), 0.3, group=2, tokens=3)
     wanted = [min(first, 60), min(second, 60)]
-    selector = made(First, store, f"{first}/{second}")
-    chosen = selector.select(LAYER, queries).ids
+    held = made(First, store, f"{first}/{second}")
+    chosen = held.select(LAYER, queries).ids
     assert chosen.shape == (KV_HEADS, 6, max(wanted))
     for head, count in enumerate(wanted):
         assert chosen[head, 5].tolist() == [*range(count), *[-1] * (max(wanted) - count)]
-    assert selector.budgets[LAYER] == max(wanted)
+    assert held.selector.budgets[LAYER].largest == max(wanted)
     assert made(FirstPages, store, f"{first}/{second}").select(LAYER, queries).limit.tolist() == wanted
 
 

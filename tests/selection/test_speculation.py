@@ -55,31 +55,31 @@ def step(*directions, near=None, by=0.0):
 
 
 def test_a_head_takes_over_what_the_query_before_found_until_it_turns_away(store):
-    selector, exact = topk(store, speculate="true"), topk(store)
+    held, exact = topk(store, speculate="true"), topk(store)
     first, second = step(1, 2), step(3, 4)
     mixed = Queries(torch.stack([first.rows[0] * 2, second.rows[1]]), scaling=0.3, group=2)
 
     def found(queries):
         return exact.select(LAYER, queries).ids
 
-    assert torch.equal(selector.select(LAYER, first).ids, found(first))
-    fork, again = selector.fork(), Queries(first.rows.clone(), scaling=0.3, group=2)
-    chosen = selector.select(LAYER, mixed)  # head 0 asks on in one direction, head 1 in another
+    assert torch.equal(held.select(LAYER, first).ids, found(first))
+    fork, again = held.fork(), Queries(first.rows.clone(), scaling=0.3, group=2)
+    chosen = held.select(LAYER, mixed)  # head 0 asks on in one direction, head 1 in another
     assert torch.equal(chosen.ids, found(mixed))
     assert chosen.scores is None
-    assert selector.speculation.counts == {"heads": 2, "corrected": 1}
+    assert held.selector.speculation.counts == {"heads": 2, "corrected": 1}
     first.rows.neg_()  # the model's memory, which it may use again
     assert torch.equal(fork.select(LAYER, again).ids, found(again))
-    assert selector.speculation.counts == {"heads": 4, "corrected": 1}
+    assert held.selector.speculation.counts == {"heads": 4, "corrected": 1}
 
     following = step(5, 6, near=mixed, by=0.1)
-    chosen = selector.select(LAYER, following)
+    chosen = held.select(LAYER, following)
     assert torch.equal(chosen.ids, found(mixed))
     assert not torch.equal(chosen.ids, found(following))
-    chosen = selector.select(LAYER, step(7, 8))
+    chosen = held.select(LAYER, step(7, 8))
     assert torch.equal(chosen.ids, found(step(7, 8)))
     torch.testing.assert_close(chosen.scores, exact.select(LAYER, step(7, 8)).scores)
-    assert selector.speculation.counts == {"heads": 8, "corrected": 3}
+    assert held.selector.speculation.counts == {"heads": 8, "corrected": 3}
 
 
 def test_the_similarity_is_the_mean_cosine_of_a_group(store):
@@ -88,37 +88,37 @@ def test_the_similarity_is_the_mean_cosine_of_a_group(store):
     cosine = torch.nn.functional.cosine_similarity(first.rows, second.rows, dim=-1).mean(-1)
     low, high = cosine.sort().values.tolist()
     for threshold, corrected in ((low - 1e-3, 0), ((low + high) / 2, 1), (high + 1e-3, 2)):
-        selector = topk(store, speculate="true", similarity=threshold)
-        selector.select(LAYER, first)
-        selector.select(LAYER, second)
-        assert selector.speculation.counts["corrected"] == corrected
+        held = topk(store, speculate="true", similarity=threshold)
+        held.select(LAYER, first)
+        held.select(LAYER, second)
+        assert held.selector.speculation.counts["corrected"] == corrected
 
 
 @pytest.mark.parametrize("other", ["question", "batch", "new question"])
 def test_only_a_token_after_a_token_takes_over(store, other):
     """A question of several tokens, several sequences: all are searched for, and nothing is left."""
-    selector, exact = topk(store, speculate="true", similarity=-1), topk(store)
+    held, exact = topk(store, speculate="true", similarity=-1), topk(store)
     first, last = step(1, 2), step(3, 4)
-    selector.select(LAYER, first)
+    held.select(LAYER, first)
     if other == "new question":
-        selector.reset()
+        held.selector.reset()
     else:
         rows = torch.cat([step(5, 6).rows, step(7, 8).rows], dim=1)
         between = Queries(rows, scaling=0.3, group=2, tokens=2 if other == "question" else 1)
-        assert torch.equal(selector.select(LAYER, between).ids, exact.select(LAYER, between).ids)
-    assert torch.equal(selector.select(LAYER, last).ids, exact.select(LAYER, last).ids)
-    assert not selector.speculation.counts
+        assert torch.equal(held.select(LAYER, between).ids, exact.select(LAYER, between).ids)
+    assert torch.equal(held.select(LAYER, last).ids, exact.select(LAYER, last).ids)
+    assert not held.selector.speculation.counts
 
 
 def test_a_fork_goes_its_own_way(store):
-    selector = topk(store, speculate="true", similarity=-1)
+    held = topk(store, speculate="true", similarity=-1)
     first, second, third = step(1, 2), step(3, 4), step(5, 6)
-    selector.select(LAYER, first)
-    fork, fresh = selector.fork(), selector.fork()
-    fresh.reset()
-    before = selector.select(LAYER, second).ids
+    held.select(LAYER, first)
+    fork, fresh = held.fork(), held.fork()
+    fresh.selector.reset()
+    before = held.select(LAYER, second).ids
     assert torch.equal(fork.select(LAYER, third).ids, before)  # both take over what the first query found
-    assert not torch.equal(fork.select(LAYER, first).ids, selector.select(LAYER, first).ids)
+    assert not torch.equal(fork.select(LAYER, first).ids, held.select(LAYER, first).ids)
     assert not torch.equal(fresh.select(LAYER, third).ids, before)
 
 

@@ -55,9 +55,9 @@ def passes(queries, *lengths):
         yield Queries(rows, queries.scaling, queries.softcap, queries.group, part.shape[3])
 
 
-def kept_sets(selector, queries):
+def kept_sets(held, queries):
     """For each KV head and token, the set of stored tokens that all heads of the group attend to."""
-    ids = selected_ids(selector, queries)
+    ids = selected_ids(held, queries)
     ids = ids.reshape(len(ids), queries.group, queries.tokens, -1)
     found = [[[{i for i in row if i >= 0} for row in heads] for heads in head] for head in ids.tolist()]
     assert all(own == of_head[0] for of_head in found for own in of_head)
@@ -144,32 +144,32 @@ class EvictingContract(SelectorContract):
             return
         expected = self.simulated(small, k, queries)
         assert kept_sets(self.make(small, budget=str(k)), queries) == expected
-        selector = self.make(small, budget=str(k))
-        in_parts = [kept_sets(selector, part) for part in passes(queries, 5, 1, 1, 5)]
+        held = self.make(small, budget=str(k))
+        in_parts = [kept_sets(held, part) for part in passes(queries, 5, 1, 1, 5)]
         assert [list(chain(*parts)) for parts in zip(*in_parts, strict=True)] == expected
 
     def test_what_is_dropped_stays_away_until_the_next_question(self, store):
-        queries, selector = asked(store), self.make(store, budget="9")
+        queries, held = asked(store), self.make(store, budget="9")
         if store.manifest.n_tokens <= 9:
             return
-        first = kept_sets(selector, queries)
+        first = kept_sets(held, queries)
         for head in first:
             assert [len(kept) for kept in head] == [max(0, 9 - token) for token in range(QUESTION)]
             assert all(later < earlier or not earlier for earlier, later in pairwise(head))
-        assert kept_sets(selector, queries) == [[set()] * QUESTION] * len(first)
-        selector.reset()
-        assert kept_sets(selector, queries) == first
+        assert kept_sets(held, queries) == [[set()] * QUESTION] * len(first)
+        held.selector.reset()
+        assert kept_sets(held, queries) == first
 
     def test_a_fork_goes_its_own_way(self, small):
-        selector = self.make(small, budget="20")
+        held = self.make(small, budget="20")
         if small.manifest.n_tokens <= 20:
             return
         start, mine, other = passes(asked(small), 4, 4, 4)
-        kept_sets(selector, start)
-        forked = selector.fork()
-        expected = kept_sets(selector.fork(), mine)
+        kept_sets(held, start)
+        forked = held.fork()
+        expected = kept_sets(held.fork(), mine)
         kept_sets(forked, other)
-        assert kept_sets(selector, mine) == expected
+        assert kept_sets(held, mine) == expected
         assert kept_sets(forked, mine) != expected
 
     def test_the_best_come_first(self, small):
@@ -178,23 +178,23 @@ class EvictingContract(SelectorContract):
         assert torch.equal(selection.scores == -torch.inf, selection.ids < 0)
 
     def test_layers_have_budgets_of_their_own(self, small):
-        selector = self.make(small, budget="1,2")
+        held = self.make(small, budget="1,2")
         (queries,) = passes(asked(small, tokens=1), 1)
-        assert [selector.select(layer, queries).ids.shape[-1] for layer in (0, 1)] == [1, 2]
+        assert [held.select(layer, queries).ids.shape[-1] for layer in (0, 1)] == [1, 2]
 
     def test_the_prefill_is_replayed_once_for_all_questions_in_little_memory(self, tmp_path):
         tokens, samples, k = 1500, 50, 8
         store = sampled(tmp_path, tokens, samples)
-        selector, queries = self.make(store, budget=str(k)), asked(store, tokens=2)
+        held, queries = self.make(store, budget=str(k)), asked(store, tokens=2)
         with LargestTensor() as largest:
-            selector.select(LAYER, queries)
+            held.select(LAYER, queries)
         shape = store.manifest.shape
         gap = -(-3 * tokens // (2 * samples))  # the last one, and half a gap behind it
         assert 0 < largest.numel <= shape.kv_heads * shape.head_dim * max(samples, k + gap + 1)
 
         with LargestTensor() as again:
-            forked = selector.fork()
-            forked.reset()
+            forked = held.fork()
+            forked.selector.reset()
             forked.select(LAYER, queries)
         assert again.calls < 100 < largest.calls
 

@@ -25,9 +25,9 @@ class TestH2O(EvictingContract):
                 assert kept >= set(range(tokens - 5 + asked_before, tokens))
 
     def test_a_sample_weighs_as_the_queries_it_stands_for(self, small):
-        selector = self.make(small, budget="2")
-        selector.select(LAYER, asked(small, tokens=1))
-        (replay,) = selector.replays.values()
+        held = self.make(small, budget="2")
+        held.select(LAYER, asked(small, tokens=1))
+        (replay,) = held.selector.replays.values()
         all_queries = small.manifest.n_tokens * small.manifest.shape.group
         assert replay.merit.shape == (small.manifest.shape.kv_heads, 2)
         # The two that are kept hold at most what all queries gave, and never less than one query's worth.

@@ -22,13 +22,13 @@ class TestKeyDiff(SelectorContract, MemoryCases):
         assert ids.shape[1] == queries.rows.shape[1]
 
     def test_keys_are_read_once_and_a_smaller_budget_takes_a_prefix(self, case):
-        selector, queries = case.make("keydiff", budget="11"), case.queries()
-        ids = selector.select(3, queries).ids
+        held, queries = case.make("keydiff", budget="11"), case.queries()
+        ids = held.select(3, queries).ids
         read = len(case.host.read)
-        assert torch.equal(selector.choose(3, case.queries(seed=1), 1).ids, ids[..., :1])
-        assert torch.equal(selector.fork().select(3, queries).ids, ids)
+        assert torch.equal(held.selector.choose(3, case.queries(seed=1), 1).ids, ids[..., :1])
+        assert torch.equal(held.fork().select(3, queries).ids, ids)
         assert len(case.host.read) == read == case.shape.kv_heads
-        assert selector.choose(3, queries, case.host.length).ids.shape[-1] == case.host.length
+        assert held.selector.choose(3, queries, case.host.length).ids.shape[-1] == case.host.length
 
     def test_a_key_of_nothing_is_no_harm(self, case):
         case.host.keys = lambda layer, head: Rows(np.zeros((case.host.length, case.host.dim), np.float32))

@@ -51,9 +51,9 @@ class TestLessIsMore(SelectorContract, MemoryCases):
         assert case.host.read == []
 
     def test_two_layers_select_by_default(self, case):
-        assert case.make("lessismore").select_layers == [1, 3]
-        assert case.make("lessismore", dense_layers="1,2").select_layers == [3, 4]
-        assert case.make("lessismore", dense_layers="1,2,3,4,5").select_layers == []
+        assert case.make("lessismore").selector.select_layers == [1, 3]
+        assert case.make("lessismore", dense_layers="1,2").selector.select_layers == [3, 4]
+        assert case.make("lessismore", dense_layers="1,2,3,4,5").selector.select_layers == []
 
     def test_rows_of_different_passes_never_mix(self, case):
         selector = case.make("lessismore", budget="4")
@@ -65,7 +65,7 @@ class TestLessIsMore(SelectorContract, MemoryCases):
         assert forked.select(2, case.queries()).ids.shape[1] == case.queries().rows.shape[1]
         with pytest.raises(AssertionError):
             selector.select(2, case.queries(tokens=1))
-        forked.reset()
+        forked.selector.reset()
         with pytest.raises(AssertionError):
             forked.select(2, case.queries())
 

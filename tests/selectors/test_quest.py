@@ -29,9 +29,9 @@ class QuestContract(SelectorContract):
 
     def test_a_page_larger_than_the_store_is_one_page(self, store):
         n = store.manifest.n_tokens
-        selector = self.make(store, page_size=10**23, budget="2")
-        assert selector.page_size == n
-        ids = selected_ids(selector, self.queries(store))
+        held = self.make(store, page_size=10**23, budget="2")
+        assert held.selector.page_size == n
+        ids = selected_ids(held, self.queries(store))
         assert ((ids >= 0).sum(-1) == min(2, n)).all()
 
 
@@ -40,14 +40,14 @@ class TestQuest(QuestContract):
 
     @pytest.mark.parametrize("budget", ["3", "16", "40"])
     def test_chosen_pages_have_the_highest_upper_bounds(self, store, budget):
-        selector, queries = self.make(store, budget=budget), self.queries(store)
-        selection = selector.select(LAYER, queries)
+        held, queries = self.make(store, budget=budget), self.queries(store)
+        selection = held.select(LAYER, queries)
         if getattr(selection, "pages", None) is None:
             return
         keys = torch.stack([floats(store.keys(LAYER, head)) for head in range(store.manifest.shape.kv_heads)])
-        whole, rest = divmod(keys.shape[1], selector.page_size)
-        pages = keys[:, : whole * selector.page_size].unflatten(1, (whole, selector.page_size))
-        lower, upper = selector.bounds(LAYER).widened()
+        whole, rest = divmod(keys.shape[1], held.selector.page_size)
+        pages = keys[:, : whole * held.selector.page_size].unflatten(1, (whole, held.selector.page_size))
+        lower, upper = held.selector.bounds(LAYER).widened()
         assert (lower <= pages.amin(2)).all()
         assert (upper >= pages.amax(2)).all()
 
@@ -56,7 +56,7 @@ class TestQuest(QuestContract):
             assert (chosen[:, :, 0] == whole).all()
             chosen = chosen[:, :, 1:]
         rows = queries.by_token()[:, 0].transpose(1, 2)  # [Hkv, T, G, D]
-        if selector.per_head:
+        if held.selector.per_head:
             rows = queries.rows.unsqueeze(2)
         rows = rows.unsqueeze(3)
         scores = torch.maximum(rows * lower[:, None, None], rows * upper[:, None, None]).sum(-1).amax(2)
@@ -65,12 +65,12 @@ class TestQuest(QuestContract):
 
     @pytest.mark.parametrize("budget", ["1", "7", "16", "33"])
     def test_the_budget_is_used_up_and_the_page_being_filled_is_first(self, store, budget):
-        selector, queries = self.make(store, budget=budget), self.queries(store)
-        ids = selected_ids(selector, queries)
+        held, queries = self.make(store, budget=budget), self.queries(store)
+        ids = selected_ids(held, queries)
         if ids is None:
             return
         assert ((ids >= 0).sum(-1) == min(int(budget), store.manifest.n_tokens)).all()
-        ragged = store.manifest.n_tokens % selector.page_size
+        ragged = store.manifest.n_tokens % held.selector.page_size
         if ragged:
             assert (ids[:, :, 0] == store.manifest.n_tokens - ragged).all()
 
@@ -112,13 +112,16 @@ class TestQuestTopK(QuestContract):
 
     @pytest.mark.parametrize("budget", ["4", "9"])
     def test_each_row_takes_its_best_tokens_of_its_groups_pages(self, store, budget):
-        selector, queries = self.make(store, budget=budget, coarse=2), self.queries(store)
-        selection = selector.select(LAYER, queries)
+        held, queries = self.make(store, budget=budget, coarse=2), self.queries(store)
+        selection = held.select(LAYER, queries)
         if selection.ids is None:
             return
         tokens = min(2 * int(budget), store.manifest.n_tokens)
-        pages = selector.best_pages(
-            selector.bounds(LAYER), selector.host.length, selector.lists(queries), tokens
+        pages = held.selector.best_pages(
+            held.selector.bounds(LAYER),
+            held.selector.host.length,
+            held.selector.lists(queries),
+            tokens,
         )
         ids = page_tokens(pages.pages, pages.page_size, store.manifest.n_tokens, pages.limit)
         if pages.shared:
@@ -149,12 +152,12 @@ def batched(tmp_path_factory):
 def test_a_batch_is_its_questions_one_by_one(batched, name, per_head, monkeypatch):
     """Rows of a batch, of a question in parts, and of one question alone attend to the same tokens."""
     options = {"budget": "9", "dense_layers": "", "page_size": 3, "per_head": per_head}
-    selector = registry.create(name, options, HostKV(batched, torch.device("cpu")), batched.manifest.shape)
+    held = registry.create(name, options, HostKV(batched, torch.device("cpu")), batched.manifest.shape)
     rows = torch.randn(2, 2, 2, 5, 16, generator=torch.Generator().manual_seed(1))  # Hkv, batch, G, T, D
 
     def attended(part):
         queries = Queries(part.flatten(1, 3), 0.3, group=2, tokens=part.shape[3])
-        state = selector.host.attend(LAYER, queries, selector.select(LAYER, queries), StepStats())
+        state = held.selector.host.attend(LAYER, queries, held.select(LAYER, queries), StepStats())
         return state.out.reshape(part.shape)
 
     together = attended(rows)
@@ -168,7 +171,7 @@ def test_a_batch_is_its_questions_one_by_one(batched, name, per_head, monkeypatc
 
 def test_the_first_two_layers_of_the_model_are_dense_by_default(batched):
     host = HostKV(batched, torch.device("cpu"))
-    assert registry.create("quest", {"budget": "4"}, host, batched.manifest.shape).budgets == {
+    assert registry.create("quest", {"budget": "4"}, host, batched.manifest.shape).selector.budgets == {
         0: None,
         1: None,
     }
@@ -176,10 +179,10 @@ def test_the_first_two_layers_of_the_model_are_dense_by_default(batched):
 
 def test_bytes_count_the_pages_that_are_read_once_for_each_kv_head(batched):
     host = HostKV(batched, torch.device("cpu"))
-    selector = registry.create("quest", {"budget": "26", "dense_layers": ""}, host, batched.manifest.shape)
+    held = registry.create("quest", {"budget": "26", "dense_layers": ""}, host, batched.manifest.shape)
     queries = Queries(torch.ones(2, 6, 16), 0.3, group=2, tokens=3)  # every token's list is the same
     stats = StepStats()
-    selection = selector.select(LAYER, queries)
+    selection = held.select(LAYER, queries)
     host.attend(LAYER, queries, selection, stats)
     assert selection.pages.shape == (2, 3, 2)  # the ragged page of 10 tokens and one of 16
     assert stats.bytes_moved == 2 * 2 * (10 + 16) * 16 * 4

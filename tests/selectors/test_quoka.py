@@ -34,7 +34,7 @@ class TestQuoKA(SelectorContract, MemoryCases):
 
     def test_the_queries_least_like_their_mean_are_kept(self, case):
         queries = case.queries(tokens=9)
-        kept = case.make("quoka", queries="4").options.representatives(queries)
+        kept = case.make("quoka", queries="4").selector.options.representatives(queries)
         for head in range(case.shape.kv_heads):
             for sequence in range(queries.batch):
                 own = queries.rows[head].unflatten(0, (queries.batch, queries.group, 9))[sequence]

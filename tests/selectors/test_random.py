@@ -37,7 +37,7 @@ class TestRandom(SelectorContract, MemoryCases):
         forked = one.fork()
         third = one.select(1, queries).ids
         assert torch.equal(third, forked.select(1, queries).ids)
-        forked.reset()
+        forked.selector.reset()
         assert torch.equal(first, forked.select(1, queries).ids)
         assert not torch.equal(first, one.select(1, queries).ids)
 

@@ -30,8 +30,8 @@ class TestSnapKV(SelectorContract):
     def test_the_chosen_hold_the_highest_pooled_votes(self, store, window, kernel, blocks, monkeypatch):
         monkeypatch.setattr(key_scores, "BLOCK_SCORES", blocks)
         queries = asked(store, softcap=2.0)
-        selector = self.make(store, budget="6", window=window, kernel=kernel)
-        ids = selected_ids(selector, queries)
+        held = self.make(store, budget="6", window=window, kernel=kernel)
+        ids = selected_ids(held, queries)
         if ids is None:
             return
         for head, own in enumerate(ids):
@@ -50,15 +50,15 @@ class TestSnapKV(SelectorContract):
     def test_the_first_pass_chooses_for_the_whole_answer(self, store):
         if store.manifest.n_tokens == 1:
             return
-        queries, selector = asked(store), self.make(store, budget="6")
+        queries, held = asked(store), self.make(store, budget="6")
         first, then, last = passes(queries, 4, 1, 7)
-        chosen = selected_ids(selector, first)[:, 0]
+        chosen = selected_ids(held, first)[:, 0]
         for part in (then, last):
-            ids = selected_ids(selector, part)
+            ids = selected_ids(held, part)
             assert torch.equal(ids, chosen[:, None].expand_as(ids))
-        forked = selector.fork()
-        selector.reset()
-        assert not torch.equal(selected_ids(selector, last)[:, 0], chosen)
+        forked = held.fork()
+        held.selector.reset()
+        assert not torch.equal(selected_ids(held, last)[:, 0], chosen)
         assert torch.equal(selected_ids(forked, last)[:, 0], chosen)
 
     @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from offload_decode.attention.states import attend, merge_states
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
-from offload_decode.selectors.registry import create as selector_of
 from offload_decode.tails import base, registry
 from offload_decode.tails.base import selected_lists
 from offload_decode.tails.sample import SampleTail, _unselected
@@ -82,7 +81,7 @@ def exact_scores(host, queries, ids):
 
 def prefix_of(host, group=3, **options):
     shape = ModelShape((LayerKind.FULL,), HKV * group, HKV, host.keys(0, 0).dim)
-    return StoredPrefix(host, selector_of("topk", {"index": "flat", **options}, host, shape))
+    return StoredPrefix.over(host, shape, "topk", {"index": "flat", **options})
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -237,7 +236,7 @@ def test_the_stated_error_is_a_mean_over_rows():
     prefix.attend(0, query, SCALING, None)
     first = prefix.take_stats()
     queries = Queries(query.reshape(HKV, 12, D), SCALING, group=3, tokens=4)
-    rest = prefix.selector.tail.estimate(0, queries, prefix.selector.select(0, queries))
+    rest = prefix.tail.estimate(0, queries, prefix.chosen.select(0, queries))
     whole = prefix.attend(0, query, SCALING, None).lse.reshape(HKV, 12)
     assert first.tail_error == pytest.approx(float((rest.deviation - whole).exp().mean()), rel=1e-4)
     assert first.tail_error > 0
@@ -253,7 +252,7 @@ def test_the_stated_error_is_a_mean_over_rows():
 
 def test_forks_share_what_was_built():
     prefix = prefix_of(random_host(), tail="clusters")
-    assert prefix.fresh().selector.tail is prefix.selector.tail
+    assert prefix.fresh().tail is prefix.tail
 
 
 @pytest.mark.parametrize(
