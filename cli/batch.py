@@ -33,7 +33,6 @@ from offload_decode.config import parse_options, split_pairs
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from indexes.errors import VectorIndexError
     from offload_decode.engine.engine import Answer, Engine
     from offload_decode.models.loading import LoadedModel
     from offload_decode.planning.caps import Caps
@@ -123,7 +122,7 @@ class Failure(NamedTuple):
 
     store: str
     unanswered: int
-    error: OffloadDecodeError | VectorIndexError
+    error: OffloadDecodeError
 
 
 def _opener(
@@ -176,7 +175,6 @@ def _answer(
     progress: Progress,
 ) -> list[Failure]:
     """Answer store by store; a store that fails does not stop the others."""
-    from indexes.errors import VectorIndexError
 
     failures: list[Failure] = []
     done, total = 0, sum(map(len, left.values()))
@@ -193,7 +191,7 @@ def _answer(
                 )
                 answered += len(part)
                 progress("answer", done + answered, total)
-        except (OffloadDecodeError, VectorIndexError) as error:
+        except OffloadDecodeError as error:
             failures.append(Failure(store, len(own) - answered, error))
         done += len(own)
     return failures

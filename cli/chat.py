@@ -95,8 +95,6 @@ class _Chat:
         self.at_terminal = at_terminal
 
     def run(self) -> None:
-        from indexes.errors import VectorIndexError
-
         while (line := self._line()) is not None:
             turns = len(self.conversation.turns)
             try:
@@ -108,7 +106,7 @@ class _Chat:
                 answered = len(self.conversation.turns) > turns
                 kept = "what was written stays in the conversation" if answered else "nothing was changed"
                 output.note(f"\nStopped: {kept}.")
-            except (OffloadDecodeError, VectorIndexError) as error:
+            except OffloadDecodeError as error:
                 if not self.at_terminal:
                     raise
                 output.note(f"error: {sentence(error)}")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import typer
 
+from indexes.errors import UnknownIndex
 from offload_decode.errors import ConfigError, OffloadDecodeError
 from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
 
@@ -54,7 +55,7 @@ def guard() -> Iterator[None]:
 
 def sentence(error: BaseException) -> str:
     """What went wrong and the way out."""
-    if isinstance(error, OffloadDecodeError) or _is_index_error(error):
+    if isinstance(error, OffloadDecodeError):
         return " ".join(str(error).split())
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
@@ -66,13 +67,7 @@ def sentence(error: BaseException) -> str:
 
 def exit_code(error: BaseException) -> int:
     """2 for wrong use, 1 for any other failure."""
-    unknown_kind = _is_index_error(error) and type(error).__name__ == "UnknownIndex"
-    return WRONG_USE if isinstance(error, ConfigError) or unknown_kind else FAILURE
-
-
-def _is_index_error(error: BaseException) -> bool:
-    # Recognised without importing them: `indexes` brings numpy along, which --help does without.
-    return any(kind.__module__ == "indexes.errors" for kind in type(error).__mro__)
+    return WRONG_USE if isinstance(error, ConfigError | UnknownIndex) else FAILURE
 
 
 def _hush_libraries() -> None:

@@ -1,19 +1,24 @@
 """What can go wrong in vector search. Every message is one sentence and the way out.
 
-VectorIndexError
-├── InvalidIndexInput   wrong shape or dtype, a value that is not finite, a negative k, an option out of range
-├── UnknownIndex        no index kind of that name; the message lists the known ones
-├── MissingBackend      the library behind a kind is not installed; the message names the extra
-├── IndexNotFound       nothing was saved at that path
-├── IndexMismatch       a saved index of other keys, of another kind or of another format version
-├── IndexDamaged        a saved index whose bytes are not those that were written
-└── IndexNotWritten     an index that the file system did not take: a full disk, a folder for reading only
+OffloadDecodeError, the root of every error here and in `offload_decode.errors`
+└── VectorIndexError
+    ├── InvalidIndexInput   a wrong shape or dtype, a value that is not finite, an option out of range
+    ├── UnknownIndex        no index kind of that name; the message lists the known ones
+    ├── MissingBackend      the library behind a kind is not installed; the message names the extra
+    ├── IndexNotFound       nothing was saved at that path
+    ├── IndexMismatch       a saved index of other keys, of another kind or of another format version
+    ├── IndexDamaged        a saved index whose bytes are not those that were written
+    └── IndexNotWritten     the file system did not take it: a full disk, a folder for reading only
 """
 
 from __future__ import annotations
 
 
-class VectorIndexError(Exception):
+class OffloadDecodeError(Exception):
+    """Base of every error that a user can cause and mend, in all rooms: this one is at the bottom."""
+
+
+class VectorIndexError(OffloadDecodeError):
     """Base of every error that `indexes` raises on purpose."""
 
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from indexes.errors import VectorIndexError
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import OffloadDecodeError
 from offload_decode.models.loading import load
@@ -85,7 +84,7 @@ def main() -> None:
         for question in request["questions"]:
             for way, engine in zip(ways, engines, strict=True):
                 _print(asdict(reply(engine, way.name, question, request["max_new_tokens"])))
-    except (OffloadDecodeError, VectorIndexError) as error:
+    except OffloadDecodeError as error:
         _print({"error": str(error)})
 
 
