@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from offload_decode.engine.engine import Answer, Engine
-from offload_decode.engine.sampler import Sampler
 from offload_decode.models.passes import run_in_passes
+from offload_decode.models.processors import Processors
 from offload_decode.types import StepStats
 
 
@@ -30,21 +30,27 @@ def answer_batch(engine: Engine, questions: Sequence[str], max_new_tokens: int) 
     mask[:, stored : stored + longest] = own
     position = (stored + own.cumsum(-1) - 1).clamp(min=0)
 
-    sampler, tokens = Sampler(), [[] for _ in asked]  # type: tuple[Sampler, list[list[int]]]
+    model, tokenizer = engine.loaded.model, engine.loaded.tokenizer
+    processors = [Processors(model, tokenizer, engine.tokens + one, ends, max_new_tokens) for one in asked]
+    tokens: list[list[int]] = [[] for _ in asked]
     running = list(range(len(asked)))
     stats = StepStats()
     for step in range(max_new_tokens):
         began = time.perf_counter()
         seen = mask[:, : stored + longest + step]
-        seen.offload_covered = stored  # type: ignore[attr-defined]  # models.attention need not look
+        seen.offload_covered = stored  # type: ignore[attr-defined]  # models.seam need not look
         logits = run_in_passes(engine.loaded, ids, forked.cache, engine.pass_tokens, seen, position)
         stats.tokens += ids.numel()
         stats.total_s += time.perf_counter() - began
-        sampled = sampler(logits)
-        chosen = sampled.tolist()
-        kept = [place for place, token in enumerate(chosen) if token not in ends]
-        for place in kept:
-            tokens[running[place]].append(chosen[place])
+        sampled = torch.stack(
+            [processors[row](own) for row, own in zip(running, logits, strict=True)]
+        ).argmax(-1)
+        chosen, kept = sampled.tolist(), []
+        for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
+            if token not in ends:
+                tokens[row].append(token)
+                if not processors[row].append(token):
+                    kept.append(place)
         running = [running[place] for place in kept]
         if not running:
             break
@@ -57,6 +63,8 @@ def answer_batch(engine: Engine, questions: Sequence[str], max_new_tokens: int) 
             mask, ids, position = mask[: len(kept)], ids[rows], position[rows]
     stats.add(forked.prefix.take_stats())
     return [
-        Answer(engine.decode(one).strip(), tuple(one), stats, "length" if row in running else "stop")
-        for row, one in enumerate(tokens)
+        Answer(
+            engine.decode(one).strip(), tuple(one), stats, "length" if len(one) == max_new_tokens else "stop"
+        )
+        for one in tokens
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from offload_decode.kv.placement import check_placement
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel, load, wrap
 from offload_decode.models.passes import run_in_passes
+from offload_decode.models.processors import Processors
 from offload_decode.models.prompt import Prompt
 from offload_decode.selection.selector import Selector
 from offload_decode.store.reader import KVStore
@@ -44,6 +46,13 @@ class Engine:
     """A store, its model and a selector, with the tokens that followed the stored ones so far.
 
     `fork` gives an independent continuation, `crop` takes tokens back; the store itself is never changed.
+    Several threads may each use a fork of their own.
+
+    Answers obey the model's `generation_config` as `model.generate` does: repetition penalties, n-grams that
+    must not come again, forbidden, suppressed and forced tokens, least lengths and stop strings. These count
+    the conversation, that is, every token after the stored ones; the stored ones are not counted. How a
+    token is picked is said by a `Sampler` alone: `do_sample`, `temperature`, `top_k`, `top_p`, `num_beams`
+    and `max_time` of the `generation_config` are not looked at.
     """
 
     def __init__(
@@ -53,10 +62,13 @@ class Engine:
         self.store = store
         self.prefix = prefix
         self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
+        # The tokens after the stored ones that were run.
+        self.tokens: list[int] = []
         # A token that was sampled but not run yet: it goes first in the next forward pass.
         self.pending: list[int] = []
         # Tokens of a question in one forward pass: fewer take less memory.
         self.pass_tokens = self.selector.pass_tokens
+        self._lock = threading.Lock()
 
     @classmethod
     def open(
@@ -116,12 +128,20 @@ class Engine:
         """
         ids = torch.tensor([self.prompt.first(self.tokenizer, question)], device=self.loaded.device)
         mask = torch.ones(1, self.prefix.length + ids.shape[1], dtype=torch.bool, device=self.loaded.device)
-        return {"input_ids": ids, "attention_mask": mask, "past_key_values": self.new_cache()}
+        # A config may say otherwise, and every step would run all tokens again.
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "past_key_values": self.new_cache(),
+            "use_cache": True,
+        }
 
     def fork(self) -> Engine:
         """An independent continuation from here."""
-        forked = Engine(self.loaded, self.store, self.prefix.fork(), self.cache)
-        forked.pending, forked.pass_tokens = list(self.pending), self.pass_tokens
+        with self._lock:
+            forked = Engine(self.loaded, self.store, self.prefix.fork(), self.cache)
+            forked.tokens, forked.pending = list(self.tokens), list(self.pending)
+            forked.pass_tokens = self.pass_tokens
         return forked
 
     def crop(self, length: int) -> None:
@@ -140,17 +160,23 @@ class Engine:
             self.selector.reset()
         self.pending = []
         self.cache.cut(length - self.prefix.length)
+        del self.tokens[length - self.prefix.length :]
 
     def extend(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Run tokens (question or generated, one path) and return the logits `[V]` after the last one."""
-        given = torch.as_tensor(tokens, dtype=torch.long).reshape(1, -1).cpu()
-        ids = torch.cat([torch.tensor([self.pending], dtype=torch.long), given], dim=1)
-        if not ids.numel():
+        """Run tokens (question or generated, one path) and return the logits `[V]` after the last one.
+
+        `tokens`: ids `[T]`, or one row `[1, T]` as tokenizers return it. Raises `ConfigError` for anything
+        else, for ids that are not in the vocabulary, and while another thread extends this engine.
+        """
+        run = self.pending + _ids(tokens)
+        if not run:
             raise ConfigError("there are no tokens to extend with")
+        ids = torch.tensor([run])
         began = time.perf_counter()
-        with self._taken_back_on_failure():
+        with self._alone(), self._taken_back_on_failure():
             logits = run_in_passes(self.loaded, ids, self.cache, self.pass_tokens)[0]
-        self.pending = []
+            self.tokens += run
+            self.pending = []
         self.prefix.stats.tokens += ids.shape[1]
         self.prefix.stats.total_s += time.perf_counter() - began
         return logits
@@ -163,13 +189,22 @@ class Engine:
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from `logits [V]` on, until an end token (which is not yielded) or `max_new_tokens`."""
-        sampler, ends = sampler or Sampler(), self.end_tokens
+        sampler, ends, so_far = sampler or Sampler(), self.end_tokens, self.tokens + self.pending
+        processors = Processors(self.loaded.model, self.loaded.tokenizer, so_far, ends, max_new_tokens)
         for step in range(max_new_tokens):
-            token = int(sampler(logits[None]))
+            token = int(sampler(processors(logits)[None]))
             if token in ends:
                 return
             self.pending = [token]
+            so_far.append(token)
             yield token
+            if self.tokens + self.pending != so_far:
+                raise ConfigError(
+                    "this engine went on with something else before its answer was complete: "
+                    "give every answer that is written at the same time a fork (Engine.fork)"
+                )
+            if processors.append(token):
+                return
             if step + 1 < max_new_tokens:
                 logits = self.extend([])
 
@@ -206,6 +241,10 @@ class Engine:
         """`answer` for each question, greedily, `batch_size` of them in one forward pass; one by one where
         the selector looks at a question as a whole, or chooses among the tokens of a conversation so long.
         """
+        if isinstance(questions, str):
+            raise ConfigError("answer_many takes a list of questions, and this is one: use answer")
+        if batch_size < 1:
+            raise ConfigError(f"a batch of {batch_size} questions answers none: batch_size must be 1 or more")
         if self.prefix.chosen.one_question or self._may_outgrow(questions, max_new_tokens):
             return [self.answer(question, max_new_tokens) for question in questions]
         from offload_decode.engine.batch import answer_batch
@@ -245,6 +284,17 @@ class Engine:
         return frozenset([configured] if isinstance(configured, int) else configured)
 
     @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError(
+                "another thread is extending this engine: give each thread a fork of its own (Engine.fork)"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
     def _taken_back_on_failure(self) -> Iterator[None]:
         """An interrupt between two layers, too, must not leave half a step behind."""
         before, remembered = self.cache.tail_length, self.prefix.chosen.fork()
@@ -252,6 +302,7 @@ class Engine:
             yield
         except BaseException:
             self.cache.cut(before)
+            del self.tokens[before:]
             self.prefix.chosen = remembered
             raise
 
@@ -273,3 +324,23 @@ class Engine:
         keys, values = self.store.window(layer)
         device = self.loaded.device
         return tensor_view(keys)[None].to(device), tensor_view(values)[None].to(device)
+
+
+def _ids(tokens: Sequence[int] | Tensor) -> list[int]:
+    """Token ids `[T]` or `[1, T]` as a list; raises `ConfigError` for anything else."""
+    try:
+        given = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError("tokens must be one row of whole numbers, the ids of tokens") from error
+    if not given.numel():
+        return []
+    if given.ndim == 2 and len(given) == 1:
+        given = given[0]
+    if given.ndim != 1:
+        raise ConfigError(
+            f"tokens of the shape {list(given.shape)} are not one row: an engine holds one conversation; "
+            "give each row a fork (Engine.fork), or put questions to answer_many"
+        )
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise ConfigError(f"tokens must be whole numbers, the ids of tokens, and not {given.dtype}")
+    return [int(token) for token in given.tolist()]

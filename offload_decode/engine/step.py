@@ -73,7 +73,8 @@ class StoredPrefix:
         return self.begin(layer, query, scaling, softcap)()
 
     def _finish(self, layer: int, queries: Queries) -> AttentionState:
-        states = [self._attend_rows(layer, part) for part in self._parts(layer, queries)]
+        with self.host.lock:  # of several threads one searches at a time, on all cores
+            states = [self._attend_rows(layer, part) for part in self._parts(layer, queries)]
         out, lse = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
         return _by_head(AttentionState(out, lse), queries)
 
@@ -82,7 +83,8 @@ class StoredPrefix:
     ) -> AttentionState | None:
         """Attend to the pages of the conversation that the selector chooses, if it does."""
         queries = self._queries(query, scaling, softcap)
-        selection = self.selector.select_tail(layer, queries, tail)
+        with self.host.lock:
+            selection = self.selector.select_tail(layer, queries, tail)
         if selection is None:
             return None
         keys, values = tail.view()
@@ -141,6 +143,10 @@ class StoredPrefix:
     def fork(self) -> StoredPrefix:
         """The same prefix for an independent continuation; what was built from the store stays shared."""
         return StoredPrefix(self.host, self.chosen.fork(), self.tail)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StoredPrefix:
+        """The store is shared, what the selector remembers is not."""
+        return self.fork()
 
     def take_stats(self) -> StepStats:
         """The costs since they were last taken."""

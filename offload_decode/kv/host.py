@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -43,6 +44,8 @@ class HostKV:
         self.length = store.manifest.n_tokens
         self._keys: dict[tuple[int, int], Rows] = {}
         self._values: dict[tuple[int, int], Rows] = {}
+        # Indexes, rows on a device and what was measured are shared by all that read this store.
+        self.lock = threading.RLock()
 
     def keys(self, layer: int, head: int) -> Rows:
         """The keys of one KV head, a view of the store's file."""

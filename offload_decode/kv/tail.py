@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from offload_decode.pages.bounds import GrowingBounds
@@ -23,20 +24,26 @@ class TailKV:
         self._bounds: GrowingBounds | None = None
         self.length = 0
 
+    @property
+    def batch(self) -> int | None:
+        """Rows of the batch; None as long as any number may come."""
+        return None if self._keys is None else len(self._keys)
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add `[B, Hkv, T, D]` at the end."""
         end = self.length + keys.shape[2]
         self._keys = self._grown(self._keys, keys, end)
         self._values = self._grown(self._values, values, end)
-        self._keys[:, :, self.length : end] = keys
-        self._values[:, :, self.length : end] = values
+        self._keys[:, :, self.length : end] = keys.detach()
+        self._values[:, :, self.length : end] = values.detach()
         self.length = end
 
     def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
         if buffer is not None and buffer.shape[2] >= needed:
             return buffer
         batch, heads, _, dim = like.shape
-        grown = like.new_empty(batch, heads, max(64, 2 * needed), dim)
+        with torch.inference_mode(False):  # a pass in that mode and one out of it may write to it
+            grown = torch.empty(batch, heads, max(64, 2 * needed), dim, dtype=like.dtype, device=like.device)
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
@@ -62,21 +69,26 @@ class TailKV:
         """An independent copy."""
         copy = TailKV()
         if self._keys is not None and self._values is not None:
-            copy._keys, copy._values, copy.length = self._keys.clone(), self._values.clone(), self.length
+            with torch.inference_mode(False):
+                copy._keys, copy._values = self._keys.clone(), self._values.clone()
+            copy.length = self.length
         return copy
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
         assert 0 <= length <= self.length
         self.length = length
+        if not length:  # a batch of another size may follow
+            self._keys = self._values = None
         if self._bounds is not None and self._bounds.length > length:
             self._bounds = None
 
     def rows(self, index: Tensor) -> None:
         """Reorder, repeat or drop batch rows: `index` int64 over the present rows."""
         if self._keys is not None and self._values is not None:
-            self._keys = self._keys.index_select(0, index.to(self._keys.device))
-            self._values = self._values.index_select(0, index.to(self._values.device))
+            with torch.inference_mode(False):
+                self._keys = self._keys.index_select(0, index.to(self._keys.device))
+                self._values = self._values.index_select(0, index.to(self._values.device))
         self._bounds = None
 
 

@@ -74,7 +74,7 @@ def shape_of(config: Any) -> ModelShape:
             f"this '{name}' model has {heads} query heads for {kv_heads} KV heads, not a multiple"
         )
     kinds = tuple(_kind(layer, name) for layer in DynamicCache(config=config).layers)
-    window = config.sliding_window if LayerKind.SLIDING in kinds else None
+    window = getattr(config, "sliding_window", None)
     if window is not None and window < 2:
         raise UnsupportedModel(
             f"this '{name}' model has a sliding window of {window}, in which no token sees an earlier one: "
@@ -85,7 +85,7 @@ def shape_of(config: Any) -> ModelShape:
         query_heads=heads,
         kv_heads=kv_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        sliding_window=window,
+        sliding_window=window if LayerKind.SLIDING in kinds else None,
     )
 
 

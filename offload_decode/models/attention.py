@@ -1,4 +1,4 @@
-"""The one seam to transformers: a registered attention function and its mask (no patching)."""
+"""The attention function and the mask that are registered with transformers (no patching)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from offload_decode.attention.states import merge_states, sink_state
@@ -70,14 +69,13 @@ def tail_mask(
 ) -> Tensor:
     """A bool mask `[B, 1, T, S]` over the keys that the attention call receives.
 
-    A 2-D `attention_mask` must cover prefix and tail: a shorter one would silently be padded with zeros.
-    With one, a sliding window (`local_size` tokens) is counted in the row's own tokens, because padding
-    between prefix and question would otherwise use up a part of it.
+    Behind a prefix a 2-D `attention_mask` covers prefix and tail (`models.seam` sees to it and marks it), and
+    a sliding window (`local_size` tokens) is counted in the row's own tokens, because padding between prefix
+    and question would otherwise use up a part of it.
     """
-    if attention_mask is not None:
-        _check_covers_prefix(attention_mask, kv_offset, kv_length)
-        if local_size is not None:
-            mask_function = causal_mask_function
+    own = attention_mask if hasattr(attention_mask, "offload_covered") else None
+    if own is not None and local_size is not None:
+        mask_function = causal_mask_function
     mask: Tensor = sdpa_mask(
         kv_length=kv_length,
         kv_offset=kv_offset,
@@ -85,29 +83,8 @@ def tail_mask(
         mask_function=mask_function,
         **{**arguments, "allow_is_causal_skip": False},
     )
-    if attention_mask is not None and local_size is not None:
-        position = attention_mask[:, kv_offset:].long().cumsum(-1)
+    if own is not None and local_size is not None:
+        position = own[:, kv_offset:].long().cumsum(-1)
         queries = position[:, -mask.shape[2] :]
         mask = mask & (queries[:, None, :, None] - position[:, None, None, :] < local_size)
     return mask
-
-
-def _check_covers_prefix(attention_mask: Tensor, kv_offset: int, kv_length: int) -> None:
-    if attention_mask.shape[-1] != kv_offset + kv_length:
-        raise ConfigError(
-            f"the attention mask covers {attention_mask.shape[-1]} tokens, but {kv_offset + kv_length} "
-            "are in the cache with its stored prefix: pass ones for the prefix too, as Engine.inputs does"
-        )
-    # The engine's own masks say so; a million entries are not read at every step.
-    covered = getattr(attention_mask, "offload_covered", 0) >= kv_offset
-    if not covered and not bool(attention_mask[:, :kv_offset].all()):
-        raise ConfigError(
-            "the attention mask hides stored tokens: only tokens after the prefix can be masked"
-        )
-
-
-def activate(model: Any) -> None:
-    """Let `model` attend through `prefix_attention`."""
-    AttentionInterface.register(NAME, prefix_attention)
-    AttentionMaskInterface.register(NAME, tail_mask)
-    model.set_attn_implementation(NAME)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -35,11 +37,6 @@ class TailLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append `[B, Hkv, T, D]`; returns what the attention call receives, tagged with this layer."""
-        if self.unattended:
-            raise UnsupportedModel(
-                f"layer {self.index} attended without its stored prefix: this model does not hand the "
-                "cache's keys to the registered attention function"
-            )
         self.tail.append(key_states, value_states)
         keys, values = self.visible()
         keys.offload_layer = self  # type: ignore[attr-defined]  # read by models.attention in the very next call
@@ -164,6 +161,10 @@ class PrefixCache(Cache):
 
     def __init__(self, layers: Sequence[PrefixLayer | WindowLayer]):
         super().__init__(layers=list(layers))
+        # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
+        self.shown: Tensor | None = None
+        # The thread that runs a pass, and the length of the tail before it.
+        self.begun: tuple[int, int] | None = None
 
     @classmethod
     def over(
@@ -181,7 +182,50 @@ class PrefixCache(Cache):
 
     def fork(self, prefix: Prefix) -> PrefixCache:
         """An independent copy that shares the stored parts."""
-        return PrefixCache([layer.fork(prefix) for layer in self.layers])
+        copy = PrefixCache([layer.fork(prefix) for layer in self.layers])
+        copy.shown = self.shown
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PrefixCache:
+        """A fork: what is stored is not copied."""
+        return self.fork(deepcopy(self.layers[0].prefix, memo))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """`TailLayer.update`, in a pass of a model that is switched to the stored prefix."""
+        if self.begun is None:
+            raise UnsupportedModel(
+                "this cache goes with a stored prefix, to which the model that uses it does not attend: "
+                "run engine.loaded.model"
+            )
+        return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
+
+    def crop(self, tokens: int) -> None:
+        """As `TailLayer.crop`."""
+        super().crop(tokens)
+        self._keep_shown()
+
+    def reset(self) -> None:
+        """Forget the tail."""
+        super().reset()
+        self.begun = self.shown = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Pick batch rows, for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these batch rows."""
+        super().batch_select_indices(indices)
+        if self.shown is not None:
+            self._hide(self.shown[indices.to(self.shown.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row."""
+        super().batch_repeat_interleave(repeats)
+        if self.shown is not None:
+            self.shown = self.shown.repeat_interleave(repeats, dim=0)
 
     def activate_past_recording(self) -> None:
         """Called by assisted decoding and prompt lookup, which take the prefix for tokens of their own."""
@@ -195,14 +239,64 @@ class PrefixCache(Cache):
         for layer in self.layers:
             layer.tail.crop(min(tail_length, layer.tail.length))
             layer.unattended = False
+        self.begun = None
+        self._keep_shown()
+
+    def take_back(self) -> None:
+        """Undo a pass that was interrupted."""
+        if self.begun is None:
+            return
+        thread, length = self.begun
+        if thread != threading.get_ident():
+            raise ConfigError(
+                "another thread runs a pass over this cache, or was interrupted in one: give each thread a "
+                "cache of its own (Engine.new_cache, Engine.fork)"
+            )
+        if self.layers[0].prefix.remembers:
+            raise ConfigError(
+                "a pass over this cache was interrupted, and this selector cannot take back what it "
+                "remembers: begin with a new cache"
+            )
+        self.cut(length)
+
+    def show(self, tokens: int, shown: Tensor | None) -> None:
+        """`tokens` more follow, of which bool `shown [B, S]` hides the padding; None hides none of them."""
+        if shown is None and self.shown is not None:
+            shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
+        self._hide(shown)
+
+    def check_rows(self, rows: int) -> None:
+        """Raise unless a pass of so many rows can follow what is there."""
+        held = self.layers[0].tail.batch
+        if held not in (None, rows):
+            raise ConfigError(
+                f"this cache holds {held} rows, and {rows} came: run as many in every pass, or change what "
+                "it holds with batch_select_indices or batch_repeat_interleave"
+            )
+
+    def check_attended(self, tokens: int) -> None:
+        """Raise if `tokens` new keys of some layer never reached the registered attention function."""
+        assert self.begun is not None
+        for layer in self.layers:
+            if layer.unattended or layer.tail.length != self.begun[1] + tokens:
+                raise UnsupportedModel(
+                    f"layer {layer.index} attended without its stored prefix: the model does not hand the "
+                    "cache's keys to the registered attention function, or runs with gradient checkpointing"
+                )
+
+    @property
+    def prefix_length(self) -> int:
+        """Stored tokens."""
+        return int(self.layers[0].prefix.length)
 
     @property
     def tail_length(self) -> int:
         """Tokens after the prefix."""
         return int(self.layers[0].tail.length)
 
-    def check_attended(self) -> None:
-        """Raise if a layer's keys never reached the registered attention function."""
-        for layer in self.layers:
-            if layer.unattended:
-                raise UnsupportedModel(f"layer {layer.index} attended without its stored prefix")
+    def _keep_shown(self) -> None:
+        if self.shown is not None:
+            self._hide(self.shown[:, : self.tail_length])
+
+    def _hide(self, shown: Tensor | None) -> None:
+        self.shown = None if shown is None or bool(shown.all()) else shown

@@ -13,13 +13,13 @@ from torch import Tensor
 from offload_decode.errors import ConfigError, ModelError
 from offload_decode.memory import lifted
 from offload_decode.models.architectures import rope_parameters, shape_of
-from offload_decode.models.attention import activate
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.checkpoint import CONFIG, read_config, source_of, told, weight_files
 from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weights_hash
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.models.remembered import remembered
+from offload_decode.models.seam import activate
 from offload_decode.store.format import FINGERPRINT_VERSION
 from offload_decode.types import ModelShape
 
@@ -70,7 +70,6 @@ class LoadedModel:
                 use_cache=True,
                 logits_to_keep=1,
             )
-        cache.check_attended()
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
     def encode(
@@ -89,7 +88,6 @@ class LoadedModel:
                 position_ids=position_ids,
                 use_cache=True,
             )
-        cache.check_attended()
 
 
 def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str = "auto") -> LoadedModel:

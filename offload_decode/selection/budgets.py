@@ -58,10 +58,10 @@ class Budget:
     `amount`: a count (`1024`), a share of the stored tokens (`2%`), or `mass=0.99`, as many as hold that
     share of the attention. One for all layers, or one for each searched layer, separated by commas; each of
     these is one for all KV heads, or one for each, separated by slashes (`64/128,2%`), all of them counts or
-    all masses. `schedule`: `uniform`, or `linear` (grows linearly from the first to the last searched layer;
-    same total, unless a layer's part is more than there is). `dense_layers`: layers that attend to
-    everything, as indices separated by commas, or `first:2`, those of the model's first two that are
-    searched.
+    all masses. `schedule`: `uniform`, or `linear` (grows linearly from the first to the last searched layer
+    as far as there are tokens; same total, so that 100% is all of them in every layer). `dense_layers`:
+    layers that attend to everything, as indices separated by commas, or `first:2`, those of the model's
+    first two that are searched.
     """
 
     amount: str
@@ -82,7 +82,7 @@ class Budget:
         if len(amounts) == 1:
             wanted *= len(layers)
         if self.schedule == "linear":
-            wanted = _linear_heads(wanted)
+            wanted = _linear_heads(wanted, n_tokens)
         elif self.schedule != "uniform":
             raise ConfigError(f"unknown schedule '{self.schedule}'; choose one of: {', '.join(SCHEDULES)}")
         return {
@@ -154,18 +154,25 @@ def _limited(heads: list[HeadBudget], n_tokens: int) -> LayerBudget | None:
     return LayerBudget(tuple(HeadBudget(min(head.tokens, n_tokens), head.mass) for head in heads))
 
 
-def _linear_heads(layers: list[list[HeadBudget]]) -> list[list[HeadBudget]]:
+def _linear_heads(layers: list[list[HeadBudget]], n_tokens: int) -> list[list[HeadBudget]]:
     """The linear schedule of each head on its own."""
     if any(head.mass is not None for heads in layers for head in heads):
         raise ConfigError(
             "a mass finds its own number of tokens in every layer: leave 'schedule' out, or give a count"
         )
-    columns = [_linear([head.tokens for head in column]) for column in zip(*layers, strict=True)]
+    columns = [_linear([head.tokens for head in column], n_tokens) for column in zip(*layers, strict=True)]
     return [[HeadBudget(count) for count in row] for row in zip(*columns, strict=True)]
 
 
-def _linear(counts: list[int]) -> list[int]:
-    """2k(i+1)/(L+1) for layer i of L, rounded so that running totals, and with them the whole, stay exact."""
-    layers, total = len(counts), sum(counts)
-    ends = [round(total * (i + 1) * (i + 2) / (layers * (layers + 1))) for i in range(layers)]
-    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+def _linear(counts: list[int], n_tokens: int) -> list[int]:
+    """2k(i+1)/(L+1) for layer i of L, rounded so that running totals, and with them the whole, stay exact.
+
+    What is more than all tokens goes to the layers before, in the same proportions.
+    """
+    layers, total = len(counts), min(sum(counts), len(counts) * n_tokens)
+    full = 0
+    while full < layers and 2 * (total - full * n_tokens) > (layers - full + 1) * n_tokens:
+        full += 1
+    growing, rest = layers - full, total - full * n_tokens
+    ends = [round(rest * (i + 1) * (i + 2) / (growing * (growing + 1))) for i in range(growing)]
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)] + [n_tokens] * full

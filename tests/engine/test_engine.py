@@ -235,14 +235,15 @@ def test_architectures_that_were_not_shown_to_be_exact_are_refused_by_name():
 
 
 def test_lost_keys_are_noticed(engine):
-    """A layer whose keys do not reach the registered function must not silently lose the prefix."""
+    """A model that no longer attends to the prefix must not silently answer without it."""
+    expected = engine.fork().extend([5])
     engine.loaded.model.set_attn_implementation("eager")
     with pytest.raises(UnsupportedModel, match="without its stored prefix"):
         engine.extend([5])
-    cache = engine.new_cache()
-    engine.loaded.model(torch.tensor([[5]]), past_key_values=cache)
     with pytest.raises(UnsupportedModel, match="without its stored prefix"):
-        engine.loaded.model(torch.tensor([[5]]), past_key_values=cache)
+        engine.loaded.model(torch.tensor([[5]]), past_key_values=engine.new_cache())
+    engine.loaded.model.set_attn_implementation("offload_decode")
+    torch.testing.assert_close(engine.extend([5]), expected, atol=0, rtol=0)
 
 
 def test_a_config_is_known_by_what_shapes_keys_and_values(engine):

@@ -1,26 +1,79 @@
-"""The seam to transformers: what it refuses rather than compute wrongly."""
+"""The seam to transformers: what is right there, and what it refuses rather than compute wrongly."""
 
 from __future__ import annotations
+
+import copy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
+from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
 from prefill_jobs.job import prefill_tokens
-from tests.tiny import tiny_model
+from tests.tiny import FAMILIES, text_model, tiny_model, tiny_tokenizer
 
-N = 30
+N, NEW = 30, 5
+ASKED, NEXT = [40, 41, 42, 43, 44, 45], [50, 51, 52]
+CLOSE = {"atol": 1e-5, "rtol": 0}
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seam")
+    for family in ("llama", "gemma2"):
+        served = wrap(text_model(family=family), tiny_tokenizer())
+        prefill_tokens(served, stored(), [Document("all", 0, N)], folder / family)
+    return folder
+
+
+def stored():
+    return np.arange(3, 3 + N, dtype=np.int32)
+
+
+def opened(stores, family, **options):
+    served = wrap(text_model(family=family), tiny_tokenizer())
+    return Engine.open(stores / family, served, options={"budget": "100%"}, **options)
+
+
+@pytest.fixture(params=["llama", "gemma2"])  # full attention, and with sliding layers
+def engine(request, stores):
+    return opened(stores, request.param)
 
 
 @pytest.fixture
-def engine(tmp_path):
-    served = wrap(tiny_model("gemma2"))
-    prefill_tokens(served, np.arange(3, 3 + N, dtype=np.int32), [Document("all", 0, N)], tmp_path / "store")
-    return Engine.open(tmp_path / "store", served)
+def sliding(stores):
+    return opened(stores, "gemma2")
+
+
+@pytest.fixture
+def full(stores):
+    return opened(stores, "llama")
+
+
+def plain(engine, after):
+    """Logits of the tokens after the stored ones, by transformers alone."""
+    family = engine.loaded.model.config.model_type
+    model = text_model(family=family)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return model(torch.tensor([[*stored().tolist(), *after]])).logits[0, N:]
+
+
+def mask(*hidden, length):
+    """Ones over prefix and tail, but for the columns that are hidden."""
+    made = torch.ones(1, N + length, dtype=torch.long)
+    made[:, [N + column for column in hidden]] = 0
+    return made
+
+
+def run(engine, ids, cache, **arguments):
+    with torch.inference_mode():
+        return engine.loaded.model(torch.tensor([ids]), past_key_values=cache, **arguments).logits[0]
 
 
 @pytest.mark.parametrize(
@@ -28,35 +81,229 @@ def engine(tmp_path):
     [
         (torch.ones(1, 4, dtype=torch.bool), "covers 4 tokens, but 34"),
         (torch.arange(N + 4)[None] > 2, "hides stored tokens"),
+        (torch.ones(2, N + 4), "2 rows, but there are 1"),
+        ({"full_attention": None}, "must be 2-D"),
     ],
 )
 def test_a_mask_that_does_not_cover_the_prefix_is_refused(engine, mask, says):
     with pytest.raises(ConfigError, match=says):
-        engine.loaded.model(torch.arange(4)[None], attention_mask=mask, past_key_values=engine.new_cache())
+        run(engine, [4, 5, 6, 7], engine.new_cache(), attention_mask=mask)
 
 
 def test_a_mask_is_believed_as_far_as_it_says_and_no_further(engine):
     mask = torch.arange(N + 4)[None] > 2
     mask.offload_covered = N - 1
     with pytest.raises(ConfigError, match="hides stored tokens"):
-        engine.loaded.model(torch.arange(4)[None], attention_mask=mask, past_key_values=engine.new_cache())
+        run(engine, [4, 5, 6, 7], engine.new_cache(), attention_mask=mask)
 
 
-def test_a_prepared_mask_must_be_bool(engine):
-    mask = torch.zeros(1, 1, 4, 4)
-    with pytest.raises(ConfigError, match="must be bool"):
-        engine.loaded.model(torch.arange(4)[None], attention_mask=mask, past_key_values=engine.new_cache())
+@pytest.mark.parametrize("where", ["call", "generation_config", "config"])
+def test_without_use_cache_nothing_is_appended_twice(engine, where):
+    """Every step would run, and append, all tokens again."""
+    model = engine.loaded.model
+    expected = model.generate(**engine.inputs("Who?"), **GREEDY)
+    refused = {**engine.inputs("Who?"), "use_cache": False}
+    if where != "call":
+        (model.config if where == "config" else model.generation_config).use_cache = False
+        assert model.generate(**engine.inputs("Who?"), **GREEDY).tolist() == expected.tolist()
+        del refused["use_cache"]
+    call = partial(model.generate, **GREEDY) if where != "config" else model
+    with pytest.raises(ConfigError, match="use_cache=True"):
+        call(**refused)
+
+
+def test_a_second_turn_in_a_loop_of_ones_own(engine):
+    cache = engine.new_cache()
+    run(engine, ASKED, cache)
+    expected = plain(engine, ASKED + NEXT)[len(ASKED) :]
+    torch.testing.assert_close(run(engine, NEXT, copy.deepcopy(cache)), expected, **CLOSE)
+    # Outside inference mode, in which the first turn ran.
+    found = engine.loaded.model(torch.tensor([NEXT]), past_key_values=copy.deepcopy(cache)).logits[0]
+    torch.testing.assert_close(found, expected, **CLOSE)
+    whole = mask(length=len(ASKED + NEXT))
+    torch.testing.assert_close(run(engine, NEXT, cache, attention_mask=whole), expected, **CLOSE)
+
+
+def test_a_second_turn_of_generate_with_a_mask_over_the_first(engine):
+    model, cache = engine.loaded.model, engine.new_cache()
+    run(engine, ASKED, cache)
+    whole = mask(length=len(ASKED + NEXT))
+    out = model.generate(torch.tensor([NEXT]), attention_mask=whole, past_key_values=cache, **GREEDY)
+    assert out[0, len(NEXT)] == plain(engine, ASKED + NEXT)[-1].argmax()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_second_turn_that_leaves_the_first_out_is_refused(engine, padded):
+    model, cache = engine.loaded.model, engine.new_cache()
+    run(engine, ASKED, cache)
+    without = mask(*range(len(ASKED)), length=len(ASKED + NEXT)) if padded else mask(length=len(NEXT))
+    for call in (model, partial(model.generate, **GREEDY)):
+        with pytest.raises(ConfigError):
+            call(torch.tensor([NEXT]), attention_mask=without, past_key_values=cache)
+    assert cache.tail_length == len(ASKED), "nothing was appended"
+
+
+@pytest.mark.parametrize("ids", [NEXT, list(range(3, 28)), list(range(3, 3 + N))])
+def test_generate_with_the_questions_ids_and_no_mask_is_refused(engine, ids):
+    """It takes them for the whole sequence, and cuts as many off as are in the cache."""
+    with pytest.raises(ConfigError):
+        engine.loaded.model.generate(torch.tensor([ids]), past_key_values=engine.new_cache(), **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("position", "says"),
+    [
+        ([range(6)], "stands at position 0, .* its place is 30"),
+        ([range(N + 1, N + 7)], "stands at position 31, .* its place is 30"),
+        ([[*range(N, N + 5), N + 4]], "stands at position 34, .* its place is 35"),
+        ([range(N, N + 4)], "must be .B, 6."),
+    ],
+)
+def test_tokens_stand_behind_all_that_came_before(engine, position, says):
+    positions = torch.tensor([list(row) for row in position])
+    for given in ({}, {"attention_mask": mask(length=6)}):
+        with pytest.raises(ConfigError, match=says):
+            run(engine, ASKED, engine.new_cache(), position_ids=positions, **given)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_is_not_counted_in_positions(engine, left):
+    filler = [0, 0]
+    ids = [*filler, *ASKED] if left else [*ASKED, *filler]
+    hidden = range(2) if left else range(len(ASKED), len(ids))
+    seen = mask(*hidden, length=len(ids))
+    positions = (seen.cumsum(-1) - 1)[:, N:]
+    cache = engine.new_cache()
+    found = run(engine, ids, cache, attention_mask=seen, position_ids=positions)
+    found = found[2:] if left else found[:-2]
+    torch.testing.assert_close(found, plain(engine, ASKED), **CLOSE)
+
+    further = torch.cat([seen, torch.ones(1, len(NEXT), dtype=torch.long)], dim=1)
+    positions = (further.cumsum(-1) - 1)[:, -len(NEXT) :]
+    with pytest.raises(ConfigError, match="are padding"):
+        run(engine, NEXT, cache)
+    with pytest.raises(ConfigError, match="differs from that of an earlier pass"):
+        run(engine, NEXT, cache, attention_mask=mask(length=len(ids + NEXT)))
+    with pytest.raises(ConfigError, match="do not count the padding"):
+        run(engine, NEXT, cache, attention_mask=further)
+    for ours in (copy.deepcopy(cache), cache):
+        found = run(engine, NEXT, ours, attention_mask=further, position_ids=positions)
+        torch.testing.assert_close(found, plain(engine, ASKED + NEXT)[len(ASKED) :], **CLOSE)
+
+
+def test_rows_that_were_padded_may_be_picked_and_cropped(engine):
+    ids, cache = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8], [0, 6, 7, 8]]), engine.new_cache()
+    seen = torch.cat([torch.ones(3, N, dtype=torch.long), (ids > 0).long()], dim=1)
+    positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, N:]
+    with torch.inference_mode():
+        engine.loaded.model(ids, attention_mask=seen, position_ids=positions, past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1]))
+    torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, [5, 6, 7, 8, *NEXT])[4:], **CLOSE)
+    cache.crop(-5)
+    torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, [5, 6, *NEXT])[2:], **CLOSE)
+
+
+def test_a_batch_keeps_its_number_of_rows(engine):
+    cache, ids = engine.new_cache(), torch.tensor([ASKED] * 3)
+    with torch.inference_mode():
+        engine.loaded.model(ids, past_key_values=cache)
+        for rows in (1, 2, 4):
+            with pytest.raises(ConfigError, match="holds 3 rows, and"):
+                engine.loaded.model(ids[:1].expand(rows, -1), past_key_values=cache)
+    cache.crop(-len(ASKED))
+    torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, NEXT), **CLOSE)
+
+
+def test_a_copied_cache_goes_its_own_way_and_copies_nothing_that_is_stored(engine):
+    cache = engine.new_cache()
+    run(engine, ASKED, cache)
+    other = copy.deepcopy(cache)
+    assert other.layers[0].prefix.host is cache.layers[0].prefix.host
+    run(engine, [99, 98], other)
+    torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, ASKED + NEXT)[len(ASKED) :], **CLOSE)
+
+
+@pytest.mark.parametrize("width", [len(ASKED), N + len(ASKED)])
+def test_a_prepared_mask(full, width):
+    seen = torch.ones(len(ASKED), width, dtype=torch.bool).tril(width - len(ASKED))[None, None]
+    found = run(full, ASKED, full.new_cache(), attention_mask=seen)
+    torch.testing.assert_close(found, plain(full, ASKED), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (torch.zeros(1, 1, 6, 6), "must be bool"),
+        (torch.ones(1, 1, 6, 7, dtype=torch.bool), "covers 7 tokens, but 36"),
+        (torch.ones(1, 1, 6, N + 6, dtype=torch.bool).triu(1), "hides stored tokens"),
+    ],
+)
+def test_a_prepared_mask_that_does_not_fit_is_refused(full, mask, says):
+    with pytest.raises(ConfigError, match=says):
+        run(full, ASKED, full.new_cache(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("width", [len(ASKED), N + len(ASKED)])
+def test_a_prepared_mask_cannot_serve_sliding_layers_too(sliding, width):
+    seen = torch.ones(1, 1, len(ASKED), width, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="sliding-window layers"):
+        run(sliding, ASKED, sliding.new_cache(), attention_mask=seen)
+
+
+@pytest.mark.parametrize("wrong", [-1, 259])
+def test_ids_out_of_the_vocabulary_are_refused(engine, wrong):
+    with pytest.raises(ConfigError, match=f"id {wrong} is not in the vocabulary"):
+        run(engine, [5, wrong], engine.new_cache())
 
 
 def test_prompt_lookup_is_refused(engine):
     ids = torch.arange(3, 3 + N + 4)[None]
     with pytest.raises(ConfigError):  # by its own sentence, or up to transformers 5.8 by that of the mask
-        engine.loaded.model.generate(ids, past_key_values=engine.new_cache(), prompt_lookup_num_tokens=2)
+        engine.loaded.model.generate(
+            ids, past_key_values=engine.new_cache(), prompt_lookup_num_tokens=2, max_new_tokens=20
+        )
+
+
+def test_another_model_does_not_run_behind_the_prefix(engine):
+    """It would append to the cache and attend without the prefix."""
+    other = text_model(family=engine.loaded.model.config.model_type)
+    with pytest.raises(UnsupportedModel, match=r"run engine\.loaded\.model"):
+        other(torch.tensor([ASKED]), past_key_values=engine.new_cache())
+
+
+def test_a_layer_that_leaves_the_cache_out_is_noticed(engine, monkeypatch):
+    layer = engine.loaded.model.base_model.layers[1]
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer, "forward", lambda *given, **named: forward(*given, **{**named, "past_key_values": None})
+    )
+    with pytest.raises(UnsupportedModel, match="layer 1 attended without its stored prefix"):
+        run(engine, ASKED, engine.new_cache())
+
+
+def test_a_model_in_training_mode_is_refused(engine):
+    engine.loaded.model.train()
+    with pytest.raises(ConfigError, match="training mode"):
+        run(engine, ASKED, engine.new_cache())
+
+
+def test_a_pass_that_failed_is_taken_back(engine, monkeypatch):
+    cache = engine.new_cache()
+    run(engine, ASKED, cache)
+    monkeypatch.setattr(engine.loaded.model.base_model.layers[2], "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, [9, 9, 9], cache)
+    monkeypatch.undo()
+    torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, ASKED + NEXT)[len(ASKED) :], **CLOSE)
+
+
+def interrupted(*arguments, **named):
+    raise KeyboardInterrupt
 
 
 def test_cropping_a_cache_removes_from_the_end_only(engine):
     cache = engine.new_cache()
-    engine.loaded.model(torch.arange(3, 9)[None], past_key_values=cache)
+    run(engine, ASKED, cache)
     cache.crop(-2)
     assert cache.get_seq_length() == N + 4
     for wrong in (-5, 12):
@@ -64,9 +311,28 @@ def test_cropping_a_cache_removes_from_the_end_only(engine):
             cache.crop(wrong)
 
 
-def test_without_a_cache_of_ours_attention_is_plain(engine):
-    ids = torch.arange(3, 40)[None]
-    plain = tiny_model("gemma2")
-    plain.set_attn_implementation("eager")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("left", [True, False])
+def test_without_a_cache_of_ours_attention_is_plain(family, left):
+    rows = [list(range(5, 5 + length)) for length in (12, 1, 9)]
+    pads = [[0] * (12 - len(row)) for row in rows]
+    ids = torch.tensor([pad + row if left else row + pad for pad, row in zip(pads, rows, strict=True)])
+    seen = (ids > 0).long()
+    ours, theirs = wrap(tiny_model(family)).model, tiny_model(family)
+    theirs.set_attn_implementation("eager")
     with torch.inference_mode():
-        torch.testing.assert_close(engine.loaded.model(ids).logits, plain(ids).logits, atol=1e-5, rtol=0)
+        for cached in (True, False):
+            found, expected = (
+                model(ids, attention_mask=seen, use_cache=cached).logits[seen.bool()]
+                for model in (ours, theirs)
+            )
+            torch.testing.assert_close(found, expected, **CLOSE)
+    if left:
+        found, expected = (model.generate(ids, attention_mask=seen, **GREEDY) for model in (ours, theirs))
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("window", [1, 0, -4])
+def test_a_window_without_earlier_tokens_is_refused(window):
+    with pytest.raises(UnsupportedModel, match=f"sliding window of {window}"):
+        wrap(tiny_model("mistral-sliding", sliding_window=window))

@@ -56,6 +56,10 @@ def masses(budget):
         (Budget("60", schedule="linear"), [30, 60, 90]),
         (Budget("6%", schedule="linear"), [30, 60, 90]),
         (Budget("60/6", schedule="linear"), [[30, 3], [60, 6], [90, 9]]),
+        (Budget("800", schedule="linear"), [467, 933, 1000]),  # the last layer's rest goes to the others
+        (Budget("90%", schedule="linear"), [700, 1000, 1000]),
+        (Budget("100%", schedule="linear"), [1000, 1000, 1000]),
+        (Budget("5000/6", schedule="linear"), [[1000, 3], [1000, 6], [1000, 9]]),
         (Budget("64/128"), [[64, 128]] * 3),
         (Budget("8, 1% / 5000, 3/3"), [8, [10, 1000], 3]),
         (Budget("mass=0.9"), [1000, 1000, 1000]),  # the most that it may take

@@ -1,0 +1,46 @@
+"""What a model's `generation_config` makes of its logits, and the strings at which it ends an answer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StopStringCriteria
+
+
+class Processors:
+    """The logits processors of one answer, those that `model.generate` itself makes: penalties for
+    repetition, forbidden and forced tokens, least lengths.
+
+    They see `tokens`, the conversation after the stored ones, and what is generated; `ends` are the tokens
+    that end the answer. Sampling (`do_sample`, `temperature`, `top_k`, `top_p`) and beams are left out.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, tokens: Sequence[int], ends: frozenset[int], most: int):
+        config = copy.deepcopy(model.generation_config)
+        config.do_sample = False
+        config.eos_token_id = sorted(ends) or None
+        config.max_length = len(tokens) + most
+        self._ids = torch.tensor([list(tokens)], device=model.device)
+        model._prepare_special_tokens(config, device=model.device)
+        self._processors = model._get_logits_processor(
+            config, len(tokens), self._ids, device=model.device, model_kwargs={}
+        )
+        self._stop = None
+        if config.stop_strings:
+            self._stop = StopStringCriteria(tokenizer, config.stop_strings)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """`logits [V]` of the next token, changed."""
+        if not self._processors:
+            return logits
+        changed: Tensor = self._processors(self._ids, logits[None].clone())
+        return changed[0]
+
+    def append(self, token: int) -> bool:
+        """Take note of a generated token; whether the answer ends with it."""
+        self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=1)
+        return self._stop is not None and bool(self._stop(self._ids, None)[0])

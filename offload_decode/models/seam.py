@@ -1,0 +1,197 @@
+"""A model switched to the registered attention, and what each of its passes behind a stored prefix must hold.
+
+Two hooks stand around the decoder (`base_model`), where every family hands over the ids, the mask, the
+positions and the cache by name, in a loop of one's own as in `generate`. What would be answered from a part
+of the prefix, or from tokens run twice, is refused before anything is appended.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from offload_decode.errors import ConfigError, UnsupportedModel
+from offload_decode.models.attention import NAME, prefix_attention, tail_mask
+from offload_decode.models.cache import PrefixCache
+
+
+def activate(model: Any) -> None:
+    """Let `model` attend through `prefix_attention`, and check its passes."""
+    AttentionInterface.register(NAME, prefix_attention)
+    AttentionMaskInterface.register(NAME, tail_mask)
+    model.set_attn_implementation(NAME)
+    decoder = model.base_model
+    if _before not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_before, with_kwargs=True)
+        decoder.register_forward_hook(_after, with_kwargs=True)
+
+
+def _before(
+    decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]] | None:
+    given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+    cache = given.get("past_key_values")
+    if not isinstance(cache, PrefixCache):
+        return None
+    cache.take_back()
+    _check_settings(decoder, given.get("use_cache"))
+    ids: Tensor | None = given.get("input_ids")
+    new: Tensor = given["inputs_embeds"] if ids is None else ids
+    rows, tokens = new.shape[:2]
+    if not tokens:
+        raise ConfigError(
+            "no tokens are left to run: generate takes ids without a mask for the whole sequence and removes "
+            "the stored tokens from them; pass the mask over stored and new tokens too, as Engine.inputs does"
+        )
+    if ids is not None:
+        check_ids(ids, decoder)
+    cache.check_rows(rows)
+    mask = given.get("attention_mask")
+    if isinstance(mask, dict) or getattr(mask, "ndim", 2) not in (2, 4):
+        raise ConfigError("the attention mask must be 2-D, over the stored tokens and those that follow")
+    if mask is not None and mask.ndim == 4:
+        given["attention_mask"] = _prepared(mask, cache, tokens)
+        cache.show(tokens, None)
+    else:
+        shown = None if mask is None else _shown(mask, cache, rows, tokens)
+        _check_positions(given.get("position_ids"), shown, cache, tokens)
+        if mask is not None:
+            given["attention_mask"] = covering(mask.to(decoder.device, torch.bool), cache.prefix_length)
+        cache.show(tokens, shown)
+    cache.begun = (threading.get_ident(), cache.tail_length)
+    return (), given
+
+
+def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, PrefixCache):
+        embeds = kwargs.get("inputs_embeds")
+        tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
+        cache.check_attended(tokens)
+        cache.begun = None
+
+
+def covering(mask: Tensor, tokens: int) -> Tensor:
+    """`mask`, marked as one whose first so many columns are True and need not be looked at."""
+    mask.offload_covered = tokens  # type: ignore[attr-defined]
+    return mask
+
+
+def check_ids(ids: Tensor, model: Any) -> None:
+    """Raise if some ids are not in the vocabulary."""
+    known = model.get_input_embeddings().num_embeddings
+    least, most = ids.aminmax()
+    if least < 0 or most >= known:
+        wrong = int(least if least < 0 else most)
+        raise ConfigError(
+            f"token id {wrong} is not in the vocabulary: the model has ids from 0 to {known - 1}"
+        )
+
+
+def _check_settings(decoder: Any, use_cache: bool | None) -> None:
+    config = decoder.config
+    if decoder.training:
+        raise ConfigError(
+            "the model is in training mode, in which attention to stored tokens has neither dropout nor "
+            "gradients: call model.eval()"
+        )
+    if config._attn_implementation != NAME:
+        raise UnsupportedModel(
+            "this model attends without its stored prefix, because its attention was switched to "
+            f"'{config._attn_implementation}': call model.set_attn_implementation('{NAME}')"
+        )
+    if not (config.use_cache if use_cache is None else use_cache):
+        raise ConfigError(
+            "use_cache=False does not go with a stored prefix: the tokens would be run and appended again at "
+            "every step; pass use_cache=True, as Engine.inputs does"
+        )
+
+
+def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
+    """The columns of a 2-D mask after the prefix, checked: bool `[B, tail + T]`."""
+    prefix, tail = cache.prefix_length, cache.tail_length
+    if mask.shape[1] != prefix + tail + tokens:
+        raise ConfigError(
+            f"the attention mask covers {mask.shape[1]} tokens, but {prefix + tail + tokens} are in the "
+            "cache with its stored prefix and the new ones: pass ones for the prefix and for earlier turns "
+            "too, as Engine.inputs does"
+        )
+    if len(mask) != rows:
+        raise ConfigError(f"the attention mask has {len(mask)} rows, but there are {rows} to run")
+    # The engine's own masks say so; a million entries are not read at every step.
+    covered = getattr(mask, "offload_covered", 0) >= prefix
+    if not covered and not bool((mask[:, :prefix] != 0).all()):
+        raise ConfigError(
+            "the attention mask hides stored tokens: only tokens after the prefix can be masked"
+        )
+    shown = mask[:, prefix:] != 0  # a copy: the caller's mask may change
+    earlier = cache.shown
+    before = shown[:, :tail]
+    if not bool((before if earlier is None else before == earlier.to(before.device)).all()):
+        raise ConfigError(
+            "the attention mask differs from that of an earlier pass for tokens that both cover: what was "
+            "shown or hidden once stays so in this cache; begin with a new cache"
+        )
+    return shown
+
+
+def _prepared(mask: Tensor, cache: PrefixCache, tokens: int) -> Tensor:
+    """A 4-D mask without its columns of the prefix."""
+    prefix, tail = cache.prefix_length, cache.tail_length
+    if mask.dtype != torch.bool:
+        raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
+    if any(cache.is_sliding):
+        raise ConfigError(
+            "this model has sliding-window layers, which need another mask than the rest: "
+            "pass a 2-D attention mask, from which both are made"
+        )
+    if mask.shape[-1] == prefix + tail + tokens:
+        if not bool(mask[..., :prefix].all()):
+            raise ConfigError(
+                "the attention mask hides stored tokens: only tokens after the prefix can be masked"
+            )
+        return mask[..., prefix:]
+    if mask.shape[-1] != tail + tokens:
+        raise ConfigError(
+            f"the prepared attention mask covers {mask.shape[-1]} tokens, but {prefix + tail + tokens} are "
+            "in the cache with its stored prefix and the new ones"
+        )
+    return mask
+
+
+def _check_positions(positions: Tensor | None, shown: Tensor | None, cache: PrefixCache, tokens: int) -> None:
+    """A token that is shown stands behind all that are shown before it; where padding stands is no matter."""
+    if shown is None and cache.shown is not None:
+        raise ConfigError(
+            "earlier tokens of this cache are padding: pass an attention mask that hides them here too"
+        )
+    if positions is None and shown is None:
+        return
+    first = cache.prefix_length + cache.tail_length
+    device = shown.device if positions is None else positions.device  # type: ignore[union-attr]
+    if positions is None:
+        positions = torch.arange(first, first + tokens, device=device)[None]
+    if positions.ndim != 2 or positions.shape[-1] != tokens:
+        raise ConfigError(
+            f"position_ids must be [B, {tokens}], one for each new token, and not {list(positions.shape)}"
+        )
+    if shown is None:
+        expected = torch.arange(first, first + tokens, device=device)[None]
+        right = positions == expected
+    else:
+        shown = shown.to(device)
+        expected = (cache.prefix_length + shown.long().cumsum(-1) - 1)[:, -tokens:]
+        right = (positions == expected) | ~shown[:, -tokens:]
+    if not bool(right.all()):
+        wrong = (~right).nonzero()[0].tolist()
+        stands, place = (int(one.expand_as(right)[tuple(wrong)]) for one in (positions, expected))
+        raise ConfigError(
+            f"a new token stands at position {stands}, but behind the stored tokens and those of earlier "
+            f"turns its place is {place}: pass an attention mask that covers all of them, and where rows are "
+            "padded position_ids that do not count the padding"
+        )
