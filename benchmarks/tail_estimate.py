@@ -158,6 +158,7 @@ def counting_heads(tokenizer: Any, context: str, heads: int, seed: int) -> tuple
         digest=lambda layer, head: f"counting head {head}",
         keys=lambda layer, head: keys[head],
         values=lambda layer, head: values,
+        check_mapped=lambda layer: None,
     )
     shape = ModelShape((LayerKind.FULL,), heads, heads, DIM)
     call = Call(0, torch.from_numpy(queries)[None, :, None], 1.0, None)

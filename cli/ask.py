@@ -95,7 +95,7 @@ def ask(
         show(engine.stream(asked, max_new_tokens, sampler))
         cost = engine.prefix.take_stats()
     if inexact := approximations(engine.store.manifest):
-        output.note(f"The store's keys and values are approximate: {inexact}.")
+        output.note(f"The store's keys and values are approximate: {output.one_line(inexact)}.")
     if cost.tail_rows:
         output.note(
             f"The sampled tail leaves the denominator of the attention uncertain by {cost.tail_error:.2%} "
@@ -121,8 +121,8 @@ def show(pieces: Iterable[str]) -> None:
     for piece in pieces:
         shown = piece if begun else piece.lstrip()
         begun = begun or bool(shown)
-        output.answer(shown, end="")
-    output.answer("")
+        output.generated(shown)
+    output.generated("", end="\n")
 
 
 def describe(cost: StepStats, engine: Engine) -> str:

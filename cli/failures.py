@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 
 import typer
 
+from cli.output import note, one_line
 from indexes.errors import UnknownIndex
 from offload_decode.errors import ConfigError, OffloadDecodeError
 from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
@@ -49,19 +51,20 @@ def guard() -> Iterator[None]:
             raise
         if os.environ.get(DEBUG):
             traceback.print_exc()
-        print(f"error: {sentence(error)}", file=sys.stderr)
+        note(f"error: {sentence(error)}")
         raise typer.Exit(exit_code(error)) from None
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong and the way out."""
+    """What went wrong and the way out, in one line that a terminal may have."""
+    reason = one_line(" ".join(re.split("[ \t\n]+", str(error).strip())))
     if isinstance(error, OffloadDecodeError):
-        return " ".join(str(error).split())
+        return reason
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     if isinstance(error, OSError) and error.strerror:
-        return ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
-    reason = " ".join(str(error).split())
+        parts = (error.filename, error.strerror)
+        return one_line(": ".join(str(part) for part in parts if part is not None))
     return f"unexpected {type(error).__name__}: {reason}; set {DEBUG}=1 to see where it comes from"
 
 

@@ -29,13 +29,13 @@ def inspect(store: Store, as_json: Json = False) -> None:
     if as_json:
         output.answer_json(_json(opened, indexes))
         return
-    output.answer(output.facts(_facts(opened)))
-    output.answer("\n" + output.table(_costs(opened)))
+    parts = [output.facts(_facts(opened)), output.table(_costs(opened))]
     if opened.manifest.kv_error:
-        output.answer("\n" + output.table(_errors(opened.manifest)))
-    output.answer("\n" + output.table(_documents(opened)))
+        parts.append(output.table(_errors(opened.manifest)))
+    parts.append(output.table(_documents(opened)))
     if indexes:
-        output.answer("\n" + output.table(_indexes(indexes)))
+        parts.append(output.table(_indexes(indexes)))
+    output.answer("\n\n".join(parts))
 
 
 def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:

@@ -170,7 +170,7 @@ def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
     for report in reports.values():
         output.note(_made(report), quiet)
     for job, error in failures.items():
-        output.note(f"error: {job.corpus}: {error}")
+        output.note(f"error: {output.one_line(job.corpus)}: {error}")
     kept = sum(report.kept for report in reports.values())
     counts = {"made": len(reports) - kept, "kept": kept, "failed": len(failures)}
     output.note(", ".join(f"{number:,} {what}" for what, number in counts.items() if number), quiet)

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from cli.output import duration, note, size
+from cli.output import duration, note, one_line, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -58,6 +58,7 @@ class Progress:
     def __call__(self, stage: str, done: int, total: int, about: str = "") -> None:
         if not self._shown:
             return
+        about = one_line(about)
         if stage != self._stage:
             self._stage, self._first = stage, done
             self._began = self._last = time.monotonic()

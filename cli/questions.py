@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cli.options import without_surrogates
+from cli.output import json_line
+from offload_decode import plain_json
 from offload_decode.errors import ConfigError
 
 # What an answer adds to its question: a question's own field of that name would be lost.
@@ -87,9 +89,8 @@ def read_answered(path: Path, settings: dict[str, Any]) -> set[str]:
 
 def append_answers(path: Path, answers: Iterable[dict[str, Any]]) -> None:
     """Write lines to the end of the file and down to the disk."""
-    lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
-    # JSON can spell half a surrogate pair, which UTF-8 cannot hold: it stays as it was spelled.
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+    lines = "".join(json_line(answer) + "\n" for answer in answers)
+    with path.open("a", encoding="utf-8") as file:
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())
@@ -98,13 +99,13 @@ def append_answers(path: Path, answers: Iterable[dict[str, Any]]) -> None:
 def _question(path: Path, number: int, line: str) -> Question:
     where = f"line {number} of {path}"
     try:
-        fields = json.loads(line)
+        fields = plain_json.parse(line)
     except json.JSONDecodeError as error:
         problem = f"{error.msg} at column {error.colno}"
         raise ConfigError(
             f'{where} is not JSON ({problem}): each line is like {{"question": "…"}}'
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or too many brackets
+    except ValueError as error:  # NaN, a number of too many digits, or too many brackets
         raise ConfigError(f"{where} cannot be read ({error}): make it simpler") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("question"), str):
         raise ConfigError(f'{where} has no text in "question": each line is like {{"question": "…"}}')
@@ -130,10 +131,10 @@ def _named(question: Question, stores: Sequence[str]) -> str:
 
 def _answered(path: Path, number: int, line: bytes, settings: dict[str, Any]) -> str:
     try:
-        fields = json.loads(line)
+        fields = plain_json.parse(line)
         key = _key(fields["store"], fields["id"], fields["question"])
         before = {name: fields[name] for name in settings}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise _not_answers(path, number) from error
     if before != settings:
         raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -15,8 +14,8 @@ from typing import NamedTuple
 
 from offload_decode.errors import ConfigError, StoreExists, StoreForeign, StoreMismatch
 from offload_decode.store.checksums import SEAL
-from offload_decode.store.format import ATTRIBUTE, Manifest, fingerprint_version
-from offload_decode.store.metadata import ROOT
+from offload_decode.store.format import Manifest, fingerprint_version
+from offload_decode.store.metadata import ROOT, header_of
 from offload_decode.store.publish import refuse_existing
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK, locked
@@ -168,13 +167,12 @@ class InBucket(Place):
         bucket = Bucket(self.name)
         if bucket.seal is None:
             return None
-        root = bucket.read(f"{bucket.name}/zarr.json")
-        try:
-            manifest = Manifest.from_json(json.loads(root or b"")["attributes"][ATTRIBUTE])
-        except (KeyError, TypeError, ValueError) as error:
+        header = header_of(bucket.read(f"{bucket.name}/{ROOT}") or b"")
+        if header is None:
             raise StoreForeign(
                 f"{self.name} holds no store that this release can read: choose another URL, or remove it."
-            ) from error
+            )
+        manifest = Manifest.from_json(header)
         return Found(manifest, sum(bucket.objects(bucket.name).values()), None)
 
     @contextmanager

@@ -103,6 +103,7 @@ class Engine:
             weights_hash=loaded.weights_hash,
             tokenizer_hash=loaded.tokenizer_hash if loaded.tokenizer is not None else None,
             dtype=loaded.dtype,
+            shape=loaded.shape,
         )
         check_placement(attend, device_cache, loaded.device)
         host = HostKV(opened, loaded.device, attend, device_cache)

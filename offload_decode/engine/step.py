@@ -110,6 +110,7 @@ class StoredPrefix:
 
     def _attend_rows(self, layer: int, queries: Queries) -> AttentionState:
         """Select, attend, estimate the tail, merge."""
+        self.host.store.check_mapped(layer)
         with self.stats.timed("search_s"):
             selection = self.chosen.select(layer, queries)
         left_out = self._count(layer, queries, selection)

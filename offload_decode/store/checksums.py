@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
 from offload_decode.errors import StoreDamaged
+from offload_decode.store.files import open_regular, read_regular
 
 SUMS = "SHA256SUMS"
 SEAL = "SHA256SUMS.sha256"
@@ -27,7 +28,7 @@ def hash_files(
     """Hex SHA-256 of the files under `root`, by path in order; `sync` also flushes them to the disk."""
 
     def digest(name: str) -> str:
-        with open(root / name, "rb") as file:
+        with os.fdopen(open_regular(root / name), "rb") as file:
             if sync:
                 os.fsync(file.fileno())
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -57,8 +58,8 @@ def seal_of(sums: bytes) -> bytes:
 def read_sums(root: Path) -> dict[str, str]:
     """The checksums of the store at `root`, by path; StoreDamaged where the list itself cannot be trusted."""
     try:
-        sums, seal = ((root / name).read_bytes() for name in (SUMS, SEAL))
-    except (FileNotFoundError, IsADirectoryError) as error:
+        sums, seal = (read_regular(root / name) for name in (SUMS, SEAL))
+    except FileNotFoundError as error:
         raise StoreDamaged(
             f"{error.filename} is missing, so nothing of the store can be checked: "
             "restore the store from a copy, or prefill again."
@@ -76,29 +77,28 @@ def check_tree(root: Path, progress: Report | None = None) -> None:
 
     Where the checksums themselves are damaged, what is left of them still tells of the other files.
     """
-    lists = {name: _read_plain(root / name) for name in (SUMS, SEAL)}
-    problems = {name: "missing or a link" for name, data in lists.items() if data is None}
+    lists = {name: read_regular(root / name) if _is_plain(root / name) else None for name in (SUMS, SEAL)}
+    problems = {name: "missing, or no plain file" for name, data in lists.items() if data is None}
     text = lists[SUMS] or b""
     if not problems and lists[SEAL] != seal_of(text):
         problems = dict.fromkeys(lists, "one of the two has changed")
     sums = _by_path(text)
-    folders = {str(folder) for name in sums for folder in PurePath(name).parents}
-    found = set(_walk(root)) - {SUMS, SEAL} - folders
-    kept = {
-        name for name in found & sums.keys() if (root / name).is_file() and not (root / name).is_symlink()
-    }
+    folders = {str(folder) for name in sums for folder in PurePath(name).parents[:-1]}
+    found = set(_walk(root)) - {SUMS, SEAL, "."} - folders
+    kept = {name for name in found & sums.keys() if _is_plain(root / name)}
     digests = hash_files(root, kept, progress)
     problems |= dict.fromkeys(sums.keys() - found, "missing")
-    problems |= {name: "changed" for name in sums.keys() & found if digests.get(name) != sums[name]}
+    problems |= dict.fromkeys(sums.keys() & found - kept, "a link, a pipe or a device")
+    problems |= {name: "changed" for name in kept if digests[name] != sums[name]}
     problems |= dict.fromkeys(found - sums.keys(), "not of this store")
+    problems |= {folder: "a link" for folder in folders if (root / folder).is_symlink()}
     if problems:
         listed = ", ".join(f"{name} ({what})" for name, what in sorted(problems.items()))
         raise StoreDamaged(f"{root} is damaged: {listed}; restore these files from a copy, or prefill again.")
 
 
-def _read_plain(file: Path) -> bytes | None:
-    """The bytes of a file that is no link; None where there is none."""
-    return file.read_bytes() if file.is_file() and not file.is_symlink() else None
+def _is_plain(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink()
 
 
 def _by_path(sums: bytes) -> dict[str, str]:

@@ -50,6 +50,11 @@ class ArraySpec:
     def metadata_file(self) -> str:
         return f"{self.name}/zarr.json"
 
+    @property
+    def file_count(self) -> int:
+        """Chunk files."""
+        return math.prod(-(-size // step) for size, step in zip(self.shape, self.chunk, strict=True))
+
     def files(self) -> Iterator[str]:
         """Every chunk file, head by head, in the order of the rows."""
         grid = (range(-(-size // step)) for size, step in zip(self.shape, self.chunk, strict=True))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload_decode.errors import StoreDamaged, StoreError
+from offload_decode.store.files import open_regular
 
 _MAP_FIXED = 0x10  # the same on Linux and macOS; Python's mmap does not export it
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -47,7 +48,7 @@ def map_files(files: Sequence[Path], file_bytes: int) -> npt.NDArray[np.uint8]:
 
 def _map_over(address: int, file: Path, size: int) -> None:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(file)
     except FileNotFoundError as error:
         raise StoreDamaged(f"{file} is missing: restore it from a copy, or prefill again.") from error
     except OSError as error:

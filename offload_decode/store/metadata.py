@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from offload_decode import plain_json
 from offload_decode.errors import StoreDamaged
+from offload_decode.store.files import LARGEST_LIST, read_regular
 from offload_decode.store.format import ATTRIBUTE, Manifest, numpy_dtype
 from offload_decode.store.layout import ALIGNMENT, ArraySpec, array_specs, layer_name
 from offload_decode.store.staging import write_atomically
@@ -59,8 +61,16 @@ def record(partial: Path, root: Path, manifest: Manifest) -> None:
 def read_header(root: Path) -> dict[str, Any] | None:
     """The manifest of the group at `root` as JSON, not yet looked at; None where there is none."""
     try:
-        header = json.loads((root / ROOT).read_bytes())["attributes"][ATTRIBUTE]
-    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, ValueError):
+        return header_of(read_regular(root / ROOT))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def header_of(data: bytes) -> dict[str, Any] | None:
+    """`read_header` of the bytes of a root group's metadata."""
+    try:
+        header = plain_json.parse(data)["attributes"][ATTRIBUTE]
+    except (KeyError, TypeError, ValueError):
         return None
     return header if isinstance(header, dict) else None
 
@@ -68,6 +78,8 @@ def read_header(root: Path) -> dict[str, Any] | None:
 def read_specs(root: Path, manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays of the store at `root` by name; StoreDamaged where they are not what the manifest says."""
     offsets, names = (_length(root, f"documents/{name}") for name in ("offsets", "names"))
+    if names > LARGEST_LIST or offsets > names:
+        raise StoreDamaged(f"{root} lists more documents than its list of names can hold: prefill again.")
     specs = array_specs(manifest, offsets - 1, names)
     return {spec.name: _stored_spec(root, spec) for spec in specs}
 
@@ -78,9 +90,10 @@ def _stored_spec(root: Path, spec: ArraySpec) -> ArraySpec:
     try:
         chunk = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
         stored = replace(spec, chunk=chunk)
-        if _is_as_expected(metadata, stored) and _is_mappable(stored):
+        sane = len(chunk) == len(spec.shape) and all(type(step) is int for step in chunk)
+        if sane and _is_as_expected(metadata, stored) and _is_mappable(stored):
             return stored
-    except (AttributeError, IndexError, KeyError, TypeError):
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         pass
     raise StoreDamaged(
         f"{root / spec.metadata_file} does not describe the array that the manifest promises: "
@@ -126,14 +139,14 @@ def _stored_dtype(dtype: str) -> str:
 
 def _length(root: Path, name: str) -> int:
     shape = _read(root, name).get("shape")
-    if not (isinstance(shape, list) and len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 0):
+    if not (isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] > 0):
         raise StoreDamaged(f"{root / name} is not a list: restore the store from a copy, or prefill again.")
     return shape[0]
 
 
 def _read(root: Path, name: str) -> dict[str, Any]:
     try:
-        metadata = json.loads((root / name / "zarr.json").read_bytes())
+        metadata = plain_json.parse(read_regular(root / name / "zarr.json"))
     except (FileNotFoundError, ValueError) as error:
         raise StoreDamaged(
             f"{root / name / 'zarr.json'} is missing or cannot be read: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from offload_decode import plain_json
 from offload_decode.errors import (
     StoreDamaged,
     StoreError,
@@ -21,11 +21,12 @@ from offload_decode.errors import (
     StoreNotFound,
 )
 from offload_decode.store import checksums, metadata
+from offload_decode.store.files import check_folders, check_sizes, read_regular
 from offload_decode.store.format import Array, Manifest, check_version, fingerprint_version, token_hash
 from offload_decode.store.layout import ArraySpec, layer_name
 from offload_decode.store.staging import LOCK, STORE, Progress, partial_path
 from offload_decode.store.streams import head_view, list_view
-from offload_decode.types import Document
+from offload_decode.types import Document, ModelShape
 
 _KINDS = {
     "key_norms": "key norms",
@@ -50,6 +51,7 @@ class KVStore:
         self._specs = specs
         self._sums = sums
         self._views: dict[tuple[str, int], Array] = {}
+        self._mapped: dict[int, list[tuple[str, int]]] = {}  # files of each layer, with their sizes
 
     @classmethod
     def open(cls, path: str | Path) -> KVStore:
@@ -77,7 +79,7 @@ class KVStore:
             )
         manifest = Manifest.from_json(header)
         specs = metadata.read_specs(root, manifest)
-        _check_sizes(root, manifest, specs, sums)
+        _check_files(root, manifest, specs, sums)
         return cls(root, manifest, specs, sums)
 
     @cached_property
@@ -88,11 +90,16 @@ class KVStore:
     @cached_property
     def documents(self) -> tuple[Document, ...]:
         """The documents in the order of their tokens."""
-        offsets = self._small("documents/offsets").tolist()
+        offsets = self._small("documents/offsets")
+        if not 0 <= offsets[0] <= offsets[-1] <= self.manifest.n_tokens or (np.diff(offsets) < 0).any():
+            raise self._contradiction()
         try:
-            names = json.loads(self._small("documents/names").tobytes())
-            return tuple(Document(*found) for found in zip(names, offsets[:-1], offsets[1:], strict=True))
-        except (TypeError, ValueError) as error:
+            names = plain_json.parse(self._small("documents/names").tobytes())
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError("it is no list of names")
+            spans = zip(names, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+            return tuple(Document(*found) for found in spans)
+        except ValueError as error:
             raise StoreDamaged(
                 f"The list of documents in {self.path} is damaged: restore it from a copy, or prefill again."
             ) from error
@@ -100,7 +107,10 @@ class KVStore:
     @cached_property
     def query_positions(self) -> Array:
         """Token positions of the sampled queries, int64 `[n]`; sample j is of head `j % G` of its group."""
-        return self._small("query_positions")
+        positions = self._small("query_positions")
+        if positions.min() < 0 or positions.max() >= self.manifest.n_tokens:
+            raise self._contradiction()
+        return positions
 
     def keys(self, layer: int, kv_head: int) -> Array:
         """Post-RoPE keys `[N, D]` of a full-attention layer, or encoded `[N]` (`indexes.rows.encodings`)."""
@@ -131,6 +141,14 @@ class KVStore:
         )
         return keys, values
 
+    def check_mapped(self, layer: int) -> None:
+        """StoreDamaged where a mapped file of a layer has changed its size, before its views are read again:
+        beyond the end of a file that shrank there is no memory, and the system ends who reads it (SIGBUS).
+
+        A microsecond a file. One that shrinks while it is being read is still fatal.
+        """
+        check_sizes(self._mapped.get(layer, ()))
+
     def digest(self, layer: int, kv_head: int) -> str:
         """SHA-256 over the checksums of one head's key files: names the keys without reading them."""
         files = self._specs[f"{layer_name(layer)}/keys"].head_files(kv_head)
@@ -159,11 +177,13 @@ class KVStore:
         weights_hash: str | None = None,
         tokenizer_hash: str | None = None,
         dtype: str | None = None,
+        shape: ModelShape | None = None,
     ) -> None:
         """StoreMismatch where what is given of a model differs from the model that made the store."""
         ours = self.manifest
         for what, mine, given in (
             ("another configuration", ours.model_config_hash, config_hash),
+            ("another shape", ours.shape, shape),
             (f"another dtype, {dtype}", ours.dtype, dtype),
             ("other weights", ours.weights_hash, weights_hash),
             ("another tokenizer", ours.tokenizer_hash, tokenizer_hash),
@@ -187,26 +207,26 @@ class KVStore:
 
     def _rows(self, layer: int, kind: str, kv_head: int) -> Array:
         name = f"{layer_name(layer)}/{kind}"
-        if (name, kv_head) not in self._views:
-            self._views[name, kv_head] = head_view(self.path, self._specs[name], kv_head)
+        spec = self._specs[name]
+        files = [(os.path.join(self.path, file), spec.chunk_bytes) for file in spec.head_files(kv_head)]
+        if (name, kv_head) in self._views:
+            check_sizes(files)
+        else:
+            self._views[name, kv_head] = head_view(self.path, spec, kv_head)
+            self._mapped.setdefault(layer, []).extend(files)
         return self._views[name, kv_head]
 
     def _small(self, name: str) -> Array:
         return list_view(self.path, self._specs[name])
 
     def _check_contents(self) -> None:
-        """StoreDamaged where tokens or documents are not what the manifest says."""
-        offsets = self._small("documents/offsets")
-        sane = (
-            token_hash(self.tokens) == self.manifest.token_hash
-            and 0 <= offsets[0] <= offsets[-1] <= self.manifest.n_tokens
-            and bool((np.diff(offsets) >= 0).all())
-            and len(self.documents) == len(offsets) - 1
-        )
-        if not sane:
-            raise StoreDamaged(
-                f"The tokens or documents in {self.path} contradict its manifest: prefill again."
-            )
+        """StoreDamaged where tokens, documents or positions are not what the manifest says."""
+        if token_hash(self.tokens) != self.manifest.token_hash:
+            raise self._contradiction()
+        _ = self.documents, self.query_positions
+
+    def _contradiction(self) -> StoreDamaged:
+        return StoreDamaged(f"The tokens or documents in {self.path} contradict its manifest: prefill again.")
 
 
 def verify_store(path: str | Path, progress: checksums.Report | None = None) -> None:
@@ -268,12 +288,15 @@ def _surfaced(root: Path) -> Iterator[None]:
 
 def _matches(root: Path, name: str, digest: str) -> bool:
     try:
-        return hashlib.sha256((root / name).read_bytes()).hexdigest() == digest
+        return hashlib.sha256(read_regular(root / name)).hexdigest() == digest
     except FileNotFoundError:
         return False
 
 
-def _check_sizes(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], sums: dict[str, str]) -> None:
+def _check_files(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], sums: dict[str, str]) -> None:
+    """StoreDamaged unless the arrays' files are those of the checksums, plain ones, of the right sizes."""
+    if sum(spec.file_count for spec in specs.values()) > len(sums):  # it may be too many to list
+        raise StoreDamaged(f"The manifest in {root} describes more files than there are: prefill again.")
     sizes = {name: spec.chunk_bytes for spec in specs.values() for name in spec.files()}
     described = {*sizes, *metadata.group_files(manifest), *(spec.metadata_file for spec in specs.values())}
     if described != sums.keys():
@@ -281,15 +304,5 @@ def _check_sizes(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], su
         raise StoreDamaged(
             f"The checksums in {root} are not of the files of its arrays ({odd}): prefill again."
         )
-    for name, size in sizes.items():
-        try:
-            found = os.path.getsize(root / name)
-        except FileNotFoundError:
-            raise StoreDamaged(
-                f"{name} in {root} is missing: restore it from a copy, or prefill again."
-            ) from None
-        if found != size:
-            raise StoreDamaged(
-                f"{name} in {root} has {found:,} bytes and should have {size:,}: "
-                "restore it from a copy, or prefill again."
-            )
+    check_folders(root, sizes)
+    check_sizes((os.path.join(root, name), size) for name, size in sizes.items())

@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload_decode import plain_json
 from offload_decode.errors import StoreBusy, StoreDamaged, StoreError, StoreForeign
+from offload_decode.store.files import read_regular
 from offload_decode.store.mapping import require_posix
 
 LOCK, PROGRESS, STORE, WINDOWS = "lock", "progress.json", "store", "windows"
@@ -83,7 +85,7 @@ class Progress:
     def load(cls, partial: Path) -> Progress:
         """StoreDamaged where the file cannot be read."""
         try:
-            data = json.loads((partial / PROGRESS).read_bytes())
+            data = plain_json.parse(read_regular(partial / PROGRESS))
             if data.pop("crc") != _crc(data):
                 raise ValueError("it has changed")
             segments = {layer: [Segment(*s) for s in found] for layer, found in data.pop("segments").items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from indexes.rows import encodings
+from offload_decode.store.files import check_sizes
 from offload_decode.store.format import Array
 from offload_decode.store.layout import ArraySpec
 from offload_decode.store.mapping import map_files
@@ -49,7 +50,10 @@ class RowStream:
 
     def view(self, head: int) -> Array:
         """All rows `[rows, D]`, or encoded `[rows]`, of one head, zero-copy: zeros until they are written."""
-        if head not in self._views:
+        if head in self._views:
+            files = self.spec.head_files(head)
+            check_sizes((os.path.join(self._root, name), self.spec.chunk_bytes) for name in files)
+        else:
             self._views[head] = head_view(self._root, self.spec, head)
         return self._views[head]
 
@@ -97,7 +101,7 @@ def as_bytes(array: Array) -> memoryview:
 
 
 def _write_at(file: Path, offset: int, data: memoryview) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         while data:
             written = os.pwrite(descriptor, data, offset)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from offload_decode.store.files import open_regular
 from offload_decode.store.format import Array
 from offload_decode.store.staging import Segment
 from offload_decode.store.streams import as_bytes
@@ -36,7 +38,7 @@ class WindowLog:
         self.segments = segments
         files = [self._file(segment) for segment in segments]
         return all(
-            f.exists() and zlib.crc32(f.read_bytes()) == s.crc for f, s in zip(files, segments, strict=True)
+            f.is_file() and zlib.crc32(f.read_bytes()) == s.crc for f, s in zip(files, segments, strict=True)
         )
 
     def append(self, keys: Array, values: Array) -> None:
@@ -74,4 +76,5 @@ class WindowLog:
         return self._folder / f"{self._layer:03d}-{segment.start}-{segment.stop}"
 
     def _read(self, segment: Segment) -> Array:
-        return np.fromfile(self._file(segment), self._dtype).reshape(2, self._heads, -1, self._dim)
+        with os.fdopen(open_regular(self._file(segment)), "rb") as file:
+            return np.fromfile(file, self._dtype).reshape(2, self._heads, -1, self._dim)

@@ -20,6 +20,7 @@ from offload_decode.errors import StoreIncomplete, StoreMismatch
 from offload_decode.store import metadata
 from offload_decode.store.checksums import Report
 from offload_decode.store.encoded import KINDS, Encoder, Error, no_errors
+from offload_decode.store.files import open_regular
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.layout import ArraySpec, array_specs, layer_name
 from offload_decode.store.norms import row_norms
@@ -290,7 +291,10 @@ class KVStoreWriter:
 
     def _staged_bytes(self, name: str) -> bytes:
         file = self._root / name / "c.0"
-        return file.read_bytes() if file.exists() else b""
+        if not file.exists():
+            return b""
+        with os.fdopen(open_regular(file), "rb") as staged:
+            return staged.read()
 
     def _reopened_page(self, layer: int) -> OpenPage | None:
         """The bounds of the page that the last commit left open, from its staged keys."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cli.questions import append_answers
 from offload_decode import Engine
 from offload_decode.errors import StoreDamaged
 from offload_decode.models import loading
@@ -214,3 +215,20 @@ def test_options_are_checked_before_any_work(store: Path, questions: Path, tmp_p
     ran = run(*args, "-o", "budget=many")
     assert ran.code == 2
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[NaN]"])
+def test_what_json_has_no_number_for_is_neither_read_nor_written(
+    store: Path, tmp_path: Path, number: str
+) -> None:
+    (tmp_path / "q").write_text(f'{{"question": "one", "weight": {number}}}\n')
+    told = refused(2, "batch", store, "--questions", tmp_path / "q", "--out", tmp_path / "out")
+    assert "line 1 of" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_never_hold_what_json_has_no_number_for(tmp_path: Path) -> None:
+    append_answers(tmp_path / "out", [{"id": float("nan"), "text": "\x9b\u202e\ud800"}])
+    line = (tmp_path / "out").read_text()
+    assert json.loads(line) == {"id": None, "text": "\x9b\u202e\ud800"}
+    assert line.isascii()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 
 import pytest
@@ -35,6 +36,44 @@ def test_durations(seconds: float, shown: str) -> None:
 
 def test_tables_align_their_columns() -> None:
     assert output.table([["kind", "size"], ["a", "1,000"]]).splitlines() == ["kind   size", "a     1,000"]
+
+
+EVIL = "a\x1b[31m\x9b2J\u202eb\rc\x00\x7f"
+SPELLED = r"a\x1b[31m\x9b2J\u202eb\x0dc\x00\x7f"
+
+
+def test_commands_to_a_terminal_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output.shown(f"{EVIL}\n\tnaïve 漢字 🙂") == f"{SPELLED}\n\tnaïve 漢字 🙂"
+    assert output.one_line("a\nb\tc") == r"a\x0ab\x09c"
+    output.answer(output.table([[EVIL, "1"], ["b\n2", "2"]]))
+    output.answer(output.facts([("name", f"{EVIL}\n")]))
+    output.note(EVIL)
+    told = capsys.readouterr()
+    padding = " " * (len(SPELLED) - 6)
+    assert told.out.splitlines() == [
+        f"{SPELLED}  1",
+        rf"b\x0a2{padding}  2",
+        rf"name  {SPELLED}\x0a",
+    ]
+    assert told.err == f"{SPELLED}\n"
+
+
+def test_what_a_model_writes_goes_into_a_file_as_it_is_and_to_a_terminal_spelled_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for stream, expected in ((io.StringIO(), EVIL), (_Terminal(), SPELLED)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        output.generated(EVIL)
+        assert stream.getvalue() == expected
+
+
+def test_json_is_json_without_commands_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"name": EVIL, "half": "\ud800", "nan": float("nan"), "of": (1.5, [float("inf")]), "é": "é"}
+    output.answer_json(value)
+    out = capsys.readouterr().out
+    assert not output._COMMANDS.search(out)
+    assert "é" in out
+    assert json.loads(out) == value | {"nan": None, "of": [1.5, [None]]}
 
 
 class _Terminal(io.StringIO):
@@ -78,3 +117,12 @@ def test_quiet_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress(quiet=True) as steps:
         _count(steps)
     assert terminal.getvalue() == ""
+
+
+def test_progress_spells_names_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
+    with Progress() as steps:
+        steps("prefill", 1, 2, f"1 of 2, {EVIL}")
+    assert f"1 of 2, {SPELLED}:" in capsys.readouterr().err

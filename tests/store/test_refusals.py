@@ -176,7 +176,7 @@ def test_what_cannot_be_read_is_a_sentence(store: Path, monkeypatch: pytest.Monk
     def denied(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied", str(store / "zarr.json"))
 
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(StoreError, match=r"zarr.json cannot be read: Permission denied"):
         KVStore.open(store)
 

@@ -1,0 +1,124 @@
+"""Stores made to harm, as a user meets them: a sentence, and nothing that a terminal takes for a command."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload_decode.engine.engine import Engine
+from offload_decode.errors import StoreDamaged, StoreMismatch
+from offload_decode.models.loading import load
+from offload_decode.store import KVStore
+from tests.cli.conftest import refused, run
+from tests.store.test_refusals import edit, reseal
+
+RED = "\x1b[31m"
+
+
+def test_escape_sequences_in_a_manifest_are_shown(copy: Callable[[str], Path]) -> None:
+    store = copy("evil.kv")
+    edit(
+        store,
+        "zarr.json",
+        model_id=f"{RED}m\u202e",
+        software="s\x9b2J\nforged  line",
+        prefill={"method": RED},
+    )
+    names = store / "documents/names/c.0"
+    listed = json.dumps([f"{RED}.txt"])
+    metadata = store / "documents/names/zarr.json"
+    described = json.loads(metadata.read_text())
+    described["shape"] = described["chunk_grid"]["configuration"]["chunk_shape"] = [len(listed)]
+    metadata.write_text(json.dumps(described))
+    names.write_bytes(listed.encode())
+    reseal(store)
+    ran = run("inspect", store)
+    assert ran.code == 0
+    assert r"\x1b[31mm\u202e" in ran.out
+    assert r"s\x9b2J\x0aforged  line" in ran.out
+    assert r"\x1b[31m.txt" in ran.out
+    told = run("inspect", store, "--json")
+    assert json.loads(told.out)["manifest"]["model_id"] == f"{RED}m\u202e"
+    asked = run("ask", store, "q")
+    assert asked.code == 1
+    for text in (ran.out, told.out, asked.out, asked.err):
+        assert not {"\x1b", "\x9b", "\u202e"} & set(text)
+
+
+def test_escape_sequences_in_names_and_errors_are_shown(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / f"{RED}folder"
+    folder.mkdir()
+    for command in (["inspect", folder], ["verify", folder], ["ask", folder, "q"]):
+        ran = run(*command)
+        assert ran.code == 1
+        assert r"\x1b[31mfolder" in ran.err
+        assert "\x1b" not in ran.err + ran.out
+    (folder / f"bad{RED}.txt").write_bytes(b"\0")
+    (folder / "good.txt").write_text("text")
+    ran = run("prefill", folder, "--model", home / "model", "--out", tmp_path / "s.kv")
+    assert ran.code == 0
+    assert r"bad\x1b[31m.txt" in ran.err
+    assert "\x1b" not in ran.err + ran.out
+
+
+WRONG = [
+    {"n_tokens": 10**15},
+    {"n_tokens": True},
+    {"page_size": -16},
+    {"query_samples": 2.0},
+    {"rope": []},
+    {"prefill": {"method": None}},
+    {"kv": {"keys": "float32"}},
+    {"kv_error": {"keys": [{}]}},
+    {"shape": {"layers": ["full"] * 10**4}},
+    {"model_id": {"a": 1}},
+    {"format_version": True},
+]
+
+
+@pytest.mark.parametrize("changes", WRONG, ids=lambda changes: next(iter(changes)))
+@pytest.mark.parametrize("command", [["inspect"], ["ask", "q"], ["verify"], ["index"], ["inspect", "--json"]])
+def test_a_manifest_with_wrong_types_is_a_sentence(
+    copy: Callable[[str], Path], command: list[str], changes: dict[str, object]
+) -> None:
+    store = copy("wrong.kv")
+    edit(store, "zarr.json", **changes)
+    ran = run(command[0], store, *command[1:])
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.count("\n") == 1
+    assert "unexpected" not in ran.err
+
+
+def test_a_shape_that_is_not_the_models_is_refused(home: Path, copy: Callable[[str], Path]) -> None:
+    store = copy("shape.kv")
+    shape = KVStore.open(store).manifest.to_json()["shape"]
+    edit(store, "zarr.json", shape=shape | {"query_heads": 2 * shape["query_heads"]})
+    with pytest.raises(StoreMismatch, match="another shape"):
+        Engine.open(store, load(str(home / "model"), "cpu", "auto"))
+
+
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_a_file_that_shrinks_under_an_engine_is_a_sentence(
+    home: Path, copy: Callable[[str], Path], kind: str
+) -> None:
+    store = copy("shrinks.kv")
+    engine = Engine.open(store, load(str(home / "model"), "cpu", "auto"), options={"budget": "20"})
+    engine.answer("Which?", 3)
+    layer = engine.store.manifest.shape.full_layers[-1]
+    file = store / f"layers/{layer:03d}/{kind}/c.0.0.0"
+    # By so little that the page is still there: reading beyond it would end the process.
+    os.truncate(file, file.stat().st_size - 8)
+    with pytest.raises(StoreDamaged, match="bytes and should have"):
+        engine.answer("Which?", 3)
+
+
+def test_names_and_positions_are_of_the_store(copy: Callable[[str], Path]) -> None:
+    store = copy("offsets.kv")
+    offsets = store / "documents/offsets/c.0"
+    offsets.write_bytes((np.frombuffer(offsets.read_bytes(), "<i8") * 10**6).tobytes())
+    assert "contradict its manifest" in refused(1, "inspect", store)
