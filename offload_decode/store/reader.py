@@ -183,7 +183,6 @@ class KVStore:
         ours = self.manifest
         for what, mine, given in (
             ("another configuration", ours.model_config_hash, config_hash),
-            ("another shape", ours.shape, shape),
             (f"another dtype, {dtype}", ours.dtype, dtype),
             ("other weights", ours.weights_hash, weights_hash),
             ("another tokenizer", ours.tokenizer_hash, tokenizer_hash),
@@ -196,10 +195,9 @@ class KVStore:
                     "fingerprints, so it cannot be told whether this model made it: prefill again, or use "
                     "that release."
                 )
-            raise StoreMismatch(
-                f"{self.path} was prefilled by the model {ours.model_id} in {ours.dtype}, and this model "
-                f"has {what}: open the store with the model that made it, or prefill again."
-            )
+            raise self._mismatch(what)
+        if shape is not None and shape != ours.shape:
+            raise self._mismatch("another shape")
 
     def verify(self, progress: checksums.Report | None = None) -> None:
         """Read every byte; see `verify_store`."""
@@ -224,6 +222,12 @@ class KVStore:
         if token_hash(self.tokens) != self.manifest.token_hash:
             raise self._contradiction()
         _ = self.documents, self.query_positions
+
+    def _mismatch(self, what: str) -> StoreMismatch:
+        return StoreMismatch(
+            f"{self.path} was prefilled by the model {self.manifest.model_id} in {self.manifest.dtype}, and "
+            f"this model has {what}: open the store with the model that made it, or prefill again."
+        )
 
     def _contradiction(self) -> StoreDamaged:
         return StoreDamaged(f"The tokens or documents in {self.path} contradict its manifest: prefill again.")

@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 def host_of(keys, values):
     """A prefix `[Hkv, N, D]` in memory."""
     store = SimpleNamespace(
+        check_mapped=lambda layer: None,
         manifest=SimpleNamespace(n_tokens=keys.shape[1], shape=SimpleNamespace(kv_heads=len(keys))),
         digest=lambda layer, head: "none",
         keys=lambda layer, head: keys[head],
