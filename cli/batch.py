@@ -52,9 +52,12 @@ def batch(
         ),
     ],
     questions: Annotated[
-        Path, typer.Option(metavar="FILE.jsonl", help='Lines like {"question": "…", "id": 1, "store": "…"}.')
+        Path,
+        typer.Option(
+            metavar="FILE.jsonl", help='Questions, a line each: {"question": "…", "id": 1, "store": "…"}.'
+        ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Answers are appended to it.")],
+    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="File that answers are appended to.")],
     selector: Selector = "topk",
     option: Options = None,
     model: Model = None,
@@ -70,10 +73,12 @@ def batch(
 ) -> None:
     """Ask many questions of many stores.
 
-    Every question is asked of every store, unless its line names one. An answer is a line with "id", "store",
-    "question", "answer", "tokens" (their number), "finish", the settings, and whatever else the line of the
-    question held.
-    What the output holds already is not asked again: the same command resumes a batch that was interrupted.
+    Every question is asked of every store, unless its line names one ("id" and "store" may be left out). An
+    answer is a line with "id", "store", "question", "answer", "tokens" (how many), "finish", the settings,
+    and whatever else the question's line held.
+
+    Questions that the output answers already are not asked again: the same command resumes a batch that was
+    interrupted.
     """
     options = split_pairs(option or [])
     if not out.parent.is_dir():

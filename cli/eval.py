@@ -73,9 +73,9 @@ def needle(
 ) -> None:
     """Find a needle at every length and depth.
 
-    A number is hidden in a text and asked for: with dense attention, with the selector, and, as a control,
-    with the selector in the same text without the needle, where nothing should be found. Only the generated
-    text is scored. A text that is shorter than a length is repeated.
+    A number is hidden in a text and asked for: with dense attention, with the selector, and as a control with
+    the selector in the same text without the needle, where nothing should be found. Only the generated text
+    is scored. A text that is too short is repeated.
     """
     counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
     shares = tuple(dict.fromkeys(map(_share, depths.split(","))))

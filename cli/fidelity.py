@@ -49,7 +49,7 @@ def fidelity(
             "-o",
             "--option",
             metavar="KEY=VALUE",
-            help="An option for all selectors alike, such as dense_layers=0,1; repeatable.",
+            help="An option for all selectors, such as dense_layers=0,1; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -72,17 +72,20 @@ def fidelity(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure how near selectors come to exact attention.
+    """Measure how close selectors come to exact attention.
 
-    Every selector gets the same budgets and the same queries: those of questions answered with dense
-    attention, and the latest that prefill kept. Shown are the share of the exact top-k that was found
-    (recall), the share of the attention that it holds (mass), and the error of the attention to the stored
-    tokens, relative to dense: in all, of exact top-k with that budget (appr.), and of the selection against
-    exact top-k (search). Then the dense run's tokens are put through each selector, and the next tokens'
-    probabilities compared (KL in nats, same first choice). dense, random and streaming are always measured
-    too. A selector that cannot run is refused before anything is measured; one that fails later is named at
-    the end, and the others' results are kept. h2o and tova count question and answer in their budget, so
-    that they attend to fewer stored tokens: see the column `tokens`.
+    Every selector gets the same budgets and the same queries: those of the questions, answered with dense
+    attention, and the last ones that prefill kept.
+
+    The table shows the share of the exact top-k that was found (recall), the share of the attention that the
+    selection holds (mass), and the error of the attention to stored tokens, relative to dense attention: in
+    all, of exact top-k with that budget (appr.), and of the selection against exact top-k (search). Then the
+    tokens of the dense answer are run through each selector, and the probabilities of the next token are
+    compared: KL in nats, and how often the likeliest token is the same.
+
+    dense, random and streaming are always measured too. A selector that cannot run is refused at the start;
+    one that fails later is named at the end, and the other results are kept. h2o and tova count question and
+    answer in their budget, so they attend to fewer stored tokens: see the column `tokens`.
     """
     questions = tuple(map(question_from, question or [_QUESTION]))
     amounts = tuple(dict.fromkeys(amount.strip() for amount in budgets.split(",")))

@@ -24,10 +24,11 @@ def index(
         ),
     ] = "clusters",
     recall: Annotated[
-        float, typer.Option(metavar="R", help="Recall to reach on the stored queries; it is measured.", max=1)
+        float,
+        typer.Option(metavar="R", help="Recall to tune each index to, measured on stored queries.", max=1),
     ] = 0.98,
     k: Annotated[
-        int, typer.Option("--k", metavar="K", help="Recall is that of the best K keys.", min=1)
+        int, typer.Option("--k", metavar="K", help="Measure the recall of the K best keys.", min=1)
     ] = 100,
     as_json: Json = False,
     quiet: Quiet = False,

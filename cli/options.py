@@ -38,7 +38,7 @@ Store = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        metavar="M", help="Model id or folder, where not the one that the store names.", show_default=False
+        metavar="M", help="Model id or folder, if not the one that the store names.", show_default=False
     ),
 ]
 Selector = Annotated[
@@ -47,7 +47,7 @@ Selector = Annotated[
         "-s",
         "--selector",
         metavar="NAME",
-        help="How the stored tokens to attend to are chosen.",
+        help="Method that chooses the stored tokens to attend to.",
         autocompletion=completion.selector_names,
     ),
 ]
@@ -62,24 +62,29 @@ Options = Annotated[
         autocompletion=completion.selector_options,
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Longest answer, in tokens.", min=1)]
-Temperature = Annotated[float, typer.Option(metavar="T", help="0 is greedy.", min=0)]
-TopP = Annotated[float, typer.Option(metavar="P", help="Share of the probability that is sampled from.")]
-Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0, max=2**63 - 1)]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.", min=1)]
+Temperature = Annotated[
+    float, typer.Option(metavar="T", help="Sampling temperature; 0 always takes the likeliest token.", min=0)
+]
+TopP = Annotated[
+    float,
+    typer.Option(metavar="P", help="Sample from the likeliest tokens that together hold this probability."),
+]
+Seed = Annotated[int, typer.Option(metavar="N", help="Random seed for sampling.", min=0, max=2**63 - 1)]
 Device = Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")]
 Weights = Annotated[
     str,
-    typer.Option(metavar="W", help="auto (as prefilled), int8 or int4: the model's weights in fewer bits."),
+    typer.Option(metavar="W", help="Weights of the model: auto (as prefilled), or fewer bits, int8 or int4."),
 ]
 GpuMemory = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Use no more GPU memory than that, like 16GiB.", show_default=False),
+    typer.Option(metavar="SIZE", help="Most GPU memory to use, such as 16GiB.", show_default=False),
 ]
 Ram = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Use no more memory than that, like 8GiB; mapped stores do not count.",
+        help="Most memory to use, such as 8GiB; mapped stores do not count.",
         show_default=False,
     ),
 ]
@@ -87,19 +92,19 @@ Attend = Annotated[
     str,
     typer.Option(
         metavar="WHERE",
-        help="Attend to stored tokens on the host, on the device, or auto: the faster, measured.",
+        help="Where to attend to stored tokens: host, device, or auto (whichever measures faster).",
     ),
 ]
 DeviceCache = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="GPU memory, like 2GiB, that keeps the stored rows used last.",
+        help="GPU memory, such as 2GiB, that keeps the stored rows used most recently.",
         show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes on stderr.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress and no notes on stderr.")]
 
 
 def cache_size(size: str | None) -> int:

@@ -35,15 +35,20 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="GPU memory, like 16GiB, or none; else this machine's.", show_default=False
+            metavar="SIZE",
+            help="GPU memory, such as 16GiB, or none.  [default: this machine's]",
+            show_default=False,
         ),
     ] = None,
     ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory; else this machine's.", show_default=False)
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory.  [default: this machine's]", show_default=False),
     ] = None,
     disk: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Room for the store; else what is free here.", show_default=False),
+        typer.Option(
+            metavar="SIZE", help="Room for the store.  [default: what is free here]", show_default=False
+        ),
     ] = None,
     kv: Annotated[
         str, typer.Option(metavar="K", help="auto (the model's dtype), int8 or int4-values.")
@@ -60,9 +65,9 @@ def plan(
 ) -> None:
     """Say what fits on a machine, before anything starts.
 
-    Lists what a store would take in GPU memory, memory and on disk, what each generated token moves, and
-    the tokens/s to expect at bandwidths that are measured here and now. Where it does not fit, the nearest
-    settings that do are proposed. Exit code 1: nothing like it fits.
+    Lists the GPU memory, memory and disk that a store would take, what each generated token moves, and the
+    tokens/s to expect at bandwidths that are measured here and now. If it does not fit, the nearest settings
+    that do are proposed. Exit code 1: nothing near it fits.
     """
     wanted, options = token_count(tokens), split_pairs(option or [])
     without_gpu = gpu is not None and gpu.lower() == "none"

@@ -40,13 +40,13 @@ def prefill(
         str,
         typer.Option(
             metavar="STORE",
-            help="Where the store is to be: a path, or a URL (s3://, gs://, file://). Of several corpora, or "
-            "with a / at its end, a folder of stores that are named after them.",
+            help="Where to write the store: a path, or a URL (s3://, gs://, file://). With several corpora, "
+            "or a / at its end: a folder that gets a store for each, named after it.",
         ),
     ],
     method: Annotated[
         str,
-        typer.Option(metavar="NAME", help="dense (exact), or quoka, sample or window: see docs/prefill.md."),
+        typer.Option(metavar="NAME", help="dense (exact), quoka, sample or window; see docs/prefill.md."),
     ] = "dense",
     option: Annotated[
         list[str] | None,
@@ -64,7 +64,10 @@ def prefill(
         typer.Option(metavar="K", help="Keys and values as auto (the model's dtype), int8 or int4-values."),
     ] = "auto",
     query_samples: Annotated[
-        int, typer.Option(metavar="N", help="Prefill queries to keep for each KV head.", min=1)
+        int,
+        typer.Option(
+            metavar="N", help="Prefill queries to keep for each KV head, to tune indexes with.", min=1
+        ),
     ] = 1024,
     device: Device = "auto",
     dtype: Annotated[
@@ -76,7 +79,7 @@ def prefill(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Where a store for a URL is written before it is pushed; else in the user's cache.",
+            help="Where a store for a URL is written before it is pushed.  [default: the user's cache]",
             show_default=False,
         ),
     ] = None,
@@ -93,7 +96,7 @@ def prefill(
         int | None,
         typer.Option(
             metavar="N",
-            help="With --workers: how many; else one for each GPU, or for each machine where there are none.",
+            help="Number of Ray workers.  [default: one for each GPU, or for each machine without GPUs]",
             min=1,
             show_default=False,
         ),
@@ -106,9 +109,9 @@ def prefill(
     Its keys and values are kept on disk. Text, Markdown, reStructuredText, HTML and source code are read;
     what is not text in a folder is skipped and named.
 
-    The same command resumes a prefill that was interrupted, and keeps a store that is there already, of the
-    same tokens, model and settings. Of several corpora, one that fails is reported at the end and stops no
-    other.
+    The same command resumes a prefill that was interrupted, and keeps a store of the same tokens, model and
+    settings that is there already. If one of several corpora fails, the others go on and it is named at the
+    end.
     """
     from offload_decode.config import split_pairs
     from prefill_jobs.job import Settings

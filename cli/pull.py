@@ -26,7 +26,7 @@ def pull(
     store: Annotated[
         Path,
         typer.Argument(
-            metavar="STORE", help="Where the store is to be; nothing may be there.", show_default=False
+            metavar="STORE", help="Where to write the store; nothing may be there yet.", show_default=False
         ),
     ],
     as_json: Json = False,
@@ -34,8 +34,8 @@ def pull(
 ) -> None:
     """Fetch a store from a bucket.
 
-    The indexes in URL.indexes/ come along, to STORE.indexes/. Every byte is checked as it comes, and STORE
-    is there when all of it is. The same command resumes a pull that was interrupted. Needs pip install
+    The indexes in URL.indexes/ come along, to STORE.indexes/. Every byte is checked as it arrives, and STORE
+    appears when all of it is there. The same command resumes a pull that was interrupted. Needs pip install
     'offload-decode[buckets]'; credentials and endpoints come from AWS_... and GOOGLE_... variables.
     """
     from prefill_jobs.buckets import pull as run

@@ -21,7 +21,7 @@ def push(
         str,
         typer.Argument(
             metavar="URL",
-            help="Where it is to be: s3://BUCKET/NAME, gs://BUCKET/NAME or file:///FOLDER/NAME.",
+            help="Where to put it: s3://BUCKET/NAME, gs://BUCKET/NAME or file:///FOLDER/NAME.",
             show_default=False,
         ),
     ],
@@ -30,7 +30,7 @@ def push(
 ) -> None:
     """Put a store into a bucket.
 
-    The indexes beside it go to URL.indexes/. What is there already and right is not sent again: the same
+    The indexes beside it go to URL.indexes/. What is already there and unchanged is not sent again: the same
     command resumes a push that was interrupted. Needs pip install 'offload-decode[buckets]'; credentials and
     endpoints come from AWS_... and GOOGLE_... variables.
     """

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def selectors(as_json: Json = False) -> None:
     """List the methods that choose stored tokens.
 
-    With each: its paper, what choosing reads in a step and what it keeps in memory (for every layer and KV
-    head: N stored tokens of D dimensions, a budget of k), and its options with their defaults. All fetch k
-    values then, and k keys where choosing did not yield the exact scores.
+    For each: its paper, what it reads in a step to choose, what it keeps in memory (for each layer and KV
+    head, with N stored tokens of D dimensions and a budget of k), and its options with their defaults.
+    Attention then reads k values, and k keys unless choosing has already given their exact scores.
     """
     from offload_decode.selectors import registry
 
