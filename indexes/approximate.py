@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from indexes import files
-from indexes.base import Hits, RecallRecord, StrPath, VectorIndex, check_recall_options
+from indexes.base import Hits, StrPath, VectorIndex, check_recall_options
 from indexes.errors import IndexDamaged
 from indexes.flat import FlatIndex
 from indexes.keys import Float32, Keys, check_keys, check_queries, keys_digest
@@ -59,7 +59,7 @@ class ApproximateIndex(VectorIndex):
         return index
 
     def _search(self, queries: Float32, k: int) -> Hits:
-        assert self.recall is not None, "an index with keys was tuned"
+        assert self.recall is not None, "an index with keys is tuned, or refused when it is loaded"
         growth = max(1.0, k / self.recall.k)
         hits = self.search_at(queries, k, ceil(self.recall.value * growth))
         unfilled = np.flatnonzero((hits.ids < 0).any(axis=1))
@@ -89,14 +89,18 @@ class ApproximateIndex(VectorIndex):
 
     @abstractmethod
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
-        """The native search, its hits by descending score; ids of -1 where it found fewer than k."""
+        """The hits of the native search by descending score, which is exact; ids of -1 where it found fewer
+        than k.
+        """
 
     @abstractmethod
     def _write_native(self, file: str) -> None: ...
 
     @abstractmethod
     def _read_native(self, file: str) -> Any:
-        """The native index from a file whose bytes were checked. Raises RuntimeError for another thing."""
+        """The native index from a file of the size and bytes that its metadata tells. Raises RuntimeError for
+        another thing, and for numbers that cannot be: nothing in the file is used before it was checked.
+        """
 
     def save(self, path: StrPath) -> None:
         record = None if self.recall is None else asdict(self.recall)
@@ -107,10 +111,15 @@ class ApproximateIndex(VectorIndex):
     def load(cls, path: StrPath, keys: Keys, *, digest: str | None = None) -> Self:
         check_keys(keys)
         index = cls(keys, keys_digest(keys) if digest is None else digest)
-        metadata, native = files.load(path, files.identity(cls.name, keys, index.digest))
+        metadata, native = files.load(path, files.identity(cls.name, keys, index.digest), cls.suffix)
+        index.recall = files.recall_of(path, metadata)
+        tuned = index.recall is not None and index.recall.parameter == cls.parameter
+        if tuned != (len(keys) > 0):
+            raise IndexDamaged(
+                f"The index at {path} does not say what it was tuned to; build the index again with "
+                "`offload-decode index`."
+            )
         index._native = index._checked(native)
-        if metadata["recall"] is not None:
-            index.recall = RecallRecord(**metadata["recall"])
         return index
 
     def _checked(self, native: Path | None) -> Any:

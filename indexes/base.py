@@ -17,6 +17,9 @@ from indexes.rows import encodings, pool
 
 StrPath = str | os.PathLike[str]
 
+SOURCES = FROM_QUERIES, FROM_KEYS = "prefill queries", "keys"
+"""What a recall was measured on."""
+
 
 @dataclass(frozen=True, eq=False)
 class Hits:
@@ -39,8 +42,9 @@ class Hits:
 class RecallRecord:
     """A recall that was measured against the exact scan, and the parameter it was measured at.
 
-    measured: mean recall@k over `queries` held-out queries. source: `prefill queries`, or `keys` where no
-    queries were stored. parameter, value: the search parameter (`nprobe`, `ef`) chosen for `target`.
+    measured: mean recall@k over `queries` held-out queries. source: one of SOURCES, the keys where
+    no queries were stored. parameter, value: the search parameter (`nprobe`, `ef`) chosen for `target`.
+    full_scan: no smaller value reached the target than the one at which every key is read.
     """
 
     target: float
@@ -50,6 +54,7 @@ class RecallRecord:
     source: str
     parameter: str
     value: float
+    full_scan: bool
 
 
 class VectorIndex(ABC):
@@ -112,7 +117,7 @@ class VectorIndex(ABC):
         """`search` in every one of a layer's H heads for its own `queries [H, R, D]`, on all threads: ids and
         scores `[H, R, k]`.
         """
-        assert len(heads) == len(queries), "each head has its queries"
+        check_heads(heads, queries)
         found = [Hits.empty(len(own), k) for own in queries]
 
         def search(head: int) -> None:
@@ -141,6 +146,14 @@ class VectorIndex(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of memory held beyond the keys themselves."""
+
+
+def check_heads(heads: Sequence[VectorIndex], queries: npt.NDArray[Any]) -> None:
+    """That every one of the heads has its own of the `queries [H, R, D]`."""
+    if np.ndim(queries) != 3 or len(heads) != len(queries):
+        raise InvalidIndexInput(
+            f"Queries must be of shape [{len(heads)}, R, D], R for each head, got {np.shape(queries)}."
+        )
 
 
 def check_recall_options(target_recall: float, k: int) -> None:

@@ -44,6 +44,34 @@ class Cells(NamedTuple):
         return sum(part.nbytes for part in self)
 
 
+def check(cells: Cells, n: int) -> None:
+    """Raises RuntimeError unless these are cells of n keys: all that a search reads and writes by their
+    numbers is there, and all that it multiplies is finite.
+    """
+    starts, counts, ids = cells.starts, cells.counts, cells.ids
+    if n == 0:
+        return
+    if counts.min(initial=1) < 1 or counts.sum(dtype=np.int64) != n:
+        raise RuntimeError("the sizes of its cells are not those of its keys")
+    if (starts != np.concatenate([[0], _blocks(counts).cumsum()])).any() or starts[-1] * BLOCK != len(ids):
+        raise RuntimeError("its cells do not begin where others end")
+    real = ids >= 0
+    if (np.add.reduceat(real, starts[:-1] * BLOCK, dtype=np.int64) != counts).any():
+        raise RuntimeError("its cells do not have as many keys as they say")
+    if ids.min() < -1 or ids.max() >= n:
+        raise RuntimeError("it names keys that there are not")
+    named = np.zeros(n, np.bool_)
+    named[ids[real]] = True
+    if not named.all():
+        raise RuntimeError("it names a key twice")
+    if not all(np.isfinite(part).all() for part in (cells.means, cells.variances, cells.scales)):
+        raise RuntimeError("its numbers are not finite")
+
+
+def _blocks(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    return -(-counts.astype(np.int64) // BLOCK)
+
+
 def build(keys: Keys) -> Cells:
     """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite."""
     if len(keys) > MAX_KEYS:
@@ -58,8 +86,7 @@ def build(keys: Keys) -> Cells:
     used, labels = np.unique(labels, return_inverse=True)
     counts = np.bincount(labels, minlength=len(used)).astype(np.int32)
     means, variances = _moments(keys, labels, counts)
-    blocks = -(-counts.astype(np.int64) // BLOCK)
-    starts = np.concatenate([[0], blocks.cumsum()])
+    starts = np.concatenate([[0], _blocks(counts).cumsum()])
     ids = np.full(starts[-1] * BLOCK, -1, np.int32)
     order = np.argsort(labels, kind="stable")
     first = np.concatenate([[0], counts.cumsum(dtype=np.int64)])[:-1]

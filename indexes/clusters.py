@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from indexes import arrays
 from indexes.approximate import ApproximateIndex
-from indexes.base import Hits, VectorIndex
-from indexes.cells import Cells, build
+from indexes.base import Hits, VectorIndex, check_heads
+from indexes.cells import Cells, build, check
 from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
@@ -60,8 +61,12 @@ class ClusteredIndex(ApproximateIndex):
     @classmethod
     def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
         """As `VectorIndex.search_heads`: one compiled call for each thread, whatever the number of heads."""
+        check_heads(heads, queries)
         own = [head for head in heads if isinstance(head, ClusteredIndex)]
-        assert len(own) == len(heads) == len(queries), "heads are of one kind, and each has its queries"
+        if len({(head.keys.dtype, head.dim) for head in own}) != 1 or len(own) != len(heads):
+            raise InvalidIndexInput(
+                "Heads that are searched together must be of one kind, with keys of one kind."
+            )
         rows = queries.shape[1]
         checked = check_queries(queries.reshape(-1, queries.shape[-1]), own[0].dim).reshape(queries.shape)
         pruned = np.array([head._prunes(check_count(k)) for head in own]) & (rows > 0)
@@ -87,33 +92,28 @@ class ClusteredIndex(ApproximateIndex):
 
     def _write_native(self, file: str) -> None:
         parts = self.cells
-        header = np.array([_MAGIC, len(self), self.dim, len(parts.counts), len(parts.ids) // BLOCK])
-        with open(file, "wb") as out:
-            for part in (header, *parts):
-                out.write(part.tobytes())
-                out.write(bytes(-out.tell() % 64))
+        numbers = [_MAGIC, len(self), self.dim, len(parts.counts), len(parts.ids) // BLOCK]
+        arrays.write(file, numbers, parts)
 
     def _read_native(self, file: str) -> Any:
-        raw = np.memmap(file, np.uint8, "r")
-        header = raw[:40].view(np.int64) if len(raw) >= 64 else np.zeros(5, np.int64)
-        magic, n, dim, count, blocks = (int(value) for value in header)
-        if (magic, n, dim) != (_MAGIC, len(self), self.dim):
-            raise RuntimeError(f"it is no file of cells of {len(self)} x {self.dim}")
-        shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
-            "starts": (np.int64, (count + 1,)),
-            "counts": (np.int32, (count,)),
-            "means": (np.float32, (count, dim)),
-            "variances": (np.float32, (count, dim)),
-            "codes": (np.uint8, (blocks * -(-dim // GROUP) * WORD,)),
-            "scales": (np.float32, (blocks * BLOCK,)),
-            "ids": (np.int32, (blocks * BLOCK,)),
-        }
-        parts, start = {}, 64
-        for name, (dtype, shape) in shapes.items():
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            parts[name] = np.asarray(raw[start : start + size]).view(dtype).reshape(shape)
-            start += size + -size % 64
-        return _Searchable(Cells(**parts), self.keys)
+        def layout(numbers: Sequence[int]) -> arrays.Layout:
+            magic, n, dim, count, blocks = numbers
+            if (magic, n, dim) != (_MAGIC, len(self), self.dim):
+                raise RuntimeError(f"it is no file of cells of {len(self)} x {self.dim}")
+            return {
+                "starts": (np.int64, (count + 1,)),
+                "counts": (np.int32, (count,)),
+                "means": (np.float32, (count, dim)),
+                "variances": (np.float32, (count, dim)),
+                "codes": (np.uint8, (blocks * -(-dim // GROUP) * WORD,)),
+                "scales": (np.float32, (blocks * BLOCK,)),
+                "ids": (np.int32, (blocks * BLOCK,)),
+            }
+
+        _, parts = arrays.read(file, 5, layout)
+        cells = Cells(**parts)
+        check(cells, len(self))
+        return _Searchable(cells, self.keys)
 
     @property
     def cells(self) -> Cells:
@@ -133,9 +133,8 @@ class _Searchable:
         self.cells = own
         self.keys = scan.bits(keys)
         self.layout = scan.layout(keys)
-        arrays = (*own, self.keys)
-        assert all(part.flags.c_contiguous for part in arrays), "addresses are of whole arrays"
-        self.addresses = [part.ctypes.data for part in arrays]
+        self.parts = (*map(np.ascontiguousarray, own), self.keys)  # addresses are of whole arrays
+        self.addresses = [part.ctypes.data for part in self.parts]
         self.sizes = [len(own.counts), len(own.ids) // BLOCK, len(self.keys)]
 
 
@@ -152,7 +151,6 @@ def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviati
     count, rows, _ = queries.shape
     found, scores = np.full((count, rows, k), -1, np.int64), np.full((count, rows, k), np.nan, np.float32)
     natives = [head._native for head in heads]
-    assert len({(native.layout, native.keys.dtype, native.keys.shape[1]) for native in natives}) == 1
     parts = np.array([native.addresses for native in natives])
     sizes = np.array([native.sizes for native in natives])
     keys, layout = natives[0].keys, natives[0].layout

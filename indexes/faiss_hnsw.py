@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from indexes import faiss_storage
+import numpy as np
+import numpy.typing as npt
+
+from indexes import arrays, faiss_storage
 from indexes.approximate import ApproximateIndex
 from indexes.base import Hits
 from indexes.faiss_storage import faiss
 from indexes.keys import Float32, float32_blocks
+from indexes.rescoring import asked_for, rescored
 from indexes.tuning import geometric
 
 LINKS = 16
@@ -21,10 +25,13 @@ CONSTRUCTION_EF = 100
 # Measured at N = 32,768, D = 128, on one thread: a walk with ef = N / 64 scores 14 % of the keys, and four of
 # them take as long (1.3 ms) as one exact scan for four queries (1.4 ms).
 SCAN_SHARE = 64
+_MAGIC = 0x4B4E494C46  # "FLINK"
+
+Int32 = npt.NDArray[np.int32]
 
 
 class FaissHNSW(ApproximateIndex):
-    """Exact scores of the keys on the walk; `ef` candidates are kept, and never fewer than k."""
+    """The keys on the walk; `ef` candidates are kept, and never fewer than are asked for."""
 
     name: ClassVar[str] = "faiss-hnsw"
     parameter: ClassVar[str] = "ef"
@@ -38,32 +45,98 @@ class FaissHNSW(ApproximateIndex):
         return [*geometric(k, self.scan_from), len(self)]
 
     def _build_native(self) -> Any:
-        code = faiss_storage.scalar_quantizer(self.keys)
-        if code is None:
-            graph = faiss.IndexHNSWFlat(self.dim, LINKS, faiss.METRIC_L2)
-        else:
-            graph = faiss.IndexHNSWSQ(self.dim, code, LINKS, faiss.METRIC_L2)
-            graph.is_trained = True  # 16-bit floats have nothing to learn
-            graph.storage.is_trained = True
+        graph = self._empty(faiss.METRIC_L2)
         graph.hnsw.efConstruction = CONSTRUCTION_EF
         for _, block in float32_blocks(self.keys):
             graph.add(block)
-        graph.metric_type = graph.storage.metric_type = faiss.METRIC_INNER_PRODUCT
-        # Reading derives the direction of the search from the metric; in place it would keep the old one.
-        return faiss.deserialize_index(faiss.serialize_index(graph))
+        return self._assembled(*_links(graph))
+
+    def _empty(self, metric: Any) -> Any:
+        code = faiss_storage.scalar_quantizer(self.keys)
+        if code is None:
+            return faiss.IndexHNSWFlat(self.dim, LINKS, metric)
+        graph = faiss.IndexHNSWSQ(self.dim, code, LINKS, metric)
+        graph.is_trained = graph.storage.is_trained = True  # 16-bit floats have nothing to learn
+        return graph
+
+    def _assembled(self, entry: int, levels: Int32, neighbours: Int32) -> Any:
+        """A graph of the keys, walked by inner product whatever made its links; see `_links`."""
+        graph = self._empty(faiss.METRIC_INNER_PRODUCT)
+        for _, block in float32_blocks(self.keys):
+            graph.storage.add(block)
+        graph.ntotal = len(self)
+        own = graph.hnsw
+        faiss.copy_array_to_vector(levels, own.levels)
+        faiss.copy_array_to_vector(_offsets(levels, _room(graph)), own.offsets)
+        faiss.copy_array_to_vector(neighbours, own.neighbors)
+        own.entry_point, own.max_level = entry, int(levels.max(initial=0)) - 1
+        return graph
 
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
-        options = faiss.SearchParametersHNSW(efSearch=max(int(value), k))
-        return faiss_storage.hits(*self._native.search(queries, k, params=options))
+        asked = asked_for(k, len(self))
+        options = faiss.SearchParametersHNSW(efSearch=max(int(value), asked))
+        _, ids = self._native.search(queries, asked, params=options)
+        return rescored(self.keys, queries, ids, k)
 
     def _write_native(self, file: str) -> None:
-        faiss_storage.write(self._native, file)
+        entry, levels, neighbours = _links(self._native)
+        arrays.write(file, [_MAGIC, len(self), self.dim, entry + 1, len(neighbours)], [levels, neighbours])
 
     def _read_native(self, file: str) -> Any:
-        return faiss_storage.read(file, faiss.IndexHNSW, self.keys)
+        """Faiss itself reads no file: it would trust sizes and ids. The keys come from the store."""
+
+        def layout(numbers: Sequence[int]) -> arrays.Layout:
+            if list(numbers[:3]) != [_MAGIC, len(self), self.dim]:
+                raise RuntimeError(f"it is no file of a graph of {len(self)} x {self.dim}")
+            return {"levels": (np.int32, (len(self),)), "neighbours": (np.int32, (numbers[4],))}
+
+        numbers, found = arrays.read(file, 5, layout)
+        entry, levels, neighbours = numbers[3] - 1, found["levels"], found["neighbours"]
+        _check_links(entry, levels, neighbours, _room(self._empty(faiss.METRIC_L2)))
+        return self._assembled(entry, levels, neighbours)
 
     @property
     def nbytes(self) -> int:
         code = faiss_storage.scalar_quantizer(self.keys)
         per_key = self.dim * (4 if code is None else 2) + 8 + 4  # code, offset, level
         return int(len(self) * per_key + 4 * self._native.hnsw.neighbors.size())
+
+
+def _links(graph: Any) -> tuple[int, Int32, Int32]:
+    """The key at which walks begin (-1 for none), on how many levels each key is `[N]`, and the keys that
+    each is linked to, key by key and level by level, -1 where there is room for more.
+    """
+    own = graph.hnsw
+    return own.entry_point, faiss.vector_to_array(own.levels), faiss.vector_to_array(own.neighbors)
+
+
+def _room(graph: Any) -> Int32:
+    """How many links a key has on the levels below each, in all: it begins with 0."""
+    room: Int32 = faiss.vector_to_array(graph.hnsw.cum_nneighbor_per_level)
+    return room
+
+
+def _offsets(levels: Int32, room: Int32) -> npt.NDArray[np.uint64]:
+    """Where the links of each key begin `[N + 1]`."""
+    return np.concatenate([[0], np.cumsum(room[levels], dtype=np.uint64)]).astype(np.uint64)
+
+
+def _check_links(entry: int, levels: Int32, neighbours: Int32, room: Int32) -> None:
+    """Raises RuntimeError unless every walk stays within the graph: links of a level are to keys on it."""
+    if len(levels) == 0:
+        return
+    if not 1 <= levels.min() <= levels.max() < len(room):
+        raise RuntimeError("a key is on a level that there is not")
+    offsets = _offsets(levels, room)
+    if offsets[-1] != len(neighbours):
+        raise RuntimeError("its links are not those of its levels")
+    if not (0 <= entry < len(levels) and levels[entry] == levels.max()):
+        raise RuntimeError("it begins at a key that is not on its highest level")
+    if not -1 <= neighbours.min() <= neighbours.max() < len(levels):
+        raise RuntimeError("it links to a key that there is not")
+    for level in range(1, int(levels.max())):
+        there = np.flatnonzero(levels > level)
+        places = offsets[there, None].astype(np.int64) + np.arange(room[level], room[level + 1])
+        linked = neighbours[places]
+        if (levels[linked[linked >= 0]] <= level).any():
+            raise RuntimeError("it links to a key that is not on the level of the link")

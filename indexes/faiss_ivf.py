@@ -10,22 +10,25 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from indexes import faiss_storage
+from indexes import arrays, faiss_storage
 from indexes.approximate import ApproximateIndex
 from indexes.base import Hits
 from indexes.faiss_storage import faiss
 from indexes.keys import Float32, check_finite, float32_blocks
+from indexes.rescoring import asked_for, rescored
 from indexes.rows import encodings
 from indexes.tuning import geometric
 
 _KEYS_PER_LIST = 40  # at least; faiss wants 39 training points a centroid
 _TRAINING_KEYS_PER_LIST = 64
 _ITERATIONS = 10
+_MAGIC = 0x5354534C46  # "FLSTS"
 
 
 class FaissIVF(ApproximateIndex):
-    """Exact scores of the keys in the `nprobe` lists that are read; at all of them, the exact scan."""
+    """The keys in the `nprobe` lists that are read; at all of the lists, the exact scan."""
 
     name: ClassVar[str] = "faiss-ivf"
     parameter: ClassVar[str] = "nprobe"
@@ -46,8 +49,15 @@ class FaissIVF(ApproximateIndex):
 
     def _build_native(self) -> Any:
         centroids = self._train()
+        nearest = _euclidean(self.dim)
+        nearest.add(centroids)
+        parts = [nearest.search(block, 1)[1].ravel() for _, block in float32_blocks(self.keys)]
+        return self._assembled(centroids, np.concatenate([np.empty(0, np.int64), *parts]))
+
+    def _assembled(self, centroids: Float32, lists: npt.NDArray[Any]) -> Any:
+        """Inverted lists around `centroids [L, D]`, key by key in those that `lists [N]` says."""
         quantizer = faiss.IndexFlatIP(self.dim)
-        quantizer.add(centroids)
+        quantizer.add(np.ascontiguousarray(centroids))
         code = faiss_storage.scalar_quantizer(self.keys)
         metric = faiss.METRIC_INNER_PRODUCT
         if code is None:
@@ -56,11 +66,9 @@ class FaissIVF(ApproximateIndex):
             # Residuals to the centroid would be rounded to 16 bits again; the keys themselves are not.
             index = faiss.IndexIVFScalarQuantizer(quantizer, self.dim, self.nlist, code, metric, False)
         index.train(centroids)  # the quantizer is trained already; this only sets the codes up
-        nearest = _euclidean(self.dim)
-        nearest.add(centroids)
-        for _, block in float32_blocks(self.keys):
-            lists = nearest.search(block, 1)[1].ravel()
-            index.add_core(len(block), faiss.swig_ptr(block), None, faiss.swig_ptr(lists))
+        for first, block in float32_blocks(self.keys):
+            own = lists[first : first + len(block)].astype(np.int64)
+            index.add_core(len(block), faiss.swig_ptr(block), None, faiss.swig_ptr(own))
         index.own_fields = True
         quantizer.this.disown()
         return index
@@ -83,13 +91,32 @@ class FaissIVF(ApproximateIndex):
 
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
         options = faiss.SearchParametersIVF(nprobe=int(value))
-        return faiss_storage.hits(*self._native.search(queries, k, params=options))
+        _, ids = self._native.search(queries, asked_for(k, len(self)), params=options)
+        return rescored(self.keys, queries, ids, k)
 
     def _write_native(self, file: str) -> None:
-        faiss_storage.write(self._native, file)
+        centroids = self._native.quantizer.reconstruct_n(0, self.nlist)
+        lists, inverted = np.empty(len(self), np.int32), self._native.invlists
+        for number in range(self.nlist):
+            if size := inverted.list_size(number):
+                lists[faiss.rev_swig_ptr(inverted.get_ids(number), size)] = number
+        arrays.write(file, [_MAGIC, len(self), self.dim, self.nlist], [centroids, lists])
 
     def _read_native(self, file: str) -> Any:
-        return faiss_storage.read(file, faiss.IndexIVF, self.keys)
+        """Faiss itself reads no file: it would trust sizes and ids. Its lists are filled from the keys."""
+
+        def layout(numbers: Sequence[int]) -> arrays.Layout:
+            if list(numbers) != [_MAGIC, len(self), self.dim, self.nlist]:
+                raise RuntimeError(f"it is no file of lists of {len(self)} x {self.dim}")
+            return {"centroids": (np.float32, (self.nlist, self.dim)), "lists": (np.int32, (len(self),))}
+
+        _, found = arrays.read(file, 4, layout)
+        centroids, lists = found["centroids"], found["lists"]
+        if not np.isfinite(centroids).all():
+            raise RuntimeError("a centroid is not finite")
+        if len(lists) and not 0 <= lists.min() <= lists.max() < self.nlist:
+            raise RuntimeError("a key is in a list that there is not")
+        return self._assembled(centroids, lists)
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,4 @@
-"""How faiss stores keys so that its scores stay exact: in the keys' own 16 bits, or in float32, which holds
-encoded keys too.
-"""
+"""How faiss stores keys without loss: in their own 16 bits, or in float32, which holds encoded keys too."""
 
 from __future__ import annotations
 
@@ -9,9 +7,7 @@ from typing import Any
 import numpy as np
 
 from indexes import backends
-from indexes.base import Hits
 from indexes.keys import BFLOAT16, Keys
-from indexes.rows import encodings
 
 faiss = backends.faiss()
 
@@ -23,23 +19,3 @@ def scalar_quantizer(keys: Keys) -> Any:
     if keys.dtype == BFLOAT16:
         return getattr(faiss.ScalarQuantizer, "QT_bf16", None)  # from faiss 1.9 on
     return None
-
-
-def hits(scores: Any, ids: Any) -> Hits:
-    """faiss' answer with the scores of unused places made -inf."""
-    scores[ids < 0] = -np.inf
-    return Hits(ids, scores)
-
-
-def write(index: Any, file: str) -> None:
-    """Write a faiss index, through Python: faiss' own writer does not look whether its last bytes fit."""
-    with open(file, "wb") as out:
-        faiss.write_index(index, faiss.PyCallbackIOWriter(out.write, 1 << 20))
-
-
-def read(file: str, kind: Any, keys: Keys) -> Any:
-    """The faiss index in `file`. Raises RuntimeError unless it is a `kind` over keys of that shape."""
-    index = faiss.read_index(file)
-    if not isinstance(index, kind) or index.ntotal != len(keys) or index.d != encodings.dim(keys):
-        raise RuntimeError(f"it holds {type(index).__name__} of {index.ntotal} x {index.d}")
-    return index

@@ -1,7 +1,8 @@
-"""How an index lies on disk: `<path>.json` and, for most kinds, one file in the library's own format.
+"""How an index lies on disk: `<path>.json` and, for most kinds, one native file beside it.
 
-The metadata names the native file's size and SHA-256 and is itself covered by one, because the libraries
-may crash on damaged input: nothing reaches them unchecked. Metadata is renamed into place last, and one
+The metadata names the native file's size and SHA-256 and is itself covered by one. That finds damage; whoever
+changed a file on purpose has made the checksums anew, so every number is checked again before it is used:
+those of the metadata here, those of a native file by its kind. Metadata is renamed into place last, and one
 writer at a time has the folder, so that two builds of one index cannot leave a pair of which each wrote half.
 """
 
@@ -10,19 +11,39 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import reprlib
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from indexes.base import StrPath
+from indexes.base import SOURCES, RecallRecord, StrPath
 from indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound, IndexNotWritten
-from indexes.keys import Keys
+from indexes.keys import MAX_KEYS, Keys
 from indexes.rows import encodings
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _REBUILD = "build the index again with `offload-decode index`"
 _BESIDE = ".tmp"
+_LARGEST_METADATA = 1 << 20  # bytes
+
+
+def _between(kinds: tuple[type, ...], least: float, most: float) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds and least <= value <= most
+
+
+_NUMBER = (int, float)
+_RECALL: dict[str, Callable[[Any], bool]] = {
+    "target": _between(_NUMBER, 0, 1),
+    "k": _between((int,), 1, MAX_KEYS),
+    "measured": _between(_NUMBER, 0, 1),
+    "queries": _between((int,), 1, MAX_KEYS),
+    "source": lambda value: value in SOURCES,
+    "parameter": lambda value: isinstance(value, str),
+    "value": _between(_NUMBER, 0, MAX_KEYS),
+    "full_scan": lambda value: isinstance(value, bool),
+}
 
 
 def identity(kind: str, keys: Keys, digest: str) -> dict[str, Any]:
@@ -61,35 +82,80 @@ def save(
         ) from error
 
 
-def load(path: StrPath, expected: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """The metadata and the native file of the index at `path`, every byte of both checked.
+def metadata(path: StrPath) -> dict[str, Any]:
+    """What was written of the index at `path`, to the letter; nothing beside it is looked at.
 
-    `expected` holds the fields that must be equal, in the order in which a difference is reported.
+    Raises IndexNotFound, IndexMismatch for another format version, IndexDamaged.
     """
     target = _metadata_path(path)
+    text = _text(target)
     try:
-        text = target.read_text(encoding="utf-8")
         body = json.loads(text)
-    except FileNotFoundError:
-        raise IndexNotFound(f"There is no index at {target}; {_REBUILD}.") from None
-    except OSError as error:
-        raise IndexDamaged(f"{target} cannot be read ({error.strerror}); {_REBUILD}.") from error
     except (ValueError, RecursionError):
         raise IndexDamaged(f"{target} is not readable JSON; {_REBUILD}.") from None
     if not isinstance(body, dict) or "format_version" not in body:
         raise IndexDamaged(f"{target} is not the metadata of an index; {_REBUILD}.")
     if body["format_version"] != FORMAT_VERSION:
         version = body["format_version"]
-        raise IndexMismatch(f"{target} has format version {version!r}, not {FORMAT_VERSION}; {_REBUILD}.")
+        raise IndexMismatch(
+            f"{target} has format version {reprlib.repr(version)}, not {FORMAT_VERSION}; {_REBUILD}."
+        )
     if text != _rendered(body) or body.pop("sha256", None) != _body_sha256(body):
         raise IndexDamaged(f"{target} was changed after it was written; {_REBUILD}.")
+    return body
+
+
+def check(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[dict[str, Any], Path | None]:
+    """The metadata and the native file of the index at `path`, which has the size that was written.
+
+    `expected` holds the fields that must be equal, in the order in which a difference is reported; `suffix`
+    is that of the native file, empty for none.
+    """
+    body = metadata(path)
     for field, value in expected.items():
         if body.get(field) != value:
             raise IndexMismatch(
                 f"The index at {os.fspath(path)} is of other keys or another kind "
-                f"({field} is {body.get(field)!r}, not {value!r}); {_REBUILD}."
+                f"({field} is {reprlib.repr(body.get(field))}, not {value!r}); {_REBUILD}."
             )
-    return body, _checked_native(path, body["native"])
+    if not _describes(body.get("native"), suffix):
+        raise IndexDamaged(f"{_metadata_path(path)} does not describe its index file; {_REBUILD}.")
+    if not suffix:
+        return body, None
+    file = Path(f"{os.fspath(path)}{suffix}")
+    if not file.is_file():
+        raise IndexDamaged(f"{file} is missing; {_REBUILD}.")
+    size = file.stat().st_size
+    if size != body["native"]["size"]:
+        raise IndexDamaged(f"{file} has {size:,} bytes instead of {body['native']['size']:,}; {_REBUILD}.")
+    return body, file
+
+
+def recall_of(path: StrPath, body: dict[str, Any]) -> RecallRecord | None:
+    """The recall that the metadata of the index at `path` tells; None where none was measured.
+
+    Raises IndexDamaged for a record whose fields are not those of one, each of its type and in its range.
+    """
+    found = body.get("recall")
+    if found is None:
+        return None
+    sane = isinstance(found, dict) and found.keys() == _RECALL.keys()
+    if not sane or not all(fits(found[name]) for name, fits in _RECALL.items()):
+        raise IndexDamaged(f"{_metadata_path(path)} tells of a recall that cannot be; {_REBUILD}.")
+    return RecallRecord(**found)
+
+
+def load(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[dict[str, Any], Path | None]:
+    """As `check`, with every byte of the native file compared to what was written."""
+    body, file = check(path, expected, suffix)
+    if file is not None:
+        try:
+            same = _file_sha256(file) == body["native"]["sha256"]
+        except OSError as error:
+            raise IndexDamaged(f"{file} cannot be read ({error.strerror}); {_REBUILD}.") from error
+        if not same:
+            raise IndexDamaged(f"The bytes of {file} are not those that were written; {_REBUILD}.")
+    return body, file
 
 
 @contextmanager
@@ -119,22 +185,31 @@ def _replacing(target: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
-def _checked_native(path: StrPath, native: dict[str, Any] | None) -> Path | None:
-    if native is None:
-        return None
-    file = Path(f"{os.fspath(path)}{native['suffix']}")
-    if not file.is_file():
-        raise IndexDamaged(f"{file} is missing; {_REBUILD}.")
-    size = file.stat().st_size
-    if size != native["size"]:
-        raise IndexDamaged(f"{file} has {size:,} bytes instead of {native['size']:,}; {_REBUILD}.")
+def _text(target: Path) -> str:
+    """A small regular file: a pipe would never end, and a large one is no metadata."""
     try:
-        same = _file_sha256(file) == native["sha256"]
+        about = target.stat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST_METADATA:
+            raise IndexDamaged(f"{target} is not the metadata of an index; {_REBUILD}.")
+        return target.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise IndexNotFound(f"There is no index at {target}; {_REBUILD}.") from None
     except OSError as error:
-        raise IndexDamaged(f"{file} cannot be read ({error.strerror}); {_REBUILD}.") from error
-    if not same:
-        raise IndexDamaged(f"The bytes of {file} are not those that were written; {_REBUILD}.")
-    return file
+        raise IndexDamaged(f"{target} cannot be read ({error.strerror}); {_REBUILD}.") from error
+    except ValueError:
+        raise IndexDamaged(f"{target} is not readable JSON; {_REBUILD}.") from None
+
+
+def _describes(native: Any, suffix: str) -> bool:
+    """Whether `native` is what `save` writes of a file with this suffix."""
+    if not suffix or not isinstance(native, dict):
+        return native is None and not suffix
+    return (
+        native.keys() == {"suffix", "size", "sha256"}
+        and native["suffix"] == suffix
+        and type(native["size"]) is int
+        and isinstance(native["sha256"], str)
+    )
 
 
 def _metadata_path(path: StrPath) -> Path:

@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from indexes import backends
+from indexes import backends, hnswlib_file
 from indexes.approximate import ApproximateIndex
 from indexes.base import Hits
 from indexes.keys import Float32, Keys, float32_blocks
+from indexes.rescoring import asked_for, rescored
 from indexes.tuning import geometric
 
 hnswlib = backends.hnswlib()
@@ -28,7 +29,7 @@ SCAN_SHARE = 64  # as in faiss_hnsw
 
 
 class HnswlibIndex(ApproximateIndex):
-    """Exact scores of the keys on the walk; `ef` candidates are kept, and never fewer than k."""
+    """The keys on the walk; `ef` candidates are kept, and never fewer than are asked for."""
 
     name: ClassVar[str] = "hnswlib"
     parameter: ClassVar[str] = "ef"
@@ -56,13 +57,14 @@ class HnswlibIndex(ApproximateIndex):
         return hnswlib.Index(params=parts | {"space": "ip"})
 
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
+        asked = asked_for(k, len(self))
         with self._one_ef:
-            self._native.set_ef(max(int(value), k))
+            self._native.set_ef(max(int(value), asked))
             try:
-                ids, distances = self._native.knn_query(queries, k)
-            except RuntimeError:  # a walk ended with fewer than k keys; the caller scans for these queries
+                ids, _ = self._native.knn_query(queries, asked)
+            except RuntimeError:  # a walk ended with fewer keys; the caller scans for these queries
                 return Hits.empty(len(queries), k)
-        return Hits(ids.astype(np.int64), 1 - distances)
+        return rescored(self.keys, queries, ids.astype(np.int64), k)
 
     def _write_native(self, file: str) -> None:
         self._native.save_index(file)
@@ -70,10 +72,9 @@ class HnswlibIndex(ApproximateIndex):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _read_native(self, file: str) -> Any:
+        hnswlib_file.check(file, len(self), self.dim, LINKS)
         graph = hnswlib.Index(space="ip", dim=self.dim)
         graph.load_index(file)
-        if graph.element_count != len(self):
-            raise RuntimeError(f"it holds {graph.element_count} keys")
         return graph
 
     @property

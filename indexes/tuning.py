@@ -8,14 +8,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from indexes.base import Hits, RecallRecord
+from indexes.base import FROM_KEYS, FROM_QUERIES, Hits, RecallRecord
 from indexes.flat import FlatIndex
 from indexes.keys import Float32, Keys, check_queries
 from indexes.rows import encodings
 
 _MAX_QUERIES = 512  # half chooses, half measures: a standard error near 0.01 at worst
 _KEY_SAMPLE = 256
-_TIE = 1e-5  # relative; scores of one key from two libraries differ by summation order
+_TIE = 1e-5  # relative; scores of one key from two loops differ by summation order
 
 
 class Tunable(Protocol):
@@ -43,17 +43,19 @@ def tune(
         return None
     k = min(k, len(flat))
     if queries is not None and len(queries):
-        source, sample = "prefill queries", check_queries(_spread(queries, _MAX_QUERIES), flat.dim)
+        source, sample = FROM_QUERIES, check_queries(_spread(queries, _MAX_QUERIES), flat.dim)
     else:
-        source, sample = "keys", encodings.decode(_spread(flat.keys, _KEY_SAMPLE))
+        source, sample = FROM_KEYS, encodings.decode(_spread(flat.keys, _KEY_SAMPLE))
         sample = check_queries(sample, flat.dim)
     choose, report = (sample[0::2], sample[1::2]) if len(sample) > 1 else (sample, sample)
     truth = flat.search(choose, k)
-    for value in index.ladder(k):
+    ladder = index.ladder(k)
+    for value in ladder:
         if recall(index.search_at(choose, k, value), truth) >= target:
             break
     measured = recall(index.search_at(report, k, value), flat.search(report, k))
-    return RecallRecord(target, k, measured, len(report), source, index.parameter, value)
+    full_scan = value == ladder[-1]
+    return RecallRecord(target, k, measured, len(report), source, index.parameter, value, full_scan)
 
 
 def recall(hits: Hits, truth: Hits) -> float:

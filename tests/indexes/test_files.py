@@ -29,7 +29,7 @@ def test_two_writers_of_one_index_leave_a_pair_of_one_of_them(tmp_path: Path) ->
     with ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(save, content) for content in ("a", "bb", "ccc")]:
             done.result()
-    body, native = files.load(path, {})
+    body, native = files.load(path, {}, ".native")
     assert native is not None
     assert native.read_text() == body["of"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["index.json", "index.native"]

@@ -1,0 +1,51 @@
+"""Arrays in one file: whole numbers that tell their sizes, then each array from a multiple of 64 bytes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
+"""The dtype and the shape of each array, by name."""
+
+_ALIGNMENT = 64
+
+
+def write(file: str, numbers: Sequence[int], arrays: Iterable[Array]) -> None:
+    """Write `numbers` (int64, eight at most) and `arrays` to a new file."""
+    with open(file, "wb") as out:
+        for part in (np.array(numbers, np.int64), *arrays):
+            out.write(part.tobytes())
+            out.write(bytes(-out.tell() % _ALIGNMENT))
+
+
+def read(
+    file: str, count: int, layout: Callable[[Sequence[int]], Layout]
+) -> tuple[list[int], dict[str, Array]]:
+    """The `count` numbers of a file, and its arrays, mapped for reading.
+
+    `layout(numbers)` says what arrays there are, and raises RuntimeError for numbers that cannot be. So does
+    this where the file has not exactly their size: nothing is mapped or allocated by a number alone.
+    """
+    size = os.path.getsize(file)
+    numbers = np.fromfile(file, np.int64, count).tolist() if size >= _ALIGNMENT else [0] * count
+    found = layout(numbers)
+    sizes = {name: prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in found.items()}
+    if min(numbers) < 0 or size != _ALIGNMENT + sum(map(_aligned, sizes.values())):
+        raise RuntimeError("its size is not that of its arrays")
+    raw = np.memmap(file, np.uint8, "r")
+    arrays, start = {}, _ALIGNMENT
+    for name, (dtype, shape) in found.items():
+        arrays[name] = np.asarray(raw[start : start + sizes[name]]).view(dtype).reshape(shape)
+        start += _aligned(sizes[name])
+    return numbers, arrays
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _ALIGNMENT

@@ -1,0 +1,134 @@
+"""Files of an index that someone changed on purpose: refused in a sentence, before anything uses a number."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from indexes import files, get
+from indexes.approximate import ApproximateIndex
+from indexes.clusters import ClusteredIndex
+from indexes.errors import IndexDamaged, IndexMismatch, VectorIndexError
+from tests.contracts.index_contract import clustered_keys, near_queries
+
+KINDS = ["clusters", "faiss-ivf", "faiss-hnsw", "hnswlib"]
+ROOT = Path(__file__).parents[2]
+
+
+def survived(kind: str, trials: int, seed: int) -> dict[str, int]:
+    command = [sys.executable, "-m", "tests.indexes.hostile", kind, str(trials), str(seed)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, (ran.returncode, ran.stderr[-2000:])
+    outcomes: dict[str, int] = json.loads(ran.stdout)
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_number_in_a_native_file_does_harm(kind: str) -> None:
+    outcomes = survived(kind, 60, 0)
+    assert outcomes.keys() == {"refused", "answered"}, "codes and centroids may be anything, ids may not"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_number_of_a_thousand_does_harm(kind: str) -> None:
+    assert sum(survived(kind, 1000, 1).values()) == 1000
+
+
+def saved(kind: str, folder: Path) -> tuple[ApproximateIndex, Path]:
+    index = get(kind).build(clustered_keys(2000), near_queries(64), digest="d", k=8)
+    assert isinstance(index, ApproximateIndex)
+    index.save(folder / "i")
+    return index, folder / "i"
+
+
+def forge(path: Path, **fields: Any) -> None:
+    """Change fields of the metadata, and make its checksum right."""
+    file = path.with_suffix(".json")
+    body = {name: value for name, value in json.loads(file.read_text()).items() if name != "sha256"} | fields
+    file.write_text(files._rendered(body | {"sha256": files._body_sha256(body)}))
+
+
+NOT_NUMBERS = ["1", None, [], {}, float("nan")]
+RECALLS: list[tuple[str, Any]] = [
+    *(("target", bad) for bad in [*NOT_NUMBERS, True, -0.5, 1.5]),
+    *(("k", bad) for bad in [*NOT_NUMBERS, True, 0, 2.0, 2**40]),
+    *(("measured", bad) for bad in [*NOT_NUMBERS, -1, 1.1]),
+    *(("queries", bad) for bad in [*NOT_NUMBERS, 0, 3.5]),
+    *(("source", bad) for bad in ["", 3, None, ["keys"]]),
+    *(("parameter", bad) for bad in [3, None, "another", {}]),
+    *(("value", bad) for bad in [*NOT_NUMBERS, -1, 1e300, 10**400, float("inf")]),
+    *(("full_scan", bad) for bad in [0, "no", None]),
+]
+
+
+def test_a_recall_of_the_wrong_type_or_out_of_range_is_refused(tmp_path: Path) -> None:
+    index, path = saved("faiss-ivf", tmp_path)
+    recall = files.metadata(path)["recall"]
+    for name, bad in RECALLS:
+        forge(path, recall=recall | {name: bad})
+        with pytest.raises(IndexDamaged, match="build the index again"):
+            type(index).load(path, index.keys, digest="d")
+    for other in (None, 3, [], "recall", {}, recall | {"more": 1}, {"k": 1}):
+        forge(path, recall=other)
+        with pytest.raises(IndexDamaged, match="build the index again"):
+            type(index).load(path, index.keys, digest="d")
+    forge(path, recall=recall)
+    assert type(index).load(path, index.keys, digest="d").recall == index.recall
+
+
+def test_a_native_file_is_the_one_beside_its_metadata(tmp_path: Path) -> None:
+    index, path = saved("clusters", tmp_path)
+    native = files.metadata(path)["native"]
+    others = [native | {"suffix": "/../i.cells"}, native | {"suffix": 3}, native | {"size": "9"}]
+    others += [native | {"size": -1}, native | {"sha256": None}, {"suffix": ".cells"}, {}]
+    for other in (*others, None, 3, [], "x"):
+        forge(path, native=other)
+        with pytest.raises(IndexDamaged):
+            type(index).load(path, index.keys, digest="d")
+
+
+@pytest.mark.parametrize("field", ["kind", "digest", "n", "dim", "dtype", "format_version"])
+def test_other_fields_of_the_wrong_type_are_of_another_index(tmp_path: Path, field: str) -> None:
+    index, path = saved("clusters", tmp_path)
+    for bad in (None, -1, "x", [], {}, 1e300):
+        forge(path, **{field: bad})
+        with pytest.raises((IndexDamaged, IndexMismatch)):
+            type(index).load(path, index.keys, digest="d")
+
+
+def test_metadata_that_is_no_small_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "i"
+    os.mkfifo(tmp_path / "i.json")
+    with pytest.raises(IndexDamaged, match="not the metadata"):
+        files.metadata(path)
+    (tmp_path / "i.json").unlink()
+    with open(tmp_path / "i.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(IndexDamaged, match="not the metadata"):
+        files.metadata(path)
+    for text in ("[" * 100_000, "{}", "[]", '{"format_version": 2}', "1" * 5000, '"\\ud800"', "\0"):
+        (tmp_path / "i.json").unlink()
+        (tmp_path / "i.json").write_text(text)
+        with pytest.raises(VectorIndexError):
+            files.metadata(path)
+
+
+def test_cells_that_name_a_key_twice_are_refused(tmp_path: Path) -> None:
+    index, path = saved("clusters", tmp_path)
+    assert isinstance(index, ClusteredIndex)
+    assert ClusteredIndex.load(path, index.keys, digest="d").cells.nbytes == index.cells.nbytes
+    bad = index.cells._replace(ids=index.cells.ids.copy())
+    first, second = np.flatnonzero(bad.ids >= 0)[:2]
+    bad.ids[first] = bad.ids[second]
+    index._native.cells = bad
+    index.save(path)
+    with pytest.raises(IndexDamaged, match="names a key twice"):
+        ClusteredIndex.load(path, index.keys, digest="d")
