@@ -7,14 +7,16 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import typer
 
 from cli.output import note, one_line
 from indexes.errors import UnknownIndex
-from offload_decode.errors import ConfigError, OffloadDecodeError
+from offload_decode.errors import ConfigError, OffloadDecodeError, OffloadDecodeWarning
 from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
 
 FAILURE, WRONG_USE, INTERRUPTED = 1, 2, 130
@@ -35,6 +37,8 @@ def guard() -> Iterator[None]:
         with warnings.catch_warnings():
             if not os.environ.get(DEBUG):
                 warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", category=OffloadDecodeWarning)
+            warnings.showwarning = partial(_show, warnings.showwarning)
             yield
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -53,6 +57,15 @@ def guard() -> Iterator[None]:
             traceback.print_exc()
         note(f"error: {sentence(error)}")
         raise typer.Exit(exit_code(error)) from None
+
+
+def _show(
+    others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
+    if issubclass(category, OffloadDecodeWarning):
+        print(message, file=sys.stderr)
+    else:
+        others(message, category, *where, **more)
 
 
 def sentence(error: BaseException) -> str:

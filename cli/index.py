@@ -54,6 +54,13 @@ def index(
         f"{f'; {tuned}' if tuned else ''}",
         quiet,
     )
+    if report.full_scans:
+        some = "every head" if report.full_scans == report.heads else output.count(report.full_scans, "head")
+        output.note(
+            f"{some} reached that recall by a full scan of the keys alone, as index=flat does: a lower "
+            "--recall, or another kind, may be faster",
+            quiet,
+        )
     if report.lowest_recall < recall:
         output.note(f"some heads stay below the recall of {recall} that was asked for", quiet)
 

@@ -118,18 +118,22 @@ def _documents(store: KVStore) -> list[list[str]]:
 
 
 def _indexes(indexes: list[SavedIndexes]) -> list[list[str]]:
-    rows = [["index", "size", "heads", "recall measured", "worst head"]]
+    rows = [["index", "size", "heads", "recall measured", "worst head", "tuned to a full scan"]]
     for found in indexes:
-        heads = (
-            f"{found.heads:,}"
-            if found.heads == found.heads_in_all
-            else f"{found.heads:,} of {found.heads_in_all:,}"
-        )
+        whole = found.heads == found.heads_in_all
+        heads = f"{found.heads:,}" if whole else f"{found.heads:,} of {found.heads_in_all:,}, unfinished"
         unmeasured = "exact" if found.kind == "flat" else "none"
         mean = unmeasured if found.recall is None else f"{found.recall:.3f} (@{found.k})"
         lowest = "" if found.lowest_recall is None else f"{found.lowest_recall:.3f}"
-        rows.append([found.kind, output.size(found.bytes), heads, mean, lowest])
+        rows.append([found.kind, output.size(found.bytes), heads, mean, lowest, _scans(found)])
     return rows
+
+
+def _scans(found: SavedIndexes) -> str:
+    """Where an index saves nothing: no smaller part of the keys held the recall."""
+    if not found.full_scans:
+        return ""
+    return "all heads" if found.full_scans == found.heads else f"{found.full_scans:,} heads"
 
 
 def _short(digest: str) -> str:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from indexes import files
+from indexes.base import RecallRecord
 from indexes.errors import VectorIndexError
-from offload_decode.kv.head_indexes import index_path, indexes_folder
+from offload_decode.kv.head_indexes import (
+    PARTIAL,
+    examine,
+    heads_of,
+    index_path,
+    indexes_folder,
+    kind_folder,
+    kind_folders,
+    metadata_file,
+    staging_folder,
+)
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from offload_decode.store.reader import KVStore
 
 
@@ -20,6 +32,7 @@ class SavedIndexes:
     """One kind: bytes on disk, heads that are there and should be, and the recall that was measured at `k`.
 
     `recall` (mean over heads) and `lowest_recall` are None where nothing was measured, as for an exact index.
+    `full_scans` heads are tuned to read every key.
     """
 
     kind: str
@@ -29,64 +42,71 @@ class SavedIndexes:
     k: int | None
     recall: float | None
     lowest_recall: float | None
+    full_scans: int
 
 
 def saved_kinds(store: KVStore) -> list[str]:
-    """Kinds with a folder beside the store."""
+    """Kinds that were built beside the store, or begun."""
     folder = indexes_folder(store.path)
-    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    begun = folder.glob("*" + PARTIAL) if folder.is_dir() else ()
+    return sorted({path.name for path in kind_folders(store.path)} | {path.stem for path in begun})
 
 
 def describe(store: KVStore, kind: str) -> SavedIndexes:
-    """Read from the small metadata files alone: nothing is checked."""
-    there = [path for path in map(_metadata, _paths(store, kind)) if path.exists()]
-    recalls = [found for found in map(_recall, there) if found is not None]
-    measured = [float(found["measured"]) for found in recalls]
+    """Read from the small metadata files alone."""
+    folder = kind_folder(store.path, kind)
+    folder = folder if folder.is_dir() else staging_folder(store.path, kind)
+    paths = [index_path(folder, layer, head) for layer, head in heads_of(store)]
+    there = [path for path in paths if metadata_file(path).exists()]
+    found = [record for record in map(_recall, there) if record is not None]
+    measured = [record.measured for record in found]
     return SavedIndexes(
         kind=kind,
-        bytes=sum(file.stat().st_size for file in (indexes_folder(store.path) / kind).iterdir()),
+        bytes=sum(file.stat().st_size for file in folder.iterdir()),
         heads=len(there),
-        heads_in_all=len(_paths(store, kind)),
-        k=int(recalls[0]["k"]) if recalls else None,
+        heads_in_all=len(paths),
+        k=found[0].k if found else None,
         recall=sum(measured) / len(measured) if measured else None,
         lowest_recall=min(measured, default=None),
+        full_scans=sum(record.full_scan for record in found),
     )
+
+
+def unfinished(store: KVStore, kind: str) -> str | None:
+    """That some heads have no index yet, and the way out; None where all of them have one."""
+    built = examine(store, kind)
+    return None if built is None or built.there == built.heads else built.unfinished(store.path)
 
 
 def verify(
     store: KVStore, kind: str, progress: Callable[[str, int, int], None]
 ) -> Iterator[VectorIndexError]:
-    """Load every head's index, which reads all of its bytes; what is wrong with each."""
+    """Load every index of a kind, which reads all of its bytes; what is wrong with each. A head that has no
+    file is not wrong: a build that was stopped did not come to it.
+    """
     from indexes.registry import get
 
-    chosen = get(kind)
-    heads = _heads(store)
+    chosen, folder, heads = get(kind), kind_folder(store.path, kind), heads_of(store)
+    if not folder.is_dir():
+        return
     for done, (layer, head) in enumerate(heads, 1):
-        path = index_path(store.path, kind, layer, head)
+        path = index_path(folder, layer, head)
         try:
-            chosen.load(path, store.keys(layer, head), digest=store.digest(layer, head))
+            if not _is_left_out(path, chosen.suffix):
+                chosen.load(path, store.keys(layer, head), digest=store.digest(layer, head))
         except VectorIndexError as error:
             yield error
         progress("verify indexes", done, len(heads))
 
 
-def _heads(store: KVStore) -> list[tuple[int, int]]:
-    shape = store.manifest.shape
-    return [(layer, head) for layer in shape.full_layers for head in range(shape.kv_heads)]
+def _is_left_out(path: Path, suffix: str) -> bool:
+    """Whether a head has no file at all. Kinds without native files are built in a moment: they have all."""
+    native = path.with_name(path.name + suffix)
+    return bool(suffix) and not metadata_file(path).exists() and not native.exists()
 
 
-def _paths(store: KVStore, kind: str) -> list[Path]:
-    return [index_path(store.path, kind, layer, head) for layer, head in _heads(store)]
-
-
-def _metadata(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _recall(metadata: Path) -> dict[str, float] | None:
+def _recall(path: Path) -> RecallRecord | None:
     try:
-        recall = json.loads(metadata.read_bytes()).get("recall")
-        measured = isinstance(recall["k"], int) and isinstance(recall["measured"], int | float)
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return None  # none was measured, or `verify` says what is wrong with it
-    return recall if measured else None
+        return files.recall_of(path, files.metadata(path))
+    except VectorIndexError:
+        return None  # `verify` says what is wrong with it

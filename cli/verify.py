@@ -19,39 +19,53 @@ def verify(store: Store, as_json: Json = False, quiet: Quiet = False) -> None:
     The indexes beside it are checked too.
     """
     with Progress(quiet) as progress:
-        checked, problems = _check(store, progress)
+        checked, problems, unfinished = _check(store, progress)
     if as_json:
         output.answer_json(
-            {"store": str(store), "ok": not problems, "checked": checked, "problems": problems}
+            {
+                "store": str(store),
+                "ok": not problems,
+                "checked": checked,
+                "problems": problems,
+                "unfinished": unfinished,
+            }
         )
     elif not problems:
         output.answer(f"{store} is whole: {', '.join(checked)}")
+    for left in unfinished:
+        output.note(f"{left}.")
     for problem in problems:
         output.note(f"error: {problem}")
     if problems:
         raise typer.Exit(FAILURE)
 
 
-def _check(path: Path, progress: Progress) -> tuple[list[str], list[str]]:
-    """What is whole and what is wrong; the indexes are looked at only where the store is whole."""
+def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[str]]:
+    """What is whole, what is wrong and what is unfinished; the indexes are looked at only where the store is
+    whole.
+    """
     from cli import saved_indexes
     from indexes.errors import VectorIndexError
     from offload_decode.store.reader import KVStore, verify_store
 
     checked: list[str] = []
     problems: list[str] = []
+    unfinished: list[str] = []
     try:
         verify_store(path, lambda done, total: progress("verify", done, total))
     except OffloadDecodeError as error:
-        return checked, [sentence(error)]
+        return checked, [sentence(error)], unfinished
     store = KVStore.open(path)
     checked.append(output.size(sum(store.cost().values())))
     for kind in saved_indexes.saved_kinds(store):
         try:
+            left = saved_indexes.unfinished(store, kind)
             found = [sentence(error) for error in saved_indexes.verify(store, kind, progress)]
         except VectorIndexError as error:  # of the kind itself: it is unknown, or its library is not there
-            found = [sentence(error)]
+            left, found = None, [sentence(error)]
         problems += found
-        if not found:
+        if left is not None:
+            unfinished.append(left)
+        elif not found:
             checked.append(f"the {kind} index")
-    return checked, problems
+    return checked, problems, unfinished

@@ -62,11 +62,13 @@ class VectorIndex(ABC):
     what they decode to), then searched by inner product. C-contiguous, never modified or copied whole to
     float32 by this class.
 
+    suffix: of the file that the kind saves beside its metadata, empty for none.
     exact_scores: the scores are float32 inner products with the stored keys, not quantised estimates.
     exhaustive: a search returns the true top-k. recall: what was measured at `build`, None where exhaustive.
     """
 
     name: ClassVar[str]
+    suffix: ClassVar[str] = ""
     exact_scores: ClassVar[bool]
     exhaustive: ClassVar[bool]
 

@@ -16,11 +16,17 @@ OffloadDecodeError            (from `indexes.errors`, which stands below this ro
     ├── StoreDamaged          truncated, changed or missing bytes
     ├── StoreBusy             another process writes it
     └── StoreMismatch         of another model, tokenizer or configuration
+
+`OffloadDecodeWarning` is no error.
 """
 
 from __future__ import annotations
 
 from indexes.errors import OffloadDecodeError as OffloadDecodeError
+
+
+class OffloadDecodeWarning(UserWarning):
+    """What a user should know though the answer is right; the command line shows it as a note."""
 
 
 class BucketError(OffloadDecodeError):

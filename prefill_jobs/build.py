@@ -1,7 +1,10 @@
-"""Store to indexes: one for each (layer, KV head), resumed where an earlier build stopped."""
+"""Store to indexes: one for each (layer, KV head), resumed where an earlier build stopped, and searched when
+all of them are there.
+"""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +14,15 @@ import indexes.registry
 from indexes.base import RecallRecord, VectorIndex
 from indexes.errors import VectorIndexError
 from offload_decode.errors import ConfigError
-from offload_decode.kv.head_indexes import index_path
+from offload_decode.kv.head_indexes import (
+    heads_of,
+    index_path,
+    indexes_folder,
+    kind_folder,
+    staging_folder,
+)
 from offload_decode.store.reader import KVStore
+from prefill_jobs.publishing import alone, publish, tidy
 
 Progress = Callable[[str, int, int], None]
 
@@ -22,7 +32,8 @@ class BuildReport:
     """What was built: sizes in bytes, time in seconds, recall@k measured on held-out prefill queries.
 
     `recall` is the mean over heads and `lowest_recall` the worst head; both are 1 for an exhaustive index.
-    `parameters` gives the lowest and the highest search parameter that the recall target took.
+    `parameters` gives the lowest and the highest search parameter that the recall target took, `full_scans`
+    the number of heads that it took a full scan of the keys for.
     """
 
     kind: str
@@ -35,6 +46,7 @@ class BuildReport:
     recall: float
     lowest_recall: float
     parameters: dict[str, object]
+    full_scans: int
 
 
 def build_indexes(
@@ -54,28 +66,37 @@ def build_indexes(
         raise ConfigError(f"recall must be above 0 and at most 1, and k at least 1, not {recall} and {k}")
     chosen = indexes.registry.get(kind)
     opened = KVStore.open(store)
-    shape = opened.manifest.shape
-    heads = [(layer, head) for layer in shape.full_layers for head in range(shape.kv_heads)]
+    heads = heads_of(opened)
     if not heads:
         raise ConfigError(f"{store} has no full-attention layers, so there is nothing to index")
     began = time.perf_counter()
+    folder, staging = kind_folder(opened.path, kind), staging_folder(opened.path, kind)
     records: list[RecallRecord | None] = []
-    built = 0
+    kept: list[Path] = []
+    staged = built = 0
     progress("index", 0, len(heads))
-    for done, (layer, head) in enumerate(heads, start=1):
-        index = _saved(chosen, opened, layer, head, recall, k)
-        if index is None:
-            keys, queries = opened.keys(layer, head), opened.queries(layer, head)
-            digest = opened.digest(layer, head)
-            index = chosen.build(keys, queries, digest=digest, target_recall=recall, k=k)
-            path = index_path(opened.path, kind, layer, head)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            index.save(path)
-            built += 1
-        records.append(index.recall)
-        progress("index", done, len(heads))
+    with alone(indexes_folder(opened.path)):
+        for done, (layer, head) in enumerate(heads, start=1):
+            index = _saved(chosen, opened, folder, layer, head, recall, k)
+            if index is not None:
+                kept.append(index_path(folder, layer, head))
+            else:
+                index = _saved(chosen, opened, staging, layer, head, recall, k)
+                staged += 1
+            if index is None:
+                keys, queries = opened.keys(layer, head), opened.queries(layer, head)
+                digest = opened.digest(layer, head)
+                index = chosen.build(keys, queries, digest=digest, target_recall=recall, k=k)
+                index.save(index_path(staging, layer, head))
+                built += 1
+            records.append(index.recall)
+            progress("index", done, len(heads))
+        if staged:
+            publish(staging, folder, kept)
+        elif staging.exists():
+            shutil.rmtree(staging)
+        tidy(folder)
     measured = [1.0 if record is None else record.measured for record in records]
-    folder = index_path(opened.path, kind, 0, 0).parent
     return BuildReport(
         kind=kind,
         folder=folder,
@@ -87,19 +108,22 @@ def build_indexes(
         recall=sum(measured) / len(measured),
         lowest_recall=min(measured),
         parameters=_parameters(records),
+        full_scans=sum(record is not None and record.full_scan for record in records),
     )
 
 
 def _saved(
-    chosen: type[VectorIndex], store: KVStore, layer: int, head: int, recall: float, k: int
+    chosen: type[VectorIndex], store: KVStore, folder: Path, layer: int, head: int, recall: float, k: int
 ) -> VectorIndex | None:
-    """The index that an earlier build left, if it is whole, of these keys, and tuned for the same target."""
-    path = index_path(store.path, chosen.name, layer, head)
+    """The index that an earlier build left in `folder`, if it is whole, of these keys, and tuned for the same
+    target.
+    """
+    path = index_path(folder, layer, head)
     try:
         index = chosen.load(path, store.keys(layer, head), digest=store.digest(layer, head))
     except VectorIndexError:
         return None  # missing, damaged or of other keys: it is built anew, whichever it was
-    same = index.recall is None or (index.recall.target, index.recall.k) == (recall, k)
+    same = index.recall is None or (index.recall.target, index.recall.k) == (recall, min(k, len(index)))
     return index if same else None
 
 

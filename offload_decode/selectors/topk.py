@@ -63,10 +63,10 @@ class TopK(Selector):
         self.remembers = self.one_question = True
 
     def report(self) -> dict[str, object]:
-        """The kind of index that is searched, and how many heads could take over, and were corrected."""
+        """The index that is searched, and how many heads could take over, and were corrected."""
         counts = self.speculation.counts if self.speculation else {}
         return {
-            "index": self.indexes.kind,
+            "index": self.indexes.describe(),
             **{name: counts[name] for name in ("heads", "corrected") if counts},
         }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from offload_decode.errors import StoreDamaged, StoreExists
-from offload_decode.kv.head_indexes import indexes_folder
+from offload_decode.kv.head_indexes import indexes_folder, kind_folders
 from offload_decode.store.checksums import SEAL, SUMS, hash_files, read_sums, render, seal_of
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
@@ -52,7 +52,7 @@ def push(store: Path, url: str, *, progress: Progress = lambda stage, done, tota
     sums = read_sums(root)
     bucket = Bucket(url)
     with _claimed(bucket, seal_of(render(sums))) as whole:
-        index_sums = _index_sums(indexes_folder(root), progress)
+        index_sums = _index_sums(root, progress)
         items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, index_sums)
         there = _there(bucket, items, progress)
         rest = [item for item in items if item not in there]
@@ -134,9 +134,11 @@ def _sweep(*folders: Path) -> None:
                 path.unlink()
 
 
-def _index_sums(folder: Path, progress: Progress) -> dict[str, str]:
-    """SHA-256 of the saved indexes, by path in `folder`."""
-    files = [path for path in folder.glob("*/*") if path.is_file() and path.suffix != ".tmp"]
+def _index_sums(store: Path, progress: Progress) -> dict[str, str]:
+    """SHA-256 of the indexes that are whole, by path in their folder."""
+    folder = indexes_folder(store)
+    found = (path for kind in kind_folders(store) for path in kind.iterdir())
+    files = [path for path in found if path.is_file() and path.suffix != ".tmp"]
     names = [path.relative_to(folder).as_posix() for path in files]
     return hash_files(folder, names, lambda done, total: progress("hash indexes", done, total))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -159,11 +160,87 @@ def test_ask_searches_the_clusters_once_they_are_built_and_never_without_a_word(
     assert json.loads(asked("-o", "index=flat").out)["search"] == {"index": "flat"}
     speculated = json.loads(asked("-o", "speculate=true").out)["search"]
     assert speculated["heads"] >= speculated["corrected"] >= 0
-    (store.with_name("clustered.kv.indexes") / "clusters" / "layer-001-head-000.json").unlink()
-    ran = asked()
-    assert ran.code == 1
-    assert "build the index again" in ran.err
-    assert asked("-o", "index=flat").code == 0
+    assert not asked().err
+
+
+def make_unfinished(store: Path, how: str, kind: str = "clusters") -> None:
+    """Spoil an index of a store as a build does that is killed, and as damage does."""
+    folder = store.with_name(f"{store.name}.indexes") / kind
+    if how == "begun":
+        for file in folder.glob("layer-001-*"):
+            file.unlink()
+        folder.rename(folder.with_name(f"{kind}.partial"))
+    elif how == "some heads":
+        for file in folder.glob("layer-001-head-000.*"):
+            file.unlink()
+    elif how == "no metadata":
+        (folder / "layer-001-head-000.json").unlink()
+    elif how == "metadata":
+        (folder / "layer-001-head-000.json").write_text("{")
+    elif how == "size":
+        os.truncate(folder / "layer-001-head-000.cells", 64)
+    elif how == "bytes":
+        with open(folder / "layer-001-head-000.cells", "r+b") as file:
+            file.write(b"?")
+
+
+UNFINISHED, DAMAGED = ["begun", "some heads", "no metadata"], ["metadata", "size", "bytes"]
+
+
+@pytest.mark.parametrize("how", [*UNFINISHED, *DAMAGED])
+def test_an_index_that_is_not_whole_takes_nothing_away(copy: Callable[[str], Path], how: str) -> None:
+    store = copy("half.kv")
+    assert run("index", store, "--k", "10").code == 0
+    whole = run("ask", store, QUESTION, "--max-new-tokens", "5").out
+    make_unfinished(store, how)
+    ran = run("ask", store, QUESTION, "--max-new-tokens", "5", "--json")
+    assert (ran.code, json.loads(ran.out)["search"]) == (0, {"index": "flat"})
+    assert json.loads(ran.out)["answer"].strip() == whole.strip()
+    assert ran.err.startswith("All keys are searched: ")
+    assert ran.err.count("\n") == 1
+    assert ("unfinished" in ran.err) == (how in UNFINISHED)
+    assert "offload-decode index" in ran.err
+    ran = run("chat", store, "--max-new-tokens", "2", stdin=QUESTION + "\n")
+    assert (ran.code, ran.err.count("All keys are searched")) == (0, 1)
+    asked = run("ask", store, QUESTION, "--max-new-tokens", "2", "-o", "index=clusters")
+    assert asked.code == (2 if how in UNFINISHED else 1)
+    assert "offload-decode index" in asked.err
+    assert run("ask", store, QUESTION, "--max-new-tokens", "2", "-o", "index=flat").err == ""
+    assert run("inspect", store).code == run("inspect", store, "--json").code == 0
+    if how in UNFINISHED:
+        assert "unfinished" in run("inspect", store).out
+    assert run("index", store, "--k", "10").code == 0
+    again = run("ask", store, QUESTION, "--max-new-tokens", "5", "--json")
+    assert (again.err, json.loads(again.out)["search"]) == ("", {"index": "clusters"})
+    (folder,) = store.with_name("half.kv.indexes").iterdir()
+    assert folder.name == "clusters"
+
+
+@pytest.mark.parametrize("how", ["begun", "some heads"])
+def test_verify_tells_unfinished_from_damaged(copy: Callable[[str], Path], how: str) -> None:
+    store = copy("half.kv")
+    assert run("index", store, "--k", "10").code == 0
+    make_unfinished(store, how)
+    ran = run("verify", store, "--json")
+    told = json.loads(ran.out)
+    assert (ran.code, told["ok"], told["problems"]) == (0, True, [])
+    assert "unfinished" in told["unfinished"][0]
+    assert "clusters" not in " ".join(told["checked"])
+    assert "unfinished" in run("verify", store).err
+
+
+def test_an_index_that_scans_says_so(copy: Callable[[str], Path]) -> None:
+    store = copy("scanned.kv")
+    ran = run("index", store, "--kind", "faiss-hnsw", "--k", "10")
+    assert "every head reached that recall by a full scan" in ran.err
+    report = json.loads(run("index", store, "--kind", "faiss-hnsw", "--k", "10", "--json").out)
+    assert report["full_scans"] == report["heads"]
+    (shown,) = json.loads(run("inspect", store, "--json").out)["indexes"]
+    assert shown["full_scans"] == report["heads"]
+    assert "all heads" in run("inspect", store).out
+    ask = ["ask", store, QUESTION, "--max-new-tokens", "2", "-o", "index=faiss-hnsw"]
+    assert json.loads(run(*ask, "--json").out)["search"] == {"index": "faiss-hnsw (tuned to a full scan)"}
+    assert "index     faiss-hnsw (tuned to a full scan)" in run(*ask, "--stats").err
 
 
 def test_verify_tells_whole_from_damaged(store: Path, copy: Callable[[str], Path]) -> None:

@@ -1,0 +1,64 @@
+"""Indexes of one kind appear at once: they are built beside their place, and renamed when they are whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from offload_decode.errors import StoreBusy
+from offload_decode.kv.head_indexes import OLD
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """The folder of a store's indexes, made if need be, without other builds. StoreBusy where one runs."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreBusy(
+                f"Another process builds indexes in {folder}: wait for it to end, or stop it first."
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def publish(staging: Path, folder: Path, kept: Iterable[Path]) -> None:
+    """Put `staging` in the place of `folder`, with the indexes of `folder` that are kept (their base paths).
+
+    Killed at any moment, either folder is whole, and the same call ends it.
+    """
+    for path in kept:
+        for file in folder.glob(f"{path.name}.*"):
+            _link(file, staging / file.name)
+    tidy(folder)
+    if folder.exists():
+        os.rename(folder, _old(folder))
+    os.rename(staging, folder)
+    tidy(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what an earlier `publish` to `folder` had replaced when it was killed."""
+    if _old(folder).exists():
+        shutil.rmtree(_old(folder))
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(folder.name + OLD)
+
+
+def _link(file: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    try:
+        os.link(file, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(file, target)
