@@ -140,7 +140,7 @@ def test_a_limit_on_the_size_of_files(runner: Runner, inputs: Path, tmp_path: Pa
     assert "(File too large) and keeps its first 0 tokens: mend this" in sentence
     assert runner.run(command).code == 0
     for kind in ("faiss-ivf", "hnswlib"):
-        sentence = told(runner.run(killing.index(store, kind), limit=4000))
+        sentence = told(runner.run(killing.index(store, kind), limit=1000))
         assert "could not be written (" in sentence
         assert runner.run(killing.index(store, kind)).code == 0
     assert runner.run(["verify", str(store)]).code == 0

@@ -72,6 +72,57 @@ def test_what_a_kill_after_the_renaming_left_is_in_nobodys_way(
     assert tree(job.write(store)) == whole
 
 
+def test_a_killed_index_takes_nothing_away(runner: Runner, inputs: Path, tmp_path: Path) -> None:
+    store, questions = tmp_path / "store.kv", tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "What is it?"}\n')
+    model = ["--model", str(inputs / "model"), "--max-new-tokens", "2"]
+    assert runner.run(killing.prefill(inputs / "corpus.txt", inputs / "model", store)).code == 0
+    build = killing.index(store, "clusters")
+    steps, folder = runner.run(build).steps, store.with_name("store.kv.indexes")
+    for kill_at in (2, steps // 2, steps - 2):
+        shutil.rmtree(folder)
+        assert runner.run(build, kill_at=kill_at).killed
+        for command in (
+            ["ask", str(store), "What is it?", *model],
+            [
+                "batch",
+                str(store),
+                "--questions",
+                str(questions),
+                "--out",
+                str(tmp_path / f"{kill_at}"),
+                *model,
+            ],
+            ["verify", str(store)],
+            ["inspect", str(store)],
+        ):
+            ran = runner.run(command)
+            assert ran.code == 0, (kill_at, ran)
+    assert runner.run(build).code == 0
+    assert [path.name for path in folder.iterdir()] == ["clusters"]
+
+
+def test_an_index_that_is_built_anew_is_the_old_one_until_it_is_the_new_one(
+    runner: Runner, inputs: Path, tmp_path: Path
+) -> None:
+    store, folder = tmp_path / "store.kv", tmp_path / "store.kv.indexes"
+    assert runner.run(killing.prefill(inputs / "corpus.txt", inputs / "model", store)).code == 0
+    assert runner.run(killing.index(store, "clusters")).code == 0
+    anew = [*killing.index(store, "clusters"), "--recall", "0.5"]
+    shutil.copytree(folder, tmp_path / "old")
+    steps, old = runner.run(anew).steps, tree(tmp_path / "old")
+    new = tree(folder)
+    removing = len(old) + 1
+    for kill_at in (steps // 2, *range(steps - removing - 2, steps - removing + 1)):
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "old", folder)
+        assert runner.run(anew, kill_at=kill_at).killed
+        whole = [{f"clusters/{name}": data for name, data in tree(path).items()} for path in folder.iterdir()]
+        assert old in whole or new in whole, kill_at
+        assert runner.run(anew).code == 0
+        assert tree(folder) == new
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "seed"), [("dense", 3), ("quoka", 4)])
 def test_a_hundred_kills_at_random_moments(
