@@ -16,7 +16,7 @@ from offload_decode.errors import OffloadDecodeError
 def verify(store: Store, as_json: Json = False, quiet: Quiet = False) -> None:
     """Check every byte of a store.
 
-    The indexes beside it are checked too.
+    The indexes beside it are checked too; one that is not finished is named, and is no failure.
     """
     with Progress(quiet) as progress:
         checked, problems, unfinished = _check(store, progress)
