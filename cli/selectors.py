@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
 
 from cli import output
 from cli.options import Json
-
-if TYPE_CHECKING:
-    from offload_decode.selection.selector import Selector
 
 
 def selectors(as_json: Json = False) -> None:
@@ -20,29 +15,17 @@ def selectors(as_json: Json = False) -> None:
     head, with N stored tokens of D dimensions and a budget of k), and its options with their defaults.
     Attention then reads k values, and k keys unless choosing has already given their exact scores.
     """
-    from offload_decode.selectors import registry
+    from offload_decode.selection.declared import declared
+    from offload_decode.selectors.registry import names
 
-    kinds = [registry.get(name) for name in registry.names()]
+    kinds = [asdict(declared(name)) for name in names()]
     if as_json:
-        output.answer_json({"selectors": [_described(kind) for kind in kinds]})
+        output.answer_json({"selectors": kinds})
         return
-    for kind in kinds:
-        about = _described(kind)
+    for about in kinds:
         options = " ".join(f"{key}={value}" for key, value in about.pop("options").items())
         output.answer(f"{about.pop('name')}: {about.pop('method')}")
         if about.pop("remembers"):
             output.answer("  remembers the conversation; every question starts afresh")
         facts = {**about, "options": options}
         output.answer(output.facts([(f"  {key}", text) for key, text in facts.items()]))
-
-
-def _described(kind: type[Selector]) -> dict[str, Any]:
-    return {
-        "name": kind.name,
-        "method": inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " "),
-        "paper": kind.paper,
-        "reads": kind.reads,
-        "holds": kind.holds,
-        "remembers": kind.remembers,
-        "options": {field.name: field.default for field in dataclasses.fields(kind.options_type)},
-    }

@@ -1,7 +1,14 @@
 """`offload-decode selectors` shows every selector with what a reader chooses by."""
 
+import dataclasses
+import inspect
 import json
+import subprocess
+import sys
 
+import pytest
+
+from offload_decode.selection.declared import declared
 from offload_decode.selectors import registry
 from tests.cli.conftest import run
 
@@ -22,3 +29,21 @@ def test_people_read_one_block_a_selector():
         assert f"\n{name}: " in "\n" + out
         assert kind.paper in out
         assert kind.reads in out
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_what_is_read_from_the_source_is_what_the_class_has(name):
+    """Class variables and the defaults of options are literals, so that a list needs no imports."""
+    told, kind = declared(name), registry.get(name)
+    assert (told.name, told.paper, told.reads) == (kind.name, kind.paper, kind.reads)
+    assert (told.holds, told.remembers) == (kind.holds, kind.remembers)
+    assert told.method == inspect.cleandoc(kind.__doc__).partition("\n\n")[0].replace("\n", " ")
+    defaults = [(field.name, field.default) for field in dataclasses.fields(kind.options_type)]
+    assert list(told.options.items()) == defaults
+
+
+def test_listing_them_brings_nothing_heavy_along():
+    script = "import sys; sys.argv = ['offload-decode', 'selectors']; from cli.main import app\n"
+    script += "try: app()\nfinally: print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "numba", "zarr", "numpy"} & set(ran.stdout.split())

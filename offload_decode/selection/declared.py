@@ -1,0 +1,102 @@
+"""What selectors declare of themselves, read from their source: importing them would bring torch along."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("offload_decode.selectors", "offload_decode.selection")
+_SAID = {"name", "paper", "reads", "holds", "remembers", "options_type"}
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A selector's class variables (see `selection.selector.Selector`), its docstring's first paragraph, and
+    its options with their defaults.
+    """
+
+    name: str
+    method: str
+    paper: str
+    reads: str
+    holds: str
+    remembers: bool
+    options: dict[str, object]
+
+
+def declared(selector: str) -> Declared:
+    """What the selector of that name declares, and inherits. Class variables and defaults are literals."""
+    module = f"offload_decode.selectors.{selector.replace('+', '_')}"
+    own = next(each for each in _classes(module) if _own(module, each).get("name") == selector)
+    values = _gathered(module, own)
+    options_module, options = values["options_type"]
+    return Declared(
+        name=selector,
+        method=(ast.get_docstring(own) or "").partition("\n\n")[0].replace("\n", " "),
+        paper=values["paper"],
+        reads=values["reads"],
+        holds=values["holds"],
+        remembers=values["remembers"],
+        options=_gathered(options_module, _class(options_module, options)),
+    )
+
+
+def _gathered(module: str, kind: ast.ClassDef) -> dict[str, Any]:
+    """The class variables of a class and of those that it inherits from, in the order of a dataclass."""
+    values: dict[str, Any] = {}
+    for base in reversed(kind.bases):
+        place, name = _resolved(module, base.value if isinstance(base, ast.Subscript) else base)
+        if place.startswith(_PACKAGES):
+            values |= _gathered(place, _class(place, name))
+    return values | _own(module, kind)
+
+
+def _own(module: str, kind: ast.ClassDef) -> dict[str, Any]:
+    """The class variables that a class sets: literals, and (module, name) for what is named."""
+    values: dict[str, Any] = {}
+    for line in kind.body:
+        match line:
+            case ast.Assign(targets=[ast.Name(name)], value=value) if name in _SAID:
+                pass
+            case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
+                pass
+            case _:
+                continue
+        named = isinstance(value, ast.Name | ast.Attribute)
+        values[name] = _resolved(module, value) if named else ast.literal_eval(value)
+    return values
+
+
+def _resolved(module: str, expression: ast.expr) -> tuple[str, str]:
+    """The module and the name of what an expression in `module` names."""
+    imported = {
+        alias.asname or alias.name: (line.module or "", alias.name)
+        for line in ast.walk(_tree(module))
+        if isinstance(line, ast.ImportFrom)
+        for alias in line.names
+    }
+    match expression:
+        case ast.Attribute(value=ast.Name(name), attr=attribute):
+            return ".".join(imported[name]), attribute
+        case ast.Name(name):
+            return imported.get(name, (module, name))
+    raise ValueError(f"{ast.unparse(expression)} in {module} names nothing")
+
+
+def _class(module: str, name: str) -> ast.ClassDef:
+    return next(kind for kind in _classes(module) if kind.name == name)
+
+
+def _classes(module: str) -> list[ast.ClassDef]:
+    return [line for line in _tree(module).body if isinstance(line, ast.ClassDef)]
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    spec = find_spec(module)
+    assert spec is not None
+    return ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
