@@ -8,26 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import output
-from cli.limits import open_engine
+from cli.groups import From, with_groups
+from cli.limits import Asking, asking, open_engine
 from cli.options import (
-    Attend,
-    Device,
-    DeviceCache,
-    GpuMemory,
     Json,
     MaxNewTokens,
-    Model,
-    Options,
-    Ram,
     Seed,
-    Selector,
     Store,
     Temperature,
     TopP,
-    Weights,
     question_from,
 )
-from offload_decode.config import split_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,24 +28,17 @@ if TYPE_CHECKING:
     from offload_decode.types import StepStats
 
 
+@with_groups
 def ask(
     store: Store,
     question: Annotated[
         str, typer.Argument(metavar="QUESTION", help="The question; - reads standard input.")
     ],
-    selector: Selector = "topk",
-    option: Options = None,
-    model: Model = None,
+    how: Annotated[Asking, From(asking)],
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
-    weights: Weights = "auto",
-    device: Device = "auto",
-    attend: Attend = "auto",
-    device_cache: DeviceCache = None,
-    gpu_memory: GpuMemory = None,
-    ram: Ram = None,
     as_json: Json = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what the answer cost.")] = False,
 ) -> None:
@@ -62,14 +46,12 @@ def ask(
 
     The answer is printed as it is written.
     """
-    asked, options = question_from(question), split_pairs(option or [])
+    asked = question_from(question)
 
     from offload_decode.engine.sampler import Sampler
 
     sampler = Sampler(temperature, top_p, seed)
-    engine = open_engine(
-        store, model, selector, options, weights, device, attend, device_cache, gpu_memory, ram
-    )
+    engine = open_engine(store, how)
     if as_json:
         given = engine.answer(asked, max_new_tokens, sampler)
         cost = given.stats
@@ -79,7 +61,7 @@ def ask(
                 "answer": given.text,
                 "tokens": len(given.tokens),
                 "finish": given.finish,
-                "selector": selector,
+                "selector": engine.selector.name,
                 "options": asdict(engine.selector.options),
                 "search": engine.selector.report(),
                 "placement": engine.prefix.host.placement.report(),

@@ -11,35 +11,26 @@ import typer
 
 from cli import completion, output
 from cli.failures import exit_code, sentence
-from cli.limits import caps_of, check_store
+from cli.groups import From, with_groups
+from cli.limits import Asking, asking, check_store
 from cli.options import (
-    Attend,
-    Device,
-    DeviceCache,
-    GpuMemory,
     MaxNewTokens,
-    Model,
-    Options,
     Quiet,
-    Ram,
-    Selector,
-    Weights,
-    cache_size,
     on_this_machine,
 )
 from cli.progress import Progress
 from cli.questions import Question, append_answers, assign, read_answered, read_questions
-from offload_decode.config import parse_options, split_pairs
+from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Answer, Engine
     from offload_decode.models.loading import LoadedModel
-    from offload_decode.planning.caps import Caps
 
 OpenEngine = Callable[[str], "Engine"]
 
 
+@with_groups
 def batch(
     stores: Annotated[
         list[Path],
@@ -58,17 +49,9 @@ def batch(
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="File that answers are appended to.")],
-    selector: Selector = "topk",
-    option: Options = None,
-    model: Model = None,
+    how: Annotated[Asking, From(asking)],
     max_new_tokens: MaxNewTokens = 128,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Questions in one forward pass.", min=1)] = 8,
-    weights: Weights = "auto",
-    device: Device = "auto",
-    attend: Attend = "auto",
-    device_cache: DeviceCache = None,
-    gpu_memory: GpuMemory = None,
-    ram: Ram = None,
     quiet: Quiet = False,
 ) -> None:
     """Ask many questions of many stores.
@@ -80,18 +63,18 @@ def batch(
     Questions that the output answers already are not asked again: the same command resumes a batch that was
     interrupted.
     """
-    options = split_pairs(option or [])
+    config = how.config
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent} for --out: make it first, or choose another")
     asked = assign(read_questions(questions), [os.path.normpath(store) for store in stores])
     if out.exists() and out.samefile(questions):
         raise ConfigError(f"{out} holds the questions: choose another --out")
     settings: dict[str, object] = {
-        "selector": selector,
-        "options": options,
+        "selector": config.selector,
+        "options": config.options,
         "max_new_tokens": max_new_tokens,
-        "model": model,
-        "weights": weights,
+        "model": config.model,
+        "weights": config.weights,
     }
     answered = read_answered(out, settings)
     left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
@@ -99,13 +82,12 @@ def batch(
     from offload_decode.planning.caps import apply_caps
     from offload_decode.selectors.registry import get
 
-    parse_options(get(selector).options_type, options, f"selector '{selector}'")
-    caps = caps_of(gpu_memory, ram)
-    apply_caps(caps, device)
+    parse_options(get(config.selector).options_type, config.options, f"selector '{config.selector}'")
+    apply_caps(how.caps, config.device)
     with Progress(quiet) as progress:
         failures = _answer(
             {store: own for store, own in left.items() if own},
-            _opener(model, selector, options, weights, device, caps, attend, cache_size(device_cache)),
+            _opener(how),
             out,
             settings,
             max_new_tokens,
@@ -130,16 +112,7 @@ class Failure(NamedTuple):
     error: OffloadDecodeError
 
 
-def _opener(
-    model: str | None,
-    selector: str,
-    options: dict[str, str],
-    weights: str,
-    device: str,
-    caps: Caps,
-    attend: str,
-    device_cache: int,
-) -> OpenEngine:
+def _opener(how: Asking) -> OpenEngine:
     """Opens engines one after another; a model is loaded once while the stores share it."""
     from offload_decode.memory import own_memory
 
@@ -151,21 +124,15 @@ def _opener(
         from offload_decode.engine.engine import Engine
         from offload_decode.models.loading import load
 
-        store = check_store(path, model, selector, options, weights, device, caps, before, device_cache)
+        config = how.config
+        store = check_store(path, config, how.caps, before)
         before = before or own_memory()
-        wanted = (store.manifest.model_id if model is None else model, store.manifest.dtype)
+        named = store.manifest.model_id if config.model is None else config.model
+        wanted = named, store.manifest.dtype
         if wanted not in held:
             held.clear()
-            held[wanted] = load(wanted[0], device, wanted[1], weights)
-        return Engine.open(
-            store,
-            held[wanted],
-            selector=selector,
-            options=options,
-            device=device,
-            attend=attend,
-            device_cache=device_cache,
-        )
+            held[wanted] = load(wanted[0], config.device, wanted[1], config.weights)
+        return Engine.open(store, held[wanted], config)
 
     return open_engine
 

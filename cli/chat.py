@@ -6,30 +6,21 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from cli import output
 from cli.ask import show
 from cli.conversation import Conversation
 from cli.failures import sentence
-from cli.limits import open_engine
+from cli.groups import From, with_groups
+from cli.limits import Asking, asking, open_engine
 from cli.options import (
-    Attend,
-    Device,
-    DeviceCache,
-    GpuMemory,
     MaxNewTokens,
-    Model,
-    Options,
-    Ram,
     Seed,
-    Selector,
     Store,
     Temperature,
     TopP,
-    Weights,
 )
-from offload_decode.config import split_pairs
 from offload_decode.errors import OffloadDecodeError
 
 if TYPE_CHECKING:
@@ -44,28 +35,20 @@ HELP = """\
 Everything else is a question. Ctrl-C stops an answer; what is written of it stays in the conversation."""
 
 
+@with_groups
 def chat(
     store: Store,
-    selector: Selector = "topk",
-    option: Options = None,
-    model: Model = None,
+    how: Annotated[Asking, From(asking)],
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
-    weights: Weights = "auto",
-    device: Device = "auto",
-    attend: Attend = "auto",
-    device_cache: DeviceCache = None,
-    gpu_memory: GpuMemory = None,
-    ram: Ram = None,
 ) -> None:
     """Hold a conversation about a store.
 
     Each line is a question, and every answer sees the turns before it. /help lists the commands: /reset,
     /save FILE, /load FILE, /quit. Ctrl-C stops an answer and the conversation goes on.
     """
-    options = split_pairs(option or [])
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         output.note(f"Opening {store} and loading its model …")
@@ -73,9 +56,7 @@ def chat(
     from offload_decode.engine.sampler import Sampler
 
     sampler = Sampler(temperature, top_p, seed)
-    engine = open_engine(
-        store, model, selector, options, weights, device, attend, device_cache, gpu_memory, ram
-    )
+    engine = open_engine(store, how)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
     if at_terminal:

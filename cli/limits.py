@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import output
 from cli.counts import byte_count
-from cli.options import cache_size
+from cli.options import (
+    Attend,
+    Device,
+    DeviceCache,
+    GpuMemory,
+    Model,
+    Options,
+    Ram,
+    Selector,
+    Weights,
+    cache_size,
+)
+from offload_decode.config import EngineConfig, split_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from offload_decode.engine.engine import Engine
     from offload_decode.planning.caps import Caps
     from offload_decode.store.reader import KVStore
@@ -24,52 +35,52 @@ def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
     return Caps(*(None if size is None else byte_count(size) for size in (gpu_memory, ram)))
 
 
-def open_engine(
-    store: Path,
-    model: str | None,
-    selector: str,
-    options: Mapping[str, object],
-    weights: str,
-    device: str,
-    attend: str,
-    device_cache: str | None,
-    gpu_memory: str | None,
-    ram: str | None,
-) -> Engine:
+@dataclass(frozen=True)
+class Asking:
+    """How a command's store is to be asked, and the caps that hold while it is."""
+
+    config: EngineConfig
+    gpu_memory: str | None = None
+    ram: str | None = None
+
+    @property
+    def caps(self) -> Caps:
+        """The caps as they were written; raises `ConfigError`."""
+        return caps_of(self.gpu_memory, self.ram)
+
+
+def asking(
+    selector: Selector = "topk",
+    option: Options = None,
+    model: Model = None,
+    weights: Weights = "auto",
+    device: Device = "auto",
+    attend: Attend = "auto",
+    device_cache: DeviceCache = None,
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
+) -> Asking:
+    """The options by which a store is asked."""
+    options, cache = split_pairs(option or []), cache_size(device_cache)
+    config = EngineConfig(model, selector, options, device, weights, attend, cache)
+    return Asking(config, gpu_memory, ram)
+
+
+def open_engine(store: Path, asked: Asking) -> Engine:
     """Open a store to be asked with a command's options, under its caps. Raises `DoesNotFit`, `ConfigError`,
     `StoreError`.
     """
-    cache = cache_size(device_cache)
-    caps = caps_of(gpu_memory, ram)
+    caps = asked.caps
 
     from offload_decode.engine.engine import Engine
     from offload_decode.planning.caps import apply_caps
 
-    opened = check_store(store, model, selector, options, weights, device, caps, device_cache=cache)
-    apply_caps(caps, device)
-    return Engine.open(
-        opened,
-        model,
-        selector=selector,
-        options=options,
-        device=device,
-        weights=weights,
-        attend=attend,
-        device_cache=cache,
-    )
+    opened = check_store(store, asked.config, caps)
+    apply_caps(caps, asked.config.device)
+    return Engine.open(opened, config=asked.config)
 
 
-def check_store(
-    store: Path | str,
-    model: str | None,
-    selector: str,
-    options: Mapping[str, object],
-    weights: str,
-    device: str,
-    caps: Caps,
-    held: int | None = None,
-    device_cache: int = 0,
-) -> KVStore:
+def check_store(store: Path | str, config: EngineConfig, caps: Caps, held: int | None = None) -> KVStore:
     """Open a store if it can be asked. `held`: bytes that the program held before it loaded a model, where it
     has loaded one already.
     """
@@ -80,21 +91,9 @@ def check_store(
     from offload_decode.store.reader import KVStore
 
     opened = KVStore.open(store)
-    about = outline(opened.manifest.model_id if model is None else model)
+    about = outline(opened.manifest.model_id if config.model is None else config.model)
     held = own_memory() if held is None else held
-    sentences = check_ask(
-        about,
-        opened.manifest,
-        selector,
-        options,
-        weights,
-        device,
-        caps,
-        held,
-        index=default_kind(opened),
-        device_cache=device_cache,
-    )
-    for sentence in sentences:
+    for sentence in check_ask(about, opened.manifest, config, caps, held, index=default_kind(opened)):
         output.note(sentence)
     return opened
 

@@ -1,4 +1,4 @@
-"""Options as users write them (`-o key=value`), turned into a plug-in's frozen dataclass, strictly."""
+"""What users set: how a store is asked, and options (`-o key=value`) as a plug-in's frozen dataclass."""
 
 from __future__ import annotations
 
@@ -9,6 +9,43 @@ from typing import Any, TypeVar, get_type_hints
 from offload_decode.errors import ConfigError
 
 OptionsT = TypeVar("OptionsT")
+
+ATTEND = ("auto", "host", "device")
+WEIGHTS = ("auto", "int8", "int4")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How a store is asked. Raises `ConfigError` for a value that cannot be.
+
+    model: an id or a folder, where it is not the one that the store names. selector, options: which stored
+    tokens a step attends to, options as users write them. device: `auto`, `cpu`, `cuda` or `cuda:N`. weights:
+    `auto` (as prefilled), `int8` or `int4`. attend: stored tokens on the `host`, on the `device`, or `auto`,
+    where it is faster. device_cache: bytes of the device that keep the stored rows used last.
+    """
+
+    model: str | None = None
+    selector: str = "topk"
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    device: str = "auto"
+    weights: str = "auto"
+    attend: str = "auto"
+    device_cache: int = 0
+
+    def __post_init__(self) -> None:
+        for what, given, known in (("attend", self.attend, ATTEND), ("weights", self.weights, WEIGHTS)):
+            if given not in known:
+                raise ConfigError(f"{what}={given} is unknown; choose one of: {', '.join(known)}")
+        if self.device_cache < 0:
+            raise ConfigError(f"a device cache of {self.device_cache} bytes cannot be: give 0 for none")
+
+    def changed(self, settings: Mapping[str, Any]) -> EngineConfig:
+        """With other settings; raises `ConfigError` for a name that is none."""
+        names = [field.name for field in dataclasses.fields(self)]
+        if unknown := [name for name in settings if name not in names]:
+            raise ConfigError(f"an engine has no setting '{unknown[0]}'; it has: {', '.join(names)}")
+        return dataclasses.replace(self, **settings)
+
 
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload_decode.config import EngineConfig
 from offload_decode.engine.sampler import Sampler
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
@@ -75,27 +76,22 @@ class Engine:
         cls,
         store: str | Path | KVStore,
         model: str | Any | None = None,
-        *,
-        selector: str = "topk",
-        options: Mapping[str, object] | None = None,
-        device: str = "auto",
-        weights: str = "auto",
-        attend: str = "auto",
-        device_cache: int = 0,
+        config: EngineConfig | None = None,
+        **settings: Any,
     ) -> Engine:
-        """Open a store for questions.
+        """Open a store for questions; `settings` are those of `EngineConfig`, and go before `config`'s.
 
         `model` is an id as for `load`, a transformers model that is loaded already, a `LoadedModel`, or
-        None for the one that the store names. An id is loaded with `weights` as for `load`. Stored tokens are
-        attended to on the `host`, on the `device`, or where it is faster (`attend`); `device_cache` bytes of
-        the device keep the rows that were used there last. Raises `StoreError` if the store is damaged or of
-        another model or tokenizer, `ConfigError` for options that the selector does not have, and for a
+        None for the one that the settings or the store name. Raises `StoreError` if the store is damaged or
+        of another model or tokenizer, `ConfigError` for options that the selector does not have, and for a
         placement that the device does not have.
         """
+        config = (config or EngineConfig()).changed(settings)
+        model = config.model if model is None else model
         opened = store if isinstance(store, KVStore) else KVStore.open(store)
         if model is None or isinstance(model, str):
             named = opened.manifest.model_id if model is None else model
-            loaded = load(named, device, opened.manifest.dtype, weights)
+            loaded = load(named, config.device, opened.manifest.dtype, config.weights)
         else:
             loaded = model if isinstance(model, LoadedModel) else wrap(model)
         opened.check_model(
@@ -105,9 +101,9 @@ class Engine:
             dtype=loaded.dtype,
             shape=loaded.shape,
         )
-        check_placement(attend, device_cache, loaded.device)
-        host = HostKV(opened, loaded.device, attend, device_cache)
-        return cls(loaded, opened, StoredPrefix.over(host, loaded.shape, selector, options or {}))
+        check_placement(config.attend, config.device_cache, loaded.device)
+        host = HostKV(opened, loaded.device, config.attend, config.device_cache)
+        return cls(loaded, opened, StoredPrefix.over(host, loaded.shape, config.selector, config.options))
 
     @property
     def selector(self) -> Selector:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offload_decode.config import EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.memory import limit_memory, total_memory
@@ -24,7 +25,7 @@ from offload_decode.planning.plan import (
     plan,
     prefill_chunk,
 )
-from offload_decode.planning.request import INDEXES, KV, METADATA, SELECTORS, WEIGHTS, Request
+from offload_decode.planning.request import INDEXES, KV, METADATA, SELECTORS, Request
 from offload_decode.store.format import Manifest, stored_types
 
 _OPTION = {Place.GPU: "--gpu-memory", Place.RAM: "--ram"}
@@ -68,27 +69,18 @@ def apply_caps(caps: Caps, device: str = "auto") -> None:
 def check_ask(
     outline: Outline,
     manifest: Manifest,
-    selector: str,
-    options: Mapping[str, object],
-    weights: str,
-    device: str,
+    config: EngineConfig,
     caps: Caps,
     held: int,
     *,
     index: str = "flat",
-    device_cache: int = 0,
 ) -> list[str]:
     """Whether a store can be asked: what to know before it begins, as sentences. `held`: bytes of memory that
     the program holds before it loads the model. `index`: the kind that is searched where the options name
     none. Raises `DoesNotFit`.
     """
-    request = replace(
-        _request(selector, options, weights, index),
-        tokens=manifest.n_tokens,
-        kv=kv_of(manifest),
-        device_cache=device_cache,
-    )
-    asked = plan(replace(outline, dtype=manifest.dtype), request, here(device, caps, held))
+    request = replace(_request(config, index), tokens=manifest.n_tokens, kv=kv_of(manifest))
+    asked = plan(replace(outline, dtype=manifest.dtype), request, here(config.device, caps, held))
     return _judged(asked, asked.asking, "asking this store", caps)
 
 
@@ -203,15 +195,17 @@ def _needs(asked: Plan, parts: tuple[Part, ...]) -> str:
     )
 
 
-def _request(selector: str, options: Mapping[str, object], weights: str, built: str) -> Request:
+def _request(config: EngineConfig, built: str) -> Request:
     """As far as sizes depend on it. What the selector itself will refuse is left to it."""
+    selector, options = config.selector, config.options
     page = str(options.get("page_size", ""))
     index, metadata = (str(options.get(name, "")) for name in ("index", "metadata"))
     dense = options.get("dense_layers")
     return Request(
         1,
         selector="quest" if selector == "quest+topk" else selector if selector in SELECTORS else "topk",
-        weights=weights if weights in WEIGHTS else "auto",
+        weights=config.weights,
+        device_cache=config.device_cache,
         index=index if index in INDEXES else built,
         metadata=metadata if metadata in METADATA else "fp16",
         page_size=int(page) if page.isdigit() and int(page) else 16,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.config import EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.memory import total_memory
 from offload_decode.models.outline import outline
@@ -19,6 +20,7 @@ from offload_decode.store.format import Manifest, stored_types
 
 MIB, GIB = 1 << 20, 1 << 30
 HELD = 300 * MIB
+CPU = EngineConfig(device="cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds memory on Linux alone")
 
 
@@ -34,11 +36,11 @@ def manifest(kv: str = "auto", tokens: int = 100_000) -> Manifest:
 def test_a_question_beyond_a_cap_is_refused_with_what_fits():
     model = replace(outline("demo"), parameters=10**9, linear=9 * 10**8)
     with pytest.raises(DoesNotFit, match=r"--ram allows 2 GiB: what fits is --weights int8$"):
-        check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(ram=2 * GIB), HELD)
+        check_ask(model, manifest(), CPU, Caps(ram=2 * GIB), HELD)
     with pytest.raises(DoesNotFit, match=r"the least, it is --ram \d+MiB$") as refused:
-        check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(ram=GIB // 2), HELD)
+        check_ask(model, manifest(), CPU, Caps(ram=GIB // 2), HELD)
     least = int(str(refused.value).rpartition(" ")[2].removesuffix("MiB"))
-    check_ask(model, manifest(), "topk", {}, "int4", "cpu", Caps(ram=least * MIB), HELD)
+    check_ask(model, manifest(), replace(CPU, weights="int4"), Caps(ram=least * MIB), HELD)
 
 
 def test_a_device_cache_counts_as_gpu_memory(monkeypatch):
@@ -46,9 +48,8 @@ def test_a_device_cache_counts_as_gpu_memory(monkeypatch):
         machine = Machine(gpu, 1 << 40, 1 << 50, HELD)
         monkeypatch.setattr("offload_decode.planning.caps.here", lambda device, caps, held: machine)
         model = outline("demo")
-        return check_ask(
-            model, manifest(), "topk", {}, weights, "cuda", Caps(gpu_memory=gpu), HELD, device_cache=cache
-        )
+        config = EngineConfig(device="cuda", weights=weights, device_cache=cache)
+        return check_ask(model, manifest(), config, Caps(gpu_memory=gpu), HELD)
 
     assert check(2 * GIB, GIB) == []
     with pytest.raises(DoesNotFit, match=r"device cache 3 GiB.*what fits is without --device-cache$"):
@@ -62,10 +63,9 @@ def test_a_device_cache_counts_as_gpu_memory(monkeypatch):
 
 def test_the_index_that_is_counted_is_the_one_that_is_searched():
     def taken(built, **options):
+        config = replace(CPU, options=options)
         with pytest.raises(DoesNotFit) as refused:
-            check_ask(
-                outline("demo"), manifest(), "topk", options, "auto", "cpu", Caps(ram=MIB), HELD, index=built
-            )
+            check_ask(outline("demo"), manifest(), config, Caps(ram=MIB), HELD, index=built)
         return str(refused.value).partition(", and --ram")[0]
 
     assert taken("clusters") == taken("clusters", index="auto") == taken("flat", index="clusters")
@@ -83,24 +83,24 @@ def test_a_prefill_beyond_a_cap_is_refused_with_a_chunk_that_fits():
 def test_a_model_larger_than_the_machine_is_refused():
     model = replace(outline("demo"), parameters=10**13)
     with pytest.raises(DoesNotFit, match=r"and this machine has .*: take a smaller model, or a machine"):
-        check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(), HELD)
+        check_ask(model, manifest(), CPU, Caps(), HELD)
     with pytest.raises(DoesNotFit, match=r"and this machine has .*: take a smaller model, or a machine"):
         check_prefill(model, 256, "auto", "cpu", Caps(), HELD)
     quarter = total_memory() // 4  # in float32 it is as large as the machine, in int4 it is not
     model = replace(outline("demo"), parameters=quarter, linear=quarter)
     with pytest.raises(DoesNotFit, match=r"and this machine has .*: what fits is --weights"):
-        check_ask(model, manifest(), "topk", {}, "auto", "cpu", Caps(), HELD)
+        check_ask(model, manifest(), CPU, Caps(), HELD)
 
 
 def test_without_a_cap_only_a_note_is_made_of_what_may_be_less(monkeypatch):
     machine = Machine(None, HELD + 64 * MIB, 1 << 50, HELD)
     monkeypatch.setattr("offload_decode.planning.caps.here", lambda device, caps, held: machine)
-    notes = check_ask(outline("demo"), manifest(), "topk", {}, "auto", "cpu", Caps(), HELD)
+    notes = check_ask(outline("demo"), manifest(), CPU, Caps(), HELD)
     assert "it may fail, or be slow" in notes[0]
 
 
 def test_a_model_that_fits_needs_no_note():
-    assert check_ask(outline("demo"), manifest(), "topk", {}, "auto", "cpu", Caps(), HELD) == []
+    assert check_ask(outline("demo"), manifest(), CPU, Caps(), HELD) == []
 
 
 @pytest.mark.parametrize("dtype", ["float8", "", "int4"])
