@@ -9,14 +9,14 @@ _STORE = "zarr.json"
 
 
 def selector_names(incomplete: str) -> list[str]:
-    """Selectors that begin so."""
+    """Selectors whose names begin with `incomplete`."""
     from offload_decode.selectors.registry import names
 
     return [name for name in names() if name.startswith(incomplete)]
 
 
 def index_kinds(incomplete: str) -> list[str]:
-    """Index kinds that begin so."""
+    """Index kinds whose names begin with `incomplete`."""
     from indexes.registry import kinds
 
     return [kind for kind in kinds() if kind.startswith(incomplete)]
@@ -30,7 +30,7 @@ def selector_options(incomplete: str) -> list[str]:
 
 
 def stores(incomplete: str) -> Iterator[str]:
-    """Stores whose path begins so, and the folders in which there may be some."""
+    """Stores whose path begins with `incomplete`, and folders, which may hold some."""
     folder, slash, name = incomplete.rpartition("/")
     try:
         there = sorted(Path(folder + slash or ".").expanduser().iterdir())

@@ -1,4 +1,4 @@
-"""`offload-decode eval fidelity`: how near every selector comes to exact attention."""
+"""`offload-decode eval fidelity`: how close every selector comes to exact attention."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Hits:
 
     @classmethod
     def empty(cls, queries: int, k: int) -> Hits:
-        """Padding only."""
+        """What an index without keys finds: padding only."""
         return cls(np.full((queries, k), -1, np.int64), np.full((queries, k), -np.inf, np.float32))
 
 
@@ -151,7 +151,7 @@ class VectorIndex(ABC):
 
 
 def check_heads(heads: Sequence[VectorIndex], queries: npt.NDArray[Any]) -> None:
-    """That every one of the heads has its own of the `queries [H, R, D]`."""
+    """Raises InvalidIndexInput unless `queries [H, R, D]` has rows for each of the heads."""
     if np.ndim(queries) != 3 or len(heads) != len(queries):
         raise InvalidIndexInput(
             f"Queries must be of shape [{len(heads)}, R, D], R for each head, got {np.shape(queries)}."

@@ -23,7 +23,7 @@ LARGEST = 7  # codes are -7 to 7, stored with 8 added
 
 
 class Cells(NamedTuple):
-    """N keys in C cells, each of whole blocks of 16 keys, the last filled up with keys that are none.
+    """N keys in C cells, each of whole blocks of 16 keys, the last one padded.
 
     starts: int64 `[C + 1]`, in blocks. counts: int32 `[C]`, keys. means, variances: float32 `[C, D]`. codes:
     uint8, flat, see `indexes.dots`. scales: float32 `[blocks · 16]`. ids: int32 `[blocks · 16]`, -1 where

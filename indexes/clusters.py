@@ -34,7 +34,7 @@ _MAGIC = 0x534C4C4543  # "CELLS"
 
 
 class ClusteredIndex(ApproximateIndex):
-    """Cells are left out whose bound, so many standard deviations above their mean, stays below the floor."""
+    """Skips cells whose bound, `deviations` standard deviations above their mean, stays below the floor."""
 
     name: ClassVar[str] = "clusters"
     parameter: ClassVar[str] = "deviations"

@@ -27,7 +27,7 @@ from prefill_jobs.methods.base import Method
 
 
 class StagedPrefix:
-    """What is written so far, as `tail_kv.Prefix`; takes the query samples on their way through."""
+    """What is written so far, as `kv.tail.Prefix`; takes the query samples on their way through."""
 
     remembers = False
 

@@ -40,7 +40,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Hidden:
-    """A text with facts in it, and one fact that is not: whoever knows its answer has not read it there."""
+    """A text with facts in it, and one fact that is not in it: an answer to that was not read there."""
 
     text: str
     facts: tuple[Fact, ...]

@@ -236,7 +236,8 @@ class Engine:
         self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8
     ) -> list[Answer]:
         """`answer` for each question, greedily, `batch_size` of them in one forward pass; one by one where
-        the selector looks at a question as a whole, or chooses among the tokens of a conversation so long.
+        the selector looks at a whole question, or where an answer may grow so long that it chooses among the
+        conversation's own tokens.
         """
         if isinstance(questions, str):
             raise ConfigError("answer_many takes a list of questions, and this is one: use answer")
@@ -293,7 +294,7 @@ class Engine:
 
     @contextmanager
     def _taken_back_on_failure(self) -> Iterator[None]:
-        """An interrupt between two layers, too, must not leave half a step behind."""
+        """Take back a step that fails or is interrupted, so that no half of it stays behind."""
         before, remembered = self.cache.tail_length, self.prefix.chosen.fork()
         try:
             yield

@@ -60,16 +60,16 @@ class StoredPrefix:
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
     ) -> Callable[[], AttentionState]:
-        """`query [B, H, T, D]` to a state over the tokens that the selector chose for each of its rows.
+        """Begin a step: `query [B, H, T, D]` to a state over the tokens that the selector chooses for its rows.
 
-        What is begun is the query's way to the host. The search runs in place, when what is returned is
-        called. It then waits for no more than the launch of the tail's kernels, and where a dozen launches of
-        6 µs stood in for these, another thread for it cost more than it saved. On a host it has all cores.
+        Only the copy of the query to the host begins here; the search runs in the function that is returned.
+        It waits for no more than the launch of the tail's kernels, and a thread of its own cost more than
+        that saved (measured with a dozen launches of 6 µs). On a host the search has all cores.
         """
         return partial(self._finish, layer, self._queries(query, scaling, softcap).sent())
 
     def attend(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
-        """`begin` and its end, for callers that have nothing to do between."""
+        """`begin` and what it returns, in one call."""
         return self.begin(layer, query, scaling, softcap)()
 
     def _finish(self, layer: int, queries: Queries) -> AttentionState:

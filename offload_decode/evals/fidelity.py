@@ -1,4 +1,4 @@
-"""How near selectors come to exact attention, all with the same budget in tokens.
+"""How close selectors come to exact attention, all with the same budget in tokens.
 
 Three questions, each answered by the engine's own path (`StoredPrefix.attend`, `Engine.extend`): how near is
 the attention of the stored prefill queries, how near is that of live decode queries, and how near are the

@@ -53,7 +53,7 @@ class Plan:
 
 
 def label(length: int) -> str:
-    """`32K` for 32,768 tokens; the plain number where no unit goes into it without a rest."""
+    """`32K` for 32,768 tokens; the plain number where no unit divides it."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if length % size == 0:
             return f"{length // size}{unit}"

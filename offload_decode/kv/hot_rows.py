@@ -16,7 +16,7 @@ _FREE = -1
 
 
 class HotRows:
-    """`places` places for rows that are known by a number ≥ 0."""
+    """A cache with room for `places` rows, each known by a number ≥ 0."""
 
     def __init__(self, places: int):
         assert 0 < places < 2**30, "places are numbered in 32 bits"

@@ -109,8 +109,8 @@ class Prefix(Protocol):
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
     ) -> Callable[[], AttentionState]:
         """Begin to attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees
-        all of it. What is returned ends it: a device that is given the tail to attend to before that call
-        does so while the host searches.
+        all of it. Calling what is returned finishes it: work that a device is given in between, such as the
+        attention to the tail, runs while the host searches.
         """
         ...
 

@@ -39,7 +39,7 @@ PROGRAMS = 256  # that an attention is split into where it has fewer lists: a fe
 
 
 def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
-    """Upper bounds of q·k per page, the largest of the group: see `paging.page_scores`."""
+    """Upper bounds of q·k per page, the largest of the group: see `reference.page_scores`."""
     heads, lists, group, dim = query.shape
     lower, upper, scale = bounds
     pages = lower.shape[1]
@@ -70,7 +70,7 @@ def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
 
 
 def top_pages(scores: Tensor, k: int) -> Tensor:
-    """Exactly the `k` best pages, best first, of equal ones the earlier first: see `paging.top_pages`.
+    """Exactly the `k` best pages, best first, of equal ones the earlier first: see `reference.top_pages`.
 
     Chunks of a row hand their best to the next round until one chunk holds them all.
     """
@@ -117,7 +117,7 @@ def attend_pages(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend to the tokens of lists of pages: see `paging.attend_pages`. All tensors on one device."""
+    """Attend to the tokens of lists of pages: see `reference.attend_pages`. All tensors on one device."""
     heads, lists, group, dim = query.shape
     rows, places = heads * lists, pages.shape[2] * page_size
     if rows * group * places == 0:

@@ -1,4 +1,4 @@
-"""The Triton programs of `device_pages`, which says what they are for and how they are launched.
+"""The Triton programs of `pages.device`, which says what they are for and how they are launched.
 
 All arithmetic is float32: keys, values and bounds are widened as they are read. Offsets into tensors are
 int64, so that neither tokens nor pages are limited by 2^31 elements.
@@ -122,7 +122,7 @@ def select_program(source, ids, kept, kept_ids, width, k, chunks, FIRST: tl.cons
         reached = tl.where(enough, reached + step, reached)
         step = step >> 1
 
-    # Places beyond the row have the key 0: a chunk of fewer than k entries is filled up with them.
+    # Places beyond the row have the key 0: a chunk of fewer than k entries is padded with them.
     above, level = key > reached, key == reached
     wanted = k - tl.sum(above.to(tl.int32), 0)
     chosen = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= wanted))

@@ -15,7 +15,7 @@ from offload_decode.types import AttentionState
 
 
 def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
-    """As `paging.page_scores`, on the device of the query and the bounds."""
+    """As `reference.page_scores`, on the device of the query and the bounds."""
     if query.device.type != "cuda":
         return host_pages.page_scores(query, bounds)
     from offload_decode.pages import device as device_pages
@@ -24,7 +24,7 @@ def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
 
 
 def top_pages(scores: Tensor, k: int) -> Tensor:
-    """As `paging.top_pages`, on the device of the scores."""
+    """As `reference.top_pages`, on the device of the scores."""
     if scores.device.type != "cuda":
         return host_pages.top_pages(scores, k)
     from offload_decode.pages import device as device_pages
@@ -42,9 +42,9 @@ def attend_pages(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """As `paging.attend_pages`, with `keys` and `values` either one tensor on the device, which is read where
-    it lies, or the stored rows of each KV head, of which a device gets the pages that any list names, once
-    for each KV head.
+    """As `reference.attend_pages`. `keys` and `values` are either one tensor on the device, which is read
+    where it lies, or the stored rows of each KV head, of which a device gets the pages that any list names,
+    once for each KV head.
     """
     if query.device.type != "cuda":
         return host_pages.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)

@@ -28,7 +28,7 @@ _QUERIES = 4  # `score_rows` takes queries in fours
 
 
 def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
-    """As `paging.page_scores`."""
+    """As `reference.page_scores`."""
     heads, lists, group, dim = query.shape
     pages = bounds.lower.shape[1]
     rows = _rows(query.reshape(heads, lists * group, dim))
@@ -49,7 +49,7 @@ def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
 
 
 def top_pages(scores: Tensor, k: int) -> Tensor:
-    """As `paging.top_pages`, without sorting what is not kept."""
+    """As `reference.top_pages`, without sorting what is not kept."""
     pages = scores.shape[2]
     rows = scores.flatten(0, 1).contiguous().numpy()
     out = np.empty((len(rows), min(k, pages)), np.int64)
@@ -60,7 +60,7 @@ def top_pages(scores: Tensor, k: int) -> Tensor:
 
 def token_scores(query: Tensor, keys: Sequence[Rows], pages: Tensor, page_size: int, limit: Tensor) -> Tensor:
     """Inner products q·k with the tokens of lists of pages, float32 `[Hkv, Q, G, K · S]` in the order of
-    `paging.page_tokens` and -inf in its padding. Arguments as in `attend_pages`.
+    `reference.page_tokens` and -inf in its padding. Arguments as in `attend_pages`.
     """
     heads, lists, group, _ = query.shape
     rows, own, places = _rows(query), pages.numpy(), limit.tolist()
@@ -84,7 +84,7 @@ def attend_pages(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """As `paging.attend_pages`; `keys` and `values` are the stored rows of each KV head, or a tensor."""
+    """As `reference.attend_pages`; `keys` and `values` are the stored rows of each KV head, or a tensor."""
     heads, lists, _, _ = query.shape
     rows, own, places = _rows(query), pages.numpy(), limit.tolist()
     stored = list(zip(_stored(keys), _stored(values), strict=True))

@@ -81,7 +81,7 @@ def page_tokens(pages: Tensor, page_size: int, n_tokens: int, limit: Tensor) -> 
 
 
 def places(tokens: Tensor, rest: int, page_size: int) -> Tensor:
-    """Places of a list that hold so many `tokens`, int64, where a page of `rest` tokens comes first."""
+    """How many places of a list hold `tokens` tokens, int64, where a page of `rest` tokens comes first."""
     return torch.where((rest > 0) & (tokens > rest), tokens + page_size - rest, tokens)
 
 

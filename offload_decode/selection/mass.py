@@ -75,7 +75,7 @@ class MassBudget:
     def select(
         self, layer: int, queries: Queries, budget: LayerBudget, choose: Callable[[int], Chosen]
     ) -> Selection:
-        """The smallest prefixes of what `choose(k)` gives that hold each head's mass, or all that it gives.
+        """The smallest prefixes of what `choose(k)` gives that hold each head's mass; all of it if none does.
 
         Everything, once the rows together take (by estimate) half of all tokens or more, or more than may be
         held at once: reading in order costs no more than picking out half.

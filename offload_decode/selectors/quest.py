@@ -1,7 +1,7 @@
 """Quest: the pages of keys whose bounds allow the largest inner products with the query.
 
 Quest, arXiv 2406.10774, §3.3-3.5. The paper's models have no query groups; here a group's heads share a list,
-by the maximum of their scores (docs/methods.md §3). A ragged last page is being filled and always attended.
+by the maximum of their scores (docs/methods.md §3). A last page that is not full is always attended.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Selected:
 
     @property
     def padding(self) -> Tensor:
-        """True `[r, k]` where an id stands for nothing."""
+        """True `[r, k]` where an id is padding."""
         return self.ids < 0
 
 
