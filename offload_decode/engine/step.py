@@ -60,7 +60,7 @@ class StoredPrefix:
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
     ) -> Callable[[], AttentionState]:
-        """Begin a step: `query [B, H, T, D]` to a state over the tokens that the selector chooses for its rows.
+        """From `query [B, H, T, D]` to a state over the tokens that the selector chooses for its rows.
 
         Only the copy of the query to the host begins here; the search runs in the function that is returned.
         It waits for no more than the launch of the tail's kernels, and a thread of its own cost more than
