@@ -58,7 +58,7 @@ clean:
 	touch $@
 
 .venv/ready-dev: .venv/ready
-	$(INSTALL) --editable '.[$(EXTRA),eval,buckets,ray,quant,dev]'
+	$(INSTALL) --editable '.[$(EXTRA),documents,eval,buckets,ray,quant,dev]'
 	@# hnswlib comes as source only. Without a C++ compiler its tests are skipped, and nothing else needs it.
 	HNSWLIB_NO_NATIVE=1 $(INSTALL) --editable '.[hnsw]' || echo "hnswlib could not be built: its tests will be skipped"
 	touch $@

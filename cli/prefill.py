@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,7 @@ from cli.push import summary
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from prefill_jobs.corpus import Skipped
+    from prefill_jobs.folders import Skipped
     from prefill_jobs.job import PrefillReport
     from prefill_jobs.many import Results
 
@@ -63,6 +64,26 @@ def prefill(
         str,
         typer.Option(metavar="K", help="Keys and values as auto (the model's dtype), int8 or int4-values."),
     ] = "auto",
+    glob: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Of folders, read only the files that this names, as a .gitignore would: *.md, /docs/*.rst; "
+            "repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Of folders, leave out what this names; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="Of folders, read what links lead to.")
+    ] = False,
     query_samples: Annotated[
         int,
         typer.Option(
@@ -107,13 +128,15 @@ def prefill(
     """Run a corpus through a model, once.
 
     Its keys and values are kept on disk. Text, Markdown, reStructuredText, HTML and source code are read;
-    what is not text in a folder is skipped and named.
+    PDF and Word documents too, with the extra 'documents'. In a folder, .gitignore files are honoured, and
+    what is skipped is named.
 
     The same command resumes a prefill that was interrupted, and keeps a store of the same tokens, model and
     settings that is there already. If one of several corpora fails, the others go on and it is named at the
     end.
     """
     from offload_decode.config import split_pairs
+    from prefill_jobs.folders import Rules
     from prefill_jobs.job import Settings
     from prefill_jobs.job import prefill as run
     from prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
@@ -121,6 +144,9 @@ def prefill(
     settings = Settings(method, split_pairs(option or []), query_samples, kv)
     if worker_count and not workers:
         raise ConfigError("--worker-count is of --workers: give --workers ray too, or leave it out")
+    rules = Rules(tuple(glob or ()), tuple(exclude or ()), follow_links)
+    if rules != Rules() and not any(map(os.path.isdir, corpora)):
+        raise ConfigError("--glob, --exclude and --follow-links are of folders, and none is given")
     several = is_folder(corpora, out)
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {
@@ -129,6 +155,7 @@ def prefill(
         "device": device,
         "dtype": dtype,
         "staging": staging,
+        "rules": rules,
     }
     if workers:
         from prefill_jobs.ray_workers import Cluster, prefill_on_ray
@@ -214,6 +241,12 @@ def _next(report: PrefillReport) -> str:
 
 
 def _skipped(skipped: tuple[Skipped, ...]) -> str:
-    named = "; ".join(f"{name} ({reason})" for name, reason in skipped[:_SHOWN])
-    more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
-    return f"skipped {output.count(len(skipped), 'file')}: {named}{more}"
+    """The first few, those that nobody asked to leave out before the others."""
+    from prefill_jobs.folders import LEFT_OUT, LINK
+
+    told = sorted(skipped, key=lambda one: one.reason in LEFT_OUT)
+    named = "; ".join(f"{output.one_line(one.name)} ({one.reason})" for one in told[:_SHOWN])
+    more = f"; and {len(told) - _SHOWN:,} more (--json lists them)" if len(told) > _SHOWN else ""
+    links = any(one.reason.startswith(LINK) for one in told)
+    hint = "; --follow-links reads what links lead to" if links else ""
+    return f"skipped {output.count(len(told), 'file')}: {named}{more}{hint}"

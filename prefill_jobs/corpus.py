@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from offload_decode.errors import CorpusError
 from offload_decode.models.prompt import Prompt, encode, encode_text
-from offload_decode.store.staging import LOCK, PROGRESS
+from offload_decode.store.checksums import SEAL
 from offload_decode.types import Document
 from prefill_jobs.decoding import text_of
+from prefill_jobs.folders import EVERYTHING, LEFT_OUT, Rules, Skipped, Walk, clean, is_store
+from prefill_jobs.plain_files import read_bounded, read_plain
 
 STDIN = "-"
-_NOT_TEXT = ("__pycache__", "node_modules")
 _BETWEEN = "\n\n"
 
 
@@ -30,32 +31,32 @@ class TextDocument(NamedTuple):
     text: str
 
 
-class Skipped(NamedTuple):
-    """A file of a folder that was left out, and why."""
-
-    name: str
-    reason: str
-
-
-def read_corpus(corpus: str) -> tuple[list[TextDocument], list[Skipped]]:
+def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocument], list[Skipped]]:
     """The documents of a file, of a folder (recursive, by relative path) or of standard input (`-`).
 
-    Hidden files and folders are passed over in silence, as are caches; what else cannot be read in a folder
-    is skipped and reported. Raises `CorpusError` where nothing can be read.
+    Of a folder, `rules` say what is read. Hidden files and folders are passed over in silence, as are caches;
+    what else cannot be read in a folder, or is left out, is reported. Raises `CorpusError` where nothing can
+    be read, and for a store.
     """
     if corpus == STDIN:
-        return [_read_alone("stdin", "standard input", sys.stdin.buffer.read())], []
+        return [_read_alone("stdin", "standard input", lambda: read_bounded(sys.stdin.buffer))], []
     path = Path(corpus)
-    if path.is_dir():
-        return _read_folder(path)
     try:
-        return [_read_alone(_clean(path.name), corpus, path.read_bytes())], []
+        mode = path.stat().st_mode
     except FileNotFoundError as error:
         raise CorpusError(
             f"there is no corpus at {corpus}: give a file, a folder, or - for standard input"
         ) from error
-    except OSError as error:
-        raise CorpusError(f"{corpus} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"{corpus} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    _refuse_store(path)
+    if stat.S_ISDIR(mode):
+        return _read_folder(path, rules)
+    if not stat.S_ISREG(mode):
+        raise CorpusError(
+            f"{corpus} is not a regular file: give a file, a folder, or - and its text on standard input"
+        )
+    return [_read_alone(clean(path.name), corpus, lambda: read_plain(corpus, follow=True))], []
 
 
 def encode_corpus(
@@ -79,64 +80,46 @@ def encode_corpus(
     return np.array(tokens, np.int32), spans
 
 
-def _read_alone(name: str, shown: str, data: bytes) -> TextDocument:
+def _read_alone(name: str, shown: str, read: Callable[[], bytes]) -> TextDocument:
     try:
-        return TextDocument(name, text_of(name, data))
+        return TextDocument(name, text_of(name, read()))
     except CorpusError as error:
-        way_out = "give a corpus with text in it" if "no text" in str(error) else "convert it to text first"
-        raise CorpusError(f"{shown} cannot be read, because {error}: {way_out}") from error
+        reason = str(error)
+        way_out = "give a corpus with text in it" if "no text" in reason else "convert it to text first"
+        raise CorpusError(f"{shown} cannot be read, because {reason}: {way_out}") from error
+    except OSError as error:
+        raise CorpusError(f"{shown} cannot be read: {error.strerror}") from error
 
 
-def _read_folder(folder: Path) -> tuple[list[TextDocument], list[Skipped]]:
+def _read_folder(folder: Path, rules: Rules) -> tuple[list[TextDocument], list[Skipped]]:
     documents: list[TextDocument] = []
-    skipped: list[Skipped] = []
-    for name, path in sorted(_files(folder, skipped)):
+    walk = Walk(folder, rules)
+    for name, path in sorted(walk.files()):
         try:
-            if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait forever
-                raise CorpusError("it is not a regular file")
-            documents.append(TextDocument(name, text_of(name, path.read_bytes())))
+            documents.append(TextDocument(clean(name), text_of(name, read_plain(path, rules.follow_links))))
         except CorpusError as error:
-            skipped.append(Skipped(name, str(error)))
+            walk.skip(name, str(error))
         except OSError as error:
-            skipped.append(Skipped(name, error.strerror or str(error)))
+            walk.skip(name, error.strerror or str(error))
+    skipped = sorted(walk.skipped)
     if not documents:
-        found = f"none of its {len(skipped)} files is readable text" if skipped else "it has no files"
-        raise CorpusError(f"there is nothing to read in {folder}: {found}; give a folder with text files")
-    return documents, sorted(skipped)
+        raise CorpusError(f"there is nothing to read in {folder}: {_nothing(skipped)}")
+    return documents, skipped
 
 
-def _files(folder: Path, skipped: list[Skipped]) -> Iterator[tuple[str, Path]]:
-    """Names and paths of the files below `folder`; stores and unreadable folders are skipped."""
-
-    def unreadable(error: OSError) -> None:
-        skipped.append(Skipped(_name(folder, Path(error.filename)), error.strerror or str(error)))
-
-    for root, folders, files in os.walk(folder, onerror=unreadable):
-        here = Path(root)
-        for name in list(folders):
-            if name.startswith(".") or name in _NOT_TEXT:
-                folders.remove(name)
-            elif (here / name).is_symlink():  # not followed: it may lead back to where it lies
-                skipped.append(Skipped(_name(folder, here / name), "it is a link to a folder"))
-                folders.remove(name)
-            elif _is_store(here / name):
-                skipped.append(Skipped(_name(folder, here / name), "it is a KV store or belongs to one"))
-                folders.remove(name)
-        yield from ((_name(folder, here / name), here / name) for name in files if not name.startswith("."))
+def _nothing(skipped: Sequence[Skipped]) -> str:
+    """Why a folder gave no document."""
+    if not skipped:
+        return "it has no files; give a folder with text files"
+    if all(one.reason in LEFT_OUT for one in skipped):
+        return f"all of it is left out, {skipped[0].name} because {skipped[0].reason}"
+    return (
+        f"none of its {len(skipped)} files is readable text ({skipped[0].name}: {skipped[0].reason}); "
+        "give a folder with text files"
+    )
 
 
-def _is_store(folder: Path) -> bool:
-    """Whether `folder` is of a store: one that lies within its corpus must not become part of it."""
-    if folder.suffix == ".partial":
-        return any((folder / name).exists() for name in (LOCK, PROGRESS))
-    store = folder.with_suffix("") if folder.suffix == ".indexes" else folder
-    return (store / "zarr.json").exists()
-
-
-def _name(folder: Path, path: Path) -> str:
-    return _clean(path.relative_to(folder).as_posix())
-
-
-def _clean(name: str) -> str:
-    """File names may hold bytes that are not UTF-8; a store's names are text."""
-    return os.fsencode(name).decode("utf-8", "replace")
+def _refuse_store(path: Path) -> None:
+    real = Path(os.path.realpath(path))
+    if is_store(real) or any((folder / SEAL).exists() for folder in (real, *real.parents)):
+        raise CorpusError(f"{path} is a KV store or belongs to one: give the text that it was made of")

@@ -20,7 +20,8 @@ from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document
 from prefill_jobs.buckets import Transfer
 from prefill_jobs.chunked import prefill_chunks
-from prefill_jobs.corpus import Skipped, TextDocument, encode_corpus, read_corpus
+from prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
+from prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from prefill_jobs.methods.base import Method
 from prefill_jobs.methods.registry import create, parse
 from prefill_jobs.places import Found, Place, Progress, place_of, same_store
@@ -94,10 +95,11 @@ def prefill(
     device: str = "auto",
     dtype: str = "auto",
     staging: Path | None = None,
+    rules: Rules = EVERYTHING,
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
     """Read `corpus` (a file, a folder, or `-`), run it through `model` and publish the store `out`, a path or
-    a URL. A store for a URL is written below `staging` first.
+    a URL. A store for a URL is written below `staging` first. `rules` say what of a folder is read.
 
     An interrupted prefill is resumed by the same call, and a store that is there already, of the same tokens,
     model and settings, is kept. Raises `CorpusError`, `ModelError`, `StoreError`, `BucketError`,
@@ -105,7 +107,7 @@ def prefill(
     """
     place = place_of(out, staging)
     place.admit()
-    texts, skipped = read_corpus(corpus)
+    texts, skipped = read_corpus(corpus, rules)
     loaded = load(model, device, dtype)
     progress("tokenize", 0, len(texts))
     work = prepare(loaded, texts, settings, tuple(skipped))

@@ -16,7 +16,8 @@ from offload_decode.errors import (
     StoreError,
 )
 from offload_decode.models.loading import load
-from prefill_jobs.corpus import STDIN, Skipped, TextDocument, read_corpus
+from prefill_jobs.corpus import STDIN, TextDocument, read_corpus
+from prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from prefill_jobs.job import PrefillReport, Settings, Work, make, prepare, settled
 from prefill_jobs.places import Place, place_of
 
@@ -97,6 +98,7 @@ def prefill_many(
     device: str = "auto",
     dtype: str = "auto",
     staging: Path | None = None,
+    rules: Rules = EVERYTHING,
     progress: Watch = lambda stage, done, total, about: None,
 ) -> Results:
     """Prefill every corpus to its store, with one model, one after another.
@@ -105,7 +107,7 @@ def prefill_many(
     resumes. Errors that are not of one corpus are raised at once: `ConfigError`, `ModelError`, `BucketError`
     before the work begins.
     """
-    results, texts = read_all(jobs, staging)
+    results, texts = read_all(jobs, staging, rules)
     if not texts:
         return results
     loaded = load(model, device, dtype)
@@ -136,14 +138,14 @@ def prefill_many(
     return {job: results[job] for job in jobs}
 
 
-def read_all(jobs: Sequence[Job], staging: Path | None) -> tuple[Results, list[Texts]]:
+def read_all(jobs: Sequence[Job], staging: Path | None, rules: Rules) -> tuple[Results, list[Texts]]:
     """Read the corpora and see that their places can be used: what failed, and the texts of the rest."""
     failed: Results = {}
     texts = []
     for job in jobs:
         try:
             place_of(job.store, staging).admit()
-            documents, skipped = read_corpus(job.corpus)
+            documents, skipped = read_corpus(job.corpus, rules)
             texts.append(Texts(job, documents, tuple(skipped)))
         except (CorpusError, StoreError) as error:
             failed[job] = error

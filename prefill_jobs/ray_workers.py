@@ -22,6 +22,7 @@ from offload_decode.memory import own_memory
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.outline import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_prefill
+from prefill_jobs.folders import EVERYTHING, Rules
 from prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
 from prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
 from prefill_jobs.places import place_of
@@ -123,6 +124,7 @@ def prefill_on_ray(
     device: str = "auto",
     dtype: str = "auto",
     staging: Path | None = None,
+    rules: Rules = EVERYTHING,
     progress: Watch = lambda stage, done, total, about: None,
 ) -> Results:
     """`many.prefill_many`, on the workers of a cluster, whose machines need neither the corpora nor this
@@ -132,7 +134,7 @@ def prefill_on_ray(
     """
     ray = _ray()
     here = [replace(job, store=_absolute(job.store)) for job in jobs]
-    results, texts = read_all(here, staging)
+    results, texts = read_all(here, staging, rules)
     if texts:
         how = How(model, device, dtype, settings, staging and staging.absolute(), cluster.caps)
         with _connected(ray, cluster.address):

@@ -146,3 +146,69 @@ def test_workers_get_what_the_command_was_told(
     assert (given["cluster"].workers, given["cluster"].caps.ram) == (3, 2**30)
     assert (given["settings"].kv, given["settings"].chunk) == ("int8", 8)
     assert given["staging"] == tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "corpus"
+    (made / "docs").mkdir(parents=True)
+    for name in ("a.md", "b.txt", "docs/c.md", "docs/d.md"):
+        (made / name).write_text(f"text of {name}")
+    (made / ".gitignore").write_text("d.md\n")
+    (tmp_path / "outside.txt").write_text("text from elsewhere")
+    (made / "link.txt").symlink_to(tmp_path / "outside.txt")
+    return made
+
+
+def test_what_of_a_folder_is_read_and_what_is_skipped_is_named(
+    home: Path, folder: Path, tmp_path: Path
+) -> None:
+    args = [
+        "prefill",
+        folder,
+        "--model",
+        home / "model",
+        "--glob",
+        "*.md",
+        "--glob",
+        "*.txt",
+        "--exclude",
+        "b.*",
+    ]
+    ran = run(*args, "--out", tmp_path / "s.kv", "--json")
+    assert ran.code == 0, ran
+    assert [one.name for one in KVStore.open(tmp_path / "s.kv").documents] == ["a.md", "docs/c.md"]
+    assert json.loads(ran.out)["skipped"] == [
+        {"name": "b.txt", "reason": "--exclude names it"},
+        {"name": "docs/d.md", "reason": "a .gitignore names it"},
+        {"name": "link.txt", "reason": "it is a link to a file"},
+    ]
+    # What nobody asked to leave out comes first.
+    assert (
+        "skipped 3 files: link.txt (it is a link to a file); b.txt (--exclude names it); docs/d.md" in ran.err
+    )
+    assert "--follow-links reads what links lead to" in ran.err
+    followed = run(*args, "--out", tmp_path / "f.kv", "--follow-links")
+    assert followed.code == 0
+    assert "link.txt" in [one.name for one in KVStore.open(tmp_path / "f.kv").documents]
+
+
+def test_several_corpora_share_the_rules(home: Path, folder: Path, tmp_path: Path) -> None:
+    folder = folder.rename(tmp_path / "texts")
+    args = ["prefill", folder, home / "corpus.txt", "--model", home / "model", "--glob", "*.md"]
+    assert run(*args, "--out", tmp_path / "out").code == 0
+    assert [one.name for one in KVStore.open(tmp_path / "out" / "texts.kv").documents] == [
+        "a.md",
+        "docs/c.md",
+    ]
+    assert (tmp_path / "out" / "corpus.kv").is_dir()
+
+
+@pytest.mark.parametrize("more", [["--glob", "*.md"], ["--exclude", "x"], ["--follow-links"]])
+def test_rules_of_folders_need_one(prefill: list[str | Path], tmp_path: Path, more: list[str]) -> None:
+    assert "are of folders, and none is given" in refused(2, *prefill, "--out", tmp_path / "s", *more)
+
+
+def test_a_store_and_a_device_are_no_corpora(home: Path, store: Path, tmp_path: Path) -> None:
+    for corpus, told in ((store, "is a KV store or belongs to one"), ("/dev/zero", "is not a regular file")):
+        assert told in refused(1, "prefill", corpus, "--model", home / "model", "--out", tmp_path / "s")

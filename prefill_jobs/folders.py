@@ -1,0 +1,197 @@
+"""The files of a folder that is a corpus: what is read, and what is left out and why."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from offload_decode.errors import ConfigError, CorpusError
+from offload_decode.store.staging import LOCK, PROGRESS
+from prefill_jobs.plain_files import read_plain
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+_NOT_TEXT = ("__pycache__", "node_modules")
+_IGNORES = ".gitignore"
+
+LINK = "it is a link"
+LEFT_OUT = ("a .gitignore names it", "--exclude names it", "--glob does not name it")
+
+
+class Skipped(NamedTuple):
+    """A file or folder that was left out, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What of a folder is read: files that one of `globs` names (without any: all) and none of `excludes`,
+    both patterns as in a `.gitignore`; and whether links are followed.
+    """
+
+    globs: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    follow_links: bool = False
+
+    def __post_init__(self) -> None:
+        for pattern in (*self.globs, *self.excludes):  # mistakes show before the work begins
+            _patterns([pattern])
+
+
+EVERYTHING = Rules()
+
+
+class File(NamedTuple):
+    """A file to be read: its name below the corpus, with `/`, and where it is."""
+
+    name: str
+    path: str
+
+
+class _Place(NamedTuple):
+    """A folder, its name with a `/` at its end (empty for the corpus), or a file; and the `.gitignore` files
+    above it, each with the name of its folder.
+    """
+
+    name: str
+    path: str
+    ignores: tuple[tuple[str, GitIgnoreSpec], ...]
+
+
+class Walk:
+    """Goes through a folder once. Hidden files and caches are passed over in silence; all else that is not
+    handed out is in `skipped`. Links are followed only where `rules` says so, after all else, so that what
+    lies in the folder keeps its own name; nothing is then read twice.
+    """
+
+    def __init__(self, folder: Path, rules: Rules) -> None:
+        self.skipped: list[Skipped] = []
+        self._rules = rules
+        self._globs = _patterns(rules.globs)
+        self._excludes = _patterns(rules.excludes)
+        self._todo = deque([_Place("", str(folder), ())])
+        self._links: deque[_Place] = deque()
+        self._seen = {_identity(os.stat(folder))}
+
+    def files(self) -> Iterator[File]:
+        """The files, in no order that matters."""
+        while self._todo or self._links:
+            if self._todo:
+                yield from self._enter(self._todo.popleft())
+            else:
+                yield from self._follow(self._links.popleft())
+
+    def skip(self, name: str, reason: str) -> None:
+        self.skipped.append(Skipped(clean(name), reason))
+
+    def _enter(self, here: _Place) -> Iterator[File]:
+        try:
+            entries = sorted(os.listdir(here.path))
+            ignores = (*here.ignores, *self._own_ignores(here)) if _IGNORES in entries else here.ignores
+        except OSError as error:
+            self.skip(here.name.rstrip("/") or ".", error.strerror or str(error))
+            return
+        for entry in entries:
+            if not entry.startswith("."):
+                place = _Place(here.name + entry, os.path.join(here.path, entry), ignores)
+                try:
+                    yield from self._take(place, os.lstat(place.path))
+                except OSError as error:
+                    self.skip(place.name, error.strerror or str(error))
+
+    def _take(self, place: _Place, found: os.stat_result) -> Iterator[File]:
+        folder = stat.S_ISDIR(found.st_mode)
+        if folder and os.path.basename(place.name) in _NOT_TEXT:
+            return
+        if left_out := self._left_out(place, folder):
+            self.skip(place.name, left_out)
+        elif stat.S_ISLNK(found.st_mode):
+            if self._rules.follow_links:
+                self._links.append(place)
+            else:
+                self.skip(place.name, f"{LINK} to a {'folder' if os.path.isdir(place.path) else 'file'}")
+        elif folder and is_store(Path(place.path)):
+            self.skip(place.name, "it is a KV store or belongs to one")
+        elif not folder and not stat.S_ISREG(found.st_mode):  # reading a pipe would wait forever
+            self.skip(place.name, "it is not a regular file")
+        elif self._rules.follow_links and _identity(found) in self._seen:
+            self.skip(place.name, "it is read already, under another name")
+        else:
+            self._seen.add(_identity(found))
+            if folder:
+                self._todo.append(place._replace(name=f"{place.name}/"))
+            else:
+                yield File(place.name, place.path)
+
+    def _follow(self, link: _Place) -> Iterator[File]:
+        try:
+            found = os.stat(link.path)
+        except OSError:
+            self.skip(link.name, f"{LINK} that leads nowhere")
+        else:
+            yield from self._take(link, found)
+
+    def _left_out(self, place: _Place, folder: bool) -> str | None:
+        """One of `LEFT_OUT`, where it is."""
+        name = f"{place.name}/" if folder else place.name
+        for above, spec in reversed(place.ignores):  # the innermost file that names it decides
+            if (ignored := spec.check_file(name.removeprefix(above)).include) is not None:
+                if ignored:
+                    return LEFT_OUT[0]
+                break
+        if self._excludes.match_file(name):
+            return LEFT_OUT[1]
+        return LEFT_OUT[2] if self._rules.globs and not folder and not self._globs.match_file(name) else None
+
+    def _own_ignores(self, here: _Place) -> list[tuple[str, GitIgnoreSpec]]:
+        try:
+            text = read_plain(os.path.join(here.path, _IGNORES)).decode("utf-8", "surrogateescape")
+        except CorpusError as error:
+            self.skip(here.name + _IGNORES, str(error))
+            return []
+        return [(here.name, _patterns(text.splitlines(), lenient=True))]
+
+
+def is_store(folder: Path) -> bool:
+    """Whether `folder` is of a store: one that lies within its corpus must not become part of it."""
+    if folder.suffix == ".partial":
+        return any((folder / name).exists() for name in (LOCK, PROGRESS))
+    store = folder.with_suffix("") if folder.suffix == ".indexes" else folder
+    return (store / "zarr.json").exists()
+
+
+def clean(name: str) -> str:
+    """File names may hold bytes that are not UTF-8; a store's names are text."""
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
+def _patterns(lines: Sequence[str], lenient: bool = False) -> GitIgnoreSpec:
+    """Raises `ConfigError` for a pattern that is none; lenient, as git is, passes over it."""
+    from pathspec import GitIgnoreSpec
+
+    try:
+        return GitIgnoreSpec.from_lines(lines)
+    except ValueError as error:
+        if lenient:
+            return GitIgnoreSpec.from_lines([line for line in lines if _is_pattern(line)])
+        raise ConfigError(f"'{lines[0]}' is no pattern: write one as in a .gitignore, like *.md") from error
+
+
+def _is_pattern(line: str) -> bool:
+    try:
+        _patterns([line])
+    except ConfigError:
+        return False
+    return True
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino

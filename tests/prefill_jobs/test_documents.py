@@ -1,0 +1,151 @@
+"""PDF and Word documents: their text in its order, and a reason for each that has none to give."""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from offload_decode.errors import CorpusError
+from prefill_jobs import documents
+from prefill_jobs.corpus import read_corpus
+from prefill_jobs.decoding import text_of
+
+docx = pytest.importorskip("docx")
+pypdf = pytest.importorskip("pypdf")
+
+
+def pdf(*pages: str) -> bytes:
+    """A PDF document, written by hand."""
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    for i, text in enumerate(pages):
+        content = f"BT /F1 24 Tf 72 720 Td ({text}) Tj ET"
+        objects += [
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {5 + 2 * i} 0 R "
+            "/Resources << /Font << /F1 3 0 R >> >> >>",
+            f"<< /Length {len(content)} >>\nstream\n{content}\nendstream",
+        ]
+    out, offsets = "%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        offsets.append(len(out))
+        out += f"{number} 0 obj\n{body}\nendobj\n"
+    table = "".join(f"{offset:010d} 00000 n \n" for offset in offsets)
+    size = len(objects) + 1
+    out += f"xref\n0 {size}\n0000000000 65535 f \n{table}trailer << /Size {size} /Root 1 0 R >>\n"
+    return (out + f"startxref\n{out.index('xref')}\n%%EOF\n").encode()
+
+
+def encrypted(user: str) -> bytes:
+    writer = pypdf.PdfWriter()
+    writer.append(io.BytesIO(pdf("hidden")))
+    writer.encrypt(user, "owner", algorithm="RC4-128")
+    out = io.BytesIO()
+    writer.write(out)
+    return out.getvalue()
+
+
+def word() -> bytes:
+    document = docx.Document()
+    document.add_paragraph("before")
+    table = document.add_table(2, 2)
+    table.cell(0, 0).text, table.cell(0, 1).text = "one", "two"
+    table.cell(1, 0).merge(table.cell(1, 1)).text = "wide"
+    document.add_paragraph("after")
+    out = io.BytesIO()
+    document.save(out)
+    return out.getvalue()
+
+
+def with_part(name: str, data: bytes) -> bytes:
+    """A Word document, one of whose parts is another."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(word())) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+        for part in old.infolist():
+            if part.filename != name:
+                new.writestr(part.filename, old.read(part))
+        new.writestr(name, data)
+    return out.getvalue()
+
+
+def test_the_pages_of_a_pdf_follow_each_other() -> None:
+    assert text_of("a", pdf("The first page", "and the second")) == "The first page\nand the second"
+
+
+def test_a_pdf_that_anyone_may_read_is_read() -> None:
+    assert text_of("a.pdf", encrypted("")) == "hidden"
+
+
+def test_paragraphs_and_tables_of_a_word_document_keep_their_order() -> None:
+    assert text_of("a.DOCX", word()) == "before\none\ttwo\nwide\nafter"
+
+
+ENTITIES = b"""<?xml version="1.0"?><!DOCTYPE d [<!ENTITY a "aaaaaaaaaa">
+<!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]>
+<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"><w:body><w:p><w:r>
+<w:t>&b;</w:t></w:r></w:p></w:body></w:document>"""
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("a.pdf", pdf(""), "PDF document that holds no text"),
+        ("a.pdf", encrypted("secret"), "an encrypted PDF document"),
+        ("a.pdf", pdf("text")[:200], "a PDF document that is damaged"),
+        ("a.pdf", b"%PDF-1.7", "a PDF document that is damaged"),
+        ("a.docx", word()[:300], "a Word document that is damaged"),
+        ("a.docx", b"PK\x03\x04" + bytes(100), "a Word document that is damaged"),
+        ("a.docx", with_part("word/document.xml", b"<w:document/>"), "a Word document that is damaged"),
+        ("a.docx", with_part("word/document.xml", b"<"), "a Word document that is damaged"),
+    ],
+)
+def test_what_cannot_be_read_is_a_reason(name: str, data: bytes, reason: str) -> None:
+    with pytest.raises(CorpusError, match=reason):
+        text_of(name, data)
+
+
+def test_entities_are_not_expanded() -> None:
+    try:
+        text = text_of("a.docx", with_part("word/document.xml", ENTITIES))
+    except CorpusError:
+        text = ""
+    assert "aaaa" not in text
+
+
+def test_a_document_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = with_part("word/media/zeros", bytes(1 << 20))
+    assert len(bomb) < 1 << 17
+    monkeypatch.setattr(documents, "LARGEST", 1 << 20)
+    with pytest.raises(CorpusError, match="unpacks to more than 1 MiB"):
+        text_of("a.docx", bomb)
+    monkeypatch.setattr(documents, "LARGEST", 10)
+    with pytest.raises(CorpusError, match="MiB of text"):
+        text_of("a.pdf", pdf("longer than ten letters"))
+    monkeypatch.setattr(documents, "MOST_PAGES", 1)
+    with pytest.raises(CorpusError, match="more than 1 pages"):
+        text_of("a.pdf", pdf("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "library"), [("a.pdf", pdf("text"), "pypdf"), ("a.docx", word(), "docx")]
+)
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes, library: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(
+        CorpusError, match=rf"{name} cannot .* missing \(pip install 'offload-decode\[documents\]'"
+    ):
+        read_corpus(str(tmp_path / name))
+    ((document,), (skipped,)) = read_corpus(str(tmp_path))
+    assert (document.name, skipped.name) == ("a.txt", name)
+    assert "offload-decode[documents]" in skipped.reason
