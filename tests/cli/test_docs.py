@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,13 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
         assert linked.exists(), f"{page.name}: {target}"
         if heading:
             assert heading in headings(linked), f"{page.name}: {target}"
+
+
+def test_every_extra_is_explained() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    for extra in extras["optional-dependencies"]:
+        assert re.search(rf"^\|.*`{extra}`.*\|.*\|", page, flags=re.MULTILINE), extra
 
 
 def headings(page: Path) -> set[str]:
