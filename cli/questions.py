@@ -30,7 +30,7 @@ class Question:
     extra: dict[str, Any]
 
     def key(self, store: str) -> str:
-        """What tells this question to this store from every other."""
+        """What distinguishes this question to this store from every other."""
         return _key(store, self.id, self.text)
 
 

@@ -136,7 +136,7 @@ class InFolder(Place):
         yield self.path
 
     def deliver(self, progress: Progress) -> None:
-        """It is there."""
+        """Nothing to do: it is there already."""
 
 
 class InBucket(Place):

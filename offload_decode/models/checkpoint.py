@@ -131,7 +131,7 @@ def _refuse_without_weights(source: str, folder: Path) -> NoReturn:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Whatever a library makes of a checkpoint that it cannot read becomes a `ModelError`."""
+    """Turn whatever a library raises for a checkpoint that it cannot read into a `ModelError`."""
     try:
         yield
     except OffloadDecodeError:

@@ -77,7 +77,7 @@ def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def covering(mask: Tensor, tokens: int) -> Tensor:
-    """`mask`, marked as one whose first so many columns are True and need not be looked at."""
+    """Mark `mask`: its first `tokens` columns are True and need not be checked."""
     mask.offload_covered = tokens  # type: ignore[attr-defined]
     return mask
 

@@ -75,9 +75,9 @@ def check_ask(
     *,
     index: str = "flat",
 ) -> list[str]:
-    """Whether a store can be asked: what to know before it begins, as sentences. `held`: bytes of memory that
-    the program holds before it loads the model. `index`: the kind that is searched where the options name
-    none. Raises `DoesNotFit`.
+    """Whether a store can be asked; returns what to know beforehand, as sentences. `held`: bytes of memory
+    that the program holds before it loads the model. `index`: the kind that is searched where the options
+    name none. Raises `DoesNotFit`.
     """
     request = replace(_request(config, index), tokens=manifest.n_tokens, kv=kv_of(manifest))
     asked = plan(replace(outline, dtype=manifest.dtype), request, here(config.device, caps, held))
@@ -85,8 +85,8 @@ def check_ask(
 
 
 def check_prefill(outline: Outline, chunk: int, dtype: str, device: str, caps: Caps, held: int) -> list[str]:
-    """Whether a model can prefill, however much: what to know before, as sentences. Raises `DoesNotFit`, and
-    `ConfigError` for an unknown dtype.
+    """Whether a model can prefill at all; returns what to know beforehand, as sentences. Raises `DoesNotFit`,
+    and `ConfigError` for an unknown dtype.
     """
     check_dtype(dtype)
     if dtype != "auto":
@@ -112,7 +112,7 @@ def free_space(path: Path) -> int:
 
 
 def kv_of(manifest: Manifest) -> str:
-    """The `--kv` by which a store was made."""
+    """The `--kv` that a store was made with."""
     dim = manifest.shape.head_dim
     kinds = (kind for kind in KV if kind != "int4-values" or dim % 2 == 0)
     return next(kind for kind in kinds if stored_types(kind, manifest.dtype, dim) == manifest.kv)

@@ -37,7 +37,7 @@ def itemsize(dtype: str) -> int:
 
 
 def weights_bytes(outline: Outline, weights: str) -> int:
-    """A model's weights; int8 and int4 are the linear layers', all others stay in the model's dtype."""
+    """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype."""
     item = itemsize(outline.dtype)
     rest = (outline.parameters - outline.linear) * item
     if weights == "int8":

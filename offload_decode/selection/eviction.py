@@ -1,4 +1,4 @@
-"""A cache that forgets, for `h2o` and `tova`: replayed over the prefill, then worn down by a question.
+"""A cache that forgets, for `h2o` and `tova`: replayed over the prefill, then used up by a question.
 
 The corpus was prefilled before any question was known, and so was its eviction. The store's sampled prefill
 queries stand for all of them: at a sample at position p the cache is what was kept and the tokens since the
@@ -59,7 +59,7 @@ class Evicting(Memory[Kept]):
         """How many of the newest tokens of a cache of k are not dropped."""
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
-        """What is left when each token comes, with its scores: a place fewer for every token before it."""
+        """What is kept when each token comes, with its scores: one place fewer for every token before it."""
         if k >= self.host.length:
             return EVERYTHING
         ids, merit, tail = self.state.get(layer) or self._replayed(layer, queries, k)

@@ -43,7 +43,7 @@ class Rest(NamedTuple):
     others: Tensor
 
     def each(self) -> Tensor:
-        """How many of the others one of the sampled stands for, `[Hkv, R]`; inf where none was sampled."""
+        """How many of the others each sampled token stands for, `[Hkv, R]`; inf where none was sampled."""
         return torch.where(self.others == 0, 0.0, self.others / self.logits.isfinite().sum(-1))
 
     def log_sum(self) -> Tensor:
