@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -273,3 +274,44 @@ def test_a_device_that_is_not_served_is_refused(device):
 def test_answers_are_frozen(engine):
     with pytest.raises(dataclasses.FrozenInstanceError):
         engine.answer("Who?", max_new_tokens=2).text = ""  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([[5, 6], [7, 8]], "not one row"),
+        (torch.ones(1, 1, 3, dtype=torch.long), "not one row"),
+        ([5.0, 6.5], "whole numbers"),
+        (torch.tensor([True, False]), "whole numbers"),
+        ([[5, 6], [7]], "one row of whole numbers"),
+        (["five"], "one row of whole numbers"),
+        (torch.tensor(5), "not one row"),
+        ([5, 259], "259 is not in the vocabulary"),
+        ([-1, 5], "-1 is not in the vocabulary"),
+        ([], "no tokens"),
+    ],
+)
+def test_only_a_row_of_known_tokens_is_run(engine, tokens, says):
+    expected = engine.fork().extend([5, 6])
+    with pytest.raises(ConfigError, match=says):
+        engine.extend(tokens)
+    assert engine.length == engine.prefix.length
+    for row in ([5, 6], torch.tensor([[5, 6]]), np.array([5, 6], np.int32), (5, 6)):
+        torch.testing.assert_close(engine.fork().extend(row), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("questions", "batch_size", "says"),
+    [(QUESTIONS, 0, "1 or more"), (QUESTIONS, -2, "1 or more"), ("Who?", 8, "takes a list")],
+)
+def test_batches_that_answer_nothing_are_refused(engine, questions, batch_size, says):
+    with pytest.raises(ConfigError, match=says):
+        engine.answer_many(questions, batch_size=batch_size)
+
+
+def test_a_linear_schedule_of_everything_is_dense(folder):
+    linear = Engine.open(folder / "store", options={"budget": "100%", "schedule": "linear"})
+    dense = Engine.open(folder / "store", selector="dense")
+    torch.testing.assert_close(linear.extend([5, 6, 7]), dense.extend([5, 6, 7]), atol=1e-5, rtol=0)
+    stats = linear.prefix.take_stats()
+    assert stats.selected == stats.rows * linear.prefix.length
