@@ -207,9 +207,8 @@ class PrefixCache(Cache):
         self._keep_shown()
 
     def reset(self) -> None:
-        """Forget the tail."""
-        super().reset()
-        self.begun = self.shown = None
+        """Forget the tail, as `crop` does."""
+        self.crop(-self.tail_length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Pick batch rows, for beam search."""

@@ -10,19 +10,25 @@ import torch
 from torch import Tensor
 from transformers import StopStringCriteria
 
+from offload_decode.errors import ConfigError
+
 
 class Processors:
     """The logits processors of one answer, those that `model.generate` itself makes: penalties for
     repetition, forbidden and forced tokens, least lengths.
 
     They see `tokens`, the conversation after the stored ones, and what is generated; `ends` are the tokens
-    that end the answer. Sampling (`do_sample`, `temperature`, `top_k`, `top_p`) and beams are left out.
+    that end the answer, which has at `most` so many. Sampling (`do_sample`, `temperature`, `top_k`, `top_p`)
+    and beams are left out.
     """
 
     def __init__(self, model: Any, tokenizer: Any, tokens: Sequence[int], ends: frozenset[int], most: int):
+        if most < 1:
+            raise ConfigError(f"an answer of {most} tokens is none: max_new_tokens must be 1 or more")
         config = copy.deepcopy(model.generation_config)
         config.do_sample = False
         config.eos_token_id = sorted(ends) or None
+        config.pad_token_id = 0  # nothing is padded, and without one there is a warning
         config.max_length = len(tokens) + most
         self._ids = torch.tensor([list(tokens)], device=model.device)
         model._prepare_special_tokens(config, device=model.device)
@@ -42,5 +48,6 @@ class Processors:
 
     def append(self, token: int) -> bool:
         """Take note of a generated token; whether the answer ends with it."""
-        self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=1)
+        if self._processors or self._stop is not None:
+            self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=1)
         return self._stop is not None and bool(self._stop(self._ids, None)[0])

@@ -34,7 +34,8 @@ def activate(model: Any) -> None:
 def _before(
     decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]] | None:
-    given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+    names = inspect.signature(decoder.forward).parameters if args else ()
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = given.get("past_key_values")
     if not isinstance(cache, PrefixCache):
         return None

@@ -123,8 +123,20 @@ def test_sampling_is_seeded_and_narrow_nuclei_are_greedy(engine):
     assert sampled(temperature=1.0, seed=1) == sampled(temperature=1.0, seed=1)
     assert sampled(temperature=1.0, seed=1) != sampled(temperature=1.0, seed=2)
     assert sampled(temperature=1.0, top_p=1e-9) == sampled()
-    with pytest.raises(ConfigError):
-        Sampler(temperature=-1)
+    assert sampled(temperature=1e-300) == sampled(temperature=5e-324) == sampled()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"temperature": wrong} for wrong in (-1, float("nan"), float("inf"))),
+        *({"top_p": wrong} for wrong in (0, 1.01, float("nan"))),
+        *({"seed": wrong} for wrong in (-1, 2**64)),
+    ],
+)
+def test_sampling_that_makes_no_sense_is_refused(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        Sampler(**settings)
 
 
 def test_crop_reaches_back_to_the_stored_tokens_and_no_further(engine):
@@ -301,12 +313,19 @@ def test_only_a_row_of_known_tokens_is_run(engine, tokens, says):
 
 
 @pytest.mark.parametrize(
-    ("questions", "batch_size", "says"),
-    [(QUESTIONS, 0, "1 or more"), (QUESTIONS, -2, "1 or more"), ("Who?", 8, "takes a list")],
+    ("questions", "size", "new", "says"),
+    [
+        (QUESTIONS, 0, 5, "batch_size must be 1 or more"),
+        (QUESTIONS, -2, 5, "batch_size must be 1 or more"),
+        (QUESTIONS, 2, 0, "max_new_tokens must be 1 or more"),
+        ("Who?", 8, 5, "takes a list"),
+    ],
 )
-def test_batches_that_answer_nothing_are_refused(engine, questions, batch_size, says):
+def test_batches_that_answer_nothing_are_refused(engine, questions, size, new, says):
     with pytest.raises(ConfigError, match=says):
-        engine.answer_many(questions, batch_size=batch_size)
+        engine.answer_many(questions, new, batch_size=size)
+    with pytest.raises(ConfigError, match="max_new_tokens must be 1 or more"):
+        engine.answer("Who?", -1)
 
 
 def test_a_linear_schedule_of_everything_is_dense(folder):

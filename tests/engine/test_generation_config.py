@@ -28,6 +28,7 @@ SETTINGS = [
     {"min_length": 25, "eos_token_id": "the first answer"},
     {"exponential_decay_length_penalty": (3, 1.7), "eos_token_id": [100, 101, 102]},
     {"forced_eos_token_id": 7},
+    {"guidance_scale": 2.5},
     {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "suppress_tokens": [40, 41]},
 ]
 
