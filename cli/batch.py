@@ -24,8 +24,9 @@ from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from offload_decode.engine.engine import Answer, Engine
+    from offload_decode.engine.engine import Engine
     from offload_decode.models.loading import LoadedModel
+    from offload_decode.types import Answer
 
 OpenEngine = Callable[[str], "Engine"]
 

@@ -6,8 +6,9 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offload_decode.engine.engine import Answer, Engine
+    from offload_decode.engine.engine import Engine
     from offload_decode.store.reader import KVStore
+    from offload_decode.types import Answer
 
 __all__ = ["Answer", "Engine", "KVStore"]
 
@@ -18,10 +19,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 def __getattr__(name: str) -> object:
     # Imported when asked for: torch and transformers take seconds that `offload-decode --help` should not.
-    if name in ("Answer", "Engine"):
-        from offload_decode.engine import engine
+    if name == "Engine":
+        from offload_decode.engine.engine import Engine
 
-        return getattr(engine, name)
+        return Engine
+    if name == "Answer":
+        from offload_decode.types import Answer
+
+        return Answer
     if name == "KVStore":
         from offload_decode.store.reader import KVStore
 

@@ -157,3 +157,15 @@ class StepStats:
         self.tail_rows += rows
         if rows:
             self.tail_error += (mean - self.tail_error) * rows / self.tail_rows
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer's text, its token ids (without the end token), what it cost, and why it ended (`stop` or
+    `length`).
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    stats: StepStats
+    finish: str

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from offload_decode.engine.engine import Answer, Engine
+from offload_decode.engine.conversation import Conversation
 from offload_decode.models.passes import run_in_passes
 from offload_decode.models.processors import Processors
-from offload_decode.types import StepStats
+from offload_decode.types import Answer, StepStats
 
 
-def answer_batch(engine: Engine, questions: Sequence[str], max_new_tokens: int) -> list[Answer]:
+def answer_batch(engine: Conversation, questions: Sequence[str], max_new_tokens: int) -> list[Answer]:
     """Greedy answers, equal to `Engine.answer` for each question; every answer carries the batch's shared
     stats. A question whose answer has ended is no longer run.
     """

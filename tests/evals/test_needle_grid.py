@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload_decode.engine.engine import Answer, Engine
+from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import Haystack
@@ -22,7 +22,7 @@ from offload_decode.evals.plot import save_png
 from offload_decode.evals.tasks.base import holds
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.store.reader import KVStore
-from offload_decode.types import StepStats
+from offload_decode.types import Answer, StepStats
 from prefill_jobs.corpus import TextDocument
 from prefill_jobs.job import prefill_texts
 from tests.tiny import text_model, tiny_tokenizer

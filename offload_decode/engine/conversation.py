@@ -1,0 +1,228 @@
+"""A conversation behind a stored prefix: tokens are run, generated, taken back, and branched from."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from offload_decode.engine.sampler import Sampler
+from offload_decode.engine.step import StoredPrefix
+from offload_decode.errors import ConfigError
+from offload_decode.kernels.rows import tensor_view
+from offload_decode.models.cache import PrefixCache
+from offload_decode.models.loading import LoadedModel
+from offload_decode.models.passes import run_in_passes
+from offload_decode.models.processors import Processors
+from offload_decode.models.prompt import Prompt
+from offload_decode.selection.selector import Selector
+from offload_decode.store.reader import KVStore
+from offload_decode.types import LayerKind
+
+
+class Conversation:
+    """A store, its model and a selector, with the tokens that followed the stored ones so far.
+
+    `fork` gives an independent continuation, `crop` takes tokens back; the store itself is never changed.
+    Several threads may each use a fork of their own.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, store: KVStore, prefix: StoredPrefix, cache: PrefixCache | None = None
+    ):
+        self.loaded = loaded
+        self.store = store
+        self.prefix = prefix
+        self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
+        # The tokens after the stored ones that were run.
+        self.tokens: list[int] = []
+        # A token that was sampled but not run yet: it goes first in the next forward pass.
+        self.pending: list[int] = []
+        # Tokens of a question in one forward pass: fewer take less memory.
+        self.pass_tokens = self.selector.pass_tokens
+        self._lock = threading.Lock()
+
+    @property
+    def selector(self) -> Selector:
+        """How stored tokens are chosen, with what it remembers of this conversation."""
+        return self.prefix.selector
+
+    @property
+    def length(self) -> int:
+        """Stored tokens and those that followed, the pending one not counted."""
+        return self.prefix.length + self.cache.tail_length
+
+    def fork(self) -> Self:
+        """An independent continuation from here."""
+        with self._lock:
+            forked = type(self)(self.loaded, self.store, self.prefix.fork(), self.cache)
+            forked.tokens, forked.pending = list(self.tokens), list(self.pending)
+            forked.pass_tokens = self.pass_tokens
+        return forked
+
+    def crop(self, length: int) -> None:
+        """Take back every token after the first `length`, which must not reach into the stored ones."""
+        if not self.prefix.length <= length <= self.length:
+            raise ConfigError(
+                f"cannot crop to {length} tokens: {self.prefix.length} are stored, "
+                f"and {self.length} are there in all"
+            )
+        if self.selector.remembers and length < self.length:
+            if length > self.prefix.length:
+                raise ConfigError(
+                    f"selector '{self.selector.name}' cannot remember what it has dropped: crop to the "
+                    f"{self.prefix.length} stored tokens, or fork the engine before you branch"
+                )
+            self.selector.reset()
+        self.pending = []
+        self.cache.cut(length - self.prefix.length)
+        del self.tokens[length - self.prefix.length :]
+
+    def extend(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Run tokens (question or generated, one path) and return the logits `[V]` after the last one.
+
+        `tokens`: ids `[T]`, or one row `[1, T]` as tokenizers return it. Raises `ConfigError` for anything
+        else, for ids that are not in the vocabulary, and while another thread extends this engine.
+        """
+        run = self.pending + _ids(tokens)
+        if not run:
+            raise ConfigError("there are no tokens to extend with")
+        ids = torch.tensor([run])
+        began = time.perf_counter()
+        with self._alone(), self._taken_back_on_failure():
+            logits = run_in_passes(self.loaded, ids, self.cache, self.pass_tokens)[0]
+            self.tokens += run
+            self.pending = []
+        self.prefix.stats.tokens += ids.shape[1]
+        self.prefix.stats.total_s += time.perf_counter() - began
+        return logits
+
+    def ask(self, question: str) -> Tensor:
+        """Put a question: logits `[V]` after its last token. A selector that forgets starts afresh."""
+        with self._taken_back_on_failure():
+            self.selector.reset()
+            return self.extend(self.question_tokens(question))
+
+    def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
+        """Token ids from `logits [V]` on, until an end token (which is not yielded) or `max_new_tokens`."""
+        sampler, ends, so_far = sampler or Sampler(), self.end_tokens, self.tokens + self.pending
+        processors = Processors(self.loaded.model, self.loaded.tokenizer, so_far, ends, max_new_tokens)
+        for step in range(max_new_tokens):
+            token = int(sampler(processors(logits)[None]))
+            if token in ends:
+                return
+            self.pending = [token]
+            so_far.append(token)
+            yield token
+            if self.tokens + self.pending != so_far:
+                raise ConfigError(
+                    "this engine went on with something else before its answer was complete: "
+                    "give every answer that is written at the same time a fork (Engine.fork)"
+                )
+            if processors.append(token):
+                return
+            if step + 1 < max_new_tokens:
+                logits = self.extend([])
+
+    def pieces(self, generated: Iterable[int]) -> Iterator[str]:
+        """The text of generated tokens, piece by piece as they come: no piece ends within a character."""
+        tokens: list[int] = []
+        shown = ready = 0  # tokens[shown:ready] were shown last; they may join with what follows
+        for token in generated:
+            tokens.append(token)
+            before, written = self.decode(tokens[shown:ready]), self.decode(tokens[shown:])
+            # A character of several bytes may lack its last ones: they decode to U+FFFD until they come.
+            if not written.endswith("\ufffd"):
+                yield written[len(before) :]
+                shown, ready = ready, len(tokens)
+        if rest := self.decode(tokens[shown:])[len(self.decode(tokens[shown:ready])) :]:
+            yield rest
+
+    def question_tokens(self, question: str) -> list[int]:
+        """Token ids of a question as it is put here: after the corpus or after an answer."""
+        put = self.prompt.next if self.cache.tail_length else self.prompt.first
+        return put(self.tokenizer, question)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of generated tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; raises `ModelError` if it came without one."""
+        return self.loaded.known_tokenizer
+
+    @property
+    def prompt(self) -> Prompt:
+        """How questions are put after the corpus."""
+        return self.loaded.prompt
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        configured = self.loaded.model.generation_config.eos_token_id
+        if configured is None:
+            configured = self.loaded.model.config.eos_token_id
+        if configured is None:
+            return frozenset()
+        return frozenset([configured] if isinstance(configured, int) else configured)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError(
+                "another thread is extending this engine: give each thread a fork of its own (fork)"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _taken_back_on_failure(self) -> Iterator[None]:
+        """Take back a step that fails or is interrupted, so that no half of it stays behind."""
+        before, remembered = self.cache.tail_length, self.prefix.chosen.fork()
+        try:
+            yield
+        except BaseException:
+            self.cache.cut(before)
+            del self.tokens[before:]
+            self.prefix.chosen = remembered
+            raise
+
+    def _cache_behind(self, prefix: StoredPrefix) -> PrefixCache:
+        shape = self.loaded.shape
+        windows = {
+            layer: self._window(layer) for layer, kind in enumerate(shape.layers) if kind is LayerKind.SLIDING
+        }
+        return PrefixCache.over(prefix, shape, windows)
+
+    def _window(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.store.window(layer)
+        device = self.loaded.device
+        return tensor_view(keys)[None].to(device), tensor_view(values)[None].to(device)
+
+
+def _ids(tokens: Sequence[int] | Tensor) -> list[int]:
+    """Token ids `[T]` or `[1, T]` as a list; raises `ConfigError` for anything else."""
+    try:
+        given = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError("tokens must be one row of whole numbers, the ids of tokens") from error
+    if not given.numel():
+        return []
+    if given.ndim == 2 and len(given) == 1:
+        given = given[0]
+    if given.ndim != 1:
+        raise ConfigError(
+            f"tokens of the shape {list(given.shape)} are not one row: an engine holds one conversation; "
+            "give each row a fork (Engine.fork), or put questions to answer_many"
+        )
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise ConfigError(f"tokens must be whole numbers, the ids of tokens, and not {given.dtype}")
+    return [int(token) for token in given.tolist()]
