@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from cli.output import note, one_line
-from indexes.errors import UnknownIndex
+from indexes.errors import NotCompiled, UnknownIndex
 from offload_decode.errors import ConfigError, OffloadDecodeError, OffloadDecodeWarning
 from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
 
@@ -83,7 +83,7 @@ def sentence(error: BaseException) -> str:
 
 def exit_code(error: BaseException) -> int:
     """2 for wrong use, 1 for any other failure."""
-    return WRONG_USE if isinstance(error, ConfigError | UnknownIndex) else FAILURE
+    return WRONG_USE if isinstance(error, ConfigError | NotCompiled | UnknownIndex) else FAILURE
 
 
 def _hush_libraries() -> None:

@@ -97,7 +97,7 @@ def _request(
     if unknown := [name for name in options if name not in _OPTIONS]:
         raise ConfigError(f"plan has no option '{unknown[0]}'; it has: {', '.join(_OPTIONS)}")
     page = options.pop("page_size", "16")
-    if not page.isdigit():
+    if not page.isdecimal():
         raise ConfigError(f"page_size must be a whole number, not '{page}'")
     given: Any = options
     return Request(

@@ -5,6 +5,7 @@ OffloadDecodeError, the root of every error here and in `offload_decode.errors`
     ├── InvalidIndexInput   a wrong shape or dtype, a value that is not finite, an option out of range
     ├── UnknownIndex        no index kind of that name; the message lists the known ones
     ├── MissingBackend      the library behind a kind is not installed; the message names the extra
+    ├── NotCompiled         compilation is switched off in the environment
     ├── IndexNotFound       nothing was saved at that path
     ├── IndexMismatch       a saved index of other keys, of another kind or of another format version
     ├── IndexDamaged        a saved index whose bytes are not those that were written
@@ -32,6 +33,10 @@ class UnknownIndex(VectorIndexError):
 
 class MissingBackend(VectorIndexError):
     """A kind whose library cannot be imported."""
+
+
+class NotCompiled(VectorIndexError):
+    """An environment in which the loops over rows would be interpreted."""
 
 
 class IndexNotFound(VectorIndexError):

@@ -7,6 +7,7 @@ and do not count, nor does address space that is only reserved.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import sys
@@ -22,17 +23,22 @@ OUT_OF_MEMORY = (
     "out of memory: free some, raise --ram or --gpu-memory where they are given, use a smaller chunk "
     "or --batch-size, or --device cpu; what a prefill has committed stays: the same command goes on"
 )
+_NO_ROOM = ("DefaultCPUAllocator", "bad_alloc", "can't start new thread", "Cannot allocate memory")
 _STATUS = Path("/proc/self/status")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed. Torch's allocators have an error of their own on a GPU, and a plain
-    RuntimeError on a CPU.
+    RuntimeError on a CPU; C++ libraries report `bad_alloc`, the system a map or a thread that it refused.
     """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, ImportError):
+        return "failed to map segment" in str(error)
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+        or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_ROOM))
     )
 
 

@@ -208,7 +208,7 @@ def _request(config: EngineConfig, built: str) -> Request:
         device_cache=config.device_cache,
         index=index if index in INDEXES else built,
         metadata=metadata if metadata in METADATA else "fp16",
-        page_size=int(page) if page.isdigit() and int(page) else 16,
+        page_size=int(page) if page.isdecimal() and int(page) else 16,
         budget=str(options.get("budget", "1024")),
         dense_layers=None if dense is None else str(dense),
     )

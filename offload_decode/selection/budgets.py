@@ -130,13 +130,18 @@ def _amount(amount: str, n_tokens: int) -> HeadBudget:
             if not 0 < float(share) <= 1:
                 raise ConfigError(f"budget '{amount}' is out of range: a mass is more than 0 and at most 1")
             return HeadBudget(n_tokens, float(share))
-        count = float(amount[:-1]) / 100 * n_tokens if amount.endswith("%") else int(amount)
+        percent = float(amount[:-1]) if amount.endswith("%") else None
+        count = int(amount) if percent is None else percent / 100 * n_tokens
     except ValueError as error:
         raise ConfigError(
             f"budget '{amount}' is none of these: a count like 1024, a share like 2%, or mass=0.99"
         ) from error
-    if not 0 <= count < float("inf"):
-        raise ConfigError(f"budget '{amount}' is out of range: it must be 0 or more")
+    if percent is not None and not 0 <= percent <= 100:
+        raise ConfigError(
+            f"budget '{amount}' is out of range: a share is from 0% to 100% of the stored tokens"
+        )
+    if count < 0:
+        raise ConfigError(f"budget '{amount}' is out of range: a count is 0 or more")
     return HeadBudget(round(count))
 
 

@@ -98,6 +98,13 @@ def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path) -> None:
         (["-o", "bugdet=3"], "has no option 'bugdet'; it has: budget"),
         (["-o", "budget"], "not of the form key=value"),
         (["-o", "budget=many"], "a count like 1024, a share like 2%"),
+        (["-o", "budget=150%"], "a share is from 0% to 100%"),
+        (["--temperature", "inf"], "a positive number"),
+        (["--temperature", "1e400"], "a positive number"),
+        *(
+            (option, "is no size")
+            for option in (["--ram", "0"], ["--gpu-memory", "0"], ["--device-cache", "0GiB"])
+        ),
         (["-o", "index=nonsense"], "no index kind 'nonsense'"),
         (["-o", "index=faiss-hnsw"], "offload-decode index"),
         (["--top-p", "7"], "top_p"),
@@ -227,6 +234,15 @@ def test_errors_of_the_system_are_sentences(store: Path, monkeypatch: pytest.Mon
     assert refused(1, "ask", store, "q") == "error: s.kv: No space left on device"
     _fails_with(monkeypatch, MemoryError())
     assert "out of memory: free some" in refused(1, "ask", store, "q")
+
+
+def test_interpreted_loops_are_refused_at_the_start(store: Path) -> None:
+    command = [sys.executable, "-c", "from cli.main import main; main()", "ask", str(store), "q"]
+    env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("error: NUMBA_DISABLE_JIT is set")
+    assert len(ran.stderr.splitlines()) == 1
 
 
 def test_control_c_is_one_line(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

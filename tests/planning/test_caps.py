@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from cli.failures import sentence
 from offload_decode.config import EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
-from offload_decode.memory import total_memory
+from offload_decode.memory import OUT_OF_MEMORY, total_memory
 from offload_decode.models.outline import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_ask, check_prefill, kv_of
 from offload_decode.planning.plan import CUDA_BYTES, Machine
@@ -160,6 +161,26 @@ def test_an_allocation_beyond_the_cap_is_a_sentence(tmp_path):
     said = ran.stdout.splitlines()
     assert len(said) == 2
     assert all(line.startswith("out of memory: ") for line in said), said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+        OSError(12, "Cannot allocate memory", "s.kv"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
+def test_whoever_ran_out_of_memory_it_is_the_same_sentence(error):
+    assert sentence(error) == OUT_OF_MEMORY
+
+
+def test_other_errors_are_not_taken_for_it():
+    for error in (OSError(28, "No space left on device"), RuntimeError("no"), ImportError("no module")):
+        assert sentence(error) != OUT_OF_MEMORY
 
 
 PREFILL = """
