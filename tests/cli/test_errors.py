@@ -99,8 +99,8 @@ def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path) -> None:
         (["-o", "budget"], "not of the form key=value"),
         (["-o", "budget=many"], "a count like 1024, a share like 2%"),
         (["-o", "budget=150%"], "a share is from 0% to 100%"),
-        (["--temperature", "inf"], "a positive number"),
-        (["--temperature", "1e400"], "a positive number"),
+        (["--temperature", "inf"], "0 or more and finite"),
+        (["--temperature", "1e400"], "0 or more and finite"),
         *(
             (option, "is no size")
             for option in (["--ram", "0"], ["--gpu-memory", "0"], ["--device-cache", "0GiB"])
