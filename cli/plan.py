@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,6 +73,9 @@ def plan(
     wanted, options = token_count(tokens), split_pairs(option or [])
     without_gpu = gpu is not None and gpu.lower() == "none"
     sizes = [None if size is None else byte_count(size) for size in (None if without_gpu else gpu, ram, disk)]
+
+    if sys.stderr.isatty():
+        output.note("Reading the model's config and measuring this machine …")
 
     from offload_decode.models.outline import outline
     from offload_decode.planning import plan as planning
