@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload_decode.errors import CorpusError
-from offload_decode.models.prompt import Prompt, encode, encode_text
+from offload_decode.models.prompt import Prompt
 from offload_decode.store.checksums import SEAL
 from offload_decode.types import Document
 from prefill_jobs.decoding import text_of
@@ -21,7 +21,6 @@ from prefill_jobs.folders import EVERYTHING, LEFT_OUT, Rules, Skipped, Walk, cle
 from prefill_jobs.plain_files import read_bounded, read_plain
 
 STDIN = "-"
-_BETWEEN = "\n\n"
 
 
 class TextDocument(NamedTuple):
@@ -67,16 +66,13 @@ def encode_corpus(
     The spans tile the tokens: what opens the prompt belongs to the first. Several documents are each headed
     by their name. Special tokens that a text spells out (`</s>`) are its letters, not the tokens.
     """
-    tokens = encode(tokenizer, prompt.before)
+    headed = len(documents) > 1
+    texts = (f"Document: {one.name}\n{one.text}" if headed else one.text for one in documents)
+    tokens: list[int] = []
     spans = []
-    end = 0
-    for number, document in enumerate(documents):
-        text = document.text
-        if len(documents) > 1:
-            text = f"{_BETWEEN if number else ''}Document: {document.name}\n{text}"
-        tokens += encode_text(tokenizer, text)
-        spans.append(Document(document.name, end, len(tokens)))
-        end = len(tokens)
+    for document, own in zip(documents, prompt.corpus(tokenizer, texts), strict=True):
+        spans.append(Document(document.name, len(tokens), len(tokens) + len(own)))
+        tokens += own
     return np.array(tokens, np.int32), spans
 
 

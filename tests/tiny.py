@@ -86,8 +86,10 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
 
 
 def tiny_tokenizer() -> Any:
-    """Byte-level BPE without merges: every byte is one of 256 tokens, after three special ones."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """Byte-level BPE without merges: every byte is one of 256 tokens, after three special ones. A text begins
+    with `<s>`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -96,6 +98,7 @@ def tiny_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

@@ -1,72 +1,143 @@
 """How corpus, question and answer stand in a prompt, so that the corpus can be prefilled before any
 question.
+
+Their tokens are those of one encoding of the whole: documents and questions meet at a gap of white space, and
+the seam between what is stored and what follows lies before or after it, where this tokenizer ends a token
+whatever follows.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload_decode.errors import ModelError
+from offload_decode.models.pieces import Piece, encode, encode_after, encode_first
 
-_CORPUS, _QUESTION, _ANSWER, _NEXT = "\x02corpus\x03", "\x02question\x03", "\x02answer\x03", "\x02next\x03"
-_BETWEEN = "\n\n"
+# With what a template might change in a text.
+_CORPUS = "\x02Corpus\n\n & 'it'\x03"
+_QUESTION, _ANSWER, _NEXT = "\x02question\x03", "\x02answer\x03", "\x02next\x03"
+
+_BLANK = r"\s▁ĠĊĉčċČ"  # as texts, as SentencePiece and as bytes spell white space
+_ENDS = ("end", "end.", "End)", "3", "é", "字", "“…”", "🙂", "x_", "}")
+_STARTS = ("Who", "who", "Question: Who", "Document: a", "12", "(a)", "“it”", "é", "字", "🙂", "_x", "- a")
+
+
+class Seam(NamedTuple):
+    """What stands between documents, and before a question; whether it is stored with what precedes it."""
+
+    gap: str
+    stored: bool
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`before corpus between question after answer turn question …`; `template` is `chat` or `plain`."""
+    """`opening before document gap document gap ask question after answer turn question again answer …`.
+
+    `template` is `chat` or `plain`; `opening` are token ids that the tokenizer puts before any text. White
+    space at the end of a document and around a question is left out; `trims`: so is that at the start of the
+    corpus, as the template does.
+    """
 
     template: str
+    opening: tuple[int, ...]
     before: str
-    between: str
+    seam: Seam
+    ask: str
     after: str
     turn: str
+    again: str
+    trims: bool
+
+    def corpus(self, tokenizer: Any, documents: Iterable[str]) -> Iterator[list[int]]:
+        """Token ids of what stands before any question, document by document."""
+        stored, kept = self._gap
+        for number, text in enumerate(documents):
+            document = Piece(text.rstrip(), users=True)
+            if number:
+                yield encode_after(tokenizer, stored, [Piece(kept), document, Piece(stored)])
+                continue
+            if self.trims:
+                document = Piece(text.strip(), users=True)
+            first = encode_first(tokenizer, [Piece(self.before), document, Piece(stored)])
+            yield [*self.opening, *first]
 
     def first(self, tokenizer: Any, question: str) -> list[int]:
         """Token ids of what follows the corpus."""
-        return _encode_around(tokenizer, self.between, question, self.after)
+        stored, kept = self._gap
+        asked = [Piece(kept + self.ask), Piece(question.strip(), users=True), Piece(self.after)]
+        return encode_after(tokenizer, stored, asked)
 
     def next(self, tokenizer: Any, question: str) -> list[int]:
         """Token ids of what follows an answer."""
-        return _encode_around(tokenizer, self.turn, question, self.after)
+        asked = [Piece(self.turn), Piece(question.strip(), users=True), Piece(self.again)]
+        return encode_after(tokenizer, "", asked)
+
+    @property
+    def _gap(self) -> tuple[str, str]:
+        """The gap where it is stored, and where it is not."""
+        return (self.seam.gap, "") if self.seam.stored else ("", self.seam.gap)
 
 
 def prompt_for(tokenizer: Any) -> Prompt:
     """The tokenizer's chat template split around the corpus, or a plain form for models without one."""
-    from jinja2 import TemplateError
-
+    seam = _seam(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
-        between = f"{_BETWEEN}Question: "
-        return Prompt("plain", tokenizer.bos_token or "", between, "\nAnswer:", between)
-    user = {"role": "user", "content": _CORPUS + _BETWEEN + _QUESTION}
-    turns = [user, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
+        turn, after = f"{seam.gap}Question: ", "\nAnswer:"
+        return Prompt("plain", _opening(tokenizer), "", seam, "Question: ", after, turn, after, False)
+
+    def rendered(*contents: str) -> str:
+        roles = ("user", "assistant", "user")
+        turns = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    asked = _CORPUS + seam.gap + _QUESTION
     try:
-        one = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-        two = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        before, rest = one.split(_CORPUS)
-        between, after = rest.split(_QUESTION)
-        turn = two.split(_ANSWER)[1].split(_NEXT)[0]
-    except (ValueError, IndexError, TemplateError) as error:
+        before, after = rendered(asked).split(asked)
+        turn, again = rendered(asked, _ANSWER, _NEXT).split(_ANSWER)[1].split(_NEXT)
+        trims = f" \n{asked}" not in rendered(f" \n{asked}")
+    except Exception as error:  # a template is a program, and raises what it likes
         raise ModelError(
             "the chat template of this tokenizer fails or changes the user's text, so the corpus cannot "
             "be prefilled before the question; use a tokenizer without a chat template or with another one"
         ) from error
-    return Prompt("chat", before, between, after, turn)
+    return Prompt("chat", (), before, seam, "", after, turn, again, trims)
 
 
-def encode(tokenizer: Any, template: str) -> list[int]:
-    """Token ids of a piece of a template; special tokens in it are recognised, none are added."""
-    return list(tokenizer.encode(template, add_special_tokens=False))
+def _opening(tokenizer: Any) -> tuple[int, ...]:
+    """What this tokenizer puts before a text of its own accord: a tokenizer may define a first token and not
+    use it.
+    """
+    plain, whole = encode(tokenizer, "a"), list(tokenizer.encode("a"))
+    places = range(len(whole) - len(plain) + 1)
+    start = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+    return tuple(whole[:start])
 
 
-def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a user's text: a special token in it (`</s>`) is its letters, not the token."""
-    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+def _seam(tokenizer: Any) -> Seam:
+    """The first that holds. Where none does, tokens may differ from those of one encoding, at this seam."""
+    natural = Seam("\n\n", stored=False)
+    # Many put full stop and line breaks in one token, some whatever is not a space.
+    candidates = (natural, Seam("\n\n", stored=True), Seam(" \n\n", stored=False))
+    return next((seam for seam in candidates if _holds(tokenizer, seam)), natural)
 
 
-def _encode_around(tokenizer: Any, before: str, text: str, after: str) -> list[int]:
-    # In one piece where that is safe: white space at the seams is then split as the model knows it.
-    if not any(token in text for token in tokenizer.get_added_vocab()):
-        return encode(tokenizer, before + text + after)
-    return encode(tokenizer, before) + encode_text(tokenizer, text) + encode(tokenizer, after)
+def _holds(tokenizer: Any, seam: Seam) -> bool:
+    """Whether no token of the vocabulary, and none of the tokenizer's rules, reaches across the seam."""
+    gap = "[ ▁Ġ]" if seam.gap[0] == " " else "[\nĊ]"
+    across = f"{gap}[^{_BLANK}]" if seam.stored else f"[^{_BLANK}]{gap}"
+    if any(re.search(across, token) for token in tokenizer.get_vocab()):
+        return False
+    for start in _STARTS:
+        following = []
+        for end in _ENDS:
+            head = encode(tokenizer, end + seam.gap if seam.stored else end)
+            whole = encode(tokenizer, end + seam.gap + start)
+            if whole[: len(head)] != head:
+                return False
+            following.append(whole[len(head) :])
+        if any(ids != following[0] for ids in following):
+            return False
+    return True

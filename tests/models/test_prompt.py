@@ -1,71 +1,208 @@
-"""Prompts: a template split around the corpus gives the ids of the template applied whole."""
+"""Prompts: what is stored and what follows it are together the tokens of one encoding of the whole text, for
+every kind of tokenizer.
+"""
 
 from __future__ import annotations
 
-import pytest
+import itertools
+from functools import cache
 
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from offload_decode.engine.engine import Engine
 from offload_decode.errors import ModelError
 from offload_decode.models.fingerprints import tokenizer_hash
-from offload_decode.models.loading import load
-from offload_decode.models.prompt import encode, encode_text, prompt_for
-from tests.tiny import tiny_tokenizer
+from offload_decode.models.loading import load, wrap
+from offload_decode.models.pieces import Piece, encode, encode_after, encode_first, encode_text
+from offload_decode.models.prompt import prompt_for
+from prefill_jobs.corpus import TextDocument, encode_corpus
+from prefill_jobs.job import prefill_texts
+from tests.models.tokenizers import BEGINNINGS, KINDS, tokenizer_of
+from tests.tiny import tiny_model, tiny_tokenizer
 
 CHAT = (
     "<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+TRIMS = CHAT.replace("m.content", "m.content | trim")
+TEMPLATES = {"none": None, "chat": CHAT, "trims": TRIMS}
+
+texts = st.text(st.sampled_from("aeo .,\n\t(1_é字🙂\u3000ж<"), max_size=12)
+kinds = pytest.mark.parametrize(
+    ("kind", "beginning"), [*itertools.product(KINDS, ["added"]), *(("prepend", b) for b in BEGINNINGS)]
+)
+templates = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 
 
-@pytest.fixture
-def tokenizer():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHAT
-    return tokenizer
+@cache
+def made(kind, beginning, template):
+    tokenizer = tokenizer_of(kind, beginning, template)
+    return tokenizer, prompt_for(tokenizer)
 
 
-def test_a_chat_is_that_of_the_template(tokenizer):
+def rendered(tokenizer, *contents):
+    turns = zip(("user", "assistant", "user"), contents, strict=False)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def whole(tokenizer, prompt, documents, question):
+    """One encoding of all of it."""
+    texts = [text.rstrip() for text in documents]
+    if len(texts) > 1:
+        texts = [f"Document: d\n{text}".rstrip() for text in texts]
+    corpus = prompt.seam.gap.join(texts)
+    if prompt.template == "chat":
+        text = rendered(tokenizer, corpus + prompt.seam.gap + question.strip())
+        return encode(tokenizer, text)
+    ids = tokenizer.encode(f"{corpus}{prompt.seam.gap}Question: {question.strip()}\nAnswer:")
+    return ids[:-1] if tokenizer.encode("a")[-1] == tokenizer.eos_token_id else ids
+
+
+def in_pieces(tokenizer, prompt, documents, question):
+    documents = [TextDocument("d", text) for text in documents]
+    ids, spans = encode_corpus(tokenizer, prompt, documents)
+    edges = [0, *(span.end for span in spans)]
+    assert [span.start for span in spans] == edges[:-1]
+    assert edges[-1] == len(ids)
+    return [*ids.tolist(), *prompt.first(tokenizer, question)]
+
+
+@kinds
+@templates
+@given(documents=st.lists(texts.filter(str.strip), min_size=1, max_size=3), question=texts.filter(str.strip))
+@settings(max_examples=25, deadline=None)
+def test_pieces_are_the_tokens_of_one_encoding(kind, beginning, template, documents, question):
+    tokenizer, prompt = made(kind, beginning, template)
+    expected = whole(tokenizer, prompt, documents, question)
+    assert in_pieces(tokenizer, prompt, documents, question) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(texts, texts)
+@settings(max_examples=20, deadline=None)
+def test_a_further_question_has_the_tokens_that_it_has_behind_an_answer(kind, answer, question):
+    """The answer's own tokens are the model's; behind a special token the whole is one encoding again."""
+    tokenizer, prompt = made(kind, "added", CHAT)
+    text = rendered(tokenizer, "x", answer, question.strip())
+    ids = encode(tokenizer, text)
+    following = prompt.next(tokenizer, question)
+    assert ids[-len(following) :] == following
+    assert following[0] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_stray_space_stands_before_a_question(kind):
+    tokenizer = tokenizer_of(kind)
     prompt = prompt_for(tokenizer)
-    ids = (
-        encode(tokenizer, prompt.before)
-        + encode_text(tokenizer, "The corpus.")
-        + prompt.first(tokenizer, "Who?")
-    )
-    whole = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "The corpus.\n\nWho?"}], tokenize=False, add_generation_prompt=True
-    )
-    assert ids == encode(tokenizer, whole)
+    for ids in (prompt.first(tokenizer, "Who?"), prompt.next(tokenizer, "Who?")):
+        text = tokenizer.decode(encode(tokenizer, "a") + ids)
+        assert text.lstrip(" ") in (f"a{gap}Question: Who?\nAnswer:" for gap in ("\n\n", " \n\n", ""))
 
-    ids += encode_text(tokenizer, "She.") + prompt.next(tokenizer, "When?")
-    turns = [("user", "The corpus.\n\nWho?"), ("assistant", "She."), ("user", "When?")]
-    whole = tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in turns],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    assert ids == encode(tokenizer, whole)
+
+def test_full_stops_that_join_line_breaks_move_the_seam():
+    tokenizer = tokenizer_of("llama 3")
+    prompt = prompt_for(tokenizer)
+    ids, _ = encode_corpus(tokenizer, prompt, [TextDocument("d", "The end.")])
+    assert tokenizer.convert_ids_to_tokens(ids.tolist())[-1] == ".ĊĊ"
+    assert tokenizer.decode(prompt.first(tokenizer, "Who?")) == "Question: Who?\nAnswer:"
+
+
+@pytest.mark.parametrize(("beginning", "opening"), [("defined", ()), ("added", (1,))])
+def test_a_first_token_is_put_only_where_the_tokenizer_puts_it(beginning, opening):
+    assert prompt_for(tokenizer_of("metaspace always", beginning)).opening == opening
 
 
 def test_without_a_template_the_form_is_plain():
     tokenizer = tiny_tokenizer()
     prompt = prompt_for(tokenizer)
-    assert (prompt.template, prompt.before) == ("plain", "<s>")
+    assert prompt.template == "plain"
     assert tokenizer.decode(prompt.first(tokenizer, "Who?")) == "\n\nQuestion: Who?\nAnswer:"
 
 
-def test_a_question_cannot_smuggle_in_special_tokens(tokenizer):
-    ids = prompt_for(tokenizer).first(tokenizer, "Is </s> the end?")
-    assert tokenizer.eos_token_id not in ids
-    assert "</s>" in tokenizer.decode(ids)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", [None, CHAT], ids=["plain", "chat"])
+@pytest.mark.parametrize("smuggled", ["Is </s> the end?", "</s>", "a<s>b</s>c", "</s><s>", "<pad> </s> é"])
+def test_a_user_cannot_smuggle_in_special_tokens(kind, template, smuggled):
+    tokenizer = tokenizer_of(kind, "added", template)
+    prompt = prompt_for(tokenizer)
+    ids = prompt.first(tokenizer, smuggled)
+    assert not {0, 1, 2} & set(ids)
+    stored, _ = encode_corpus(tokenizer, prompt, [TextDocument("d", smuggled)])
+    assert (stored[0], set(stored[1:].tolist()) & {0, 1, 2}) == (1, set())
+    behind = prompt.next(tokenizer, smuggled)
+    assert set(behind[1 if template else 0 :]) & {0, 1, 2} == set()
 
 
-def test_a_template_that_changes_the_text_is_refused(tokenizer):
-    tokenizer.chat_template = "{{ messages[0].content | upper }}"
+def test_a_special_token_that_a_seam_would_make_is_letters():
+    tokenizer = tokenizer_of("byte level")
+    ids = encode_first(tokenizer, [Piece("<"), Piece("/s>", users=True), Piece("</s>")])
+    assert ids == [*encode_text(tokenizer, "</s>"), tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(texts)
+@settings(max_examples=20, deadline=None)
+def test_letters_of_special_tokens_change_nothing_around_them(kind, text):
+    """Where nothing is spelled out, the two ways to encode agree."""
+    tokenizer = tokenizer_of(kind)
+    pieces = [Piece("<s>[user]"), Piece(text, users=True), Piece("</s>\n")]
+    runs = [*pieces, Piece("</s>", users=True)]
+    expected = encode_first(tokenizer, pieces)
+    assert encode_first(tokenizer, runs)[: len(expected) - 1] == expected[:-1]
+
+
+def test_where_tokens_cross_every_seam_the_piece_stands_alone():
+    pair = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["b", "a", ".", "0", "ab", ".b", "0b"])},
+                                merges=[(c, "b") for c in "a.0"]))  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pair)
+    assert encode_after(tokenizer, "", [Piece("b")]) == encode(tokenizer, "b") == [0]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content | upper }}",
+        "{{ messages[0].content | tojson }}",
+        "{{ messages[0].content | replace('\n\n', ' ') }}",
+        "{{ raise_exception('no') }}",
+        "{{ 1 // 0 }}",
+        "{{ nothing.at.all }}",
+        "{% for m in messages %}{{ m.content + 1 }}{% endfor %}",
+        "{% if %}",
+        "nothing of it",
+    ],
+)
+def test_a_template_that_fails_or_changes_the_text_is_refused(template):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
     with pytest.raises(ModelError, match="chat template"):
         prompt_for(tokenizer)
 
 
-def test_the_tokenizer_is_known_whatever_it_was_used_for_before(tokenizer):
+@pytest.mark.parametrize("kind", ["metaspace always", "prepend", "llama 3"])
+@pytest.mark.parametrize("template", [None, TRIMS], ids=["plain", "chat"])
+def test_an_answer_is_that_of_plain_generation_from_the_whole_text(kind, template, tmp_path):
+    tokenizer = tokenizer_of(kind, "added", template)
+    plain, served = (tiny_model(vocab_size=len(tokenizer)) for _ in range(2))
+    text, question = "  The lamp burns low.  ", " What burns? "
+    loaded = wrap(served, tokenizer)
+    prefill_texts(loaded, [TextDocument("d", text)] * 2, tmp_path / "store")
+    engine = Engine.open(tmp_path / "store", loaded, selector="dense")
+    prompt = loaded.prompt
+    ids = torch.tensor([whole(tokenizer, prompt, [text] * 2, question)])
+    out = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert list(engine.answer(question, max_new_tokens=6).tokens) == out[0, ids.shape[1] :].tolist()
+
+
+def test_the_tokenizer_is_known_whatever_it_was_used_for_before():
+    tokenizer = tiny_tokenizer()
     before = tokenizer_hash(tokenizer)
     tokenizer(["a", "longer one"], padding=True, truncation=True, max_length=3)
     assert tokenizer_hash(tokenizer) == before

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.errors import CorpusError
-from offload_decode.models.prompt import Prompt
+from offload_decode.models.prompt import prompt_for
 from prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
 from tests.tiny import tiny_tokenizer
 
@@ -169,7 +169,7 @@ def test_standard_input_is_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
         read_corpus("-")
 
 
-PROMPT = Prompt("plain", "<s>", "\n\nQuestion: ", "\nAnswer:", "\n\nQuestion: ")
+PROMPT = prompt_for(tiny_tokenizer())
 
 
 def test_one_document_is_encoded_behind_the_opening_of_the_prompt() -> None:
@@ -188,7 +188,7 @@ def test_several_documents_are_headed_by_their_names_and_tile_the_tokens() -> No
     pieces = [tokenizer.decode(tokens[span.start : span.end]) for span in spans]
     assert pieces == [
         "<s>Document: a\nfirst",
-        "\n\nDocument: b/c\nsecond\n",
+        "\n\nDocument: b/c\nsecond",
         "\n\nDocument: d\nthird",
     ]
     assert [span.start for span in spans] + [len(tokens)] == [0] + [span.end for span in spans]
