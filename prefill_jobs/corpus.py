@@ -81,7 +81,13 @@ def _read_alone(name: str, shown: str, read: Callable[[], bytes]) -> TextDocumen
         return TextDocument(name, text_of(name, read()))
     except CorpusError as error:
         reason = str(error)
-        way_out = "give a corpus with text in it" if "no text" in reason else "convert it to text first"
+        way_out = (
+            "give a corpus with text in it"
+            if "no text" in reason
+            else "split it"
+            if "MiB" in reason
+            else "convert it to text first"
+        )
         raise CorpusError(f"{shown} cannot be read, because {reason}: {way_out}") from error
     except OSError as error:
         raise CorpusError(f"{shown} cannot be read: {error.strerror}") from error

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _NOT_TEXT = ("__pycache__", "node_modules")
 _IGNORES = ".gitignore"
+_MOST_LINES = 10_000
 
 LINK = "it is a link"
 LEFT_OUT = ("a .gitignore names it", "--exclude names it", "--glob does not name it")
@@ -157,7 +158,11 @@ class Walk:
         except CorpusError as error:
             self.skip(here.name + _IGNORES, str(error))
             return []
-        return [(here.name, _patterns(text.splitlines(), lenient=True))]
+        lines = text.splitlines()
+        if len(lines) > _MOST_LINES or any(map(_is_slow, lines)):
+            self.skip(here.name + _IGNORES, "its patterns would take too long")
+            return []
+        return [(here.name, _patterns(lines, lenient=True))]
 
 
 def is_store(folder: Path) -> bool:
@@ -183,6 +188,13 @@ def _patterns(lines: Sequence[str], lenient: bool = False) -> GitIgnoreSpec:
         if lenient:
             return GitIgnoreSpec.from_lines([line for line in lines if _is_pattern(line)])
         raise ConfigError(f"'{lines[0]}' is no pattern: write one as in a .gitignore, like *.md") from error
+
+
+def _is_slow(pattern: str) -> bool:
+    """Whether matching it may take time without end: each wildcard multiplies it by the length of a name."""
+    if pattern.startswith("#"):
+        return False
+    return pattern.count("**") > 4 or any(part.count("*") > 3 for part in pattern.split("/"))
 
 
 def _is_pattern(line: str) -> bool:

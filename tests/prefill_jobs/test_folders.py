@@ -131,7 +131,9 @@ def test_gitignore_files_are_honoured_as_git_does(tmp_path: Path) -> None:
     kept = ["a.txt", "keep.log", "sub/b.txt", "sub/top", "sub/deep/c.md", "sub/inner.tmp"]
     gone = ["x.log", "top", "build/out.txt", "sub/y.log", "sub/own.txt", "sub/deep/own.txt"]
     _write(tmp_path, dict.fromkeys([*kept, *gone, "z.tmp"], b"text"))
-    (tmp_path / ".gitignore").write_text("# of the root\n*.log\n!keep.log\n/top\nbuild/\n*.tmp\n!\n\\\n")
+    (tmp_path / ".gitignore").write_text(
+        "# **** of **** the **** root ****\n*.log\n!keep.log\n/top\nbuild/\n*.tmp\n!\n\\\n"
+    )
     (tmp_path / "sub" / ".gitignore").write_text("own.txt\n!inner.tmp\n")
     documents, skipped = read(tmp_path)
     assert documents == sorted(kept)
@@ -146,6 +148,12 @@ def test_a_gitignore_that_is_no_file_is_named_and_never_waited_for(tmp_path: Pat
     documents, skipped = read(tmp_path)
     assert documents == ["a.txt", "sub/b.txt"]
     assert skipped == {".gitignore": "it is not a regular file", "sub/.gitignore": "it is a link"}
+
+
+@pytest.mark.parametrize("line", ["*a" * 12 + "*b", "**/a/" * 12 + "b"])
+def test_a_gitignore_that_would_take_forever_is_named(tmp_path: Path, line: str) -> None:
+    _write(tmp_path, {"a" * 60: b"a", ".gitignore": f"{line}\n".encode()})
+    assert read(tmp_path) == (["a" * 60], {".gitignore": "its patterns would take too long"})
 
 
 def odd(folder: Path) -> dict[str, Path]:
@@ -175,7 +183,9 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(1 << 40)
     assert read(tmp_path) == (["a.txt"], {"sparse": "it has more than 256 MiB"})
-    with pytest.raises(CorpusError, match="sparse cannot be read, because it has more than 256 MiB"):
+    with pytest.raises(
+        CorpusError, match="sparse cannot be read, because it has more than 256 MiB: split it"
+    ):
         read_corpus(str(tmp_path / "sparse"))
     monkeypatch.setattr(plain_files, "LARGEST", 1 << 21)
     with open("/dev/zero", "rb") as endless:
