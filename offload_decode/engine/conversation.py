@@ -200,7 +200,7 @@ class Conversation:
         windows = {
             layer: self._window(layer) for layer, kind in enumerate(shape.layers) if kind is LayerKind.SLIDING
         }
-        return PrefixCache.over(prefix, shape, windows)
+        return PrefixCache.over(prefix, shape, windows, self.loaded.model.base_model)
 
     def _window(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self.store.window(layer)

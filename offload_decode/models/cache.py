@@ -159,8 +159,9 @@ class PrefixCache(Cache):
     forward.
     """
 
-    def __init__(self, layers: Sequence[PrefixLayer | WindowLayer]):
+    def __init__(self, layers: Sequence[PrefixLayer | WindowLayer], decoder: object = None):
         super().__init__(layers=list(layers))
+        self.decoder = decoder
         # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
         self.shown: Tensor | None = None
         # The thread that runs a pass, and the length of the tail before it.
@@ -168,9 +169,15 @@ class PrefixCache(Cache):
 
     @classmethod
     def over(
-        cls, prefix: Prefix, shape: ModelShape, windows: dict[int, tuple[Tensor, Tensor]]
+        cls,
+        prefix: Prefix,
+        shape: ModelShape,
+        windows: dict[int, tuple[Tensor, Tensor]],
+        decoder: object = None,
     ) -> PrefixCache:
-        """An empty tail behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each sliding layer."""
+        """An empty tail behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each sliding layer, and
+        `decoder` is the only one that may run behind it, if one is given.
+        """
         layers: list[PrefixLayer | WindowLayer] = []
         for index, kind in enumerate(shape.layers):
             if kind is LayerKind.SLIDING:
@@ -178,11 +185,11 @@ class PrefixCache(Cache):
                 layers.append(WindowLayer(index, prefix, shape.sliding_window, windows[index]))
             else:
                 layers.append(PrefixLayer(index, prefix))
-        return cls(layers)
+        return cls(layers, decoder)
 
     def fork(self, prefix: Prefix) -> PrefixCache:
         """An independent copy that shares the stored parts."""
-        copy = PrefixCache([layer.fork(prefix) for layer in self.layers])
+        copy = PrefixCache([layer.fork(prefix) for layer in self.layers], self.decoder)
         copy.shown = self.shown
         return copy
 

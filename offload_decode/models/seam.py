@@ -39,6 +39,10 @@ def _before(
     cache = given.get("past_key_values")
     if not isinstance(cache, PrefixCache):
         return None
+    if cache.decoder not in (None, decoder):
+        raise ConfigError(
+            "this cache belongs to another model: take one from the engine that this model was opened with"
+        )
     cache.take_back()
     _check_settings(decoder, given.get("use_cache"))
     ids: Tensor | None = given.get("input_ids")

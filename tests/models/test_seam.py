@@ -269,6 +269,9 @@ def test_another_model_does_not_run_behind_the_prefix(engine):
     other = text_model(family=engine.loaded.model.config.model_type)
     with pytest.raises(UnsupportedModel, match=r"run engine\.loaded\.model"):
         other(torch.tensor([ASKED]), past_key_values=engine.new_cache())
+    wrap(other)
+    with pytest.raises(ConfigError, match="belongs to another model"):
+        other(torch.tensor([ASKED]), past_key_values=copy.deepcopy(engine.new_cache()))
 
 
 def test_a_layer_that_leaves_the_cache_out_is_noticed(engine, monkeypatch):
