@@ -32,7 +32,7 @@ DEPTHS = tuple((place + 0.5) / NEEDLES for place in range(NEEDLES))
 
 
 @dataclass(frozen=True)
-class Reply:
+class NeedleAnswer:
     """What was answered to one question, with the needle in the text and without it."""
 
     depth: float
@@ -146,7 +146,7 @@ def main() -> int:
     way = arguments.selector, arguments.budget
     answered = [ask(loaded, arguments.out / f"{name}.kv", questions, *way) for name in hidden]
     replies = [
-        Reply(depth, question, number, answer, control, seconds)
+        NeedleAnswer(depth, question, number, answer, control, seconds)
         for depth, question, number, (answer, seconds), (control, _) in zip(
             DEPTHS, questions, numbers.values(), *answered, strict=True
         )

@@ -35,7 +35,7 @@ HELD_BACK = 150  # tokens of a context that are kept for the needles and the que
 
 
 @dataclass(frozen=True)
-class Reply:
+class ScoredAnswer:
     """One answer: of which context, in which way, and its score from 0 to 1."""
 
     task: str
@@ -65,7 +65,7 @@ def replies(
     tokens: int,
     index: int,
     arguments: argparse.Namespace,
-) -> Iterator[Reply]:
+) -> Iterator[ScoredAnswer]:
     """All answers about one context."""
     rng = random.Random(f"{arguments.seed} {task.name} {tokens} {index}")
     filler = haystack.cut(loaded.tokenizer, tokens - HELD_BACK, start=rng.random())
@@ -86,10 +86,10 @@ def replies(
                 options |= split_pairs(re.split(r",(?=\w+=)", own) if own else [])
                 engine = Engine.open(store, loaded, selector=selector, options=options)
                 label = CONTROL if name == CONTROL else way
-                yield Reply(task.name, tokens, index, label, budget, *ask(engine, task, example))
+                yield ScoredAnswer(task.name, tokens, index, label, budget, *ask(engine, task, example))
 
 
-def table(found: list[Reply]) -> str:
+def table(found: list[ScoredAnswer]) -> str:
     """Ways down; for every task and length the accuracy and, of what dense answers, the share."""
     columns = list(dict.fromkeys((reply.task, reply.tokens) for reply in found))
     scores: dict[tuple[str, str], dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -136,7 +136,7 @@ def main() -> None:
     haystack = (
         Haystack(arguments.text.name, arguments.text.read_text()) if arguments.text else python_topics()
     )
-    found: list[Reply] = []
+    found: list[ScoredAnswer] = []
     for length in map(int, arguments.lengths.split(",")):
         for name in arguments.tasks.split(","):
             for index in range(arguments.contexts):

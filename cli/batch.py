@@ -105,7 +105,7 @@ def batch(
         raise typer.Exit(min(exit_code(failure.error) for failure in failures))
 
 
-class Failure(NamedTuple):
+class Unanswered(NamedTuple):
     """A store that could not answer all of its questions."""
 
     store: str
@@ -146,10 +146,10 @@ def _answer(
     max_new_tokens: int,
     batch_size: int,
     progress: Progress,
-) -> list[Failure]:
+) -> list[Unanswered]:
     """Answer store by store; a store that fails does not stop the others."""
 
-    failures: list[Failure] = []
+    failures: list[Unanswered] = []
     done, total = 0, sum(map(len, left.values()))
     for store, own in left.items():
         answered = 0
@@ -165,7 +165,7 @@ def _answer(
                 answered += len(part)
                 progress("answer", done + answered, total)
         except OffloadDecodeError as error:
-            failures.append(Failure(store, len(own) - answered, error))
+            failures.append(Unanswered(store, len(own) - answered, error))
         done += len(own)
     return failures
 

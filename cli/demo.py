@@ -23,7 +23,7 @@ from cli.options import Device, Json, Quiet
 from cli.progress import Progress
 
 if TYPE_CHECKING:
-    from offload_decode.evals.side_by_side import Opened, Reply
+    from offload_decode.evals.side_by_side import Opened, WayAnswer
     from offload_decode.models.loading import LoadedModel
     from prefill_jobs.build import BuildReport
     from prefill_jobs.demo import Fact, Hidden
@@ -147,7 +147,7 @@ def _index(store: Path, say: Say, quiet: bool) -> BuildReport | None:
 
 def _ask(
     store: Path, hidden: Hidden, indexed: bool, device: str, say: Say, quiet: bool
-) -> tuple[Opened, list[Reply]]:
+) -> tuple[Opened, list[WayAnswer]]:
     from offload_decode.evals.side_by_side import Way
     from prefill_jobs.demo import ask_in_new_process
 
@@ -169,7 +169,7 @@ def _ask(
         f"\n4  Ask: top-k attends to {_BUDGET} stored tokens a step in each head, dense attention to all.\n"
         "   Bytes are those of stored keys and values fetched to attend to; an index searches keys in place."
     )
-    replies: list[Reply] = []
+    replies: list[WayAnswer] = []
     with Progress(quiet) as progress:
         progress("answer", 0, len(questions))
         for number, fact in enumerate(hidden.questions, 1):
@@ -180,7 +180,7 @@ def _ask(
     return opened, replies
 
 
-def _shown(number: int, fact: Fact, replies: Sequence[Reply], stored: int) -> str:
+def _shown(number: int, fact: Fact, replies: Sequence[WayAnswer], stored: int) -> str:
     """A question, what answers it, and every reply with its costs below it."""
     hidden = fact.depth is not None
     place = (
@@ -202,16 +202,16 @@ def _clipped(text: str) -> str:
     return line if len(line) <= _ANSWER_WIDTH else f"{line[: _ANSWER_WIDTH - 1]}…"
 
 
-def _is_right(fact: Fact, reply: Reply) -> bool:
+def _is_right(fact: Fact, reply: WayAnswer) -> bool:
     """A hidden fact is told; one that was never hidden cannot be."""
     return fact.told(reply.text) == (fact.depth is not None)
 
 
-def _right(fact: Fact, way: str, replies: Sequence[Reply]) -> bool:
+def _right(fact: Fact, way: str, replies: Sequence[WayAnswer]) -> bool:
     return all(_is_right(fact, r) for r in replies if (r.way, r.question) == (way, fact.question))
 
 
-def _summary(found: Mapping[str, int], facts: int, replies: Sequence[Reply], stored: int) -> str:
+def _summary(found: Mapping[str, int], facts: int, replies: Sequence[WayAnswer], stored: int) -> str:
     def mean(way: str, cost: str) -> float:
         return fmean(getattr(reply, cost) for reply in replies if reply.way == way)
 

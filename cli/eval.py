@@ -84,7 +84,7 @@ def needle(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
-    from offload_decode.evals.needle_grid import Plan, measure
+    from offload_decode.evals.needle_grid import GridPlan, measure
     from offload_decode.evals.plot import check_matplotlib, save_png
     from offload_decode.models.loading import load
     from offload_decode.selection.budgets import Budget
@@ -96,7 +96,7 @@ def needle(
     loaded = load(model, device)
     budgets = Budget(chosen.budget, chosen.schedule, chosen.dense_layers)
     budgets.per_layer(counts[0], loaded.shape.full_layers, loaded.shape.kv_heads)
-    plan = Plan(counts, shares, selector, options, trials)
+    plan = GridPlan(counts, shares, selector, options, trials)
     out.mkdir(parents=True, exist_ok=True)
     with Progress(quiet) as progress:
         grid = measure(

@@ -97,13 +97,13 @@ def fidelity(
     from offload_decode.engine.engine import Engine
     from offload_decode.evals.fidelity import check, measure
     from offload_decode.evals.fidelity_plot import save_png
-    from offload_decode.evals.fidelity_report import Plan
+    from offload_decode.evals.fidelity_report import FidelityPlan
     from offload_decode.evals.plot import check_matplotlib
     from offload_decode.store.reader import KVStore
     from offload_decode.store.staging import write_atomically
 
     check_matplotlib()
-    plan = Plan(_contenders(selector or []), amounts, questions, tokens, common)
+    plan = FidelityPlan(_contenders(selector or []), amounts, questions, tokens, common)
     opened = KVStore.open(store)
     check(opened, plan)
     loaded = Engine.open(opened, model, selector="dense", device=device).loaded

@@ -16,7 +16,7 @@ from offload_decode.config import split_pairs
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offload_decode.planning.plan import Place, Plan
+    from offload_decode.planning.plan import Medium, Plan
     from offload_decode.planning.request import Request
     from offload_decode.planning.traffic import Speed
 
@@ -190,12 +190,12 @@ def _listed(amounts: list[tuple[str, int]]) -> str:
 
 def _needs(plans: dict[str, Plan]) -> str:
     """Part by part, for asking and for prefilling."""
-    from offload_decode.planning.plan import Place
+    from offload_decode.planning.plan import Medium
 
     rows = [("", "where", "takes", "of")]
     for job, shown in plans.items():
         parts = shown.asking if job == "ask" else shown.prefilling
-        for place in Place:
+        for place in Medium:
             there = shown.machine.size(place)
             own = [part for part in parts if part.place is place]
             rows += [(f"{job}: {part.name}", _named(place), output.size(part.bytes), "") for part in own]
@@ -205,7 +205,7 @@ def _needs(plans: dict[str, Plan]) -> str:
     return output.table(rows)
 
 
-def _named(place: Place) -> str:
+def _named(place: Medium) -> str:
     return {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}[place]
 
 

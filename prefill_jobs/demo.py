@@ -14,7 +14,7 @@ from typing import Any
 
 from offload_decode.errors import OffloadDecodeError
 from offload_decode.evals.haystack import python_topics
-from offload_decode.evals.side_by_side import Opened, Reply, Way
+from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
 from offload_decode.evals.tasks import Task
 from offload_decode.evals.tasks.base import holds, insert
 from offload_decode.evals.tasks.needle import MultiKeyNeedle
@@ -73,7 +73,7 @@ def _drawn(task: Task, rng: random.Random) -> list[Fact]:
 
 def ask_in_new_process(
     store: Path, questions: Sequence[str], ways: Sequence[Way], device: str = "auto"
-) -> tuple[Opened, Iterator[Reply]]:
+) -> tuple[Opened, Iterator[WayAnswer]]:
     """Start an interpreter that is given a path and questions, and nothing else of what this process knows.
 
     Replies come as they are written, question by question. Raises `OffloadDecodeError` where it fails.
@@ -86,7 +86,7 @@ def ask_in_new_process(
         "device": device,
     }
     lines = _lines([sys.executable, "-P", "-m", "offload_decode.evals.side_by_side"], json.dumps(request))
-    return Opened(**next(lines)), (Reply(**line) for line in lines)
+    return Opened(**next(lines)), (WayAnswer(**line) for line in lines)
 
 
 def _lines(command: Sequence[str], request: str) -> Iterator[dict[str, Any]]:

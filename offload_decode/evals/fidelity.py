@@ -27,8 +27,8 @@ from offload_decode.evals.fidelity_report import (
     Entry,
     Failure,
     Fidelity,
+    FidelityPlan,
     FidelityReport,
-    Plan,
     summarize,
 )
 from offload_decode.evals.live_queries import (
@@ -56,7 +56,7 @@ FAILURES = (OffloadDecodeError, MemoryError, torch.OutOfMemoryError)
 def measure(
     loaded: LoadedModel,
     store: KVStore,
-    plan: Plan,
+    plan: FidelityPlan,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FidelityReport:
     """Measure a plan; `progress` counts tokens, generated, put to a selector, or forced through the engine.
@@ -149,7 +149,7 @@ class Source:
         return summarize(joined), searched, whole
 
 
-def check(store: KVStore, plan: Plan) -> dict[str, dict[int, int | None]]:
+def check(store: KVStore, plan: FidelityPlan) -> dict[str, dict[int, int | None]]:
     """Tokens for each layer at each budget and for `DENSE`; raises `ConfigError` for what cannot be run."""
     host = HostKV(store, torch.device("cpu"))
     if "budget" in plan.common or any("budget" in contender.options for contender in plan.contenders):
@@ -180,7 +180,7 @@ def _largest(prefix: StoredPrefix) -> dict[int, int | None]:
     return {layer: own.largest if own else None for layer, own in prefix.selector.budgets.items()}
 
 
-def _create(host: HostKV, plan: Plan, contender: Contender, budget: str) -> StoredPrefix:
+def _create(host: HostKV, plan: FidelityPlan, contender: Contender, budget: str) -> StoredPrefix:
     # What a selector has as its own default must not set it apart.
     same = {"schedule": SelectorOptions.schedule, "dense_layers": SelectorOptions.dense_layers, **plan.common}
     options = {**same, **contender.options, "budget": budget}
@@ -220,7 +220,7 @@ def _entry(
 
 
 def _configuration(
-    loaded: LoadedModel, store: KVStore, plan: Plan, stored: Source, live: Source
+    loaded: LoadedModel, store: KVStore, plan: FidelityPlan, stored: Source, live: Source
 ) -> dict[str, Any]:
     return {
         "store": str(store.path),

@@ -30,7 +30,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FidelityPlan:
     """What is measured: every contender at every budget (a count or a share), with the options that all have
     in common, on `tokens` generated tokens for each question.
     """

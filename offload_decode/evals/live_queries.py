@@ -56,7 +56,7 @@ class DenseRun:
 
 
 @dataclass(frozen=True)
-class Reply:
+class Attended:
     """What a selector answered to a call: the ids `[Hkv, R, k]` that it chose (None for every token), and the
     attention `[Hkv, R, D]` of the stored part.
     """
@@ -154,7 +154,7 @@ class Replay:
         self._prefix = StoredPrefix(prefix.host, self._watched, prefix.tail)
         self._kv_heads = prefix.selector.shape.kv_heads
 
-    def __call__(self, calls: Iterable[Call]) -> Iterator[tuple[Call, Reply, StepStats]]:
+    def __call__(self, calls: Iterable[Call]) -> Iterator[tuple[Call, Attended, StepStats]]:
         """Every call with its reply and what it cost."""
         for call in calls:
             state = self._prefix.attend(call.layer, call.query, call.scaling, call.softcap)
@@ -164,7 +164,7 @@ class Replay:
             ]
             self._watched.seen.clear()
             out = state.out.reshape(self._kv_heads, -1, state.out.shape[-1])
-            yield call, Reply(_joined(selections), out), self._prefix.take_stats()
+            yield call, Attended(_joined(selections), out), self._prefix.take_stats()
 
 
 def selected_ids(selection: Selection | PageSelection, queries: Queries, n_tokens: int) -> Tensor | None:

@@ -33,7 +33,7 @@ MakeStore = Callable[[str, Path, Callable[[int], None]], KVStore]
 
 
 @dataclass(frozen=True)
-class Plan:
+class GridPlan:
     """What is measured: `lengths` in tokens, `depths` from 0 (start) to 1 (end), `trials` needles for each.
 
     `selector` with its `options` is what stands beside dense attention.
@@ -61,7 +61,7 @@ def label(length: int) -> str:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ScoredText:
     """The generated text and its score, from 0 to 1."""
 
     text: str
@@ -78,16 +78,16 @@ class Cell:
     stored_tokens: int
     question: str
     expected: str
-    dense: Reply
-    selected: Reply
-    control: Reply
+    dense: ScoredText
+    selected: ScoredText
+    control: ScoredText
 
 
 @dataclass(frozen=True)
 class NeedleGrid:
     """A plan, the configuration that it was measured with, and its cells."""
 
-    plan: Plan
+    plan: GridPlan
     configuration: Mapping[str, Any]
     cells: tuple[Cell, ...]
 
@@ -119,7 +119,7 @@ class NeedleGrid:
 def measure(
     loaded: LoadedModel,
     haystack: Haystack,
-    plan: Plan,
+    plan: GridPlan,
     make_store: MakeStore,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> NeedleGrid:
@@ -163,7 +163,7 @@ def measure(
     return NeedleGrid(plan, configuration, tuple(cells))
 
 
-def _pair(plan: Plan, filler: str, length: int, depth: float, trial: int) -> tuple[Example, Example]:
+def _pair(plan: GridPlan, filler: str, length: int, depth: float, trial: int) -> tuple[Example, Example]:
     rng = random.Random(f"{plan.seed} {length} {depth} {trial}")
     return tasks.get("needle").pair(rng, filler, depth)
 
@@ -174,12 +174,12 @@ def _replies(
     selector: str,
     options: Mapping[str, str],
     examples: Sequence[Example],
-) -> list[Reply]:
+) -> list[ScoredText]:
     engine = Engine.open(store, loaded, selector=selector, options=options)
     answers = engine.answer_many([example.question for example in examples], MAX_NEW_TOKENS)
     task = tasks.get("needle")
     return [
-        Reply(answer.text, task.score(example, answer.text))
+        ScoredText(answer.text, task.score(example, answer.text))
         for example, answer in zip(examples, answers, strict=True)
     ]
 

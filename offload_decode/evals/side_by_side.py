@@ -28,7 +28,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Reply:
+class WayAnswer:
     """An answer and what its decoding steps cost, the question's own pass not counted.
 
     `attended` is the mean number of stored tokens that a step attends to in a full-attention layer and head,
@@ -51,7 +51,7 @@ class Opened:
     stored_tokens: int
 
 
-def reply(engine: Engine, way: str, question: str, max_new_tokens: int) -> Reply:
+def reply(engine: Engine, way: str, question: str, max_new_tokens: int) -> WayAnswer:
     """Answer one question greedily, as `Engine.answer` does, with the costs of its decoding steps."""
     forked = engine.fork()
     logits = forked.ask(question)
@@ -59,7 +59,7 @@ def reply(engine: Engine, way: str, question: str, max_new_tokens: int) -> Reply
     text = engine.decode(list(forked.generate(logits, max_new_tokens)))
     writing = forked.prefix.take_stats()
     cost = writing if writing.tokens else asking  # an empty answer took no step of its own
-    return Reply(
+    return WayAnswer(
         question=question,
         way=way,
         text=text.strip(),

@@ -17,8 +17,8 @@ from offload_decode.planning.plan import (
     CUDA_BYTES,
     LEAST_CHUNK,
     Machine,
+    Medium,
     Part,
-    Place,
     Plan,
     changes,
     nearest,
@@ -28,7 +28,7 @@ from offload_decode.planning.plan import (
 from offload_decode.planning.request import INDEXES, KV, METADATA, SELECTORS, Request
 from offload_decode.store.format import Manifest, stored_types
 
-_OPTION = {Place.GPU: "--gpu-memory", Place.RAM: "--ram"}
+_OPTION = {Medium.GPU: "--gpu-memory", Medium.RAM: "--ram"}
 _UNLIMITED = 1 << 62
 
 
@@ -39,9 +39,9 @@ class Caps:
     gpu_memory: int | None = None
     ram: int | None = None
 
-    def of(self, place: Place) -> int | None:
+    def of(self, place: Medium) -> int | None:
         """The cap of a place."""
-        return {Place.GPU: self.gpu_memory, Place.RAM: self.ram}.get(place)
+        return {Medium.GPU: self.gpu_memory, Medium.RAM: self.ram}.get(place)
 
 
 def apply_caps(caps: Caps, device: str = "auto") -> None:
@@ -146,7 +146,7 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
     for place, missing in asked.lacking(parts).items():
         need, there = asked.need(place, parts), asked.machine.size(place)
         listed = ", ".join(f"{part.name} {size(part.bytes)}" for part in parts if part.place is place)
-        named = "GPU memory" if place is Place.GPU else "memory"
+        named = "GPU memory" if place is Medium.GPU else "memory"
         sentence = f"{what} takes about {size(need)} of {named} ({listed})"
         cap = caps.of(place)
         weights = sum(part.bytes for part in parts if part.name.startswith("weights"))
@@ -154,8 +154,8 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
         if cap is not None and cap == there:
             allowed = f"{_OPTION[place]} allows {size(cap)}"
             raise DoesNotFit(f"{sentence}, and {allowed}: {fits or _the_least(asked, parts)}")
-        if weights + (CUDA_BYTES if place is Place.GPU else asked.machine.held) > there:
-            owner = "the GPU" if place is Place.GPU else "this machine"
+        if weights + (CUDA_BYTES if place is Medium.GPU else asked.machine.held) > there:
+            owner = "the GPU" if place is Medium.GPU else "this machine"
             larger = "take a smaller model, or a machine with more memory"
             raise DoesNotFit(f"{sentence}, and {owner} has {size(there)}: {fits or larger}")
         notes.append(f"{sentence}, {size(missing)} more than there are: it may fail, or be slow")

@@ -25,7 +25,7 @@ _PAGE_SIZES = (16, 32, 64, 128)
 _FILE_PAGE = 4096  # what a row that memory does not hold costs at least
 
 
-class Place(StrEnum):
+class Medium(StrEnum):
     """Where bytes lie."""
 
     GPU = "gpu"
@@ -44,9 +44,9 @@ class Machine:
     disk: int
     held: int
 
-    def size(self, place: Place) -> int:
+    def size(self, place: Medium) -> int:
         """Bytes there."""
-        return {Place.GPU: self.gpu or 0, Place.RAM: self.ram, Place.DISK: self.disk}[place]
+        return {Medium.GPU: self.gpu or 0, Medium.RAM: self.ram, Medium.DISK: self.disk}[place]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Part:
     """Bytes that something takes."""
 
     name: str
-    place: Place
+    place: Medium
     bytes: int
 
 
@@ -81,13 +81,13 @@ class Plan:
         """Whether it can be made here too."""
         return not self.lacking(self.prefilling)
 
-    def need(self, place: Place, parts: tuple[Part, ...] | None = None) -> int:
+    def need(self, place: Medium, parts: tuple[Part, ...] | None = None) -> int:
         """Bytes that are needed there, for asking unless other parts are given."""
         return sum(part.bytes for part in (self.asking if parts is None else parts) if part.place is place)
 
-    def lacking(self, parts: tuple[Part, ...] | None = None) -> dict[Place, int]:
+    def lacking(self, parts: tuple[Part, ...] | None = None) -> dict[Medium, int]:
         """Bytes that are missing, by place."""
-        missing = {place: self.need(place, parts) - self.machine.size(place) for place in Place}
+        missing = {place: self.need(place, parts) - self.machine.size(place) for place in Medium}
         return {place: size for place, size in missing.items() if size > 0}
 
     @cached_property
@@ -98,7 +98,7 @@ class Plan:
     @property
     def spare_ram(self) -> int:
         """Memory that is left for the store's pages."""
-        return max(0, self.machine.ram - self.need(Place.RAM))
+        return max(0, self.machine.ram - self.need(Medium.RAM))
 
     @property
     def kv_bytes(self) -> int:
@@ -154,10 +154,10 @@ def most_tokens(asked: Plan) -> Plan | None:
     return at(fits) if fits else None
 
 
-def least_machine(asked: Plan) -> dict[Place, int]:
+def least_machine(asked: Plan) -> dict[Medium, int]:
     """The bytes of each place with which so many tokens would do, in the fewest bits."""
     thrifty = _thriftiest(asked)
-    return {place: thrifty.need(place) for place in Place if place is not Place.GPU or asked.machine.gpu}
+    return {place: thrifty.need(place) for place in Medium if place is not Medium.GPU or asked.machine.gpu}
 
 
 def prefill_chunk(asked: Plan) -> int | None:
@@ -177,50 +177,50 @@ def changes(before: Request, after: Request) -> dict[str, object]:
 
 
 def _asking(outline: Outline, request: Request, machine: Machine) -> tuple[Part, ...]:
-    shape, device = outline.shape, Place.RAM if machine.gpu is None else Place.GPU
-    on_gpu = device is Place.GPU
+    shape, device = outline.shape, Medium.RAM if machine.gpu is None else Medium.GPU
+    on_gpu = device is Medium.GPU
     searched = [k for k in request.budgets(shape).values() if k is not None]
     parts = [
         *_program(outline, request.weights, device, machine),
         Part("question and answer", device, sizes.ask_bytes(outline, request, on_gpu)),
-        Part("search", Place.RAM, sizes.search_bytes(outline, request, pool.THREADS)),
-        Part("store", Place.DISK, _store_bytes(outline, request)),
+        Part("search", Medium.RAM, sizes.search_bytes(outline, request, pool.THREADS)),
+        Part("store", Medium.DISK, _store_bytes(outline, request)),
     ]
     if on_gpu:
-        parts.append(Part("device cache", Place.GPU, request.device_cache))
-        parts.append(Part("rows on their way to the GPU", Place.RAM, sizes.staged_bytes(outline, request)))
+        parts.append(Part("device cache", Medium.GPU, request.device_cache))
+        parts.append(Part("rows on their way to the GPU", Medium.RAM, sizes.staged_bytes(outline, request)))
     if request.selector == "quest":
         pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
         parts.append(Part("page bounds", device, pages))
     if request.selector == "topk" and request.index != "flat":
         held = sizes.index_bytes(request.index, shape, request.tokens, request.kv, outline.dtype)
         # Clusters are mapped, as the store is.
-        places = (Place.DISK,) if request.index == "clusters" else (Place.RAM, Place.DISK)
+        places = (Medium.DISK,) if request.index == "clusters" else (Medium.RAM, Medium.DISK)
         parts += [Part(f"indexes ({request.index})", place, held) for place in places]
     return tuple(part for part in parts if part.bytes)
 
 
 def _prefilling(outline: Outline, request: Request, machine: Machine) -> tuple[Part, ...]:
     """A prefill runs the weights as they are: a store is of the checkpoint, not of its quantisation."""
-    device = Place.RAM if machine.gpu is None else Place.GPU
+    device = Medium.RAM if machine.gpu is None else Medium.GPU
     weights = request.weights if request.weights == "fp16" else "auto"
-    chunk = sizes.prefill_bytes(outline, request.chunk, request.tokens, device is Place.GPU)
+    chunk = sizes.prefill_bytes(outline, request.chunk, request.tokens, device is Medium.GPU)
     return (
         *_program(outline, weights, device, machine),
-        Part("tokenizing", Place.RAM, request.tokens * sizes.CHARACTERS * sizes.TOKENIZING_BYTES),
+        Part("tokenizing", Medium.RAM, request.tokens * sizes.CHARACTERS * sizes.TOKENIZING_BYTES),
         Part("a chunk and what it attends to", device, chunk),
-        Part("a chunk on its way to the disk", Place.RAM, sizes.staging_bytes(outline, request.chunk)),
-        Part("store", Place.DISK, _store_bytes(outline, request)),
+        Part("a chunk on its way to the disk", Medium.RAM, sizes.staging_bytes(outline, request.chunk)),
+        Part("store", Medium.DISK, _store_bytes(outline, request)),
     )
 
 
-def _program(outline: Outline, weights: str, device: Place, machine: Machine) -> list[Part]:
+def _program(outline: Outline, weights: str, device: Medium, machine: Machine) -> list[Part]:
     parts = [
-        Part("program", Place.RAM, machine.held + PROGRAM_BYTES),
+        Part("program", Medium.RAM, machine.held + PROGRAM_BYTES),
         Part(f"weights ({weights if weights != 'auto' else outline.dtype})", device,
              sizes.weights_bytes(outline, weights)),
     ]  # fmt: skip
-    return [Part("CUDA", Place.GPU, CUDA_BYTES), *parts] if device is Place.GPU else parts
+    return [Part("CUDA", Medium.GPU, CUDA_BYTES), *parts] if device is Medium.GPU else parts
 
 
 def _store_bytes(outline: Outline, request: Request) -> int:

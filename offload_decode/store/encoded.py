@@ -17,7 +17,7 @@ from offload_decode.store.layout import layer_name
 KINDS = ("keys", "values")
 
 
-class Error(NamedTuple):
+class EncodingLoss(NamedTuple):
     """Sums over the rows so far: squares of the errors, squares of the numbers, and the largest error.
 
     They are summed token by token, so that they do not depend on how the tokens were grouped.
@@ -27,12 +27,12 @@ class Error(NamedTuple):
     power: float = 0.0
     largest: float = 0.0
 
-    def after(self, rows: Array, stored: Array) -> Error:
+    def after(self, rows: Array, stored: Array) -> EncodingLoss:
         """With `rows [Hkv, T, D]`, of which `stored` was kept."""
         wide = rows.astype(np.float64)
         off = wide - stored
         largest = float(np.abs(off).max(initial=self.largest))
-        return Error(_sum(self.squares, off * off), _sum(self.power, wide * wide), largest)
+        return EncodingLoss(_sum(self.squares, off * off), _sum(self.power, wide * wide), largest)
 
 
 class Block(NamedTuple):
@@ -45,7 +45,7 @@ class Block(NamedTuple):
 class Encoder:
     """Encodes the rows of every full-attention layer; `errors` are those of the encoded arrays, by name."""
 
-    def __init__(self, manifest: Manifest, errors: dict[str, Error]):
+    def __init__(self, manifest: Manifest, errors: dict[str, EncodingLoss]):
         self.manifest = manifest
         self.errors = errors
 
@@ -80,10 +80,14 @@ class Encoder:
         return cost
 
 
-def no_errors(manifest: Manifest) -> dict[str, Error]:
+def no_errors(manifest: Manifest) -> dict[str, EncodingLoss]:
     """Those of a store before its first row."""
     kinds = [kind for kind in KINDS if manifest.encoding(kind)]
-    return {f"{layer_name(layer)}/{kind}": Error() for kind in kinds for layer in manifest.shape.full_layers}
+    return {
+        f"{layer_name(layer)}/{kind}": EncodingLoss()
+        for kind in kinds
+        for layer in manifest.shape.full_layers
+    }
 
 
 def _sum(total: float, numbers: Array) -> float:

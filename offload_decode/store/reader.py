@@ -24,7 +24,7 @@ from offload_decode.store import checksums, metadata
 from offload_decode.store.files import check_folders, check_sizes, read_regular
 from offload_decode.store.format import Array, Manifest, check_version, fingerprint_version, token_hash
 from offload_decode.store.layout import ArraySpec, layer_name
-from offload_decode.store.staging import LOCK, STORE, Progress, partial_path
+from offload_decode.store.staging import LOCK, STORE, Committed, partial_path
 from offload_decode.store.streams import head_view, list_view
 from offload_decode.types import Document, ModelShape
 
@@ -261,7 +261,7 @@ def _existing(path: Path) -> Path:
 
 def _how_far(partial: Path) -> str:
     try:
-        done = f"{Progress.load(partial).tokens:,}"
+        done = f"{Committed.load(partial).tokens:,}"
     except (FileNotFoundError, StoreDamaged):
         done = "an unknown number"
     total = (metadata.read_header(partial / STORE) or {}).get("n_tokens")

@@ -65,11 +65,11 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class Committed:
     """What is committed: the first `tokens` tokens.
 
     `crcs` are CRC-32 of the rows of each head, by array; `segments` are by sliding layer; `errors` are the
-    running `store.encoded.Error` of each encoded array. The file ends with a CRC-32 of itself.
+    running `store.encoded.EncodingLoss` of each encoded array. The file ends with a CRC-32 of itself.
     """
 
     tokens: int = 0
@@ -82,7 +82,7 @@ class Progress:
         write_atomically(partial / PROGRESS, json.dumps({**body, "crc": _crc(body)}).encode())
 
     @classmethod
-    def load(cls, partial: Path) -> Progress:
+    def load(cls, partial: Path) -> Committed:
         """StoreDamaged where the file cannot be read."""
         try:
             data = plain_json.parse(read_regular(partial / PROGRESS))

@@ -19,7 +19,7 @@ from indexes.rows.encodings import decode
 from offload_decode.errors import StoreIncomplete, StoreMismatch
 from offload_decode.store import metadata
 from offload_decode.store.checksums import Report
-from offload_decode.store.encoded import KINDS, Encoder, Error, no_errors
+from offload_decode.store.encoded import KINDS, Encoder, EncodingLoss, no_errors
 from offload_decode.store.files import open_regular
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.layout import ArraySpec, array_specs, layer_name
@@ -31,7 +31,7 @@ from offload_decode.store.staging import (
     PROGRESS,
     STORE,
     WINDOWS,
-    Progress,
+    Committed,
     locked,
     partial_path,
     staging_damaged,
@@ -167,7 +167,7 @@ class KVStoreWriter:
             f"a sliding layer has not {tokens} tokens"
         )
         with self._surfaced():
-            Progress(
+            Committed(
                 tokens=tokens,
                 crcs={name: stream.crcs for name, stream in self._streams.items()},
                 segments={str(layer): log.live() for layer, log in self._windows.items()},
@@ -234,7 +234,7 @@ class KVStoreWriter:
             if spec.name in given:
                 write_array(self._root, spec, given[spec.name])
         full = self.manifest.shape.full_layers
-        Progress(
+        Committed(
             crcs={s.name: [0] * s.shape[0] for s in specs if _is_stream(s)},
             segments={
                 str(layer): [] for layer in range(len(self.manifest.shape.layers)) if layer not in full
@@ -244,7 +244,7 @@ class KVStoreWriter:
 
     def _resume(self, given: dict[str, Array]) -> None:
         self._refuse_other_job(given)
-        progress = Progress.load(self._partial)
+        progress = Committed.load(self._partial)
         self._specs = metadata.read_specs(self._root, self.manifest)
         self._streams = {n: RowStream(self._root, s) for n, s in self._specs.items() if _is_stream(s)}
         shape, window = self.manifest.shape, self.manifest.window
@@ -266,7 +266,7 @@ class KVStoreWriter:
         for layer, log in self._windows.items():
             if not log.restore(progress.segments.get(str(layer), [])) or log.rows != progress.tokens:
                 raise staging_damaged(self._partial, f"The window of layer {layer}")
-        self._encoder.errors = {name: Error(*found) for name, found in progress.errors.items()}
+        self._encoder.errors = {name: EncodingLoss(*found) for name, found in progress.errors.items()}
         for layer in shape.full_layers:
             self._open_pages[layer] = self._reopened_page(layer)
         self.done = progress.tokens

@@ -14,7 +14,7 @@ import pytest
 from indexes.errors import MissingBackend
 from offload_decode import Engine
 from offload_decode.errors import OffloadDecodeError
-from offload_decode.evals.side_by_side import Opened, Reply, Way
+from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
 from offload_decode.store.reader import KVStore
 from prefill_jobs import build
 from prefill_jobs import demo as job
@@ -113,9 +113,9 @@ def answered(
 
         def ask(
             store: Path, questions: Sequence[str], ways: Sequence[Way], device: str
-        ) -> tuple[Opened, Iterator[Reply]]:
+        ) -> tuple[Opened, Iterator[WayAnswer]]:
             replies = [
-                Reply(
+                WayAnswer(
                     question,
                     way.name,
                     facts[question].answer if knows(way.name, facts[question]) else "no",

@@ -17,7 +17,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals.agreement import agreement, divergence, forced
 from offload_decode.evals.exact import MEASURES, Exact
 from offload_decode.evals.fidelity import Source, check, measure
-from offload_decode.evals.fidelity_report import Contender, FidelityReport, Plan, summarize
+from offload_decode.evals.fidelity_report import Contender, FidelityPlan, FidelityReport, summarize
 from offload_decode.evals.live_queries import DenseRun, Replay, run_dense, sampled_calls
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.kv.host import HostKV
@@ -64,7 +64,7 @@ def run(loaded: LoadedModel, store: KVStore) -> DenseRun:
 @pytest.fixture(scope="module")
 def report(loaded: LoadedModel, store: KVStore) -> FidelityReport:
     contenders = tuple(map(Contender, ("dense", "oracle", "topk", "random", "streaming")))
-    return measure(loaded, store, Plan(contenders, ("4", "25%"), (QUESTION, "And 16?"), 5))
+    return measure(loaded, store, FidelityPlan(contenders, ("4", "25%"), (QUESTION, "And 16?"), 5))
 
 
 def _random_rows(host: HostKV, rows: int = 6) -> Queries:
@@ -293,7 +293,7 @@ def test_the_result_is_read_back_with_its_configuration(report: FidelityReport, 
 
 def test_progress_ends_where_it_said(loaded: LoadedModel, store: KVStore) -> None:
     seen: list[tuple[int, int]] = []
-    plan = Plan((Contender("dense"), Contender("streaming")), ("4", "8"), (QUESTION,), 3)
+    plan = FidelityPlan((Contender("dense"), Contender("streaming")), ("4", "8"), (QUESTION,), 3)
     measure(loaded, store, plan, lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
     assert {total for _, total in seen} == {len(seen)}
@@ -314,13 +314,13 @@ def test_progress_ends_where_it_said(loaded: LoadedModel, store: KVStore) -> Non
     ],
 )
 def test_what_cannot_be_measured_is_refused(store: KVStore, changes: dict, sentence: str) -> None:
-    plan = Plan((Contender("dense"),), ("4",), (QUESTION,), 3)
+    plan = FidelityPlan((Contender("dense"),), ("4",), (QUESTION,), 3)
     with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
         check(store, dataclasses.replace(plan, **changes))
 
 
 def test_a_dense_layer_is_dense_for_all_and_not_measured(loaded: LoadedModel, store: KVStore) -> None:
-    plan = Plan((Contender("topk"),), ("4",), (QUESTION,), 3, {"dense_layers": "0"})
+    plan = FidelityPlan((Contender("topk"),), ("4",), (QUESTION,), 3, {"dense_layers": "0"})
     (entry,) = measure(loaded, store, plan).entries
     assert {head.layer for head in entry.live.heads} == {1, 2}
     assert entry.attended == 4
@@ -333,7 +333,7 @@ def test_one_that_fails_leaves_the_others(
         raise ConfigError("the index was eaten")
 
     monkeypatch.setattr(TopK, "choose", choose)
-    plan = Plan((Contender("topk"), Contender("streaming")), ("4",), (QUESTION,), 3)
+    plan = FidelityPlan((Contender("topk"), Contender("streaming")), ("4",), (QUESTION,), 3)
     report = measure(loaded, store, plan)
     assert [entry.label for entry in report.entries] == ["streaming"]
     assert [(failure.label, failure.error) for failure in report.failures] == [

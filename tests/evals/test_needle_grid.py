@@ -17,7 +17,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.needle_grid import Cell, NeedleGrid, Plan, Reply, label, measure
+from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText, label, measure
 from offload_decode.evals.plot import save_png
 from offload_decode.evals.tasks.base import holds
 from offload_decode.models.loading import LoadedModel, wrap
@@ -28,8 +28,8 @@ from prefill_jobs.job import prefill_texts
 from tests.tiny import text_model, tiny_tokenizer
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(100)))
-PLAN = Plan((300, 500), (0.0, 0.5, 1.0), "topk", {"budget": "16"}, trials=2)
-SMALL = Plan((200, 300), (0.0, 1.0), "topk", {"budget": "16"})
+PLAN = GridPlan((300, 500), (0.0, 0.5, 1.0), "topk", {"budget": "16"}, trials=2)
+SMALL = GridPlan((200, 300), (0.0, 1.0), "topk", {"budget": "16"})
 NEEDLE = re.compile(r" ?One of the special magic numbers for [\w-]+ is: (\d+)\. ?")
 
 
@@ -51,7 +51,7 @@ def _make_store(loaded: LoadedModel, contexts: list[str]) -> needle_grid.MakeSto
     return make
 
 
-def _run(loaded: LoadedModel, plan: Plan = PLAN, **others: Any) -> tuple[NeedleGrid, list[str]]:
+def _run(loaded: LoadedModel, plan: GridPlan = PLAN, **others: Any) -> tuple[NeedleGrid, list[str]]:
     contexts: list[str] = []
     return measure(loaded, WORDS, plan, _make_store(loaded, contexts), **others), contexts
 
@@ -138,7 +138,7 @@ def test_accuracy_is_the_mean_of_the_trials_by_depth_and_length() -> None:
 
 def test_a_run_can_be_repeated(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needle_grid, "MAX_NEW_TOKENS", 3)
-    plan = Plan((200,), (0.5,), "topk", {"budget": "16"})
+    plan = GridPlan((200,), (0.5,), "topk", {"budget": "16"})
     assert _run(loaded, plan)[0] == _run(loaded, plan)[0]
 
 
@@ -174,7 +174,12 @@ def test_json_holds_the_configuration_and_every_cell(
         "lengths": [300, 500],
     }
     restored = [
-        Cell(**{name: Reply(**value) if isinstance(value, dict) else value for name, value in cell.items()})
+        Cell(
+            **{
+                name: ScoredText(**value) if isinstance(value, dict) else value
+                for name, value in cell.items()
+            }
+        )
         for cell in read["cells"]
     ]
     assert tuple(restored) == grid.cells
@@ -183,7 +188,7 @@ def test_json_holds_the_configuration_and_every_cell(
 def test_lengths_beyond_the_text_are_named(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     _answering(monkeypatch, _look_up)
     short = Haystack("short", "Some words. " * 20)
-    plan = Plan((200, 300), (0.5,), "topk", {"budget": "16"})
+    plan = GridPlan((200, 300), (0.5,), "topk", {"budget": "16"})
     grid = measure(loaded, short, plan, _make_store(loaded, []))
     assert grid.configuration["text_repeated_at"] == [300]
 
@@ -193,12 +198,12 @@ def test_labels() -> None:
 
 
 def _grid(dense: list[float], text: str = "t") -> NeedleGrid:
-    plan = Plan((1024, 2048), (0.0, 1.0), "topk", {"budget": "64"}, trials=2)
+    plan = GridPlan((1024, 2048), (0.0, 1.0), "topk", {"budget": "64"}, trials=2)
     places = [
         (length, depth, trial) for length in plan.lengths for depth in plan.depths for trial in range(2)
     ]
     cells = tuple(
-        Cell(*place, 9, "q", "1", Reply("", score), Reply("", 1.0), Reply("", 0.0))
+        Cell(*place, 9, "q", "1", ScoredText("", score), ScoredText("", 1.0), ScoredText("", 0.0))
         for place, score in zip(places, dense, strict=True)
     )
     return NeedleGrid(plan, {"model": "some/model", "text": text}, cells)

@@ -13,7 +13,7 @@ from offload_decode.models.outline import Outline
 from offload_decode.planning.bandwidth import Bandwidths, measure, measure_disk
 from offload_decode.planning.plan import (
     Machine,
-    Place,
+    Medium,
     changes,
     least_machine,
     most_tokens,
@@ -89,7 +89,7 @@ def test_a_proposal_is_a_plan_that_fits(outline, request, machine):
     if proposed is not None:
         again = plan(outline, proposed.request, machine)
         assert again.fits
-        assert all(again.need(place) <= machine.size(place) for place in Place)
+        assert all(again.need(place) <= machine.size(place) for place in Medium)
         assert proposed.request.tokens == request.tokens
         assert proposed.request.budget == request.budget
         return
@@ -98,7 +98,7 @@ def test_a_proposal_is_a_plan_that_fits(outline, request, machine):
         assert most.fits
         assert most.request.tokens < request.tokens
     least = least_machine(asked)
-    enough = Machine(least.get(Place.GPU), least[Place.RAM], least[Place.DISK], machine.held)
+    enough = Machine(least.get(Medium.GPU), least[Medium.RAM], least[Medium.DISK], machine.held)
     assert nearest(plan(outline, request, enough)) is not None
 
 
@@ -121,13 +121,13 @@ def test_fewer_bits_never_take_more(outline, request, machine, data):
     wide, narrow = (
         plan(outline, replace(request, **{name: rung}), machine) for rung in (ladder[0], ladder[-1])
     )
-    assert all(narrow.need(place) <= wide.need(place) for place in Place)
+    assert all(narrow.need(place) <= wide.need(place) for place in Medium)
 
 
 def test_an_8b_model_on_16_gib_is_asked_in_int8():
     request = Request(1 << 20, index="flat")
     asked = plan(llama_8b(), request, Machine(16 * GIB, 64 * GIB, 200 * GIB, 300 << 20))
-    assert asked.lacking().keys() == {Place.GPU}
+    assert asked.lacking().keys() == {Medium.GPU}
     proposed = nearest(asked)
     assert proposed is not None
     assert changes(asked.request, proposed.request) == {"weights": "int8"}
