@@ -126,14 +126,16 @@ def _opener(how: Asking) -> OpenEngine:
         from offload_decode.models.loading import load
 
         config = how.config
-        store = check_store(path, config, how.caps, before)
+        store, admit = check_store(path, config, how.caps, before)
         before = before or own_memory()
         named = store.manifest.model_id if config.model is None else config.model
         wanted = named, store.manifest.dtype
         if wanted not in held:
             held.clear()
             held[wanted] = load(wanted[0], config.device, wanted[1], config.weights)
-        return Engine.open(store, held[wanted], config)
+        engine = Engine.open(store, held[wanted], config)
+        engine.admit = admit
+        return engine
 
     return open_engine
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
     from offload_decode.planning.caps import Caps
     from offload_decode.store.reader import KVStore
+
+
+Admit = Callable[[int, int], int]
 
 
 def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
@@ -75,27 +80,33 @@ def open_engine(store: Path, asked: Asking) -> Engine:
     from offload_decode.engine.engine import Engine
     from offload_decode.planning.caps import apply_caps
 
-    opened = check_store(store, asked.config, caps)
+    opened, admit = check_store(store, asked.config, caps)
     apply_caps(caps, asked.config.device)
-    return Engine.open(opened, config=asked.config)
+    engine = Engine.open(opened, config=asked.config)
+    engine.admit = admit
+    return engine
 
 
-def check_store(store: Path | str, config: EngineConfig, caps: Caps, held: int | None = None) -> KVStore:
-    """Open a store if it can be asked. `held`: bytes that the program held before it loaded a model, where it
-    has loaded one already.
+def check_store(
+    store: Path | str, config: EngineConfig, caps: Caps, held: int | None = None
+) -> tuple[KVStore, Admit]:
+    """Open a store if it can be asked, with what admits its questions (`Conversation.admit`). `held`: bytes
+    that the program held before it loaded a model, where it has loaded one already.
     """
     from offload_decode.kv.head_indexes import default_kind
     from offload_decode.memory import own_memory
     from offload_decode.models.outline import outline
-    from offload_decode.planning.caps import check_ask
+    from offload_decode.planning.caps import admit_question, check_ask, planned_ask
     from offload_decode.store.reader import KVStore
 
     opened = KVStore.open(store)
     about = outline(opened.manifest.model_id if config.model is None else config.model)
     held = own_memory() if held is None else held
-    for sentence in check_ask(about, opened.manifest, config, caps, held, index=default_kind(opened)):
+    given = about, opened.manifest, config, caps, held
+    index = default_kind(opened)
+    for sentence in check_ask(*given, index=index):
         output.note(sentence)
-    return opened
+    return opened, partial(admit_question, planned_ask(*given, index=index), caps)
 
 
 def admit_prefill(

@@ -22,6 +22,7 @@ def answer_batch(engine: Conversation, questions: Sequence[str], max_new_tokens:
     device, stored = engine.loaded.device, engine.length
     asked = [engine.pending + engine.question_tokens(question) for question in questions]
     longest = max(map(len, asked))
+    limit = engine.admitted(longest, len(asked))
     ids = torch.tensor([[0] * (longest - len(one)) + one for one in asked], device=device)
     own = torch.tensor([[False] * (longest - len(one)) + [True] * len(one) for one in asked], device=device)
     # One buffer for the whole run: a fresh mask over a million stored tokens at every step would cost more
@@ -39,7 +40,7 @@ def answer_batch(engine: Conversation, questions: Sequence[str], max_new_tokens:
         began = time.perf_counter()
         seen = mask[:, : stored + longest + step]
         seen.offload_covered = stored  # type: ignore[attr-defined]  # models.seam need not look
-        logits = run_in_passes(engine.loaded, ids, forked.cache, engine.pass_tokens, seen, position)
+        logits = run_in_passes(engine.loaded, ids, forked.cache, limit, seen, position)
         stats.tokens += ids.numel()
         stats.total_s += time.perf_counter() - began
         sampled = torch.stack(

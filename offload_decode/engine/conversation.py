@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -45,6 +45,8 @@ class Conversation:
         self.pending: list[int] = []
         # Tokens of a question in one forward pass: fewer take less memory.
         self.pass_tokens = self.selector.pass_tokens
+        # Asked before a question of several tokens runs: tokens behind the stored ones, and sequences.
+        self.admit: Callable[[int, int], int] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -62,7 +64,7 @@ class Conversation:
         with self._lock:
             forked = type(self)(self.loaded, self.store, self.prefix.fork(), self.cache)
             forked.tokens, forked.pending = list(self.tokens), list(self.pending)
-            forked.pass_tokens = self.pass_tokens
+            forked.pass_tokens, forked.admit = self.pass_tokens, self.admit
         return forked
 
     def crop(self, length: int) -> None:
@@ -95,12 +97,19 @@ class Conversation:
         ids = torch.tensor([run])
         began = time.perf_counter()
         with self._alone(), self._taken_back_on_failure():
-            logits = run_in_passes(self.loaded, ids, self.cache, self.pass_tokens)[0]
+            limit = self.admitted(len(run))
+            logits = run_in_passes(self.loaded, ids, self.cache, limit)[0]
             self.tokens += run
             self.pending = []
         self.prefix.stats.tokens += ids.shape[1]
         self.prefix.stats.total_s += time.perf_counter() - began
         return logits
+
+    def admitted(self, tokens: int, sequences: int = 1) -> int:
+        """Tokens of a forward pass, for so many more in each sequence. Raises as `admit` does."""
+        if tokens == 1 or self.admit is None:
+            return self.pass_tokens
+        return min(self.pass_tokens, self.admit(self.cache.tail_length + tokens, sequences))
 
     def ask(self, question: str) -> Tensor:
         """Put a question: logits `[V]` after its last token. A selector that forgets starts afresh."""

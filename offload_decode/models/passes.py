@@ -8,9 +8,7 @@ from torch import Tensor
 
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel
-
-LEAST = 16
-"""Tokens of each sequence that a pass of a batch takes at least."""
+from offload_decode.selection.budgets import pass_tokens
 
 
 def run_in_passes(
@@ -39,8 +37,3 @@ def run_in_passes(
         if end < length:
             loaded.encode(tokens[:, start:end], cache, seen, positions)
     return loaded.forward(tokens[:, start:], cache, seen, positions)
-
-
-def pass_tokens(limit: int, batch: int = 1) -> int:
-    """Tokens of each of `batch` sequences that are run in one pass."""
-    return max(LEAST, limit // batch) if batch > 1 else limit

@@ -25,7 +25,9 @@ from offload_decode.planning.plan import (
     plan,
     prefill_chunk,
 )
-from offload_decode.planning.request import INDEXES, KV, METADATA, SELECTORS, Request
+from offload_decode.planning.request import INDEXES, KV, METADATA, QUESTION_TOKENS, SELECTORS, Request
+from offload_decode.selection.budgets import PASS_TOKENS
+from offload_decode.selectors import registry
 from offload_decode.store.format import Manifest, stored_types
 
 _OPTION = {Medium.GPU: "--gpu-memory", Medium.RAM: "--ram"}
@@ -79,9 +81,55 @@ def check_ask(
     that the program holds before it loads the model. `index`: the kind that is searched where the options
     name none. Raises `DoesNotFit`.
     """
-    request = replace(_request(config, index), tokens=manifest.n_tokens, kv=kv_of(manifest))
-    asked = plan(replace(outline, dtype=manifest.dtype), request, here(config.device, caps, held))
+    asked = planned_ask(outline, manifest, config, caps, held, index=index)
     return _judged(asked, asked.asking, "asking this store", caps)
+
+
+def planned_ask(
+    outline: Outline, manifest: Manifest, config: EngineConfig, caps: Caps, held: int, *, index: str = "flat"
+) -> Plan:
+    """What `check_ask` looks at: a question and an answer of usual length."""
+    request = replace(_request(config, index), tokens=manifest.n_tokens, kv=kv_of(manifest))
+    return plan(replace(outline, dtype=manifest.dtype), request, here(config.device, caps, held))
+
+
+def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> int:
+    """Tokens of a forward pass with which `sequences` of so many tokens fit, where a question of the usual
+    length does. Raises `DoesNotFit`: beyond a cap, or beyond the machine even without the weights.
+    """
+    usual = asked.request.pass_tokens
+    if tokens * sequences <= QUESTION_TOKENS:
+        return usual
+    size_of_pass = usual
+    while True:
+        one = replace(asked.request, tail=tokens + QUESTION_TOKENS, batch=sequences, pass_tokens=size_of_pass)
+        longer = plan(asked.source, one, asked.machine)
+        lacking = {place: need for place, need in longer.lacking().items() if _certain(longer, place, caps)}
+        if not lacking:
+            return size_of_pass
+        # What a whole question chooses together must not depend on the memory that there is.
+        if usual > PASS_TOKENS or size_of_pass <= LEAST_CHUNK:
+            break
+        size_of_pass //= 2
+    place = next(iter(lacking))
+    what = (
+        f"a question of {tokens:,} tokens"
+        if sequences == 1
+        else f"{sequences} questions of up to {tokens:,} tokens"
+    )
+    allowed = _OPTION[place] + " allows" if caps.of(place) else "this machine has"
+    fewer = "ask a shorter one" if sequences == 1 else "take a smaller --batch-size or shorter ones"
+    raise DoesNotFit(
+        f"{what} takes about {size(longer.need(place))} of memory, and {allowed} "
+        f"{size(longer.machine.size(place))}: {fewer}"
+    )
+
+
+def _certain(asked: Plan, place: Place, caps: Caps) -> bool:
+    """Whether what is lacking there is refused: without a cap, a CPU may read weights from their file."""
+    weights = sum(part.bytes for part in asked.asking if part.name.startswith("weights"))
+    capped = caps.of(place) == asked.machine.size(place)
+    return capped or place is Place.GPU or asked.need(place) - weights > asked.machine.size(place)
 
 
 def check_prefill(outline: Outline, chunk: int, dtype: str, device: str, caps: Caps, held: int) -> list[str]:
@@ -203,6 +251,7 @@ def _request(config: EngineConfig, built: str) -> Request:
     dense = options.get("dense_layers")
     return Request(
         1,
+        pass_tokens=registry.get(selector).pass_tokens if selector in registry.names() else PASS_TOKENS,
         selector="quest" if selector == "quest+topk" else selector if selector in SELECTORS else "topk",
         weights=config.weights,
         device_cache=config.device_cache,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import indexes.registry
 from offload_decode.errors import ConfigError
 from offload_decode.models.outline import Outline
-from offload_decode.selection.budgets import Budget
+from offload_decode.selection.budgets import PASS_TOKENS, Budget
 from offload_decode.store.format import KV_KINDS
 from offload_decode.types import ModelShape
 
@@ -16,7 +16,7 @@ WEIGHTS = ("auto", "fp16", "int8", "int4")
 SELECTORS = ("topk", "quest", "dense")
 INDEXES = indexes.registry.kinds()
 METADATA = ("fp16", "int8")
-QUESTION_TOKENS = 512  # a question and its answer are planned with twice as many in all
+QUESTION_TOKENS = PASS_TOKENS  # a question and its answer are planned with twice as many in all
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Request:
 
     `kv`: how keys and values are stored, `auto` in the model's dtype. `weights`: `auto` is the checkpoint's
     dtype. `selector` with `budget`, `dense_layers` (None: the selector's own), `index` (topk), `page_size`
-    and `metadata` (quest). `chunk`: tokens of a forward pass of the prefill; `tail`: of question and answer.
+    and `metadata` (quest). `chunk`: tokens of a forward pass of the prefill; `tail`: of question and answer,
+    in each of `batch` conversations at once, of whose questions a forward pass takes `pass_tokens`.
     `device_cache`: bytes of a GPU that keep stored rows.
     """
 
@@ -40,6 +41,8 @@ class Request:
     metadata: str = "fp16"
     chunk: int = 512
     tail: int = 2 * QUESTION_TOKENS
+    batch: int = 1
+    pass_tokens: int = PASS_TOKENS
     device_cache: int = 0
 
     def __post_init__(self) -> None:

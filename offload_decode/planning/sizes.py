@@ -9,13 +9,14 @@ from indexes.cells import KEYS_PER_CELL
 from indexes.dots import BLOCK as CELL_BLOCK
 from indexes.pruned_scan import FIRST, STEP, candidates_for
 from indexes.rows import encodings
+from offload_decode.kernels import dense
 from offload_decode.kernels.host_tokens import ENTRIES
 from offload_decode.kv.host import BLOCK_TOKENS, SCORES
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import BLOCK
 from offload_decode.pages.reference import SCALE_PAGES
 from offload_decode.planning.request import QUESTION_TOKENS, Request
-from offload_decode.selection.budgets import SELECTED_IDS
+from offload_decode.selection.budgets import SELECTED_IDS, pass_tokens
 from offload_decode.store.format import Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
 from offload_decode.types import LayerKind, ModelShape
@@ -131,6 +132,11 @@ def layer_bytes(outline: Outline, rows: int) -> int:
     return hidden + attention + 2 * outline.vocabulary * item
 
 
+def mask_bytes(rows: int, keys: int) -> int:
+    """The mask of a pass: as bits in bytes, two of them while it is made, and what attention widens."""
+    return 3 * rows * keys + 2 * 4 * min(rows * keys, max(dense.SCORES, keys))
+
+
 TOKENIZING_BYTES = 180
 """Memory that a tokenizer takes for each character of a document while it splits it: measured, with the
 shipped model's on 5 million characters.
@@ -147,7 +153,9 @@ def prefill_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool) -> in
     block = min(BLOCK_TOKENS, tokens)
     read = 2 * block * shape.kv_heads * shape.head_dim * (itemsize(outline.dtype) + 4)
     # torch's fused CPU kernel keeps no scores; the reference, which runs on a GPU, has four such tensors.
-    scores = 4 * 4 * shape.query_heads * chunk * max(block, chunk) if on_gpu else 4 * chunk * chunk
+    keys = shape.query_heads * max(block, chunk)
+    scores = 4 * 4 * min(chunk * keys, max(dense.DEVICE_SCORES, keys)) if on_gpu else 0
+    scores += mask_bytes(chunk, chunk)
     return layer_bytes(outline, chunk) + tail_bytes(shape, chunk, outline.dtype) + read + scores
 
 
@@ -161,7 +169,10 @@ def ask_bytes(outline: Outline, request: Request, on_gpu: bool) -> int:
     """Beyond weights and pages, on the device: the tail, and what a question holds while a layer attends."""
     shape, n = outline.shape, request.tokens
     question, largest = _question(request), _largest(request, shape)
-    total = tail_bytes(shape, request.tail, outline.dtype) + layer_bytes(outline, question)
+    total = request.batch * tail_bytes(shape, request.tail, outline.dtype) + layer_bytes(outline, question)
+    total += mask_bytes(question, request.tail)
+    # The layer that attends widens its part of the tail.
+    total += request.batch * 2 * 4 * shape.kv_heads * shape.head_dim * request.tail
     fetched = 0
     if largest and request.selector == "quest":
         fetched = 8 * min(_PAGE_SCORES, shape.kv_heads * question * (n // request.page_size))
@@ -173,7 +184,7 @@ def ask_bytes(outline: Outline, request: Request, on_gpu: bool) -> int:
     if None in request.budgets(shape).values():
         length = min(BLOCK_TOKENS, n)
         block = 2 * length * shape.head_dim * (4 + itemsize(outline.dtype))
-        block += 4 * 4 * shape.group * question * length if on_gpu else 0
+        block += 4 * 4 * min(shape.group * question * length, dense.DEVICE_SCORES) if on_gpu else 0
     return total + max(fetched, block)
 
 
@@ -244,8 +255,9 @@ def _largest(request: Request, shape: ModelShape) -> int:
 
 
 def _question(request: Request) -> int:
-    """Tokens of a question: all but room for an answer."""
-    return max(1, request.tail - QUESTION_TOKENS)
+    """Tokens of questions that are run together: of all but room for an answer, those of a pass."""
+    wanted = request.batch * max(1, request.tail - QUESTION_TOKENS)
+    return min(wanted, request.batch * pass_tokens(request.pass_tokens, request.batch))
 
 
 def _power(number: int) -> int:

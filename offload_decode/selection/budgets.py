@@ -16,6 +16,15 @@ WHOLE_QUESTION = 4096
 """The same where the tokens of a pass choose together: up to here a question is judged as a whole."""
 
 
+LEAST_PASS = 16
+"""Tokens of each sequence that a pass of a batch takes at least."""
+
+
+def pass_tokens(limit: int, batch: int = 1) -> int:
+    """Tokens of each of `batch` sequences that are run in one pass."""
+    return max(LEAST_PASS, limit // batch) if batch > 1 else limit
+
+
 class HeadBudget(NamedTuple):
     """For each query row of a KV head: at most so many `tokens`, and no more than hold the share `mass` of
     its attention to the stored tokens (`offload_decode.selection.mass`).

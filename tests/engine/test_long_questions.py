@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload_decode.engine.engine import Engine
+from offload_decode.errors import DoesNotFit
 from offload_decode.kernels import dense
-from offload_decode.models.passes import LEAST, pass_tokens
-from offload_decode.selection.budgets import PASS_TOKENS, WHOLE_QUESTION
+from offload_decode.selection.budgets import LEAST_PASS, PASS_TOKENS, WHOLE_QUESTION, pass_tokens
 from offload_decode.selectors import registry
 from prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_tokenizer
@@ -100,13 +100,32 @@ def test_a_batch_in_passes_answers_as_one_by_one(store, selector):
     engine = opened(store, selector)
     questions = ["Who jumps? " * 12, "Why", "Over what does it jump, and how often?"]
     alone = [engine.answer(question, 6).tokens for question in questions]
-    engine.pass_tokens = 1  # as little as there is: `LEAST` tokens of each
+    engine.pass_tokens = 1  # as little as there is: `LEAST_PASS` tokens of each
     assert [answer.tokens for answer in engine.answer_many(questions, 6)] == alone
 
 
 def test_the_tokens_of_a_pass_are_shared_by_a_batch():
-    assert [pass_tokens(512, batch) for batch in (1, 2, 8, 1000)] == [512, 256, 64, LEAST]
+    assert [pass_tokens(512, batch) for batch in (1, 2, 8, 1000)] == [512, 256, 64, LEAST_PASS]
     assert pass_tokens(7) == 7
+
+
+def test_a_question_is_admitted_before_it_runs(store):
+    engine, asked = opened(store, "dense"), []
+    engine.admit = lambda tokens, sequences: asked.append((tokens, sequences)) or 64
+    engine.extend(QUESTION)
+    engine.extend([7])  # a step: nobody asks
+    engine.fork().extend([7, 8])
+    engine.answer_many(["Why?", "Who jumps?"], 1)
+    longest = len(engine.question_tokens("Who jumps?"))
+    assert asked == [(150, 1), (153, 1), (151 + longest, 2)]
+
+    def refuse(tokens, sequences):
+        raise DoesNotFit("too long")
+
+    engine.admit, before = refuse, engine.length
+    with pytest.raises(DoesNotFit):
+        engine.extend(QUESTION)
+    assert engine.length == before
 
 
 class Largest(TorchDispatchMode):

@@ -15,9 +15,19 @@ from offload_decode.config import EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.memory import OUT_OF_MEMORY, total_memory
 from offload_decode.models.outline import outline
-from offload_decode.planning.caps import Caps, apply_caps, check_ask, check_prefill, kv_of
+from offload_decode.planning.caps import (
+    Caps,
+    admit_question,
+    apply_caps,
+    check_ask,
+    check_prefill,
+    kv_of,
+    planned_ask,
+)
 from offload_decode.planning.plan import CUDA_BYTES, Machine
+from offload_decode.selection.budgets import PASS_TOKENS, WHOLE_QUESTION
 from offload_decode.store.format import Manifest, stored_types
+from tests.planning.outlines import llama_8b
 
 MIB, GIB = 1 << 20, 1 << 30
 HELD = 300 * MIB
@@ -161,6 +171,40 @@ def test_an_allocation_beyond_the_cap_is_a_sentence(tmp_path):
     said = ran.stdout.splitlines()
     assert len(said) == 2
     assert all(line.startswith("out of memory: ") for line in said), said
+
+
+def test_a_longer_question_takes_smaller_passes_and_is_refused_before_it_runs():
+    model = llama_8b()
+
+    def admitted(ram, tokens, sequences=1, **config):
+        caps = Caps(ram=ram and ram * MIB)
+        asked = planned_ask(model, manifest_8b, EngineConfig(device="cpu", **config), caps, HELD)
+        return admit_question(asked, caps, tokens, sequences)
+
+    shape = model.shape
+    manifest_8b = replace(manifest(), dtype="float16", shape=shape, kv=stored_types("auto", "float16", 128))
+    assert admitted(None, 20_000) == PASS_TOKENS
+    fits = next(ram for ram in range(16_000, 40_000, 50) if _admits(admitted, ram, 20_000))
+    assert admitted(fits, 20_000) < PASS_TOKENS, "the passes shrink before a question is refused"
+    with pytest.raises(DoesNotFit, match=r"a question of 40,000 tokens.*--ram allows.*ask a shorter one"):
+        admitted(fits, 40_000)
+    with pytest.raises(DoesNotFit, match=r"8 questions of up to 20,000 tokens.*--batch-size"):
+        admitted(fits, 20_000, 8)
+    assert admitted(fits, 100) == PASS_TOKENS, "the usual length was admitted when the store was opened"
+    # What a question chooses as a whole does not depend on the memory that there is.
+    assert admitted(None, 20_000, selector="quoka") == WHOLE_QUESTION
+    with pytest.raises(DoesNotFit):
+        admitted(fits, 20_000, selector="quoka")
+    with pytest.raises(DoesNotFit, match="this machine has"):
+        admitted(None, 50_000_000)
+
+
+def _admits(admitted, *given):
+    try:
+        admitted(*given)
+    except DoesNotFit:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_an_8b_model_on_16_gib_is_asked_in_int8():
 
 
 def test_a_prefill_too_large_is_given_a_smaller_chunk():
-    machine = Machine(17 * GIB, 64 * GIB, 200 * GIB, 300 << 20)
+    machine = Machine(16 * GIB, 64 * GIB, 200 * GIB, 300 << 20)
     asked = plan(llama_8b(), Request(1 << 20), machine)
     assert not asked.prefill_fits
     chunk = prefill_chunk(asked)
