@@ -22,7 +22,7 @@ from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, check_count, check_queries
-from indexes.pruned_scan import FIRST, candidates_for, search_layer
+from indexes.pruned_scan import FIRST, Best, Heads, Share, candidates_for, search_layer
 from indexes.rows import pool, scan
 
 _LADDER = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
@@ -151,17 +151,21 @@ def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviati
     count, rows, _ = queries.shape
     found, scores = np.full((count, rows, k), -1, np.int64), np.full((count, rows, k), np.nan, np.float32)
     natives = [head._native for head in heads]
-    parts = np.array([native.addresses for native in natives])
-    sizes = np.array([native.sizes for native in natives])
-    keys, layout = natives[0].keys, natives[0].layout
-    like = np.empty((0, keys.shape[1]), keys.dtype)  # of one kind to the compiler, mapped or not
+    keys = natives[0].keys
+    together = Heads(
+        parts=np.array([native.addresses for native in natives]),
+        sizes=np.array([native.sizes for native in natives]),
+        deviations=np.array(deviations, np.float32),
+        like=np.empty((0, keys.shape[1]), keys.dtype),  # of one kind to the compiler, mapped or not
+        layout=natives[0].layout,
+    )
     most = max(1, min(_ROWS, _CANDIDATES // ((FIRST + 1) * candidates_for(k))))
     per_task = min(most, max(QUERIES, ceil(count * rows / pool.THREADS)))
     threads = min(pool.THREADS, count * -(-rows // per_task))
-    reach = np.array(deviations, np.float32)
+    best = Best(found, scores)
 
     def search(first: int) -> None:
-        search_layer(parts, sizes, like, layout, queries, k, reach, per_task, first, threads, found, scores)
+        search_layer(together, queries, k, Share(per_task, first, threads), best)
 
     pool.run(search, range(threads))
     if not np.isfinite(scores).all():

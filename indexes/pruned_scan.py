@@ -9,14 +9,17 @@ reaches the floor: a query that attends to few keys reads few cells, one that at
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from indexes.cells import Cells
 from indexes.dots import BLOCK, GROUP, QUERIES, WORD, pack_queries, scored
+from indexes.keys import Float32
 from indexes.rows.loops import dot_row
 from indexes.rows.prefetch import prefetch_row
 from indexes.rows.scan import SINGLE, candidate, ordered, score_and_row, score_rows
@@ -28,6 +31,7 @@ _DIGIT = 11  # bits of a score that are looked at together
 _MASK = (1 << _DIGIT) - 1
 _AHEAD = 8  # keys that are fetched before their turn
 _REASSOCIATE = {"reassoc", "contract", "nsz"}
+_BITS: Any = np.uint32  # of float32, as loops over rows take them
 
 
 @njit(nogil=True, cache=True)
@@ -46,80 +50,90 @@ def _pointer(_: Any, address: Any) -> Any:
 _at: Any = intrinsic(_pointer)
 
 
-@njit(nogil=True, cache=True)
-def search_layer(
-    parts: Any,
-    sizes: Any,
-    like: Any,
-    layout: int,
-    queries: Any,
-    k: int,
-    deviations: Any,
-    per_task: int,
-    first: int,
-    step: int,
-    found: Any,
-    scores: Any,
-) -> None:
-    """Every `step`-th of the tasks from `first`, a task being `per_task` rows of a head; queries `[H, R, D]`,
-    found and scores `[H, R, k]`.
+class Heads(NamedTuple):
+    """The H heads of a layer, so that one function is compiled for any number of them.
 
-    Compiled once for any number of heads: `parts [H, 8]` are the addresses of what `Cells` has and of the
-    keys, `sizes [H, 3]` the numbers of cells, blocks and keys, and `like` an array of the keys' kind.
+    parts: int64 `[H, 8]`, the addresses of what `Cells` has and of the keys' bits. sizes: int64 `[H, 3]`, the
+    numbers of cells, blocks and keys. deviations: float32 `[H]`. like: an array of the kind of the keys'
+    bits; layout: that of the bits.
     """
+
+    parts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    deviations: Float32
+    like: npt.NDArray[Any]
+    layout: int
+
+
+class Share(NamedTuple):
+    """Every `step`-th task from `first`: what one thread does. A task is `rows` rows of one head."""
+
+    rows: int
+    first: int
+    step: int
+
+
+class Stored(NamedTuple):
+    """The keys of one head: their `bits` in rows, and the `layout` of these."""
+
+    bits: npt.NDArray[Any]
+    layout: int
+
+
+class Best(NamedTuple):
+    """What was found for some rows: ids int64 `[..., R, k]` and scores float32 `[..., R, k]`."""
+
+    ids: npt.NDArray[np.int64]
+    scores: Float32
+
+
+@njit(nogil=True, cache=True)
+def search_layer(heads: Any, queries: Any, k: int, share: Any, best: Any) -> None:
+    """A share of the tasks: the k best keys of every head for its `queries [H, R, D]`, to `best`."""
     rows, dim = queries.shape[1:]
-    tasks = -(-rows // per_task)
-    for task in range(first, len(queries) * tasks, step):
+    tasks = -(-rows // share.rows)
+    for task in range(share.first, len(queries) * tasks, share.step):
         head, part = task // tasks, task % tasks
-        own = slice(part * per_task, min((part + 1) * per_task, rows))
-        address, (cells, blocks, keys) = parts[head], (sizes[head, 0], sizes[head, 1], sizes[head, 2])
-        search_rows(
-            carray(_at(address[0]), (cells + 1,), np.int64),
-            carray(_at(address[1]), (cells,), np.int32),
-            carray(_at(address[2]), (cells, dim), np.uint32),
-            carray(_at(address[3]), (cells, dim), np.uint32),
+        own = slice(part * share.rows, min((part + 1) * share.rows, rows))
+        address = heads.parts[head]
+        count, blocks, keys = heads.sizes[head, 0], heads.sizes[head, 1], heads.sizes[head, 2]
+        cells = Cells(
+            carray(_at(address[0]), (count + 1,), np.int64),
+            carray(_at(address[1]), (count,), np.int32),
+            carray(_at(address[2]), (count, dim), _BITS),
+            carray(_at(address[3]), (count, dim), _BITS),
             carray(_at(address[4]), (blocks * -(-dim // GROUP) * WORD,), np.uint8),
             carray(_at(address[5]), (blocks * BLOCK,), np.float32),
             carray(_at(address[6]), (blocks * BLOCK,), np.int32),
-            carray(_at(address[7]), (keys, like.shape[1]), like.dtype),
-            layout,
+        )
+        bits = carray(_at(address[7]), (keys, heads.like.shape[1]), heads.like.dtype)
+        search_rows(
+            cells,
+            Stored(bits, heads.layout),
             queries[head, own],
             k,
-            deviations[head],
-            found[head, own],
-            scores[head, own],
+            heads.deviations[head],
+            Best(best.ids[head, own], best.scores[head, own]),
         )
 
 
 @njit(nogil=True, cache=True)
-def search_rows(
-    starts: Any,
-    counts: Any,
-    means: Any,
-    variances: Any,
-    codes: Any,
-    scales: Any,
-    ids: Any,
-    keys: Any,
-    layout: int,
-    queries: Any,
-    k: int,
-    deviations: float,
-    found: Any,
-    scores: Any,
-) -> None:
-    """The k best of the keys for each of `queries [R, D]`, by descending score."""
+def search_rows(cells: Any, keys: Any, queries: Any, k: int, deviations: float, found: Any) -> None:
+    """The k best of the keys for each of `queries [R, D]`, by descending score. Moments in `cells` come as
+    their bits.
+    """
     rows, dim = queries.shape
-    cells, groups = len(counts), -(-dim // GROUP)
+    starts, counts = cells.starts, cells.counts
+    count, groups = len(counts), -(-dim // GROUP)
     fours = -(-rows // QUERIES)
     padded = np.zeros((fours * QUERIES, dim), np.float32)
     for r in range(rows):  # of a size that can be squared; what is exact is scored with the query itself
         padded[r] = queries[r] / max(np.abs(queries[r]).max(), np.float32(1e-38))
     packed, unit, offset = _coded(padded, groups)
-    near = np.empty((len(padded), cells), np.float32)
-    score_rows(means, SINGLE, padded, near)
-    upper = np.empty((len(padded), cells), np.float32)
-    score_rows(variances, SINGLE, padded * padded, upper)
+    near = np.empty((len(padded), count), np.float32)
+    score_rows(cells.means, SINGLE, padded, near)
+    upper = np.empty((len(padded), count), np.float32)
+    score_rows(cells.variances, SINGLE, padded * padded, upper)
     _reach(near, upper, np.float32(deviations))
 
     wanted = candidates_for(k)
@@ -128,8 +142,8 @@ def search_rows(
     places = np.empty((rows, capacity), np.int32)
     fill = np.zeros(rows, np.int64)
     floor = np.full(rows, -np.inf, np.float32)
-    asked = np.zeros((rows, cells), np.bool_)
-    scanned = np.zeros((rows, cells), np.bool_)
+    asked = np.zeros((rows, count), np.bool_)
+    scanned = np.zeros((rows, count), np.bool_)
     terms = np.zeros((4, QUERIES), np.float32)
     lines = np.empty((STEP, QUERIES, BLOCK), np.float32)
     masks = np.empty((STEP, QUERIES), np.uint16)
@@ -138,10 +152,10 @@ def search_rows(
             entry = floor[r]
             if turn < TURNS - 1:
                 entry = max(entry, _bound_of_first(upper[r], counts, FIRST ** (turn + 1) * wanted))
-            for c in range(cells):
+            for c in range(count):
                 asked[r, c] = not (upper[r, c] < entry or scanned[r, c])
                 scanned[r, c] |= asked[r, c]
-        for c in range(cells):
+        for c in range(count):
             for four in range(fours):
                 start = four * QUERIES
                 end = min(start + QUERIES, rows)
@@ -154,22 +168,21 @@ def search_rows(
                         offset[r],
                     )
                 for block in range(starts[c], starts[c + 1], STEP):
-                    count = min(STEP, starts[c + 1] - block)
+                    size = min(STEP, starts[c + 1] - block)
                     for r in range(start, end):
                         if fill[r] + STEP * BLOCK > capacity:
                             fill[r], floor[r] = _shrink(best[r], places[r], fill[r], wanted)
                         terms[3, r - start] = floor[r] if asked[r, c] else np.inf
-                    scored(codes, scales, block, count, groups, packed[four], terms, lines, masks)
+                    scored(cells.codes, cells.scales, block, size, groups, packed[four], terms, lines, masks)
                     for r in range(start, end):
-                        fill[r] = _keep(
-                            lines, masks, r - start, count, ids[block * BLOCK :], best[r], places[r], fill[r]
-                        )
+                        ids = cells.ids[block * BLOCK :]
+                        fill[r] = _keep(lines, masks, r - start, size, ids, best[r], places[r], fill[r])
         for r in range(rows):
             if fill[r] > wanted:
                 fill[r], floor[r] = _shrink(best[r], places[r], fill[r], wanted)
     for r in range(rows):
-        _exact(keys, layout, queries[r], places[r, : fill[r]], best[r])
-        _sort(best[r, : fill[r]], places[r, : fill[r]], found[r], scores[r])
+        _exact(keys.bits, keys.layout, queries[r], places[r, : fill[r]], best[r])
+        _sort(best[r, : fill[r]], places[r, : fill[r]], found.ids[r], found.scores[r])
 
 
 @njit(nogil=True, cache=True)

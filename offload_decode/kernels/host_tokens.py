@@ -8,9 +8,10 @@ visited together, so that what the queries share comes from the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import njit
 from torch import Tensor
@@ -26,6 +27,44 @@ AHEAD = 12  # rows that are fetched before their turn: enough to hide memory, fe
 ENTRIES = 1 << 18  # pairs of a query and a token that a thread holds at once: 16 bytes each
 NEIGHBOURS = 10  # bits of a token's number within its neighbourhood, which stays in a core's cache
 SPARSE = 32  # tokens for each pair: where they are more, queries share too little to be put in order
+
+
+class Stored(NamedTuple):
+    """The keys or values of one KV head: their `bits` in rows, and the `layout` of these."""
+
+    bits: npt.NDArray[Any]
+    layout: int
+
+
+class Named(NamedTuple):
+    """The tokens of R query rows: ids int64 `[R, k]` and, where they are known, scores float32 `[R, k]`, else
+    `[R, 0]`.
+    """
+
+    ids: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float32]
+
+
+class Logits(NamedTuple):
+    """What makes logits of scores; a softcap of 0 is none."""
+
+    scaling: np.float32
+    softcap: np.float32
+
+
+class State(NamedTuple):
+    """Where an attention state goes: out float32 `[R, D]`, all zeros, and lse float32 `[R]`, all -inf."""
+
+    out: npt.NDArray[np.float32]
+    lse: npt.NDArray[np.float32]
+
+
+class Pairs(NamedTuple):
+    """Pairs of a query row and a token: int32 `row`, int64 `token` and float32 `logit`, all `[n]`."""
+
+    row: npt.NDArray[np.int32]
+    token: npt.NDArray[np.int64]
+    logit: npt.NDArray[np.float32]
 
 
 def attend_tokens(
@@ -50,76 +89,61 @@ def attend_tokens(
     out = np.zeros((heads, rows, values[0].dim), np.float32)
     lse = np.full((heads, rows), -np.inf, np.float32)
     read = np.zeros((heads, rows), np.int64)  # at the first row of a part
+    logits = Logits(np.float32(scaling), np.float32(softcap or 0))
 
     def attend(head: int, part: slice) -> None:
         read[head, part.start] = _attend(
             queries[head, part],
-            keys[head].bits,
-            values[head].bits,
-            (keys[head].layout, values[head].layout),
-            named[head, part],
-            known[head, part],
-            np.float32(scaling),
-            np.float32(softcap or 0),
+            Stored(keys[head].bits, keys[head].layout),
+            Stored(values[head].bits, values[head].layout),
+            Named(named[head, part], known[head, part]),
+            logits,
             (ENTRIES, SPARSE),
-            out[head, part],
-            lse[head, part],
+            State(out[head, part], lse[head, part]),
         )
 
     if k and rows:
         # The rows of a head share what they read, unless threads would be without work.
         run(attend, heads, rows, multiple=rows if heads >= pool.THREADS else 1)
-    assert (read >= 0).all(), "ids are of rows that there are"
+    if (read < 0).any():  # not an assert: without it these rows would be zeros
+        raise AssertionError("ids are of rows that there are")
     width = values[0].row_bytes + (keys[0].row_bytes if scores is None else 0)
     return AttentionState(torch.from_numpy(out), torch.from_numpy(lse)), int(read.sum()) * width
 
 
 @njit(nogil=True, cache=True)
-def _attend(
-    query: Any,
-    keys: Any,
-    values: Any,
-    layouts: Any,
-    ids: Any,
-    scores: Any,
-    scaling: Any,
-    softcap: Any,
-    limits: Any,
-    out: Any,
-    lse: Any,
-) -> Any:
-    """One KV head, from zeros in `out [R, D]` and -inf in `lse [R]`; how many different tokens were read, or
-    -1 for an id that is out of range.
-    """
-    rows, k = ids.shape
+def _attend(query: Any, keys: Any, values: Any, named: Any, logits: Any, limits: Any, state: Any) -> Any:
+    """One KV head; how many different tokens were read, or -1 for an id that is out of range."""
+    rows, k = named.ids.shape
+    out, lse, tokens = state.out, state.lse, len(values.bits)
     most, sparse = limits
     step = min(rows, max(1, most // k))
-    token, row = np.empty(step * k, np.int64), np.empty(step * k, np.int32)
-    logit = np.empty(step * k, np.float32)
+    pairs = Pairs(np.empty(step * k, np.int32), np.empty(step * k, np.int64), np.empty(step * k, np.float32))
+    row, token, logit = pairs.row, pairs.token, pairs.logit
     highest, total = np.empty(step, np.float32), np.empty(step, np.float64)
-    seen, different = np.zeros(len(values) // 64 + 1, np.uint64), np.int64(0)
+    seen, different = np.zeros(tokens // 64 + 1, np.uint64), np.int64(0)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
-        pairs = _order(ids[part], scores[part], len(values), sparse, token, row, logit)
-        if pairs < 0:
+        count = _order(Named(named.ids[part], named.scores[part]), tokens, sparse, pairs)
+        if count < 0:
             return -1
-        if scores.shape[1] == 0:
-            _score(query[part], keys, layouts[0], token[:pairs], row, logit)
-        _cap(logit[:pairs], scaling, softcap)
+        if named.scores.shape[1] == 0:
+            _score(query[part], keys, token[:count], row, logit)
+        _cap(logit[:count], logits)
         highest[:] = -np.inf
-        for j in range(pairs):
+        for j in range(count):
             highest[row[j]] = max(highest[row[j]], logit[j])
         total[:] = 0
-        for j in range(pairs):
+        for j in range(count):
             logit[j] = np.exp(logit[j] - highest[row[j]])
             total[row[j]] += logit[j]
-        _add_values(logit, values, layouts[1], token[:pairs], row, out[part])
+        _add_values(logit, values, token[:count], row, out[part])
         for r in range(part.stop - start):
             if total[r] != 0:  # NaN as well
                 lse[start + r] = highest[r] + np.log(total[r])
                 for d in range(out.shape[1]):
                     out[start + r, d] = np.float32(out[start + r, d] / total[r])
-        for j in range(pairs):
+        for j in range(count):
             word, bit = token[j] >> 6, np.uint64(1) << np.uint64(token[j] & 63)
             different += np.int64(seen[word] & bit == 0)
             seen[word] |= bit
@@ -127,10 +151,11 @@ def _attend(
 
 
 @njit(nogil=True, cache=True)
-def _order(ids: Any, scores: Any, tokens: int, sparse: int, token: Any, row: Any, logit: Any) -> int:
-    """The pairs of a query and a token to `token`, `row` and, of known scores, `logit`: as they come where
-    they are few, else by neighbourhoods. Returns their number, or -1 for an id that is out of range.
+def _order(named: Any, tokens: int, sparse: int, pairs: Any) -> int:
+    """The pairs of a query and a token to `pairs`, with the scores that are known as logits: as they come
+    where they are few, else by neighbourhoods. Returns their number, or -1 for an id that is out of range.
     """
+    ids, scores = named.ids, named.scores
     rows, k = ids.shape
     known = scores.shape[1] > 0
     shift = NEIGHBOURS if rows * k * sparse > tokens else 62
@@ -148,29 +173,29 @@ def _order(ids: Any, scores: Any, tokens: int, sparse: int, token: Any, row: Any
             if ids[r, j] >= 0 and not (known and scores[r, j] == -np.inf):
                 own = place[ids[r, j] >> shift]
                 place[ids[r, j] >> shift] = own + 1
-                token[own], row[own] = ids[r, j], r
+                pairs.token[own], pairs.row[own] = ids[r, j], r
                 if known:
-                    logit[own] = scores[r, j]
+                    pairs.logit[own] = scores[r, j]
     return int(place[-1])
 
 
 @njit(nogil=True, cache=True)
-def _score(query: Any, keys: Any, layout: int, token: Any, row: Any, logit: Any) -> None:
+def _score(query: Any, keys: Any, token: Any, row: Any, logit: Any) -> None:
     for j in range(len(token)):
-        prefetch_row(keys, token[min(j + AHEAD, len(token) - 1)])
-        logit[j] = dot_row(query[row[j]], keys, layout, token[j])
+        prefetch_row(keys.bits, token[min(j + AHEAD, len(token) - 1)])
+        logit[j] = dot_row(query[row[j]], keys.bits, keys.layout, token[j])
 
 
 @njit(nogil=True, cache=True)
-def _cap(logit: Any, scaling: Any, softcap: Any) -> None:
+def _cap(logit: Any, logits: Any) -> None:
     for j in range(len(logit)):
-        logit[j] *= scaling
-        if softcap:
-            logit[j] = softcap * np.tanh(logit[j] / softcap)
+        logit[j] *= logits.scaling
+        if logits.softcap:
+            logit[j] = logits.softcap * np.tanh(logit[j] / logits.softcap)
 
 
 @njit(nogil=True, cache=True)
-def _add_values(weight: Any, values: Any, layout: int, token: Any, row: Any, out: Any) -> None:
+def _add_values(weight: Any, values: Any, token: Any, row: Any, out: Any) -> None:
     for j in range(len(token)):
-        prefetch_row(values, token[min(j + AHEAD, len(token) - 1)])
-        add_row(out[row[j]], weight[j], values, layout, token[j])
+        prefetch_row(values.bits, token[min(j + AHEAD, len(token) - 1)])
+        add_row(out[row[j]], weight[j], values.bits, values.layout, token[j])
