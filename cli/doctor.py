@@ -109,7 +109,7 @@ def _command() -> str:
 
 def _processor() -> str:
     from indexes.dots import forms
-    from indexes.rows.loops import converted, half_to_single
+    from indexes.rows.numbers import converted, half_to_single
 
     names = {"avx512vnni": "AVX-512 VNNI", "avx2": "AVX2", "vectors": "plain vector operations"}
     halves = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,6 +16,31 @@ Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
 """The dtype and the shape of each array, by name."""
 
 _ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A file that is mapped into memory: the system ends whoever reads beyond the end of one that was cut."""
+
+    file: str
+    device: int
+    inode: int
+    size: int
+
+    @classmethod
+    def of(cls, file: str) -> Mapped:
+        """The file as it is now."""
+        about = os.stat(file)
+        return cls(file, about.st_dev, about.st_ino, about.st_size)
+
+    @property
+    def shrank(self) -> bool:
+        """Whether it has been cut since; one that was replaced stays whole for those who have mapped it."""
+        try:
+            now = os.stat(self.file)
+        except FileNotFoundError:
+            return False
+        return (now.st_dev, now.st_ino) == (self.device, self.inode) and now.st_size < self.size
 
 
 def write(file: str, numbers: Sequence[int], arrays: Iterable[Array]) -> None:

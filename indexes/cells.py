@@ -11,8 +11,8 @@ from numba import njit
 from indexes.dots import BLOCK, GROUP, WORD
 from indexes.errors import InvalidIndexInput
 from indexes.key_groups import MAX_KEYS
-from indexes.keys import Float32, Keys, check_finite, float32_blocks
-from indexes.kmeans import nearest, trained
+from indexes.keys import Float32, Keys, drawn, float32_blocks
+from indexes.kmeans import lloyd, nearest
 from indexes.rows import encodings, pool, scan
 
 KEYS_PER_CELL = 256  # smaller cells are bounded tighter, and cost more to build and to bound
@@ -97,12 +97,10 @@ def build(keys: Keys) -> Cells:
 
 def _labels(keys: Keys) -> tuple[npt.NDArray[np.int64], int]:
     count = max(1, round(len(keys) / KEYS_PER_CELL))
-    # Random and not strided: rotary keys repeat with the position's period.
     rng = np.random.default_rng(0)
-    drawn = np.sort(rng.choice(len(keys), min(len(keys), SAMPLE * count), replace=False))
-    sample = encodings.decode(keys[drawn])
-    check_finite(sample)
-    centroids = trained(sample, count, ITERATIONS, rng)
+    sample = drawn(keys, SAMPLE * count, rng)
+    begin = sample[np.sort(rng.choice(len(sample), count, replace=False))]
+    centroids = lloyd(sample, begin, ITERATIONS)
     return np.concatenate([nearest(block, centroids)[0] for _, block in float32_blocks(keys)]), count
 
 

@@ -19,7 +19,7 @@ from indexes.approximate import ApproximateIndex
 from indexes.base import Hits, VectorIndex, check_heads
 from indexes.cells import Cells, build, check
 from indexes.dots import BLOCK, GROUP, QUERIES, WORD
-from indexes.errors import InvalidIndexInput
+from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, check_count, check_queries
 from indexes.pruned_scan import FIRST, Best, Heads, Share, candidates_for, search_layer
@@ -113,7 +113,7 @@ class ClusteredIndex(ApproximateIndex):
         _, parts = arrays.read(file, 5, layout)
         cells = Cells(**parts)
         check(cells, len(self))
-        return _Searchable(cells, self.keys)
+        return _Searchable(cells, self.keys, arrays.Mapped.of(file))
 
     @property
     def cells(self) -> Cells:
@@ -129,8 +129,9 @@ class ClusteredIndex(ApproximateIndex):
 class _Searchable:
     """Cells with what `search_layer` takes: the addresses of arrays that live as long as this does."""
 
-    def __init__(self, own: Cells, keys: Any):
+    def __init__(self, own: Cells, keys: Any, mapped: arrays.Mapped | None = None):
         self.cells = own
+        self.mapped = mapped
         self.keys = scan.bits(keys)
         self.layout = scan.layout(keys)
         self.parts = (*map(np.ascontiguousarray, own), self.keys)  # addresses are of whole arrays
@@ -151,6 +152,12 @@ def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviati
     count, rows, _ = queries.shape
     found, scores = np.full((count, rows, k), -1, np.int64), np.full((count, rows, k), np.nan, np.float32)
     natives = [head._native for head in heads]
+    for native in natives:
+        if native.mapped is not None and native.mapped.shrank:
+            raise IndexDamaged(
+                f"{native.mapped.file} is shorter than it was when it was opened; build the index again with "
+                "`offload-decode index`."
+            )
     keys = natives[0].keys
     together = Heads(
         parts=np.array([native.addresses for native in natives]),

@@ -16,9 +16,8 @@ from indexes import arrays, faiss_storage
 from indexes.approximate import ApproximateIndex
 from indexes.base import Hits
 from indexes.faiss_storage import faiss
-from indexes.keys import Float32, check_finite, float32_blocks
+from indexes.keys import Float32, drawn, float32_blocks
 from indexes.rescoring import asked_for, rescored
-from indexes.rows import encodings
 from indexes.tuning import geometric
 
 _KEYS_PER_LIST = 40  # at least; faiss wants 39 training points a centroid
@@ -76,11 +75,7 @@ class FaissIVF(ApproximateIndex):
     def _train(self) -> Float32:
         if len(self) == 0:
             return np.zeros((1, self.dim), np.float32)
-        count = min(len(self), _TRAINING_KEYS_PER_LIST * self.nlist)
-        # Random and not strided: rotary keys repeat with the position's period.
-        rows = np.sort(np.random.default_rng(0).choice(len(self), count, replace=False))
-        sample = encodings.decode(self.keys[rows])
-        check_finite(sample)
+        sample = drawn(self.keys, _TRAINING_KEYS_PER_LIST * self.nlist, np.random.default_rng(0))
         clustering = faiss.Clustering(self.dim, self.nlist)
         clustering.niter = _ITERATIONS
         clustering.min_points_per_centroid = 1

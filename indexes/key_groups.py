@@ -16,7 +16,7 @@ from numba import njit
 
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_count, check_finite, check_keys, float32_blocks
-from indexes.kmeans import nearest
+from indexes.kmeans import lloyd, nearest
 from indexes.rows import encodings
 
 SEGMENT = 16_384  # keys that are clustered among themselves: so many, up to half more or less
@@ -85,13 +85,7 @@ def _kmeans(block: Float32, count: int) -> npt.NDArray[np.int64]:
     """Labels `[n]` from 0 to `count`."""
     if count == len(block):
         return np.arange(count)
-    centroids = _seeds(block, count)
-    for _ in range(ITERATIONS):
-        labels, _ = nearest(block, centroids)
-        sizes = np.bincount(labels, minlength=count)[:, None].astype(np.float32)
-        sums = _sums(block, labels, count)
-        centroids = np.where(sizes > 0, sums / np.maximum(sizes, 1), centroids)
-    return nearest(block, centroids)[0]
+    return nearest(block, lloyd(block, _seeds(block, count), ITERATIONS))[0]
 
 
 def _seeds(block: Float32, count: int) -> Float32:

@@ -74,6 +74,17 @@ def float32_blocks(keys: Keys) -> Iterator[tuple[int, Float32]]:
         yield first, block
 
 
+def drawn(keys: Keys, count: int, rng: np.random.Generator) -> Float32:
+    """`count` of the keys, or all if there are fewer, in their order, as float32 and checked to be finite.
+
+    At random and not strided: rotary keys repeat with the position's period.
+    """
+    rows = np.sort(rng.choice(len(keys), min(len(keys), count), replace=False))
+    sample = encodings.decode(keys[rows])
+    check_finite(sample)
+    return sample
+
+
 def check_finite(block: Float32) -> None:
     """Refuses keys that hold NaN or infinity."""
     if not np.isfinite(block).all():

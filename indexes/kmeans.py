@@ -10,18 +10,18 @@ from indexes.keys import Float32
 BLOCK = 4096  # rows that meet all centroids at once
 
 
-def trained(sample: Float32, count: int, iterations: int, rng: np.random.Generator) -> Float32:
-    """`count` centroids by Lloyd's algorithm, begun at rows drawn from `sample`; one that loses all its rows
-    stays where it is.
+def lloyd(rows: Float32, centroids: Float32, iterations: int) -> Float32:
+    """Lloyd's algorithm: centroids `[C, D]` moved to the means of the `rows [n, D]` nearest to them, again
+    and again; one that loses all its rows stays where it is.
     """
-    centroids = sample[np.sort(rng.choice(len(sample), count, replace=False))]
+    centroids = centroids.copy()
     for _ in range(iterations):
-        labels, _ = nearest(sample, centroids)
+        labels, _ = nearest(rows, centroids)
         order = np.argsort(labels, kind="stable")
-        sizes = np.bincount(labels, minlength=count)
+        sizes = np.bincount(labels, minlength=len(centroids))
         filled = sizes > 0
         first = np.concatenate([[0], sizes.cumsum()])[:-1][filled]
-        centroids[filled] = np.add.reduceat(sample[order], first, axis=0) / sizes[filled, None]
+        centroids[filled] = np.add.reduceat(rows[order], first, axis=0) / sizes[filled, None]
     return centroids
 
 

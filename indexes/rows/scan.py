@@ -15,6 +15,8 @@ from numba import njit
 
 from indexes.keys import BFLOAT16, Float32, Keys
 from indexes.rows import encodings
+from indexes.rows.encodings import SCALE_BYTES
+from indexes.rows.numbers import half_to_single, scale_of
 
 Candidates = npt.NDArray[np.uint64]
 
@@ -59,7 +61,6 @@ def unpack(candidates: Candidates) -> tuple[npt.NDArray[np.int64], Float32]:
 
 HALF, BRAIN, SINGLE, BYTES, NIBBLES = range(5)
 _ENCODED = {encodings.INT8: BYTES, encodings.INT4: NIBBLES}
-_SCALE_BYTES = encodings.SCALE_BYTES
 
 
 def layout(rows: Keys) -> int:
@@ -108,10 +109,7 @@ def widen_row(bits: Any, layout: int, out: Any) -> None:
     included), or the bytes of an encoded row.
     """
     if layout in (BYTES, NIBBLES):
-        word = np.uint32(0)
-        for place in range(_SCALE_BYTES):
-            word |= np.uint32(np.uint32(bits[place]) << np.uint32(8 * place))
-        scale, codes = np.uint32(word).view(np.float32), bits[_SCALE_BYTES:]
+        scale, codes = scale_of(bits), bits[SCALE_BYTES:]
         if layout == BYTES:
             for d in range(len(codes)):
                 out[d] = np.float32(np.int8(codes[d])) * scale
@@ -122,14 +120,7 @@ def widen_row(bits: Any, layout: int, out: Any) -> None:
                 out[2 * d + 1] = np.float32((pair >> 4) - 8) * scale
     elif layout == HALF:
         for d in range(len(out)):
-            half = np.uint32(bits[d])
-            magnitude = np.uint32(half & 0x7FFF)
-            wide = np.uint32((magnitude << 13) + 0x38000000)  # 112 more on the exponent
-            if magnitude >= 0x7C00:
-                wide = np.uint32(wide + 0x38000000)
-            if magnitude < 0x0400:
-                wide = np.float32(np.float32(magnitude) * np.float32(2.0**-24)).view(np.uint32)
-            out[d] = np.uint32(wide | ((half & 0x8000) << 16)).view(np.float32)
+            out[d] = half_to_single(np.uint16(bits[d]))
     elif layout == BRAIN:
         for d in range(len(out)):
             out[d] = np.uint32(np.uint32(bits[d]) << 16).view(np.float32)

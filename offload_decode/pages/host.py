@@ -15,7 +15,16 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from indexes.rows.scan import BRAIN, HALF, SINGLE, ordered, score_rows, widen_row
+from indexes.rows.scan import (
+    BRAIN,
+    HALF,
+    SINGLE,
+    candidate,
+    ordered,
+    score_and_row,
+    score_rows,
+    widen_row,
+)
 from offload_decode.kernels.parts import run
 from offload_decode.kernels.rows import Rows, numpy_view
 from offload_decode.pages.reference import SCALE_PAGES, PageBounds
@@ -134,7 +143,7 @@ def _keep_largest(scores: Any, out: Any) -> None:
     """Places of the `k` largest of each row to `out [R, k]`, best first; of equal ones the earlier.
 
     Three histograms, of 12, 10 and 10 bits, find the k-th largest score; so k candidates are sorted and no
-    more. A candidate is one integer: the score's bits in order above the complement of its place.
+    more.
     """
     k, pages = out.shape[1], scores.shape[1]
     bits = np.empty(pages, np.uint32)
@@ -160,11 +169,11 @@ def _keep_largest(scores: Any, out: Any) -> None:
             if bits[p] < bound or (bits[p] == bound and equal == 0):
                 continue
             equal -= bits[p] == bound
-            candidates[found] = (np.uint64(bits[p]) << np.uint64(32)) | np.uint64(0xFFFFFFFF - p)
+            candidates[found] = candidate(scores[r, p], p)
             found += 1
         best = np.sort(candidates)
         for j in range(k):
-            out[r, j] = 0xFFFFFFFF - np.int64(best[k - 1 - j] & np.uint64(0xFFFFFFFF))
+            out[r, j] = score_and_row(best[k - 1 - j])[1]
 
 
 @njit(nogil=True, cache=True)

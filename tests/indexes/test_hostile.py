@@ -121,6 +121,18 @@ def test_metadata_that_is_no_small_file_is_not_read(tmp_path: Path) -> None:
             files.metadata(path)
 
 
+def test_cells_that_shrink_under_a_reader_are_a_sentence(tmp_path: Path) -> None:
+    index, path = saved("clusters", tmp_path)
+    loaded, queries = ClusteredIndex.load(path, index.keys, digest="d"), near_queries(3)
+    before = loaded.search(queries, 8)
+    index.save(path)  # replaced by a rename: who has mapped the old one goes on with it
+    np.testing.assert_array_equal(loaded.search(queries, 8).ids, before.ids)
+    again = ClusteredIndex.load(path, index.keys, digest="d")
+    os.truncate(f"{path}.cells", 4096)
+    with pytest.raises(IndexDamaged, match="shorter than it was"):
+        again.search(queries, 8)
+
+
 def test_cells_that_name_a_key_twice_are_refused(tmp_path: Path) -> None:
     index, path = saved("clusters", tmp_path)
     assert isinstance(index, ClusteredIndex)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from indexes.rows import encodings, pool
-from indexes.rows import loops as row_loops
+from indexes.rows import encodings, numbers, pool
 from offload_decode.attention.states import attend
 from offload_decode.kernels import host_tokens
 from offload_decode.kernels.host_gather import gather_rows, unite
@@ -137,7 +136,7 @@ def test_an_id_beyond_the_store_is_refused(scored):
 def test_every_half_is_widened_exactly():
     halves = np.arange(1 << 16, dtype=np.uint16)
     expected = halves.view(np.float16).astype(np.float32)
-    for widen in (row_loops.multiplied, row_loops.half_to_single):
+    for widen in (numbers.multiplied, numbers.half_to_single):
 
         @njit
         def widened(halves, out, widen=widen):

@@ -1,0 +1,57 @@
+"""What the bits of stored numbers stand for, in compiled code: half precision, an encoded row's scale."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import njit, types
+from numba.extending import intrinsic
+
+from indexes.rows.encodings import SCALE_BYTES
+
+_EXPONENT = np.float32(2.0**112)  # between the exponents of half and single precision
+
+
+@njit(forceinline=True)
+def multiplied(bits: Any) -> Any:
+    """A half's bits as float32, exactly: one multiplication moves the exponent, of subnormals too."""
+    magnitude = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13))
+    wide = np.float32(magnitude.view(np.float32) * _EXPONENT).view(np.uint32)
+    if magnitude >= np.uint32(0x0F800000):  # infinity, NaN
+        wide = np.uint32(wide | np.uint32(0x7F800000))
+    sign = np.uint32((np.uint32(bits) & np.uint32(0x8000)) << np.uint32(16))
+    return np.uint32(wide | sign).view(np.float32)
+
+
+def _convert(_: Any, bits: Any) -> Any:
+    """As `multiplied`, by the processor's own instruction."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+converted: Any = intrinsic(_convert)
+
+
+def _converts() -> bool:
+    """Whether this machine has the instruction: LLVM would call a library for it that may not be there."""
+    on_x86 = platform.machine() in ("x86_64", "AMD64")
+    return not on_x86 or bool(get_host_cpu_features().get("f16c"))
+
+
+half_to_single: Any = converted if _converts() else multiplied
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def scale_of(row: Any) -> Any:
+    """The float32 scale of an encoded row, given as its bytes."""
+    word = np.uint32(0)
+    for place in range(SCALE_BYTES):
+        word |= np.uint32(np.uint32(row[place]) << np.uint32(8 * place))
+    return np.uint32(word).view(np.float32)
