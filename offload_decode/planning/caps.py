@@ -125,11 +125,11 @@ def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> 
     )
 
 
-def _certain(asked: Plan, place: Place, caps: Caps) -> bool:
+def _certain(asked: Plan, place: Medium, caps: Caps) -> bool:
     """Whether what is lacking there is refused: without a cap, a CPU may read weights from their file."""
     weights = sum(part.bytes for part in asked.asking if part.name.startswith("weights"))
     capped = caps.of(place) == asked.machine.size(place)
-    return capped or place is Place.GPU or asked.need(place) - weights > asked.machine.size(place)
+    return capped or place is Medium.GPU or asked.need(place) - weights > asked.machine.size(place)
 
 
 def check_prefill(outline: Outline, chunk: int, dtype: str, device: str, caps: Caps, held: int) -> list[str]:
