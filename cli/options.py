@@ -11,7 +11,8 @@ import typer
 
 from cli import completion
 from cli.counts import byte_count
-from offload_decode.errors import ConfigError
+from offload_decode.errors import ConfigError, CorpusError
+from prefill_jobs.plain_files import read_bounded
 
 
 def on_this_machine(store: Path) -> Path:
@@ -120,7 +121,10 @@ def without_surrogates(text: str) -> str:
 def question_from(text: str) -> str:
     """The question of an argument; `-` is standard input."""
     if text == "-":
-        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+        try:
+            text = read_bounded(sys.stdin.buffer).decode("utf-8", "replace")
+        except CorpusError as error:
+            raise ConfigError(f"the question cannot be read, because {error}: ask a shorter one") from error
     question = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace").strip()
     if not question:
         raise ConfigError("the question is empty: give one, or - to read it from standard input")

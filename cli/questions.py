@@ -12,7 +12,8 @@ from typing import Any
 from cli.options import without_surrogates
 from cli.output import json_line
 from offload_decode import plain_json
-from offload_decode.errors import ConfigError
+from offload_decode.errors import ConfigError, CorpusError
+from prefill_jobs.plain_files import read_plain
 
 # What an answer adds to its question: a question's own field of that name would be lost.
 _RESERVED = ("answer", "tokens", "finish", "selector", "options", "max_new_tokens", "model", "weights")
@@ -37,11 +38,15 @@ class Question:
 def read_questions(path: Path) -> list[Question]:
     """Raises `ConfigError` with the number of the first line that cannot be used."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = read_plain(os.fspath(path), follow=True).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: give a JSONL file") from error
     except OSError as error:
         raise ConfigError(f"the questions {path} cannot be read: {error.strerror}") from error
+    except CorpusError as error:
+        raise ConfigError(
+            f"the questions {path} cannot be read, because {error}: give a JSONL file"
+        ) from error
     questions = [_question(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise ConfigError(f'{path} holds no questions: give it lines like {{"question": "…"}}')

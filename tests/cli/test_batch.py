@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from cli.questions import append_answers
 from offload_decode import Engine
 from offload_decode.errors import StoreDamaged
 from offload_decode.models import loading
+from prefill_jobs import plain_files
 from tests.cli.conftest import Ran, refused, run
 
 QUESTIONS: list[dict[str, Any]] = [
@@ -172,6 +174,19 @@ def test_files_that_are_not_what_they_should_be(
         assert "choose another --out" in refused(2, "batch", store, "--questions", questions, "--out", out)
         assert out.read_bytes() == foreign
     assert questions.read_bytes() == before
+
+
+@pytest.mark.parametrize("odd", ["pipe", "/dev/zero", "folder"])
+def test_questions_come_from_a_plain_file_alone(store: Path, tmp_path: Path, odd: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    told = refused(2, "batch", store, "--questions", tmp_path / odd, "--out", tmp_path / "out.jsonl")
+    assert "cannot be read" in told
+
+
+def test_a_question_without_an_end_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_files, "LARGEST", 1 << 20)
+    assert "ask a shorter one" in refused(2, "ask", store, "-", stdin="why? " * (1 << 18))
 
 
 def test_answers_of_other_settings_are_not_mixed(store: Path, questions: Path, tmp_path: Path) -> None:
