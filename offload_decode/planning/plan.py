@@ -193,10 +193,11 @@ def _asking(outline: Outline, request: Request, machine: Machine) -> tuple[Part,
         pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
         parts.append(Part("page bounds", device, pages))
     if request.selector == "topk" and request.index != "flat":
-        held = sizes.index_bytes(request.index, shape, request.tokens, request.kv, outline.dtype)
-        # Clusters are mapped, as the store is.
-        places = (Medium.DISK,) if request.index == "clusters" else (Medium.RAM, Medium.DISK)
-        parts += [Part(f"indexes ({request.index})", place, held) for place in places]
+        given = (request.index, shape, request.tokens, request.kv, outline.dtype)
+        if request.index != "clusters":  # which are mapped, as the store is
+            parts.append(Part(f"indexes ({request.index})", Medium.RAM, sizes.index_bytes(*given)))
+        files = sizes.index_bytes(*given, on_disk=True)
+        parts.append(Part(f"indexes ({request.index})", Medium.DISK, files))
     return tuple(part for part in parts if part.bytes)
 
 

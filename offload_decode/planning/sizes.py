@@ -94,8 +94,12 @@ def page_bytes(shape: ModelShape, tokens: int, page_size: int, metadata: str, la
     return layers * 2 * bound + layers * scales
 
 
-def index_bytes(kind: str, shape: ModelShape, tokens: int, kv: str, dtype: str) -> int:
-    """Memory of the indexes of all heads, beyond the stored keys; about as much on disk."""
+def index_bytes(
+    kind: str, shape: ModelShape, tokens: int, kv: str, dtype: str, *, on_disk: bool = False
+) -> int:
+    """Memory of the indexes of all heads, beyond the stored keys; or of their files, where faiss' kinds
+    leave out their copies of the keys.
+    """
     heads, dim = len(shape.full_layers) * shape.kv_heads, shape.head_dim
     code = dim * (4 if kv != "auto" else itemsize(dtype))
     if kind == "flat":
@@ -106,9 +110,10 @@ def index_bytes(kind: str, shape: ModelShape, tokens: int, kv: str, dtype: str) 
         return heads * ((tokens + 8 * cells) * (-(-dim // 8) * 4 + 8) + cells * (8 * dim + 12))
     if kind == "faiss-ivf":
         lists = max(1, min(int(4 * tokens**0.5), tokens // 40))
-        return heads * (tokens * (code + 8) + lists * dim * 4)
+        return heads * (tokens * (4 if on_disk else code + 8) + lists * dim * 4)
     if kind == "faiss-hnsw":
-        return heads * round(tokens * (code + 12 + 4 * _GRAPH_LINKS * (2 + _GRAPH_UPPER)))
+        own = 4 if on_disk else code + 12
+        return heads * round(tokens * (own + 4 * _GRAPH_LINKS * (2 + _GRAPH_UPPER)))
     assert kind == "hnswlib", kind
     upper = (4 * _GRAPH_LINKS + 4) * _GRAPH_UPPER
     return heads * round(tokens * (4 * dim + 8 * _GRAPH_LINKS + 16 + upper))

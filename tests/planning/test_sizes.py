@@ -72,13 +72,15 @@ def test_a_stores_size_is_that_of_a_real_one(kv, family, tmp_path):
 
 @pytest.mark.parametrize("kind", ["flat", "clusters", "faiss-ivf", "faiss-hnsw", "hnswlib"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype):
+def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype, tmp_path):
     pytest.importorskip("faiss" if kind.startswith("faiss") else "hnswlib" if kind == "hnswlib" else "numpy")
     keys = np.random.default_rng(0).standard_normal((4000, 32)).astype(dtype)
-    built = indexes.registry.get(kind).build(keys).nbytes
-    one_head = ModelShape((LayerKind.FULL,), 1, 1, 32)
-    predicted = sizes.index_bytes(kind, one_head, 4000, "auto", np.dtype(dtype).name)
-    assert predicted == pytest.approx(built, rel=0.1)
+    built = indexes.registry.get(kind).build(keys)
+    given = (kind, ModelShape((LayerKind.FULL,), 1, 1, 32), 4000, "auto", np.dtype(dtype).name)
+    assert sizes.index_bytes(*given) == pytest.approx(built.nbytes, rel=0.1)
+    built.save(tmp_path / "i")
+    saved = sum(file.stat().st_size for file in tmp_path.iterdir() if file.suffix != ".json")
+    assert sizes.index_bytes(*given, on_disk=True) == pytest.approx(saved, rel=0.1)
 
 
 def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
