@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--disks", type=int, default=20, help="how often a disk is to fill up")
     parser.add_argument("--corpus", type=Path, help="a text; one of some words is made where none is given")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--kinds", default="faiss-ivf,faiss-hnsw", help="indexes to build")
+    parser.add_argument("--kinds", default="clusters,faiss-ivf,faiss-hnsw", help="indexes to build")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "prefill", nargs="*", help="further options of prefill, after --: -- --method quoka -o chunk=64"

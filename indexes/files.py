@@ -115,7 +115,7 @@ def check(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[di
     for field, value in expected.items():
         if body.get(field) != value:
             raise IndexMismatch(
-                f"The index at {os.fspath(path)} is of other keys or another kind "
+                f"{_metadata_path(path)} is of other keys or another kind "
                 f"({field} is {reprlib.repr(body.get(field))}, not {value!r}); {_REBUILD}."
             )
     if not _describes(body.get("native"), suffix):

@@ -17,7 +17,7 @@ from tests.prefill_jobs import killing
 from tests.prefill_jobs.killing import PAGE, Disk, Ran, Runner, tree
 from tests.store.jobs import make_job
 
-KINDS = ("flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
+KINDS = ("clusters", "flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_limit_on_the_size_of_files(runner: Runner, inputs: Path, tmp_path: Pa
     sentence = told(runner.run(command, limit=4000))
     assert "(File too large) and keeps its first 0 tokens: mend this" in sentence
     assert runner.run(command).code == 0
-    for kind in ("faiss-ivf", "hnswlib"):
+    for kind in ("clusters", "faiss-ivf", "hnswlib"):
         sentence = told(runner.run(killing.index(store, kind), limit=1000))
         assert "could not be written (" in sentence
         assert runner.run(killing.index(store, kind)).code == 0

@@ -17,7 +17,7 @@ from tests.prefill_jobs import killing
 from tests.prefill_jobs.killing import Job, Runner, kill_at_random, kill_at_steps, tree
 from tests.store.jobs import make_job
 
-KINDS = ("flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
+KINDS = ("clusters", "flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
 WAYS = {
     "dense": ("-o", "chunk=8"),
     "quick": ("-o", "chunk=64"),
@@ -36,13 +36,13 @@ def begun(runner: Runner, inputs: Path, folder: Path, way: str, *kinds: str) -> 
 
 
 def test_killed_at_random_moments(runner: Runner, inputs: Path, tmp_path: Path) -> None:
-    job = begun(runner, inputs, tmp_path, "quick", "faiss-ivf")
+    job = begun(runner, inputs, tmp_path, "quick", "clusters")
     stages, spoilt = kill_at_random(job, 4, random.Random(1))
     assert not spoilt, stages
 
 
 def test_killed_at_steps_of_the_file_system(runner: Runner, inputs: Path, tmp_path: Path) -> None:
-    job = begun(runner, inputs, tmp_path, "large", "flat")
+    job = begun(runner, inputs, tmp_path, "large", "clusters")
     last = range(job.steps - 30, job.steps - 1)  # the indexes, and before them the end of the publishing
     spread = range(1, job.steps - 30, job.steps // 4)
     assert not kill_at_steps(job, [*spread, *random.Random(2).sample(last, 2)])
@@ -136,7 +136,7 @@ def test_a_hundred_kills_at_random_moments(
 
 @pytest.mark.slow
 def test_killed_at_every_fifth_step(runner: Runner, inputs: Path, tmp_path: Path) -> None:
-    job = begun(runner, inputs, tmp_path, "large", "flat", "faiss-ivf")
+    job = begun(runner, inputs, tmp_path, "large", "clusters", "flat", "faiss-ivf")
     assert not kill_at_steps(job, range(1, job.steps - 1, 5))
 
 

@@ -15,8 +15,10 @@ from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.selectors import registry
+from offload_decode.types import StepStats
 from prefill_jobs.build import build_indexes
 from tests.contracts.selector_contract import LAYER, SelectorContract, floats, stored
+from tests.long_stores import FORMS, cells_read, long_store, rebuilt
 
 
 class TestTopKFlat(SelectorContract):
@@ -30,6 +32,62 @@ class TestTopKFlat(SelectorContract):
             best = scores.topk(min(5, scores.shape[1])).values.sort(-1).values
             chosen = scores.gather(1, selection.ids[head]).sort(-1).values
             torch.testing.assert_close(chosen, best, atol=1e-5, rtol=0)
+
+
+class TestTopKClusters(SelectorContract):
+    """The default kind, on stores that it prunes: against flat search and against plain attention."""
+
+    name = "topk"
+
+    @pytest.fixture(scope="class", params=FORMS, ids="-".join)
+    @classmethod
+    def store(cls, request, tmp_path_factory):
+        return long_store(tmp_path_factory.mktemp("store") / "long.kv", *request.param)
+
+    def test_it_is_what_is_searched_by_default(self, store):
+        assert self.make(store).selector.report()["index"] == "clusters"
+
+    @pytest.mark.parametrize("k", [1, 16, 64, 256])
+    def test_cells_are_left_out(self, store, k):
+        index = rebuilt(store, LAYER, 0)
+        read = [cells_read(index, query.numpy(), k) for query in self.queries(store).rows[0]]
+        assert 0 < max(read) < len(index.cells.counts)
+
+    @pytest.mark.parametrize("k", [1, 16, 64, 256])
+    def test_nearly_all_of_the_best_keys_are_found(self, store, k):
+        queries = self.queries(store)
+        selection = self.make(store, budget=str(k)).select(LAYER, queries)
+        shares, masses = [], []
+        for head, ids in enumerate(selection.ids):
+            scores = queries.rows[head] @ floats(store.keys(LAYER, head)).T
+            best, found = scores.topk(k), scores.gather(1, ids)
+            shares.append((found >= best.values[:, -1:] - 1e-4).float().mean(1))
+            masses.append((found.logsumexp(1) - best.values.logsumexp(1)).exp())
+        assert torch.cat(shares).mean() > 0.95
+        assert torch.cat(masses).min() > 0.98, "a key that is missed is one of the least of the best"
+
+    def test_attention_is_that_of_flat_search_but_for_what_is_missed(self, store):
+        queries = self.queries(store)
+        clusters, flat = (self.make(store, budget="64", index=index) for index in ("clusters", "flat"))
+        chosen, best = clusters.select(LAYER, queries), flat.select(LAYER, queries)
+        ours = clusters.selector.host.attend(LAYER, queries, chosen, StepStats())
+        theirs = flat.selector.host.attend(LAYER, queries, best, StepStats())
+        for head in range(store.manifest.shape.kv_heads):
+            keys, values = (floats(read(LAYER, head)) for read in (store.keys, store.values))
+            scores = 0.3 * queries.rows[head] @ keys.T
+            others = torch.ones_like(scores, dtype=torch.bool).scatter_(1, chosen.ids[head], False)
+            plain = scores.masked_fill(others, -torch.inf)
+            torch.testing.assert_close(ours.out[head], plain.softmax(1) @ values, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(ours.lse[head], plain.logsumexp(1), atol=1e-5, rtol=1e-5)
+            # Where a share of the weights goes to other tokens, the output moves by that share of a distance.
+            weights = (scores.softmax(1).clone(), scores.softmax(1).clone())
+            weights[0].masked_fill_(others, 0)
+            weights[1][torch.ones_like(others).scatter_(1, best.ids[head], False)] = 0
+            ours_w, best_w = (each / each.sum(1, keepdim=True) for each in weights)
+            moved = (ours_w - best_w).abs().sum(1)
+            assert moved.mean() < 0.05
+            limit = moved * values.norm(dim=1).max() + 1e-4
+            assert ((ours.out[head] - theirs.out[head]).norm(dim=1) <= limit).all()
 
 
 class TestTopKFaissIvf(SelectorContract):

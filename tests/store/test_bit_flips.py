@@ -21,7 +21,7 @@ from prefill_jobs.build import build_indexes
 from tests.store.jobs import FULL, SLIDING, make_job
 
 FLIPS = 1_000
-KINDS = ("flat", "faiss-ivf", "faiss-hnsw")
+KINDS = ("clusters", "flat", "faiss-ivf", "faiss-hnsw")
 
 
 @pytest.fixture(scope="module")

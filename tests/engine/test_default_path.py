@@ -1,0 +1,102 @@
+"""What users get without an option, clusters that are pruned, through the engine: against flat and dense."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from indexes.clusters import ClusteredIndex
+from offload_decode.engine.engine import Engine
+from offload_decode.models.loading import wrap
+from tests.long_stores import FORMS, TOKENS, cells_read, long_store, rebuilt
+from tests.tiny import text_model, tiny_tokenizer
+
+QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?", "Why"]
+BUDGET = 64
+
+
+@pytest.fixture(scope="module", params=FORMS, ids="-".join)
+def asked(request, tmp_path_factory):
+    """A model and a store of made-up keys that takes itself for the model's."""
+    dtype, kv = request.param
+    model = text_model(num_hidden_layers=2, head_dim=64).to(getattr(torch, dtype))
+    loaded = wrap(model, tiny_tokenizer())
+    return loaded, long_store(tmp_path_factory.mktemp("engine") / "long.kv", dtype, kv, loaded)
+
+
+def opened(asked, index="auto", budget=BUDGET):
+    loaded, store = asked
+    return Engine.open(store, loaded, options={"budget": str(budget), "index": index})
+
+
+def logits(engine):
+    return engine.fork().ask(QUESTIONS[1]).float()
+
+
+def test_a_question_and_its_answer_search_clusters_and_leave_cells_out(asked, monkeypatch):
+    engine = opened(asked)
+    searched = []
+    search = ClusteredIndex.search_heads.__func__
+
+    def spied(cls, heads, queries, k):
+        searched.append((len(heads), queries.copy(), k))
+        return search(cls, heads, queries, k)
+
+    monkeypatch.setattr(ClusteredIndex, "search_heads", classmethod(spied))
+    engine.answer(QUESTIONS[0], max_new_tokens=3)
+    assert len(searched) == 2 * 3, "two layers, for the question and for each token but the last"
+    assert {k for _, _, k in searched} == {BUDGET}
+    index = rebuilt(engine.store, 0, 0)
+    for _, queries, k in searched[::2]:  # of the first layer
+        assert 0 < cells_read(index, queries[0, -1], k) < len(index.cells.counts)
+
+
+def test_answers_are_those_of_flat_search_but_for_what_recall_allows(asked):
+    clusters, flat, dense = (
+        logits(opened(asked, *how)) for how in (("clusters",), ("flat",), ("flat", "100%"))
+    )
+    assert not torch.equal(flat, dense)
+    assert (clusters - flat).norm() < 0.25 * (flat - dense).norm(), "a budget costs far more than its search"
+
+
+def test_a_budget_of_everything_is_dense(asked):
+    loaded, store = asked
+    dense = logits(Engine.open(store, loaded, selector="dense"))
+    torch.testing.assert_close(logits(opened(asked, budget="100%")), dense, atol=1e-5, rtol=0)
+    assert torch.equal(logits(opened(asked, budget=TOKENS)), logits(opened(asked, "flat", TOKENS)))
+
+
+def test_it_answers_the_same_every_time(asked):
+    first, again = opened(asked), opened(asked)
+    assert torch.equal(logits(first), logits(again))
+    assert torch.equal(logits(first), logits(first))
+
+
+def test_a_batch_answers_as_each_question_alone(asked):
+    if asked[0].dtype != "float32":
+        pytest.skip("a model in half precision rounds a batch as it likes")
+    engine = opened(asked)
+    alone = [engine.answer(question, max_new_tokens=6).tokens for question in QUESTIONS]
+    assert [answer.tokens for answer in engine.answer_many(QUESTIONS, max_new_tokens=6)] == alone
+
+
+def test_forks_and_crops_go_on_from_where_they_stand(asked):
+    engine = opened(asked)
+    engine.extend([5, 6, 7])
+    length, forked = engine.length, engine.fork()
+    expected = forked.extend([8, 9])
+    engine.extend([11, 12])
+    engine.crop(length)
+    assert torch.equal(engine.extend([8, 9]), expected)
+
+
+def test_rows_that_are_searched_together_find_what_each_finds_alone(asked):
+    _, store = asked
+    index = opened(asked).selector.indexes.get(1, 1)
+    queries = np.random.default_rng(3).standard_normal((70, 64)).astype(np.float32)
+    together = index.search(queries, BUDGET)
+    for row in (0, 33, 69):
+        np.testing.assert_array_equal(index.search(queries[row : row + 1], BUDGET).ids[0], together.ids[row])
+    built = rebuilt(store, 1, 1).search(queries, BUDGET)
+    np.testing.assert_array_equal(together.ids, built.ids)
