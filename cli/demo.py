@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 TEXT, STORE = "python-topics.txt", "store"
 _BUDGET = 64
-_KIND = "faiss-ivf"
-_TOPK, _DENSE = "top-k", "dense"
+_DEFAULT, _EXACT = "clusters", "flat"
+_BESIDE = ("faiss-ivf", "hnswlib")
+_DENSE = "dense"
 _ANSWER_WIDTH = 72
 _RIGHT, _WRONG = "✓", "✗"
 
@@ -60,10 +61,11 @@ def demo(
 
     Five facts are hidden in the Python documentation topics. They are prefilled to a store, the store is
     indexed, and a new process, which knows only the store's path, is asked for them: with top-k attention to
-    64 tokens at every step and, beside it, with dense attention to all. A question about a fact that was
-    never hidden is the control.
+    64 tokens at every step, found by the index that `index` builds by default. Beside it the same questions
+    are answered with the other indexes, and with dense attention to all tokens. A question about a fact that
+    was never hidden is the control.
 
-    Exits with 1 when top-k misses a fact or answers the control. What dense attention alone misses is shown,
+    Exits with 1 when the default index misses a fact or answers the control. What the others miss is shown,
     no more.
     """
     began = time.monotonic()
@@ -79,24 +81,22 @@ def demo(
     folder = out or Path(mkdtemp(prefix="offload-decode-demo-"))
     store = folder / STORE
     report = _prefill(loaded, hidden, folder, say, quiet)
-    index = _index(store, say, quiet)
-    opened, replies = _ask(store, hidden, index is not None, device, say, quiet)
-    ways = list(dict.fromkeys(reply.way for reply in replies))
-    found = {way: sum(_right(fact, way, replies) for fact in hidden.facts) for way in ways}
-    say(_summary(found, len(hidden.facts), replies, opened.stored_tokens))
+    built = _index(store, say, quiet)
+    opened, replies = _ask(store, hidden, built, device, say, quiet)
+    say(_summary(hidden, built, replies, opened.stored_tokens))
     seconds = time.monotonic() - began
     say(f"\n5  Go on: all this took {output.duration(seconds)}, and the store stays\n{_next(store)}")
-    ok = all(_right(fact, _TOPK, replies) for fact in hidden.questions)
+    ok = all(_right(fact, _DEFAULT, replies) for fact in hidden.questions)
     if as_json:
         output.answer_json(
             {
                 "ok": ok,
                 "seconds": seconds,
                 "prefill": asdict(report),
-                "index": index and asdict(index),
+                "indexes": {kind: asdict(index) for kind, index in built.items()},
                 "process": asdict(opened),
                 "facts": [asdict(fact) for fact in hidden.questions],
-                "found": found,
+                "found": {way: _found(hidden, way, replies) for way in _ways(built)},
                 "replies": [asdict(reply) for reply in replies],
             }
         )
@@ -124,39 +124,42 @@ def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet:
     return report
 
 
-def _index(store: Path, say: Say, quiet: bool) -> BuildReport | None:
-    """The approximate index, where its library is installed."""
+def _index(store: Path, say: Say, quiet: bool) -> dict[str, BuildReport]:
+    """The default index, and those beside it whose libraries are installed."""
     from indexes.errors import MissingBackend
     from prefill_jobs.build import build_indexes
 
-    say("\n2  Index: each KV head's keys, to be searched with the model's own queries")
-    say("   flat       nothing to build: it reads every key, so its recall is 1")
-    try:
-        with Progress(quiet) as progress:
-            report = build_indexes(store, _KIND, k=_BUDGET, progress=progress)
-    except MissingBackend as error:
-        say(f"   {_KIND}  left out: {error}")
-        return None
-    say(
-        f"   {_KIND}  {report.heads} heads in {output.duration(report.seconds)}, "
-        f"{output.size(report.bytes)}; "
-        f"measured recall@{_BUDGET}: {report.recall:.3f}, worst head {report.lowest_recall:.3f}"
-    )
-    return report
+    say("\n2  Index: each KV head's keys, so that a search need not read them all")
+    built: dict[str, BuildReport] = {}
+    width = max(map(len, (_DEFAULT, *_BESIDE)))
+    for kind in (_DEFAULT, *_BESIDE):
+        try:
+            with Progress(quiet) as progress:
+                built[kind] = report = build_indexes(store, kind, k=_BUDGET, progress=progress)
+        except MissingBackend as error:
+            say(f"   {kind:<{width}}  left out: {error}")
+            continue
+        about = "the default" if kind == _DEFAULT else "for comparison"
+        say(f"   {kind:<{width}}  {report.heads} heads in {output.duration(report.seconds)} ({about})")
+    say(f"   {_EXACT:<{width}}  nothing to build: it reads every key")
+    return built
+
+
+def _ways(built: Mapping[str, BuildReport]) -> list[str]:
+    """How the questions are answered: by the kind of index, the default first, and densely at the end."""
+    return [*built, _EXACT, _DENSE]
 
 
 def _ask(
-    store: Path, hidden: Hidden, indexed: bool, device: str, say: Say, quiet: bool
+    store: Path, hidden: Hidden, built: Mapping[str, BuildReport], device: str, say: Say, quiet: bool
 ) -> tuple[Opened, list[WayAnswer]]:
     from offload_decode.evals.side_by_side import Way
     from prefill_jobs.demo import ask_in_new_process
 
-    budget = {"budget": str(_BUDGET)}
-    ways = [Way(_TOPK, "topk", budget)]
-    if indexed:
-        ways.append(Way(f"{_TOPK}, {_KIND}", "topk", {**budget, "index": _KIND}))
-    ways.append(Way(_DENSE, "dense", {}))
-
+    ways = [
+        Way(way, "dense", {}) if way == _DENSE else Way(way, "topk", {"budget": str(_BUDGET), "index": way})
+        for way in _ways(built)
+    ]
     say("\n3  Forget: a new process gets the path of the store, and nothing else")
     began = time.monotonic()
     questions = [fact.question for fact in hidden.questions]
@@ -166,8 +169,8 @@ def _ask(
         f"opened the store\n   and warmed up in {output.duration(time.monotonic() - began)}"
     )
     say(
-        f"\n4  Ask: top-k attends to {_BUDGET} stored tokens a step in each head, dense attention to all.\n"
-        "   Bytes are those of stored keys and values fetched to attend to; an index searches keys in place."
+        f"\n4  Ask: top-k attends to {_BUDGET} stored tokens a step in each head, dense attention to all "
+        f"{opened.stored_tokens:,}"
     )
     replies: list[WayAnswer] = []
     with Progress(quiet) as progress:
@@ -176,24 +179,23 @@ def _ask(
             given = [next(written) for _ in ways]
             replies += given
             progress("answer", number, len(questions))
-            say(_shown(number, fact, given, opened.stored_tokens))
+            say(_shown(number, fact, given))
     return opened, replies
 
 
-def _shown(number: int, fact: Fact, replies: Sequence[WayAnswer], stored: int) -> str:
-    """A question, what answers it, and every reply with its costs below it."""
-    hidden = fact.depth is not None
-    place = (
-        f"{fact.answer}, hidden at {fact.depth:.0%} of the text" if hidden else "nothing: it was never hidden"
-    )
-    lines = ["", f"   {number}. {fact.question}", f"      {'expected':<16}    {place}"]
+def _shown(number: int, fact: Fact, replies: Sequence[WayAnswer]) -> str:
+    """A question, what answers it, and each text that was answered with the ways that gave it."""
+    place = f"the control: {fact.answer} was never hidden, so no answer may hold it"
+    if fact.depth is not None:
+        place = f"hidden at {fact.depth:.0%} of the text: {fact.answer}"
+    by_text: dict[str, list[WayAnswer]] = {}
     for reply in replies:
-        mark = _RIGHT if _is_right(fact, reply) else _WRONG
-        cost = (
-            f"{reply.attended:,.0f} of {stored:,} tokens a step, "
-            f"{output.size(reply.bytes_moved)}, {1000 * reply.seconds:.1f} ms a token"
-        )
-        lines += [f"      {reply.way:<16}  {mark} {_clipped(reply.text)}", f"{'':<26}{cost}"]
+        by_text.setdefault(reply.text, []).append(reply)
+    lines = ["", f"   {number}. {fact.question}", f"      {place}"]
+    for text, given in by_text.items():
+        mark = _RIGHT if _is_right(fact, given[0]) else _WRONG
+        same = "all" if len(given) == len(replies) else ", ".join(reply.way for reply in given)
+        lines.append(f"      {mark} {_clipped(text)}  ({same})")
     return "\n".join(lines)
 
 
@@ -211,16 +213,47 @@ def _right(fact: Fact, way: str, replies: Sequence[WayAnswer]) -> bool:
     return all(_is_right(fact, r) for r in replies if (r.way, r.question) == (way, fact.question))
 
 
-def _summary(found: Mapping[str, int], facts: int, replies: Sequence[WayAnswer], stored: int) -> str:
+def _found(hidden: Hidden, way: str, replies: Sequence[WayAnswer]) -> int:
+    return sum(_right(fact, way, replies) for fact in hidden.facts)
+
+
+def _summary(
+    hidden: Hidden, built: Mapping[str, BuildReport], replies: Sequence[WayAnswer], stored: int
+) -> str:
+    """What every way cost, and what it found."""
+
     def mean(way: str, cost: str) -> float:
         return fmean(getattr(reply, cost) for reply in replies if reply.way == way)
 
-    told = "; ".join(f"{way} {number} of {facts}" for way, number in found.items())
-    fewer = mean(_DENSE, "bytes_moved") / mean(_TOPK, "bytes_moved")
-    return (
-        f"\n   Facts found: {told}.\n"
-        f"   Top-k attended to {mean(_TOPK, 'attended') / stored:.2%} of the stored tokens and fetched "
-        f"{fewer:,.0f} times fewer bytes of keys and values."
+    rows = [
+        ("", "built in", "size", f"recall@{_BUDGET}", "bytes a token", "time a token", "facts", "control")
+    ]
+    for way in _ways(built):
+        index = built.get(way)
+        recall = {_EXACT: "1", _DENSE: "-"}.get(way, "")
+        rows.append(
+            (
+                "dense attention" if way == _DENSE else f"top-k, {way}",
+                output.duration(index.seconds) if index else "-",
+                output.size(index.bytes) if index else "-",
+                f"{index.recall:.3f}" if index else recall,
+                output.size(mean(way, "bytes_moved")),
+                f"{1000 * mean(way, 'seconds'):.1f} ms",
+                f"{_found(hidden, way, replies)} of {len(hidden.facts)}",
+                _RIGHT if _right(hidden.control, way, replies) else _WRONG,
+            )
+        )
+    share = mean(_DEFAULT, "attended") / stored
+    fewer = mean(_DENSE, "bytes_moved") / mean(_DEFAULT, "bytes_moved")
+    lines = output.table(rows).splitlines()
+    return "\n".join(
+        [
+            "",
+            *(f"   {line}" for line in lines),
+            "",
+            f"   With {_DEFAULT}, the default, top-k attended to {share:.2%} of the stored tokens\n"
+            f"   and fetched {fewer:,.0f} times fewer bytes of keys and values.",
+        ]
     )
 
 

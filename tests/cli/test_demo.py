@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,8 +80,12 @@ def test_the_story_of_a_model_that_finds_nothing(home: Path, tmp_path: Path) -> 
     assert text == hidden.text
     for fact in hidden.questions:
         assert fact.question in ran.out
-    assert "Facts found: top-k 0 of 5" in ran.out
-    assert ran.out.count("✗") == ran.out.count(" tokens a step") * 5 // 6  # the control is right
+    shown = rows(ran.out)
+    assert next(iter(shown)) == "top-k, clusters"
+    assert list(shown)[-2:] == ["top-k, flat", "dense attention"]
+    for row in shown.values():
+        assert "0 of 5" in row
+        assert "✓" in row, "the control was not answered"
     store = KVStore.open(tmp_path / "demo" / "store")
     assert f"{store.manifest.n_tokens:,} tokens in" in ran.out
     assert f"ask {store.path} " in ran.out
@@ -96,6 +101,8 @@ def test_json_holds_what_the_story_tells(home: Path, tmp_path: Path) -> None:
     assert told["prefill"]["store"] == str(tmp_path / "demo" / "store")
     assert told["process"]["process"] != os.getpid()
     assert set(told["found"].values()) == {0}
+    assert list(told["found"]) == [*told["indexes"], "flat", "dense"]
+    assert next(iter(told["indexes"])) == "clusters"
     assert len(told["replies"]) == 6 * len(told["found"])
 
 
@@ -135,39 +142,58 @@ def answered(
     return demo
 
 
-def test_without_faiss_the_exact_search_is_enough(
+def rows(out: str) -> dict[str, str]:
+    """The lines of the table by the way they are about."""
+    lines = [line.strip() for line in out.splitlines()]
+    return {line.split("  ")[0]: line for line in lines if line.startswith(("top-k, ", "dense attention "))}
+
+
+def test_what_is_not_installed_is_left_out_and_said(
     answered: Callable[[Reader], tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(*_: object, **__: object) -> None:
-        raise MissingBackend("needs faiss: pip install 'offload-decode[cpu]'")
+    real = build.build_indexes
+
+    def missing(store: Path, kind: str, **options: Any) -> build.BuildReport:
+        if kind == "clusters":
+            return real(store, kind, **options)
+        raise MissingBackend(f"{kind}: pip install 'offload-decode[{kind}]'")
 
     monkeypatch.setattr(build, "build_indexes", missing)
     code, out = answered(lambda way, fact: fact.depth is not None)
     assert code == 0
-    assert "pip install 'offload-decode[cpu]'" in out
-    assert "Facts found: top-k 5 of 5; dense 5 of 5." in out
+    for kind in ("faiss-ivf", "hnswlib"):
+        line = next(line for line in out.splitlines() if line.startswith(f"   {kind} "))
+        assert f"left out: {kind}: pip install 'offload-decode[{kind}]'" in line
+    assert list(rows(out)) == ["top-k, clusters", "top-k, flat", "dense attention"]
 
 
 def test_all_facts_found_is_success(answered: Callable[[Reader], tuple[int, str]]) -> None:
     code, out = answered(lambda way, fact: fact.depth is not None)
     assert (code, out.count("✗")) == (0, 0)
-    assert "top-k 5 of 5" in out
+    assert "5 of 5" in rows(out)["top-k, clusters"]
 
 
-def test_a_fact_that_top_k_misses_is_a_failure(answered: Callable[[Reader], tuple[int, str]]) -> None:
-    code, out = answered(lambda way, fact: fact.depth is not None and (way, fact.depth) != ("top-k", 0.5))
+def test_a_fact_that_the_default_misses_is_a_failure(answered: Callable[[Reader], tuple[int, str]]) -> None:
+    code, out = answered(lambda way, fact: fact.depth is not None and (way, fact.depth) != ("clusters", 0.5))
     assert (code, out.count("✗")) == (1, 1)
-    assert "top-k 4 of 5" in out
+    assert "✗ no  (clusters)" in out
+    assert "4 of 5" in rows(out)["top-k, clusters"]
+    assert "5 of 5" in rows(out)["top-k, flat"]
 
 
-def test_what_dense_attention_alone_misses_is_shown(answered: Callable[[Reader], tuple[int, str]]) -> None:
-    code, out = answered(lambda way, fact: fact.depth is not None and (way, fact.depth) != ("dense", 0.5))
+@pytest.mark.parametrize(("way", "row"), [("dense", "dense attention"), ("flat", "top-k, flat")])
+def test_what_another_way_misses_is_shown(
+    answered: Callable[[Reader], tuple[int, str]], way: str, row: str
+) -> None:
+    code, out = answered(lambda other, fact: fact.depth is not None and (other, fact.depth) != (way, 0.5))
     assert (code, out.count("✗")) == (0, 1)
-    assert "dense 4 of 5" in out
+    assert "4 of 5" in rows(out)[row]
 
 
 def test_a_control_that_is_answered_is_a_failure(answered: Callable[[Reader], tuple[int, str]]) -> None:
-    assert answered(lambda way, fact: True)[0] == 1
+    code, out = answered(lambda way, fact: True)
+    assert code == 1
+    assert "✗" in rows(out)["top-k, clusters"]
 
 
 def test_a_store_that_is_there_is_kept(home: Path, store: Path, tmp_path: Path) -> None:
@@ -188,8 +214,9 @@ def test_the_shipped_model_finds_the_facts(tmp_path: Path) -> None:
     ran = run("demo", "--out", tmp_path / "demo", "--json", "-q")
     assert ran.code == 0, ran.out or ran.err
     told = json.loads(ran.out)
-    assert told["found"]["top-k"] == 5
+    assert told["found"]["clusters"] == told["found"]["flat"] == 5
+    assert told["indexes"]["clusters"]["recall"] > 0.97
     assert told["seconds"] < 180
     for reply in told["replies"]:
-        if reply["way"] == "top-k":
+        if reply["way"] != "dense":
             assert reply["attended"] <= 64
