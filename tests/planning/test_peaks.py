@@ -36,7 +36,7 @@ from offload_decode.memory import own_memory
 from offload_decode.models.loading import load
 from offload_decode.models.outline import outline
 from offload_decode.planning.bandwidth import measure
-from offload_decode.planning.plan import Machine, Place, plan
+from offload_decode.planning.plan import Machine, Medium, plan
 from offload_decode.planning.request import Request
 from offload_decode.planning.traffic import speed
 from offload_decode.types import Document
@@ -65,7 +65,7 @@ def note(name, peak, parts):
     # The weights are a map of their file, which is no memory of the process' own.
     found[name] = peak.bytes
     found[name + " predicted"] = sum(
-        part.bytes for part in parts if part.place is Place.RAM and not part.name.startswith("weights")
+        part.bytes for part in parts if part.place is Medium.RAM and not part.name.startswith("weights")
     )
 
 with Peak() as peak:
