@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from cli import output
 from cli.ask import show
-from cli.conversation import Conversation
 from cli.failures import sentence
 from cli.groups import From, with_groups
 from cli.limits import Asking, asking, open_engine
@@ -21,6 +20,7 @@ from cli.options import (
     Temperature,
     TopP,
 )
+from cli.transcript import Transcript
 from offload_decode.errors import OffloadDecodeError
 
 if TYPE_CHECKING:
@@ -63,28 +63,28 @@ def chat(
         import readline  # noqa: F401  # editing and history for input()
 
         output.note(f"{engine.prefix.length:,} tokens are ready. Ask something; /help lists the commands.")
-    _Chat(Conversation(engine), sampler, max_new_tokens, at_terminal).run()
+    _Chat(Transcript(engine), sampler, max_new_tokens, at_terminal).run()
 
 
 class _Chat:
     """Reads lines until there are no more. At a terminal an error ends a line, elsewhere the command."""
 
-    def __init__(self, conversation: Conversation, sampler: Sampler, max_new_tokens: int, at_terminal: bool):
-        self.conversation = conversation
+    def __init__(self, transcript: Transcript, sampler: Sampler, max_new_tokens: int, at_terminal: bool):
+        self.transcript = transcript
         self.sampler = sampler
         self.max_new_tokens = max_new_tokens
         self.at_terminal = at_terminal
 
     def run(self) -> None:
         while (line := self._line()) is not None:
-            turns = len(self.conversation.turns)
+            turns = len(self.transcript.turns)
             try:
                 if self._leaves(line):
                     return
             except KeyboardInterrupt:
                 if not self.at_terminal:
                     raise
-                answered = len(self.conversation.turns) > turns
+                answered = len(self.transcript.turns) > turns
                 kept = "what was written stays in the conversation" if answered else "nothing was changed"
                 output.note(f"\nStopped: {kept}.")
             except OffloadDecodeError as error:
@@ -116,12 +116,12 @@ class _Chat:
             case "/help", False:
                 output.note(HELP)
             case "/reset", False:
-                self.conversation.reset()
+                self.transcript.reset()
             case "/save", True:
-                self.conversation.save(file)
+                self.transcript.save(file)
                 output.note(f"Saved {self._size()} to {file}.")
             case "/load", True:
-                self.conversation.load(file)
+                self.transcript.load(file)
                 output.note(f"Loaded {self._size()} from {file}.")
             case (("/save" | "/load"), False):
                 output.note(f"{command} needs a file: {command} FILE")
@@ -130,9 +130,9 @@ class _Chat:
             case _ if command.startswith("/"):
                 output.note(f"There is no command {command}: /help lists those that there are.")
             case _ if line:
-                show(self.conversation.answer(line, self.max_new_tokens, self.sampler))
+                show(self.transcript.answer(line, self.max_new_tokens, self.sampler))
         return False
 
     def _size(self) -> str:
-        tokens = self.conversation.engine.length - self.conversation.engine.prefix.length
-        return f"{output.count(len(self.conversation.turns), 'turn')} ({output.count(tokens, 'token')})"
+        tokens = self.transcript.engine.length - self.transcript.engine.prefix.length
+        return f"{output.count(len(self.transcript.turns), 'turn')} ({output.count(tokens, 'token')})"

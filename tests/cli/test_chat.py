@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cli import chat, conversation
-from cli.conversation import Conversation
+from cli import chat, transcript
+from cli.transcript import Transcript
 from offload_decode import Engine
 from offload_decode.engine.sampler import Sampler
 from tests.cli.conftest import Ran, refused, run
@@ -160,11 +160,11 @@ def test_no_file_hangs_it_or_fills_memory(
         assert "is not a file" in refused(2, "chat", store, stdin=f"/load {path}\n")
     assert "cannot read" in refused(2, "chat", store, stdin=f"/load {tmp_path / 'no'}\n")
     assert "cannot read" in refused(2, "chat", store, stdin="/load nul\0here\n")
-    monkeypatch.setattr(conversation, "MAX_BYTES", saved.stat().st_size - 1)
+    monkeypatch.setattr(transcript, "MAX_BYTES", saved.stat().st_size - 1)
     assert "is larger than any conversation" in refused(2, "chat", store, stdin=f"/load {saved}\n")
 
 
-def at_terminal(monkeypatch: pytest.MonkeyPatch, talk: Conversation, *lines: str | BaseException) -> None:
+def at_terminal(monkeypatch: pytest.MonkeyPatch, talk: Transcript, *lines: str | BaseException) -> None:
     """Hold `talk` as at a terminal where `lines` are typed; an exception is what a key raises."""
     typed: Iterator[str | BaseException] = iter(lines)
 
@@ -181,7 +181,7 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, talk: Conversation, *lines: str
 def test_an_answer_that_is_stopped_stays_as_far_as_it_was_written(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = Conversation(Engine.open(store))
+    talk = Transcript(Engine.open(store))
     generate = Engine.generate
 
     def stopped(self: Engine, *args: object) -> Iterator[int]:
@@ -206,7 +206,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_written(
 def test_a_question_that_is_stopped_is_taken_back(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = Conversation(Engine.open(store))
+    talk = Transcript(Engine.open(store))
 
     def stopped(self: Engine, question: str) -> None:
         raise KeyboardInterrupt
@@ -224,7 +224,7 @@ def test_a_question_that_is_stopped_is_taken_back(
 def test_an_error_at_a_terminal_leaves_the_conversation_as_it_is(
     store: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = Conversation(Engine.open(store))
+    talk = Transcript(Engine.open(store))
     at_terminal(monkeypatch, talk, "one", f"/load {saved.parent / 'no'}", "two")
     captured = capsys.readouterr()
     assert captured.err.startswith("error: cannot read")

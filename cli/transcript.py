@@ -1,4 +1,4 @@
-"""A conversation with a store: its turns, answered, saved and loaded.
+"""The turns of a conversation with a store: answered, saved and loaded.
 
 The file is JSON: `format` and `version`; `store`, the digest of the store that it is about; `model`, for
 people; and `turns`, each with `question`, `answer` and the answer's token ids (`tokens`).
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.options import without_surrogates
 from offload_decode.errors import ConfigError
+from offload_decode.plain_json import parse
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
@@ -34,8 +35,8 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
 
 
-class Conversation:
-    """An engine and the turns that it holds behind the stored tokens."""
+class Transcript:
+    """An engine, and what was asked and answered behind the stored tokens."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -139,8 +140,8 @@ def _read(file: Path) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{file} is larger than any conversation: give a file that /save wrote")
     try:
-        saved = json.loads(data)
-    except (ValueError, RecursionError):
+        saved = parse(data)
+    except ValueError:
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise ConfigError(f"{file} is not a conversation: give a file that /save wrote")
