@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from indexes.clusters import ClusteredIndex
+from indexes.errors import VectorIndexError
 from offload_decode.engine.engine import Engine
+from offload_decode.errors import OffloadDecodeWarning
 from offload_decode.models.loading import wrap
 from tests.long_stores import FORMS, TOKENS, cells_read, long_store, rebuilt
+from tests.store.test_bit_flips import flip, verified
 from tests.tiny import text_model, tiny_tokenizer
 
 QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?", "Why"]
@@ -100,3 +103,21 @@ def test_rows_that_are_searched_together_find_what_each_finds_alone(asked):
         np.testing.assert_array_equal(index.search(queries[row : row + 1], BUDGET).ids[0], together.ids[row])
     built = rebuilt(store, 1, 1).search(queries, BUDGET)
     np.testing.assert_array_equal(together.ids, built.ids)
+
+
+def test_a_bit_flipped_in_the_cells_is_named_by_verify_and_searched_by_nobody(tmp_path):
+    """By default all keys are searched then, and it is said; who asks for the clusters is refused."""
+    loaded = wrap(text_model(num_hidden_layers=2, head_dim=64), tiny_tokenizer())
+    store = long_store(tmp_path / "store.kv", "float32", "auto", loaded)
+    file = tmp_path / "store.kv.indexes/clusters/layer-000-head-000.cells"
+    flat = logits(opened((loaded, store), "flat"))
+    bits = 8 * file.stat().st_size
+    for bit in [3, 70, 200, *np.random.default_rng(0).integers(0, bits, 7).tolist()]:
+        flip(file, bit)
+        assert [problem for problem in verified(tmp_path) if str(file) in problem], bit
+        with pytest.warns(OffloadDecodeWarning, match="All keys are searched"):
+            assert torch.equal(logits(opened((loaded, store))), flat), bit
+        with pytest.raises(VectorIndexError, match="not those that were written"):
+            logits(opened((loaded, store), "clusters"))
+        flip(file, bit)
+    assert verified(tmp_path) == []
