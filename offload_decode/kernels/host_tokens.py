@@ -119,7 +119,7 @@ def _attend(query: Any, keys: Any, values: Any, named: Any, logits: Any, limits:
     most, sparse = limits
     step = min(rows, max(1, most // k))
     pairs = Pairs(np.empty(step * k, np.int32), np.empty(step * k, np.int64), np.empty(step * k, np.float32))
-    row, token, logit = pairs.row, pairs.token, pairs.logit
+    row, token, logit = pairs
     highest, total = np.empty(step, np.float32), np.empty(step, np.float64)
     seen, different = np.zeros(tokens // 64 + 1, np.uint64), np.int64(0)
     for start in range(0, rows, step):
@@ -155,7 +155,8 @@ def _order(named: Any, tokens: int, sparse: int, pairs: Any) -> int:
     """The pairs of a query and a token to `pairs`, with the scores that are known as logits: as they come
     where they are few, else by neighbourhoods. Returns their number, or -1 for an id that is out of range.
     """
-    ids, scores = named.ids, named.scores
+    ids, scores = named
+    row, token, logit = pairs
     rows, k = ids.shape
     known = scores.shape[1] > 0
     shift = NEIGHBOURS if rows * k * sparse > tokens else 62
@@ -173,29 +174,32 @@ def _order(named: Any, tokens: int, sparse: int, pairs: Any) -> int:
             if ids[r, j] >= 0 and not (known and scores[r, j] == -np.inf):
                 own = place[ids[r, j] >> shift]
                 place[ids[r, j] >> shift] = own + 1
-                pairs.token[own], pairs.row[own] = ids[r, j], r
+                token[own], row[own] = ids[r, j], r
                 if known:
-                    pairs.logit[own] = scores[r, j]
+                    logit[own] = scores[r, j]
     return int(place[-1])
 
 
 @njit(nogil=True, cache=True)
 def _score(query: Any, keys: Any, token: Any, row: Any, logit: Any) -> None:
+    bits, layout = keys  # once: taken in the loop they cost as much as a short row
     for j in range(len(token)):
-        prefetch_row(keys.bits, token[min(j + AHEAD, len(token) - 1)])
-        logit[j] = dot_row(query[row[j]], keys.bits, keys.layout, token[j])
+        prefetch_row(bits, token[min(j + AHEAD, len(token) - 1)])
+        logit[j] = dot_row(query[row[j]], bits, layout, token[j])
 
 
 @njit(nogil=True, cache=True)
 def _cap(logit: Any, logits: Any) -> None:
+    scaling, softcap = logits
     for j in range(len(logit)):
-        logit[j] *= logits.scaling
-        if logits.softcap:
-            logit[j] = logits.softcap * np.tanh(logit[j] / logits.softcap)
+        logit[j] *= scaling
+        if softcap:
+            logit[j] = softcap * np.tanh(logit[j] / softcap)
 
 
 @njit(nogil=True, cache=True)
 def _add_values(weight: Any, values: Any, token: Any, row: Any, out: Any) -> None:
+    bits, layout = values
     for j in range(len(token)):
-        prefetch_row(values.bits, token[min(j + AHEAD, len(token) - 1)])
-        add_row(out[row[j]], weight[j], values.bits, values.layout, token[j])
+        prefetch_row(bits, token[min(j + AHEAD, len(token) - 1)])
+        add_row(out[row[j]], weight[j], bits, layout, token[j])
