@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
 from cli.main import app
 from cli.reference import BEGIN, END, PAGE, reference, with_reference
 from offload_decode.selectors import registry
+from tests.documented import shell_lines, understood
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -43,23 +41,9 @@ def test_the_readme_is_short() -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The arguments of every `offload-decode` in the `sh` blocks of a page."""
-    blocks = re.findall(
-        r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    words = [shlex.split(line, comments=True) for line in lines]
-    return [line[1:] for line in words if line[:1] == ["offload-decode"]]
-
-
-def understood(arguments: list[str]) -> dict[str, Any]:
-    """What the command line makes of `arguments`, without running it; raises where it refuses them."""
-    group: Any = typer.main.get_command(app)
-    context, rest = group.make_context("offload-decode", list(arguments)), list(arguments)
-    while hasattr(group, "resolve_command"):
-        name, group, rest = group.resolve_command(context, rest)
-        context = group.make_context(name, list(rest), parent=context)
-    return dict(context.params)
+    """The arguments of every `offload-decode` in the shell blocks of a page."""
+    lines = shell_lines(page.read_text(encoding="utf-8"))
+    return [words[1:] for words in lines if words[0] == "offload-decode"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

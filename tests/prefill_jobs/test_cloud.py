@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import stat
 import subprocess
 import tomllib
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
-from cli.main import app
+from tests.documented import shell_lines, understood
 
 ROOT = Path(__file__).parents[2]
 CLOUD = ROOT / "prefill_jobs" / "cloud"
@@ -27,22 +25,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 @pytest.fixture(scope="module")
 def task() -> dict[str, Any]:
     return yaml.safe_load((CLOUD / "skypilot.yaml").read_text(encoding="utf-8"))
-
-
-def understood(arguments: list[str]) -> dict[str, Any]:
-    """What the command line makes of `arguments`, without running it; raises where it refuses them."""
-    commands = typer.main.get_command(app)
-    with commands.make_context("offload-decode", list(arguments)) as context:
-        name, command, rest = commands.resolve_command(context, list(arguments))
-        with command.make_context(name, rest, parent=context) as parsed:
-            return {"command": name, **parsed.params}
-
-
-def shell_lines(text: str) -> list[list[str]]:
-    """The commands of the ```sh blocks of a Markdown text, in words."""
-    blocks = re.findall(r"^ *```sh\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def our_commands(lines: list[list[str]]) -> list[list[str]]:
