@@ -34,7 +34,8 @@ def unite(ids: Tensor, n_tokens: int) -> tuple[list[Int64], Tensor]:
         counts[head] = _unite(named[head], n_tokens, union[head], places[head])
 
     run(collect, heads, 1)
-    assert (counts >= 0).all(), "ids are of rows that there are"
+    if (counts < 0).any():
+        raise IndexError(f"an id is not of the {n_tokens:,} rows that there are")
     return [own[:count] for own, count in zip(union, counts.tolist(), strict=True)], torch.from_numpy(places)
 
 

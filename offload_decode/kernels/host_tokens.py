@@ -105,8 +105,8 @@ def attend_tokens(
     if k and rows:
         # The rows of a head share what they read, unless threads would be without work.
         run(attend, heads, rows, multiple=rows if heads >= pool.THREADS else 1)
-    if (read < 0).any():  # not an assert: without it these rows would be zeros
-        raise AssertionError("ids are of rows that there are")
+    if (read < 0).any():
+        raise IndexError(f"an id is not of the {len(keys[0]):,} rows that there are")
     width = values[0].row_bytes + (keys[0].row_bytes if scores is None else 0)
     return AttentionState(torch.from_numpy(out), torch.from_numpy(lse)), int(read.sum()) * width
 

@@ -58,7 +58,8 @@ class Rows:
         """Some rows, a slice or int64 ids `[n]` on the host, in float32 on a device: `[n, D]`."""
         if self.encoded and device.type == "cpu":
             ids = np.arange(*which.indices(len(self))) if isinstance(which, slice) else which.numpy()
-            assert not len(ids) or 0 <= ids.min() <= ids.max() < len(self), "ids are of rows that there are"
+            if len(ids) and not 0 <= ids.min() <= ids.max() < len(self):
+                raise IndexError(f"an id is not of the {len(self):,} rows that there are")
             out = torch.empty(len(ids), self.dim)
             widen_rows(self.bits, self.layout, ids, out.numpy())
             return out

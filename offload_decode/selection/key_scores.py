@@ -15,11 +15,10 @@ from torch import Tensor
 from offload_decode.attention.ranking import BLOCK_SCORES, top_scores
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.rows import Rows
+from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.pages.host import token_scores
 from offload_decode.pages.reference import page_tokens
 from offload_decode.types import PageSelection, Selection
-
-BLOCK_TOKENS = 8192
 
 
 def blocks(length: int, start: int = 0, rows: int = 1) -> Iterator[slice]:

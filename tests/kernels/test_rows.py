@@ -10,6 +10,7 @@ import torch
 from indexes.rows import encodings
 from offload_decode.engine.engine import Engine
 from offload_decode.kernels import rows
+from offload_decode.kernels.host_gather import unite
 from offload_decode.kernels.rows import Rows
 from offload_decode.models.loading import wrap
 from offload_decode.pages.bounds import stored_bounds
@@ -154,3 +155,13 @@ def test_page_bounds_hold_for_the_keys_as_they_are_stored(tmp_path, kv, page_siz
             keys = Rows(store.keys(layer, head)).read(slice(None), CPU)
             assert (lower[head, page] <= keys).all()
             assert (keys <= upper[head, page]).all()
+
+
+@pytest.mark.parametrize("ids", [[-1], [0, 9], [2**40]])
+def test_an_id_outside_the_rows_is_an_error_and_no_address(ids):
+    """Also where asserts are left out (`python -O`)."""
+    with pytest.raises(IndexError, match="9 rows"):
+        Rows(array_of(encodings.INT8, n=9)).read(torch.tensor(ids), CPU)
+    if max(ids) >= 0:  # -1 is padding there
+        with pytest.raises(IndexError, match="9 rows"):
+            unite(torch.tensor([[ids]]), 9)
