@@ -55,7 +55,27 @@ def prefix_attention(
         state = merge_states(state, finish())
     if s_aux is not None:
         state = merge_states(state, sink_state(s_aux, state))
-    return state.out.to(query.dtype).transpose(1, 2).contiguous(), None
+    out = state.out
+    if layer is not None or s_aux is not None:
+        out = _WithoutGradients.apply(out, query)  # type: ignore[no-untyped-call]
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+class _WithoutGradients(torch.autograd.Function):
+    """Gradients of the tail alone would be wrong, and the fused kernel has none of its log-sum-exp, which
+    sinks are merged by.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ConfigError(
+            "there are no gradients behind a stored prefix, nor through attention sinks: train on the whole "
+            "text with another attention (model.set_attn_implementation('eager'))"
+        )
 
 
 def tail_mask(

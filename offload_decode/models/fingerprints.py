@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ def config_hash(config: Any) -> str:
 
 
 def weights_hash(model: Any) -> str:
-    """SHA-256 of every byte of every weight, with its name, shape and dtype.
+    """SHA-256 of every byte of every weight, with its name, shape and dtype; and of rotary frequencies, where
+    they are not those of the config.
 
     Two weights that share their memory are read once. Tells apart models of which one number differs.
     """
@@ -85,6 +87,8 @@ def weights_hash(model: Any) -> str:
         whole.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         for block in own:
             whole.update(digests[_place(block)])
+    for name, rotation in _rotations(model):
+        whole.update(f"{name} {rotation.dtype}\n".encode() + rotation.float().numpy().tobytes())
     return f"{FINGERPRINT_VERSION}:{whole.hexdigest()}"
 
 
@@ -117,6 +121,22 @@ def _neutral(config: Any) -> dict[str, Any]:
     if all(one.get("partial_rotary_factor") == fields.get("partial_rotary_factor") for one in sets):
         fields.pop("partial_rotary_factor", None)
     return fields
+
+
+def _rotations(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Rotary frequencies that are not those of the config, and are in no checkpoint: `model.to(bfloat16)`
+    rounds them, where loading in bfloat16 does not.
+    """
+    for path, module in model.named_modules():
+        held = {name: own.cpu() for name, own in module.named_buffers(recurse=False) if "inv_freq" in name}
+        if not held:
+            continue
+        with torch.device("cpu"):
+            usual = dict(type(module)(config=model.config).named_buffers())
+        for name, own in sorted(held.items()):
+            # Powers differ in their last bits between processors; a rounding to bfloat16 is 20 times as much.
+            if own.dtype != torch.float32 or not torch.allclose(own, usual[name], rtol=1e-4, atol=0):
+                yield f"{path}.{name}", own
 
 
 def _json(value: Any) -> str:

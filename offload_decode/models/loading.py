@@ -68,6 +68,7 @@ class LoadedModel:
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=True,
+                output_attentions=False,
                 logits_to_keep=1,
             )
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
@@ -87,6 +88,7 @@ class LoadedModel:
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=True,
+                output_attentions=False,
             )
 
 

@@ -44,7 +44,7 @@ def _before(
             "this cache belongs to another model: take one from the engine that this model was opened with"
         )
     cache.take_back()
-    _check_settings(decoder, given.get("use_cache"))
+    _check_settings(decoder, given)
     ids: Tensor | None = given.get("input_ids")
     new: Tensor = given["inputs_embeds"] if ids is None else ids
     rows, tokens = new.shape[:2]
@@ -98,8 +98,12 @@ def check_ids(ids: Tensor, model: Any) -> None:
         )
 
 
-def _check_settings(decoder: Any, use_cache: bool | None) -> None:
+def _check_settings(decoder: Any, given: dict[str, Any]) -> None:
     config = decoder.config
+    use_cache, weights = (
+        getattr(config, name) if given.get(name) is None else given[name]
+        for name in ("use_cache", "output_attentions")
+    )
     if decoder.training:
         raise ConfigError(
             "the model is in training mode, in which attention to stored tokens has neither dropout nor "
@@ -110,7 +114,12 @@ def _check_settings(decoder: Any, use_cache: bool | None) -> None:
             "this model attends without its stored prefix, because its attention was switched to "
             f"'{config._attn_implementation}': call model.set_attn_implementation('{NAME}')"
         )
-    if not (config.use_cache if use_cache is None else use_cache):
+    if weights:
+        raise ConfigError(
+            "attention to stored tokens gives no weights to return: leave output_attentions out, or set it "
+            "to False in the model's config"
+        )
+    if not use_cache:
         raise ConfigError(
             "use_cache=False does not go with a stored prefix: the tokens would be run and appended again at "
             "every step; pass use_cache=True, as Engine.inputs does"

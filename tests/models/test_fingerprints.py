@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import StoreMismatch
@@ -131,6 +132,24 @@ def test_one_element_of_one_row_counts(dtype):
         assert weights_hash(model) != before, name
         flat[place] = kept
     assert weights_hash(model) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_frequencies_count_where_they_are_not_those_of_the_config(family, tmp_path):
+    """`to` rounds them to a dtype that a model loaded in it does not round them to."""
+    tiny_model(family).save_pretrained(tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(torch.bfloat16)
+    assert weights_hash(rounded) != weights_hash(read)
+    frequencies = {name: own for name, own in read.named_buffers() if "inv_freq" in name}
+    assert all(own.dtype == torch.float32 for own in frequencies.values())
+    before = weights_hash(read)
+    for own in frequencies.values():
+        own *= 1 + 1e-6  # as another processor
+        assert weights_hash(read) == before
+        own *= 1.01
+        assert weights_hash(read) != before
+        own /= 1.01 * (1 + 1e-6)
 
 
 def test_a_model_in_memory_is_that_of_its_folder(tmp_path):

@@ -284,6 +284,40 @@ def test_a_layer_that_leaves_the_cache_out_is_noticed(engine, monkeypatch):
         run(engine, ASKED, engine.new_cache())
 
 
+def test_gradients_are_refused_and_not_wrong(engine):
+    model = engine.loaded.model
+    logits = model(torch.tensor([ASKED]), past_key_values=engine.new_cache()).logits
+    with pytest.raises(ConfigError, match="no gradients"):
+        logits.sum().backward()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_cache_of_ours_gradients_are_right_or_refused(family):
+    ours, theirs = wrap(tiny_model(family)).model, tiny_model(family)
+    theirs.set_attn_implementation("eager")
+    losses = [model(torch.tensor([ASKED])).logits.sin().mean() for model in (ours, theirs)]
+    losses[1].backward()
+    if family == "gpt-oss":
+        with pytest.raises(ConfigError, match="attention sinks"):
+            losses[0].backward()
+        return
+    losses[0].backward()
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("where", ["call", "generate", "config"])
+def test_attention_weights_are_refused_and_not_empty(engine, where):
+    model, more = engine.loaded.model, {} if where == "config" else {"output_attentions": True}
+    if where == "config":
+        # As a config.json has it: set by hand, transformers refuses it.
+        model.config._output_attentions = True
+        assert engine.answer("Who?", max_new_tokens=1).tokens
+    call = partial(model.generate, return_dict_in_generate=True, **GREEDY) if where == "generate" else model
+    with pytest.raises(ConfigError, match="output_attentions"):
+        call(**engine.inputs("Who?"), **more)
+
+
 def test_a_model_in_training_mode_is_refused(engine):
     engine.loaded.model.train()
     with pytest.raises(ConfigError, match="training mode"):
