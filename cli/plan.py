@@ -131,7 +131,7 @@ def _speed(planned: Plan) -> Speed:
 
     outline = planned.outline
     device = "cuda" if planned.machine.gpu and torch.cuda.is_available() else "cpu"
-    measured = measure(outline.shape, outline.dtype, planned.request.kv, device)
+    measured = measure(outline.shape, outline.dtype, planned.request, device)
     disk = measure_disk(Path.cwd()) if planned.from_disk else None
     return speed(planned.traffic, measured, planned.from_disk, disk)
 
@@ -167,7 +167,11 @@ def _counts(planned: Plan) -> str:
         for page in (16, 32, 64)
         for metadata in METADATA
     ]
-    indexes = [(kind, sizes.index_bytes(kind, shape, tokens, request.kv, outline.dtype)) for kind in INDEXES]
+    given = (shape, tokens, request.kv, outline.dtype)
+    of_a_layer = {kind: sizes.index_costs(kind, *given) for kind in INDEXES}
+    indexes = [
+        (kind, len(shape.full_layers) * (costs.memory or costs.file)) for kind, costs in of_a_layer.items()
+    ]
     return output.facts(
         [
             ("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters"),

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from indexes.errors import MissingBackend
+
+
+class Library:
+    """A module that is imported when something of it is first used."""
+
+    def __init__(self, imported: Callable[[], Any]):
+        self._imported = imported
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._imported(), name)
 
 
 def faiss() -> Any:

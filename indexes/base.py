@@ -57,6 +57,17 @@ class RecallRecord:
     full_scan: bool
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Bytes of the index of one head. memory: held beyond the keys, and beyond its file where that is mapped,
+    which it is where `memory` is 0. file: on disk. read: by a search, each byte once.
+    """
+
+    memory: int
+    file: int
+    read: int
+
+
 class VectorIndex(ABC):
     """Built once over `keys [N, D]` (float16, bfloat16 or float32) or `[N]` (encoded rows, which stand for
     what they decode to), then searched by inner product. C-contiguous, never modified or copied whole to
@@ -83,6 +94,30 @@ class VectorIndex(ABC):
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @classmethod
+    @abstractmethod
+    def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
+        """What an index of `n` keys `[dim]` of `dtype` (floats, or records of encoded rows) takes, and what a
+        search for the `k` best of each of `rows` queries reads: by arithmetic, without the kind's library.
+        Where a recall decides what is read, it is what recalls of 0.95 to 0.98 took.
+        """
+
+    @classmethod
+    @abstractmethod
+    def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
+        """Memory that a search of `heads` heads for `rows` queries each holds beside the ids and scores that
+        it finds, on all threads.
+        """
+
+    @classmethod
+    def made_up(cls, keys: Keys, k: int) -> Self:
+        """An index over `keys` that is made quickly, and searched for `k` as a real one is: to time it."""
+        return cls.build(keys, digest="made up", k=min(k, max(1, len(keys))))
+
+    @classmethod  # noqa: B027 (most need none)
+    def need_library(cls) -> None:
+        """Raises MissingBackend where the kind's library is not installed."""
 
     @classmethod
     @abstractmethod

@@ -9,27 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from indexes import arrays
 from indexes.approximate import ApproximateIndex
-from indexes.base import Hits, VectorIndex, check_heads
-from indexes.cells import Cells, build, check
+from indexes.base import FROM_KEYS, Costs, Hits, RecallRecord, VectorIndex, check_heads
+from indexes.cells import KEYS_PER_CELL, Cells, build, check, made_up
 from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
-from indexes.keys import Float32, check_count, check_queries
-from indexes.pruned_scan import FIRST, Best, Heads, Share, candidates_for, search_layer
+from indexes.keys import Float32, Keys, check_count, check_queries
+from indexes.pruned_scan import FIRST, STEP, Best, Heads, Share, candidates_for, search_layer
 from indexes.rows import pool, scan
+from indexes.rows.encodings import row_size
 
 _LADDER = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
 _NEARLY_ALL = 64.0
 _EXACT = 1000.0
 _ROWS = 64  # of one head, searched together: they share what they scan
 _CANDIDATES = 1 << 22  # of these rows, in memory at once
+_SCANNED = 0.5  # of the codes
 _MAGIC = 0x534C4C4543  # "CELLS"
 
 
@@ -39,6 +41,33 @@ class ClusteredIndex(ApproximateIndex):
     name: ClassVar[str] = "clusters"
     parameter: ClassVar[str] = "deviations"
     suffix: ClassVar[str] = ".cells"
+
+    @classmethod
+    def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
+        cells = max(1, n // KEYS_PER_CELL)
+        # Codes, a scale and an id for each key and for half a block of padding in each cell.
+        coded = (n + BLOCK // 2 * cells) * (-(-dim // GROUP) * WORD // BLOCK + 8)
+        moments = 8 * dim * cells
+        if not _sparse(n, k):
+            return Costs(0, coded + moments + 12 * cells, n * row_size(dim, dtype))
+        exact = min(n, rows * candidates_for(k)) * row_size(dim, dtype)
+        return Costs(0, coded + moments + 12 * cells, moments + round(_SCANNED * coded) + exact)
+
+    @classmethod
+    def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
+        if not _sparse(n, k):
+            return super().search_bytes(n, k, heads, rows)
+        # A score and a place for each candidate; for each cell two floats and two flags.
+        candidates = 8 * ((FIRST + 1) * candidates_for(k) + 2 * STEP * BLOCK)
+        return pool.THREADS * min(_rows_of_a_task(k), rows) * (candidates + 10 * -(-n // KEYS_PER_CELL))
+
+    @classmethod
+    def made_up(cls, keys: Keys, k: int) -> Self:
+        """All of its cells are scanned, which are none: of random codes."""
+        index = cls(keys, "made up")
+        index._native = _Searchable(made_up(len(keys), index.dim), keys)
+        index.recall = RecallRecord(0.95, k, 1.0, 0, FROM_KEYS, cls.parameter, _NEARLY_ALL, False)
+        return index
 
     @property
     def scan_from(self) -> float:
@@ -85,7 +114,7 @@ class ClusteredIndex(ApproximateIndex):
         return tuned and k > 0 and self._sparse(k)
 
     def _sparse(self, k: int) -> bool:
-        return FIRST * candidates_for(k) < len(self)
+        return _sparse(len(self), k)
 
     def _build_native(self) -> Any:
         return _Searchable(build(self.keys), self.keys)
@@ -139,6 +168,15 @@ class _Searchable:
         self.sizes = [len(own.counts), len(own.ids) // BLOCK, len(self.keys)]
 
 
+def _sparse(n: int, k: int) -> bool:
+    """Whether the k best of n keys are few enough that cells can be left out."""
+    return FIRST * candidates_for(k) < n
+
+
+def _rows_of_a_task(k: int) -> int:
+    return max(1, min(_ROWS, _CANDIDATES // ((FIRST + 1) * candidates_for(k))))
+
+
 def _pruned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
     return _searched(heads, queries, k, [head.recall.value for head in heads if head.recall is not None])
 
@@ -166,8 +204,7 @@ def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviati
         like=np.empty((0, keys.shape[1]), keys.dtype),  # of one kind to the compiler, mapped or not
         layout=natives[0].layout,
     )
-    most = max(1, min(_ROWS, _CANDIDATES // ((FIRST + 1) * candidates_for(k))))
-    per_task = min(most, max(QUERIES, ceil(count * rows / pool.THREADS)))
+    per_task = min(_rows_of_a_task(k), max(QUERIES, ceil(count * rows / pool.THREADS)))
     threads = min(pool.THREADS, count * -(-rows // per_task))
     best = Best(found, scores)
 

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from indexes import arrays, faiss_storage
+from indexes import arrays, backends, faiss_storage
 from indexes.approximate import ApproximateIndex
-from indexes.base import Hits
+from indexes.base import Costs, Hits
 from indexes.faiss_storage import faiss
 from indexes.keys import Float32, float32_blocks
 from indexes.rescoring import asked_for, rescored
+from indexes.rows.encodings import row_size
 from indexes.tuning import geometric
 
 LINKS = 16
@@ -25,6 +26,8 @@ CONSTRUCTION_EF = 100
 # Measured at N = 32,768, D = 128, on one thread: a walk with ef = N / 64 scores 14 % of the keys, and four of
 # them take as long (1.3 ms) as one exact scan for four queries (1.4 ms).
 SCAN_SHARE = 64
+WALKED = 0.14
+UPPER = 1 / (LINKS - 1)  # further levels of a key, on average; the ground level has twice the links of those
 _MAGIC = 0x4B4E494C46  # "FLINK"
 
 Int32 = npt.NDArray[np.int32]
@@ -35,7 +38,19 @@ class FaissHNSW(ApproximateIndex):
 
     name: ClassVar[str] = "faiss-hnsw"
     parameter: ClassVar[str] = "ef"
+    quickly_built: ClassVar[int] = 1024
     suffix: ClassVar[str] = ".faiss"
+
+    @classmethod
+    def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
+        code, links = faiss_storage.code_bytes(dim, dtype), round(n * 4 * LINKS * (2 + UPPER))
+        exact = min(n, rows * asked_for(k, n)) * row_size(dim, dtype)
+        walked = round(min(1.0, rows * WALKED) * n) * code
+        return Costs(n * (code + 12) + links, 4 * n + links, walked + exact)
+
+    @classmethod
+    def need_library(cls) -> None:
+        backends.faiss()
 
     @property
     def scan_from(self) -> int:

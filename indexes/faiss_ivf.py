@@ -12,17 +12,19 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from indexes import arrays, faiss_storage
+from indexes import arrays, backends, faiss_storage
 from indexes.approximate import ApproximateIndex
-from indexes.base import Hits
+from indexes.base import Costs, Hits
 from indexes.faiss_storage import faiss
 from indexes.keys import Float32, drawn, float32_blocks
 from indexes.rescoring import asked_for, rescored
+from indexes.rows.encodings import row_size
 from indexes.tuning import geometric
 
 _KEYS_PER_LIST = 40  # at least; faiss wants 39 training points a centroid
 _TRAINING_KEYS_PER_LIST = 64
 _ITERATIONS = 10
+_READ = 0.25  # of the lists, on real queries (docs/methods.md §6)
 _MAGIC = 0x5354534C46  # "FLSTS"
 
 
@@ -36,8 +38,18 @@ class FaissIVF(ApproximateIndex):
     @property
     def nlist(self) -> int:
         """Number of lists: `4 sqrt(N)`, fewer where that would leave lists short of training keys."""
-        n = len(self)
-        return max(1, min(int(4 * n**0.5), n // _KEYS_PER_LIST))
+        return _lists(len(self))
+
+    @classmethod
+    def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
+        code, centroids = faiss_storage.code_bytes(dim, dtype), 4 * dim * _lists(n)
+        exact = min(n, rows * asked_for(k, n)) * row_size(dim, dtype)
+        scanned = round(min(1.0, rows * _READ) * n) * code
+        return Costs(n * (code + 8) + centroids, 4 * n + centroids, centroids + scanned + exact)
+
+    @classmethod
+    def need_library(cls) -> None:
+        backends.faiss()
 
     @property
     def scan_from(self) -> int:
@@ -116,6 +128,10 @@ class FaissIVF(ApproximateIndex):
     @property
     def nbytes(self) -> int:
         return int(len(self) * (self._native.code_size + 8) + self.nlist * self.dim * 4)
+
+
+def _lists(n: int) -> int:
+    return max(1, min(int(4 * n**0.5), n // _KEYS_PER_LIST))
 
 
 def _euclidean(dim: int) -> Any:

@@ -9,7 +9,12 @@ import numpy as np
 from indexes import backends
 from indexes.keys import BFLOAT16, Keys
 
-faiss = backends.faiss()
+faiss = backends.Library(backends.faiss)
+
+
+def code_bytes(dim: int, dtype: np.dtype[Any]) -> int:
+    """Bytes of a key as faiss holds it: `dim` floats, of 16 bits where keys of `dtype` are."""
+    return dim * (2 if dtype.names is None and dtype.itemsize == 2 else 4)
 
 
 def scalar_quantizer(keys: Keys) -> Any:

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from indexes import files
-from indexes.base import Hits, StrPath, VectorIndex, check_recall_options
+from indexes.base import Costs, Hits, StrPath, VectorIndex, check_recall_options
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_keys, float32_blocks, keys_digest
-from indexes.rows import scan
+from indexes.rows import pool, scan
+from indexes.rows.encodings import row_size
 
 NOT_FINITE = (
     "A score is not finite: the keys hold NaN or infinite values, or an inner product overflows float32; the "
@@ -31,6 +32,16 @@ class FlatIndex(VectorIndex):
     name: ClassVar[str] = "flat"
     exact_scores: ClassVar[bool] = True
     exhaustive: ClassVar[bool] = True
+
+    @classmethod
+    def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
+        return Costs(memory=0, file=0, read=n * row_size(dim, dtype))
+
+    @classmethod
+    def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
+        # Candidates, and as many again twice while the best of them are told apart.
+        kept = 3 * 8 * min(_GROUP_ROWS, rows) * min(n, 2 * (k + _BLOCK_ROWS))
+        return min(pool.THREADS, heads) * kept
 
     @classmethod
     def build(

@@ -16,12 +16,14 @@ import numpy as np
 
 from indexes import backends, hnswlib_file
 from indexes.approximate import ApproximateIndex
-from indexes.base import Hits
+from indexes.base import Costs, Hits
+from indexes.faiss_hnsw import UPPER, WALKED
 from indexes.keys import Float32, Keys, float32_blocks
 from indexes.rescoring import asked_for, rescored
+from indexes.rows.encodings import row_size
 from indexes.tuning import geometric
 
-hnswlib = backends.hnswlib()
+hnswlib = backends.Library(backends.hnswlib)
 
 LINKS = 16
 CONSTRUCTION_EF = 100
@@ -33,7 +35,18 @@ class HnswlibIndex(ApproximateIndex):
 
     name: ClassVar[str] = "hnswlib"
     parameter: ClassVar[str] = "ef"
+    quickly_built: ClassVar[int] = 1024
     suffix: ClassVar[str] = ".hnsw"
+
+    @classmethod
+    def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
+        held = round(n * (4 * dim + 8 * LINKS + 16 + (4 * LINKS + 4) * UPPER))
+        exact = min(n, rows * asked_for(k, n)) * row_size(dim, dtype)
+        return Costs(held, held, round(min(1.0, rows * WALKED) * n) * 4 * dim + exact)
+
+    @classmethod
+    def need_library(cls) -> None:
+        backends.hnswlib()
 
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)

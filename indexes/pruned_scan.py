@@ -34,10 +34,12 @@ _REASSOCIATE = {"reassoc", "contract", "nsz"}
 _BITS: Any = np.uint32  # of float32, as loops over rows take them
 
 
-@njit(nogil=True, cache=True)
 def candidates_for(k: int) -> int:
     """How many keys are scored exactly to find the k best: a 4-bit score misplaces few by more."""
     return k + k // 4 + 64
+
+
+_candidates_for = njit(nogil=True, cache=True)(candidates_for)
 
 
 def _pointer(_: Any, address: Any) -> Any:
@@ -136,7 +138,7 @@ def search_rows(cells: Any, keys: Any, queries: Any, k: int, deviations: float, 
     score_rows(cells.variances, SINGLE, padded * padded, upper)
     _reach(near, upper, np.float32(deviations))
 
-    wanted = candidates_for(k)
+    wanted = _candidates_for(k)
     capacity = (FIRST + 1) * wanted + 2 * STEP * BLOCK
     best = np.empty((rows, capacity), np.float32)
     places = np.empty((rows, capacity), np.int32)

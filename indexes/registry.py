@@ -1,4 +1,4 @@
-"""Index kinds by name. A kind's module, and the library behind it, is imported when it is asked for."""
+"""Index kinds by name. A kind's module is imported when it is asked for, its library when it is used."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def kinds() -> tuple[str, ...]:
 
 def get(kind: str) -> type[VectorIndex]:
     """The class of `kind`. Raises UnknownIndex, or MissingBackend when its library is not installed."""
+    found = stated(kind)
+    found.need_library()
+    return found
+
+
+def stated(kind: str) -> type[VectorIndex]:
+    """The class of `kind` for what it states of itself, without its library. Raises UnknownIndex."""
     if kind not in _CLASSES:
         raise UnknownIndex(f"There is no index kind {kind!r}; the kinds are {', '.join(_CLASSES)}.")
     module, name = _CLASSES[kind].split(":")

@@ -33,6 +33,11 @@ def row_bytes(encoding: str, dim: int) -> int:
     return SCALE_BYTES + (dim if encoding == INT8 else dim // 2)
 
 
+def row_size(dim: int, dtype: np.dtype[Any]) -> int:
+    """Bytes of a row of `dim` channels: floats of `dtype`, or a record."""
+    return dtype.itemsize * (dim if dtype.names is None else 1)
+
+
 def row_dtype(encoding: str, dim: int) -> np.dtype[Any]:
     """The record of an encoded row of `dim` channels."""
     codes = row_bytes(encoding, dim) - SCALE_BYTES

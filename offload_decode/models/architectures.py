@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
 from offload_decode.errors import UnsupportedModel
 from offload_decode.types import LayerKind, ModelShape
 
@@ -73,7 +71,7 @@ def shape_of(config: Any) -> ModelShape:
         raise UnsupportedModel(
             f"this '{name}' model has {heads} query heads for {kv_heads} KV heads, not a multiple"
         )
-    kinds = tuple(_kind(layer, name) for layer in DynamicCache(config=config).layers)
+    kinds = _kinds(config, name)
     window = getattr(config, "sliding_window", None)
     if window is not None and window < 2:
         raise UnsupportedModel(
@@ -94,11 +92,14 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return dict(getattr(config, "rope_parameters", None) or {})
 
 
-def _kind(layer: object, name: str) -> LayerKind:
-    if type(layer) is DynamicSlidingWindowLayer:
-        return LayerKind.SLIDING
-    if type(layer) is DynamicLayer:
-        return LayerKind.FULL
-    raise UnsupportedModel(
-        f"this '{name}' model has a layer that keeps no keys and values ({type(layer).__name__})"
-    )
+def _kinds(config: Any, name: str) -> tuple[LayerKind, ...]:
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    known = {DynamicLayer: LayerKind.FULL, DynamicSlidingWindowLayer: LayerKind.SLIDING}
+    layers = DynamicCache(config=config).layers
+    for layer in layers:
+        if type(layer) not in known:
+            raise UnsupportedModel(
+                f"this '{name}' model has a layer that keeps no keys and values ({type(layer).__name__})"
+            )
+    return tuple(known[type(layer)] for layer in layers)

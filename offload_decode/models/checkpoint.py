@@ -83,6 +83,12 @@ def read_config(model_id: str) -> tuple[Any, ModelShape]:
         return config, shape_of(config)
 
 
+def bounded(config: Path) -> bytes:
+    """The bytes of a config file; `ModelError` for one that is too large, or no plain file."""
+    _check_files(config.parent)
+    return config.read_bytes()
+
+
 def weight_files(source: str) -> list[Path]:
     """The safetensors files of a folder or transformers id, with their index where there are several.
 

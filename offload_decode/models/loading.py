@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload_decode.errors import ConfigError, ModelError
+from offload_decode.errors import ModelError
 from offload_decode.memory import lifted
 from offload_decode.models.architectures import rope_parameters, shape_of
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.checkpoint import CONFIG, read_config, source_of, told, weight_files
+from offload_decode.models.devices import DTYPES, check_dtype, pick_device
 from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weights_hash
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.quantised import check_weights, quantise
@@ -22,8 +23,6 @@ from offload_decode.models.remembered import remembered
 from offload_decode.models.seam import activate
 from offload_decode.store.format import FINGERPRINT_VERSION
 from offload_decode.types import ModelShape
-
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -145,29 +144,6 @@ def wrap(
         dtype=dtype,
         device=model.device,
     )
-
-
-def check_dtype(dtype: str) -> None:
-    """ConfigError for a name that is neither `auto` nor one of `DTYPES`."""
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype '{dtype}'; choose one of: auto, {', '.join(DTYPES)}")
-
-
-def pick_device(device: str) -> torch.device:
-    """`auto` is a CUDA device where there is one."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device '{device}'; choose one of: auto, cpu, cuda, cuda:0") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{device}' is not served; choose one of: auto, cpu, cuda, cuda:0")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device '{device}' is not there: torch finds no such CUDA device; use --device cpu"
-        )
-    return chosen
 
 
 def _read_weights(source: str, config: Any, dtype: str) -> tuple[Any, str]:

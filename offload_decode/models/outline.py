@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import astuple, dataclass, fields
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload_decode.errors import ModelError
-from offload_decode.models.checkpoint import read_config, told
-from offload_decode.models.loading import DTYPES
+from offload_decode.models.checkpoint import CONFIG, bounded, read_config, source_of, told
+from offload_decode.models.devices import DTYPES
 from offload_decode.models.quantised import replaceable
-from offload_decode.types import ModelShape
+from offload_decode.models.remembered import keep, recall
+from offload_decode.types import LayerKind, ModelShape
+
+_FORM = 1
+"""Of a remembered outline: raised when what is counted changes."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,36 @@ class Outline:
 def outline(model_id: str) -> Outline:
     """The outline of `demo`, a folder, or a transformers id; only the config is read.
 
+    To count parameters takes seconds of imports: the outline of a folder is remembered by its config's bytes.
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
+    path = Path(source_of(model_id)) / CONFIG
+    if not path.is_file():  # a transformers id, or an error that is told below
+        return _counted(model_id)
+    versions = [version(library) for library in ("torch", "transformers")]
+    key = json.dumps([_FORM, *versions, sha256(bounded(path)).hexdigest()])
+    known = _parsed(model_id, recall(key))
+    if known is None:
+        known = _counted(model_id)
+        keep(key, json.dumps(astuple(known)[1:]))
+    return known
+
+
+def _parsed(model_id: str, text: str | None) -> Outline | None:
+    """A remembered outline under the name that the model has now; None where it is no such thing."""
+    try:
+        shape, *numbers = json.loads(text or "")
+        layers, *sizes = shape
+        own = ModelShape(tuple(LayerKind(kind) for kind in layers), *sizes)
+        found = Outline(model_id, own, *numbers)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    known = {"str": str, "int": int, "float": float, "ModelShape": ModelShape}
+    right = all(type(getattr(found, field.name)) is known[str(field.type)] for field in fields(found))
+    return found if right and all(type(size) is int or size is None for size in sizes) else None
+
+
+def _counted(model_id: str) -> Outline:
     from transformers import AutoModelForCausalLM
 
     config, shape = read_config(model_id)

@@ -1,4 +1,6 @@
-"""Fingerprints of large files, kept in the user's cache for as long as these are the same files."""
+"""Fingerprints of large files, kept in the user's cache for as long as these are the same files, and other
+short texts that take long to find.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from pathlib import Path
 KEPT = 256
 """Values at most; the oldest go first."""
 _FORM = re.compile(r"[0-9a-f:]{1,128}")
+_MOST = 1 << 16  # characters of a value
 _SETTLED_S = 2.0  # a file that was written just now may be written once more within a tick of its clock
 
 
@@ -24,14 +27,33 @@ def remembered(files: Sequence[Path], how: str, compute: Callable[[], str]) -> s
     written is done without.
     """
     before = _identity(files)
-    place = _folder() / hashlib.sha256(json.dumps([how, before]).encode()).hexdigest()
-    if before is not None and (known := _read(place)):
+    key = json.dumps([how, before])
+    if before is not None and (known := recall(key)) and _FORM.fullmatch(known):
         return known
     value = compute()
     if before is not None and before == _identity(files) and _settled(files):
-        with suppress(OSError):
-            _write(place, value)
+        keep(key, value)
     return value
+
+
+def recall(key: str) -> str | None:
+    """The text that was kept under `key`; None where there is none that can be read."""
+    try:
+        with open(_place(key), encoding="ascii") as file:
+            text = file.read(_MOST + 1)
+    except (OSError, ValueError):
+        return None
+    return text if len(text) <= _MOST else None
+
+
+def keep(key: str, value: str) -> None:
+    """Keep a text of ASCII under `key`, where the cache can be written."""
+    with suppress(OSError):
+        _write(_place(key), value)
+
+
+def _place(key: str) -> Path:
+    return _folder() / hashlib.sha256(key.encode()).hexdigest()
 
 
 def _folder() -> Path:
@@ -57,15 +79,6 @@ def _identity(files: Sequence[Path]) -> list[list[str | int]] | None:
 def _settled(files: Sequence[Path]) -> bool:
     newest = max(max(path.stat().st_mtime, path.stat().st_ctime) for path in files)
     return time.time() - newest > _SETTLED_S
-
-
-def _read(place: Path) -> str | None:
-    try:
-        with open(place, encoding="ascii") as file:
-            text = file.read(256)
-    except (OSError, ValueError):
-        return None
-    return text if _FORM.fullmatch(text) else None
 
 
 def _write(place: Path, value: str) -> None:

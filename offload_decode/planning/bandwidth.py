@@ -1,5 +1,5 @@
-"""What this machine moves a second, measured on the spot in well under a second by the very code that moves
-it.
+"""What this machine moves a second, measured on the spot in well under a second by the functions that run: in
+a layer of made-up keys and values, more than caches hold but no more than the request has.
 """
 
 from __future__ import annotations
@@ -8,54 +8,158 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from indexes.flat import FlatIndex
+import indexes.registry
 from indexes.rows import encodings
-from offload_decode.kernels.dense import attend_dense
+from offload_decode.kernels.dense import attend_blocks
+from offload_decode.kernels.host_tokens import attend_tokens
 from offload_decode.kernels.rows import Rows, numpy_view
 from offload_decode.kv.host import BLOCK_TOKENS
-from offload_decode.models.loading import DTYPES
-from offload_decode.planning.sizes import row_bytes
+from offload_decode.models.devices import DTYPES
+from offload_decode.pages.dispatch import attend_pages, page_scores, top_pages
+from offload_decode.pages.reference import SCALE_PAGES, PageBounds
+from offload_decode.planning.request import Request
+from offload_decode.planning.sizes import page_bytes, row_bytes
+from offload_decode.planning.traffic import layer_traffic
+from offload_decode.store.format import stored_types
 from offload_decode.types import ModelShape
 
-_BYTES = 96 << 20  # beyond a processor's caches
+_BYTES = 64 << 20  # beyond a processor's caches
 _DISK_BYTES = 64 << 20
 _SECONDS = 0.04  # a measurement is repeated for so long, and the best counts
+_STEPS = 4  # of other queries each, so that chosen rows are not in the caches
+_PATTERN = 4096  # rows that are repeated
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Bytes a second. `weights`: a model's weights in one token's forward pass, on the device. `scan`: keys
-    that are scored one after another, on all cores. `gather`: rows fetched from random places, one core.
-    `attend`: keys and values attended to densely. `bus`: pinned memory to the GPU; None without one.
+    """Bytes a second, as `planning.traffic` counts them; None for what the request does not do. `weights`: a
+    model's weights in one token's forward pass, on the device. `pages`: bounds of pages, scored on the host.
+    `search`: what a search of the request's index reads. `rows`: chosen tokens or pages, attended to on the
+    host. `dense`: keys and values attended to whole. `bus`: pinned memory to the GPU.
     """
 
     weights: float
-    scan: float
-    gather: float
-    attend: float
-    bus: float | None
+    pages: float | None = None
+    search: float | None = None
+    rows: float | None = None
+    dense: float | None = None
+    bus: float | None = None
 
 
 @lru_cache(maxsize=8)
-def measure(shape: ModelShape, dtype: str, kv: str, device: str) -> Bandwidths:
-    """Measured with keys of the model's shape, stored as `kv` says."""
+def measure(shape: ModelShape, dtype: str, request: Request, device: str) -> Bandwidths:
+    """Measured with keys of the model's shape, stored, searched and attended to as the request says."""
+    budgets = set(request.budgets(shape).values())
+    found: dict[str, float] = {"weights": _weights(dtype, torch.device(device))}
+    if device.startswith("cuda"):
+        found["bus"] = _bus(torch.device(device))
     with torch.inference_mode():
-        return Bandwidths(
-            weights=_weights(dtype, torch.device(device)),
-            scan=_scan(shape, dtype, kv),
-            gather=_gather(shape, dtype, kv),
-            attend=_attend(shape, dtype),
-            bus=_bus(torch.device(device)) if device.startswith("cuda") else None,
-        )
+        layer = _Layer(shape, dtype, request)
+        if None in budgets:
+            found["dense"] = layer.dense()
+        if chosen := [k for k in budgets if k is not None]:
+            k = min(max(chosen), layer.n)
+            found |= layer.pages(k) if request.selector == "quest" else layer.tokens(k)
+    return Bandwidths(**found)
+
+
+class _Layer:
+    """The keys and values of one layer: `n` rows in each KV head, and queries of a token `[Hkv, G, D]`."""
+
+    def __init__(self, shape: ModelShape, dtype: str, request: Request):
+        self.shape, self.dtype, self.request = shape, dtype, request
+        sizes = row_bytes(request.kv, shape.head_dim, dtype)
+        self.n = max(1, min(request.tokens, _BYTES // sum(sizes) // shape.kv_heads))
+        stored = stored_types(request.kv, dtype, shape.head_dim)
+        self.keys, self.values = (self._heads(stored[side]) for side in ("keys", "values"))
+        queries = torch.randn(_STEPS, shape.kv_heads, shape.group, shape.head_dim, generator=_generator())
+        self.queries = list(queries)
+
+    def _heads(self, stored: str) -> list[npt.NDArray[Any]]:
+        count = self.shape.kv_heads * self.n
+        some = torch.randn(min(count, _PATTERN), self.shape.head_dim, generator=_generator())
+        plain = numpy_view(some.to(DTYPES[self.dtype]))
+        pattern = plain if stored == self.dtype else encodings.encode(plain, stored)
+        rows = np.resize(pattern, (count, *pattern.shape[1:]))
+        return np.split(rows, self.shape.kv_heads)
+
+    def tokens(self, k: int) -> dict[str, float]:
+        """The search of the request's index, and attention to the k tokens of each row that it finds."""
+        kind = indexes.registry.get(self.request.index)
+        built = [kind.made_up(keys, k) for keys in self.keys]
+        n = len(built[0])
+        queries = cycle([query.numpy() for query in self.queries])
+        search = _seconds(lambda: kind.search_heads(built, next(queries), min(k, n)))
+        found = [kind.search_heads(built, query.numpy(), min(k, n)) for query in self.queries]
+        ids = [torch.from_numpy(hits.ids) for hits in found]
+        scores = [torch.from_numpy(hits.scores) if kind.exact_scores else None for hits in found]
+        keys, values = self._rows()
+        steps = cycle(zip(self.queries, ids, scores, strict=True))
+
+        def attend() -> None:
+            query, own, known = next(steps)
+            attend_tokens(query, keys, values, own, known, 1.0)
+
+        moved = layer_traffic(self.shape, self.dtype, self.request, n, min(k, n))
+        return {"search": moved.scanned / search, "rows": moved.gathered / _seconds(attend)}
+
+    def pages(self, k: int) -> dict[str, float]:
+        """The bounds of all pages, scored, and attention to pages of k tokens."""
+        size = min(self.request.page_size, self.n)
+        count, wanted = max(1, self.n // size), max(1, k // size)
+        bounds, taken = self._bounds()
+        steps = cycle([query.unsqueeze(1) for query in self.queries])
+        keys, values = self._rows()
+        scored = _seconds(lambda: top_pages(page_scores(next(steps), bounds), wanted))
+        heads = self.shape.kv_heads
+        drawn = torch.rand(_STEPS, heads, 1, count, generator=_generator()).argsort(dim=-1)[..., :wanted]
+        limit = torch.full((heads,), min(wanted, count) * size)
+        places = cycle(drawn)
+        attended = _seconds(lambda: attend_pages(next(steps), keys, values, next(places), size, limit, 1.0))
+        moved = layer_traffic(self.shape, self.dtype, self.request, self.n, int(limit[0])).gathered
+        return {"pages": taken / scored, "rows": moved / attended}
+
+    def _bounds(self) -> tuple[PageBounds, int]:
+        """Bounds of as many pages as make `_BYTES` of them, or as the request has, and their bytes."""
+        shape, request = self.shape, self.request
+        page = page_bytes(shape, SCALE_PAGES * request.page_size, request.page_size, request.metadata, 1)
+        pages = max(1, min(request.tokens // request.page_size, _BYTES * SCALE_PAGES // page))
+        some = torch.randint(1, 127, (shape.kv_heads, pages, shape.head_dim), generator=_generator())
+        upper = some.to(torch.int8 if request.metadata == "int8" else torch.float16)
+        scale = torch.ones(shape.kv_heads, -(-pages // SCALE_PAGES), shape.head_dim)
+        bounds = PageBounds(-upper, upper, scale if request.metadata == "int8" else None)
+        return bounds, page_bytes(shape, pages * request.page_size, request.page_size, request.metadata, 1)
+
+    def dense(self) -> float:
+        """Attention to all rows of every KV head, block by block."""
+        cpu, starts = torch.device("cpu"), range(0, self.n, BLOCK_TOKENS)
+        keys, values = self._rows()
+        queries = cycle(self.queries)
+
+        def attend() -> None:
+            query = next(queries)[None]
+            for head, (own, held) in enumerate(zip(keys, values, strict=True)):
+                parts = (slice(start, start + BLOCK_TOKENS) for start in starts)
+                blocks = (
+                    (own.read(part, cpu)[None, None], held.read(part, cpu)[None, None]) for part in parts
+                )
+                attend_blocks(query[:, head : head + 1], blocks, 1.0)
+
+        moved = layer_traffic(self.shape, self.dtype, self.request, self.n, None)
+        return moved.attended / _seconds(attend)
+
+    def _rows(self) -> tuple[list[Rows], list[Rows]]:
+        return [Rows(own) for own in self.keys], [Rows(own) for own in self.values]
 
 
 def measure_disk(folder: Path) -> float | None:
@@ -80,55 +184,21 @@ def _weights(dtype: str, device: torch.device) -> float:
     width = 2048
     weight = torch.zeros(_BYTES // width // DTYPES[dtype].itemsize, width, dtype=DTYPES[dtype], device=device)
     row = torch.zeros(1, width, dtype=DTYPES[dtype], device=device)
-    return _rate(weight.nbytes, lambda: torch.nn.functional.linear(row, weight), device)
-
-
-def _scan(shape: ModelShape, dtype: str, kv: str) -> float:
-    cores = os.cpu_count() or 1
-    rows = _rows(shape, dtype, kv, 0)
-    keys = np.split(rows[: len(rows) // cores * cores], cores)
-    queries = np.ones((shape.group, shape.head_dim), np.float32)
-    searched = [FlatIndex(own, "") for own in keys]
-    with ThreadPoolExecutor(cores) as pool:
-        return _rate(
-            sum(own.nbytes for own in keys), lambda: list(pool.map(lambda i: i.search(queries, 64), searched))
-        )
-
-
-def _gather(shape: ModelShape, dtype: str, kv: str) -> float:
-    rows = Rows(_rows(shape, dtype, kv, 1))
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    starts = range(0, len(rows) - 4096, 4096)
-    drawn = cycle([order[i : i + 4096].sort().values for i in starts])  # cold rows at every turn
-    return _rate(4096 * rows.row_bytes, lambda: rows.read(next(drawn), torch.device("cpu")))
-
-
-def _attend(shape: ModelShape, dtype: str) -> float:
-    tokens = _BYTES // 2 // row_bytes("auto", shape.head_dim, dtype)[0] // BLOCK_TOKENS * BLOCK_TOKENS
-    query = torch.ones(1, shape.group, 1, shape.head_dim)
-    rows = torch.ones(2, 1, 1, tokens, shape.head_dim, dtype=DTYPES[dtype])
-    starts = range(0, tokens, BLOCK_TOKENS)
-    keys, values = (cycle([side[..., i : i + BLOCK_TOKENS, :] for i in starts]) for side in rows)
-    size = 2 * BLOCK_TOKENS * row_bytes("auto", shape.head_dim, dtype)[0]
-    return _rate(size, lambda: attend_dense(query, next(keys), next(values), 1.0))
+    with torch.inference_mode():
+        return weight.nbytes / _seconds(lambda: torch.nn.functional.linear(row, weight), device)
 
 
 def _bus(device: torch.device) -> float:
     host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-    return _rate(_BYTES, lambda: target.copy_(host, non_blocking=True), device)
+    return _BYTES / _seconds(lambda: target.copy_(host, non_blocking=True), device)
 
 
-def _rows(shape: ModelShape, dtype: str, kv: str, side: int) -> encodings.Rows:
-    """Rows of one head, keys (0) or values (1), about `_BYTES` of them; ones, so that scores stay finite."""
-    count = _BYTES // row_bytes(kv, shape.head_dim, dtype)[side]
-    plain = numpy_view(torch.ones(1, shape.head_dim, dtype=DTYPES[dtype]))
-    if kv != "auto":
-        plain = encodings.encode(plain, encodings.INT4 if side and kv == "int4-values" else encodings.INT8)
-    return np.repeat(plain, count, axis=0)
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
-def _rate(size: int, move: Callable[[], object], device: torch.device | None = None) -> float:
+def _seconds(move: Callable[[], object], device: torch.device | None = None) -> float:
     def timed() -> float:
         began = time.perf_counter()
         move()
@@ -140,4 +210,4 @@ def _rate(size: int, move: Callable[[], object], device: torch.device | None = N
     best, until = timed(), time.perf_counter() + _SECONDS
     while time.perf_counter() < until:
         best = min(best, timed())
-    return size / best
+    return best

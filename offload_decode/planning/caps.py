@@ -11,7 +11,7 @@ from offload_decode.config import EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.memory import limit_memory, total_memory
-from offload_decode.models.loading import check_dtype, pick_device
+from offload_decode.models.devices import check_dtype, pick_device
 from offload_decode.models.outline import Outline
 from offload_decode.planning.plan import (
     CUDA_BYTES,
@@ -26,6 +26,7 @@ from offload_decode.planning.plan import (
     prefill_chunk,
 )
 from offload_decode.planning.request import INDEXES, KV, METADATA, QUESTION_TOKENS, SELECTORS, Request
+from offload_decode.planning.sizes import least_index
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.selectors import registry
 from offload_decode.store.format import Manifest, stored_types
@@ -229,9 +230,14 @@ def _the_least(asked: Plan, parts: tuple[Part, ...]) -> str:
     if parts is asked.prefilling:
         needs = plan(asked.source, replace(asked.request, chunk=LEAST_CHUNK), asked.machine)
         return f"with -o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
-    index = asked.request.index if asked.request.index == "clusters" else "flat"
-    least = replace(asked.request, weights="int4", selector="topk", index=index, device_cache=0)
-    needs = plan(asked.source, least, asked.machine)
+    least = replace(asked.request, weights="int4", selector="topk", device_cache=0)
+    needs = min(
+        (
+            plan(asked.source, replace(least, index=index), asked.machine)
+            for index in (least.index, least_index())
+        ),
+        key=lambda needs: needs.need(Medium.RAM),
+    )
     return f"with --weights int4 -s topk, the least, it is {_needs(needs, needs.asking)}"
 
 

@@ -192,12 +192,10 @@ def _asking(outline: Outline, request: Request, machine: Machine) -> tuple[Part,
     if request.selector == "quest":
         pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
         parts.append(Part("page bounds", device, pages))
-    if request.selector == "topk" and request.index != "flat":
-        given = (request.index, shape, request.tokens, request.kv, outline.dtype)
-        if request.index != "clusters":  # which are mapped, as the store is
-            parts.append(Part(f"indexes ({request.index})", Medium.RAM, sizes.index_bytes(*given)))
-        files = sizes.index_bytes(*given, on_disk=True)
-        parts.append(Part(f"indexes ({request.index})", Medium.DISK, files))
+    if request.selector == "topk":
+        layer = sizes.index_costs(request.index, shape, request.tokens, request.kv, outline.dtype)
+        for place, size in ((Medium.RAM, layer.memory), (Medium.DISK, layer.file)):
+            parts.append(Part(f"indexes ({request.index})", place, len(shape.full_layers) * size))
     return tuple(part for part in parts if part.bytes)
 
 
@@ -234,7 +232,7 @@ def _alternatives(asked: Request, outline: Outline) -> Iterator[Request]:
         "device_cache": list(dict.fromkeys([asked.device_cache, 0])),
         "weights": _from(asked.weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"]),
         "kv": _from(asked.kv, [kv for kv in KV if kv != "int4-values" or outline.shape.head_dim % 2 == 0]),
-        "index": _from(asked.index, [asked.index, "flat"]),
+        "index": _from(asked.index, [asked.index, sizes.least_index()]),
         "metadata": _from(asked.metadata, list(METADATA)) if asked.selector == "quest" else [asked.metadata],
         "page_size": (
             [asked.page_size, *(size for size in _PAGE_SIZES if size > asked.page_size)]

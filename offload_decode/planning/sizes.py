@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from math import isqrt, prod
 
-from indexes.cells import KEYS_PER_CELL
-from indexes.dots import BLOCK as CELL_BLOCK
-from indexes.pruned_scan import FIRST, STEP, candidates_for
+import numpy as np
+
+import indexes.registry
+from indexes.base import Costs
 from indexes.rows import encodings
 from offload_decode.kernels import dense
 from offload_decode.kernels.host_tokens import ENTRIES
@@ -15,7 +16,7 @@ from offload_decode.kv.host import BLOCK_TOKENS, SCORES
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import BLOCK
 from offload_decode.pages.reference import SCALE_PAGES
-from offload_decode.planning.request import QUESTION_TOKENS, Request
+from offload_decode.planning.request import INDEXES, QUESTION_TOKENS, Request
 from offload_decode.selection.budgets import SELECTED_IDS, pass_tokens
 from offload_decode.store.format import Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
@@ -23,11 +24,6 @@ from offload_decode.types import LayerKind, ModelShape
 
 # Of bitsandbytes' NF4 with quantised scales: a byte for each block, four for each 256 blocks.
 _INT4_BYTES = 1 / 2 + (1 + 4 / 256) / BLOCK
-_GRAPH_LINKS = 16
-# The ground layer has twice the links; a key is on 1 / (links - 1) further layers on average.
-_GRAPH_UPPER = 1 / (_GRAPH_LINKS - 1)
-_SCAN_ROWS, _SCAN_BLOCK = 256, 2048  # of the exact scan: queries that share a pass, and keys scored at once
-_CELL_ROWS, _CELL_CANDIDATES = 64, 1 << 22  # of the clusters: queries of a task, and what these may hold
 _PAGE_SCORES = 1 << 24  # of Quest, in memory at once
 _ZARR_JSON, _SUM_LINE = 700, 110  # bytes of an array's metadata, and of a file's checksum
 
@@ -94,29 +90,27 @@ def page_bytes(shape: ModelShape, tokens: int, page_size: int, metadata: str, la
     return layers * 2 * bound + layers * scales
 
 
-def index_bytes(
-    kind: str, shape: ModelShape, tokens: int, kv: str, dtype: str, *, on_disk: bool = False
-) -> int:
-    """Memory of the indexes of all heads, beyond the stored keys; or of their files, where faiss' kinds
-    leave out their copies of the keys.
+def index_costs(
+    kind: str, shape: ModelShape, tokens: int, kv: str, dtype: str, k: int = 1, rows: int = 1
+) -> Costs:
+    """What the indexes of one layer take, and what a search of them for the `k` tokens of each of `rows`
+    queries of a KV head reads, as the kind itself states it.
     """
-    heads, dim = len(shape.full_layers) * shape.kv_heads, shape.head_dim
-    code = dim * (4 if kv != "auto" else itemsize(dtype))
-    if kind == "flat":
-        return 0
-    if kind == "clusters":
-        cells = max(1, tokens // KEYS_PER_CELL)
-        # Codes, a scale and an id for each key, and for each cell half a block of padding and its moments.
-        return heads * ((tokens + 8 * cells) * (-(-dim // 8) * 4 + 8) + cells * (8 * dim + 12))
-    if kind == "faiss-ivf":
-        lists = max(1, min(int(4 * tokens**0.5), tokens // 40))
-        return heads * (tokens * (4 if on_disk else code + 8) + lists * dim * 4)
-    if kind == "faiss-hnsw":
-        own = 4 if on_disk else code + 12
-        return heads * round(tokens * (own + 4 * _GRAPH_LINKS * (2 + _GRAPH_UPPER)))
-    assert kind == "hnswlib", kind
-    upper = (4 * _GRAPH_LINKS + 4) * _GRAPH_UPPER
-    return heads * round(tokens * (4 * dim + 8 * _GRAPH_LINKS + 16 + upper))
+    stored = stored_types(kv, dtype, shape.head_dim)["keys"]
+    keys = numpy_dtype(dtype) if stored == dtype else encodings.row_dtype(stored, shape.head_dim)
+    one = indexes.registry.stated(kind).costs(tokens, shape.head_dim, keys, k, rows)
+    return Costs(*(shape.kv_heads * size for size in (one.memory, one.file, one.read)))
+
+
+@lru_cache(maxsize=1)
+def least_index() -> str:
+    """The kind that takes least beside the store."""
+
+    def taken(kind: str) -> int:
+        costs = indexes.registry.stated(kind).costs(1 << 20, 128, np.dtype(np.float16), 1)
+        return costs.memory + costs.file
+
+    return min(INDEXES, key=taken)
 
 
 def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
@@ -203,7 +197,8 @@ def search_bytes(outline: Outline, request: Request, threads: int) -> int:
     rows = _part_rows(request, shape)
     ids = 12 * shape.kv_heads * rows * k
     pairs = 16 * min(max(ENTRIES, k), rows * k) + request.tokens // 8  # and a bit for each token
-    return ids + max(ids, threads * pairs, _candidate_bytes(request, shape, rows, k, threads))
+    searching = indexes.registry.stated(request.index).search_bytes(request.tokens, k, shape.kv_heads, rows)
+    return ids + max(ids, threads * pairs, searching)
 
 
 def staged_bytes(outline: Outline, request: Request) -> int:
@@ -216,18 +211,6 @@ def staged_bytes(outline: Outline, request: Request) -> int:
     kept = request.device_cache // max(key, value)
     # A kept row has its number and two neighbours, in a table that is at most half full.
     return 2 * _power(shape.kv_heads * union * value) + 16 * kept + 4 * _power(2 * kept)
-
-
-def _candidate_bytes(request: Request, shape: ModelShape, rows: int, k: int, threads: int) -> int:
-    """What the threads of a search hold beside the ids and scores that they find."""
-    wanted = candidates_for(k)
-    if request.index == "clusters" and FIRST * wanted < request.tokens:
-        rows = max(1, min(_CELL_ROWS, _CELL_CANDIDATES // ((FIRST + 1) * wanted), rows))
-        # A score and a place for each candidate; for each cell two floats and two flags.
-        candidates = 8 * ((FIRST + 1) * wanted + 2 * STEP * CELL_BLOCK)
-        return threads * rows * (candidates + 10 * -(-request.tokens // KEYS_PER_CELL))
-    kept = 3 * 8 * min(_SCAN_ROWS, rows) * min(request.tokens, 2 * (k + _SCAN_BLOCK))
-    return min(threads, shape.kv_heads) * kept
 
 
 def _copied_bytes(outline: Outline, request: Request) -> int:

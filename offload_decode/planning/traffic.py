@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from offload_decode.models.outline import Outline
-from offload_decode.planning.bandwidth import Bandwidths
 from offload_decode.planning.request import Request
-from offload_decode.planning.sizes import active_weights_bytes, page_bytes, row_bytes
+from offload_decode.planning.sizes import active_weights_bytes, index_costs, page_bytes, row_bytes
+from offload_decode.types import ModelShape
 
-# Shares of the keys that a tuned index reads; until `index` has measured the recall they are assumptions.
-# IVF: a quarter of the lists on real queries (docs/methods.md §6). Graphs: what a walk at ef = N / 64 scores.
-# Clusters: codes of 72 bytes beside keys of 256 (D = 128, 16 bits), for half of the cells.
-_PROBED = {"clusters": 0.14, "flat": 1.0, "faiss-ivf": 0.25, "faiss-hnsw": 0.14, "hnswlib": 0.14}
+if TYPE_CHECKING:
+    from offload_decode.planning.bandwidth import Bandwidths
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Bytes for each generated token. `weights`: read on the device. `pages`: bounds read there. `scanned`:
-    keys read one after another in host memory. `gathered`: rows fetched from all over it, the most that the
-    query heads of a group can want. `attended`: rows read one after another for dense layers. `bus`: what of
-    these goes to a GPU; 0 without one.
+    what a search of the indexes reads in host memory. `gathered`: rows fetched from all over it, the most
+    that the query heads of a group can want. `attended`: rows read one after another for dense layers.
+    `bus`: what of these goes to a GPU; 0 without one.
     """
 
     weights: int
@@ -34,6 +33,15 @@ class Traffic:
     def host(self) -> int:
         """Bytes of the store that are read."""
         return self.scanned + self.gathered + self.attended
+
+
+class LayerTraffic(NamedTuple):
+    """What one layer adds to the `Traffic` of those names."""
+
+    pages: int = 0
+    scanned: int = 0
+    gathered: int = 0
+    attended: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,41 +59,44 @@ class Speed:
 
 def traffic(outline: Outline, request: Request, on_gpu: bool) -> Traffic:
     """For one conversation, one token at a time."""
-    shape, n = outline.shape, request.tokens
-    key, value = row_bytes(request.kv, shape.head_dim, outline.dtype)
-    scanned = gathered = attended = searched = 0
-    for k in request.budgets(shape).values():
-        if k is None:
-            attended += shape.kv_heads * n * (key + value)
-        elif request.selector == "quest":
-            searched += 1
-            gathered += shape.kv_heads * k * (key + value)  # a group shares its pages
-        else:
-            scanned += round(shape.kv_heads * n * key * _PROBED[request.index])
-            gathered += shape.kv_heads * min(n, shape.group * k) * value  # the scores are known already
+    layers = [
+        layer_traffic(outline.shape, outline.dtype, request, request.tokens, k)
+        for k in request.budgets(outline.shape).values()
+    ]
+    whole = LayerTraffic(*(sum(parts) for parts in zip(*layers, strict=True)))
     return Traffic(
         weights=active_weights_bytes(outline, request.weights),
-        pages=page_bytes(shape, n, request.page_size, request.metadata, searched),
-        scanned=scanned,
-        gathered=gathered,
-        attended=attended,
-        bus=gathered + attended if on_gpu else 0,
+        bus=whole.gathered + whole.attended if on_gpu else 0,
+        **whole._asdict(),
     )
+
+
+def layer_traffic(shape: ModelShape, dtype: str, request: Request, n: int, k: int | None) -> LayerTraffic:
+    """For a layer of `n` tokens of which each query row chooses `k`; None is all of them."""
+    key, value = row_bytes(request.kv, shape.head_dim, dtype)
+    if k is None:
+        return LayerTraffic(attended=shape.kv_heads * n * (key + value))
+    if request.selector == "quest":
+        pages = page_bytes(shape, n, request.page_size, request.metadata, 1)
+        return LayerTraffic(pages=pages, gathered=shape.kv_heads * min(n, k) * (key + value))
+    # A group shares Quest's pages, and here what is scanned. The scores of what is found are known already.
+    searched = index_costs(request.index, shape, n, request.kv, dtype, k, shape.group).read
+    return LayerTraffic(scanned=searched, gathered=shape.kv_heads * min(n, shape.group * k) * value)
 
 
 def speed(moved: Traffic, measured: Bandwidths, from_disk: float = 0.0, disk: float | None = None) -> Speed:
     """The stages of a token follow one another. `from_disk`: bytes that memory does not hold, read at `disk`
     bytes a second.
     """
-    seconds = {
-        "model weights": moved.weights / measured.weights,
-        "page bounds": moved.pages / measured.weights,
-        "scanning keys": moved.scanned / measured.scan,
-        "gathering rows": moved.gathered / measured.gather,
-        "dense layers": moved.attended / measured.attend,
-    }
-    if measured.bus is not None:
-        seconds["bus"] = moved.bus / measured.bus
+    stages = (
+        ("model weights", moved.weights, measured.weights),
+        ("page bounds", moved.pages, measured.pages),
+        ("searching keys", moved.scanned, measured.search),
+        ("chosen rows", moved.gathered, measured.rows),
+        ("dense layers", moved.attended, measured.dense),
+        ("bus", moved.bus, measured.bus),
+    )
+    seconds = {name: size / rate for name, size, rate in stages if size and rate}
     if from_disk and disk:
         seconds["disk"] = from_disk / disk
-    return Speed(1 / sum(seconds.values()), {name: spent for name, spent in seconds.items() if spent})
+    return Speed(1 / sum(seconds.values()), seconds)

@@ -13,8 +13,9 @@ from offload_decode.engine import step as prefix
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.sampler import Sampler
 from offload_decode.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
+from offload_decode.models.devices import pick_device
 from offload_decode.models.fingerprints import config_hash, weights_hash
-from offload_decode.models.loading import load, pick_device, wrap
+from offload_decode.models.loading import load, wrap
 from prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_model, tiny_tokenizer
 

@@ -91,7 +91,7 @@ for job, selector, index in (
         seconds = (time.perf_counter() - began) / steps
         moved = engine.prefix.take_stats().bytes_moved / (512 + 1 + steps)
         planned = plan(about, request, machine)
-        expected = speed(planned.traffic, measure(about.shape, about.dtype, "auto", "cpu"))
+        expected = speed(planned.traffic, measure(about.shape, about.dtype, request, "cpu"))
         found |= {"seconds": seconds, "expected": 1 / expected.tokens_per_second}
         engine = Engine.open(out, loaded, selector="topk")
         engine.extend([7])
@@ -102,10 +102,12 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    out = tmp_path_factory.mktemp("peaks") / "s.kv"
-    command = [sys.executable, "-c", RUN, str(out), str(TOKENS)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr
+    # Twice: where a function runs for the first time on a machine, the compiler's own memory (some 200 MB)
+    # comes on top, as docs/planning.md says. The second process finds all functions compiled.
+    for name in ("compiling.kv", "s.kv"):
+        command = [sys.executable, "-c", RUN, str(tmp_path_factory.mktemp("peaks") / name), str(TOKENS)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -144,7 +146,7 @@ def test_the_expected_speed_is_the_measured_one_where_bytes_decide(tmp_path, one
     # between the two measurements, and the calls between the stages are not in the plan.
     tokens, about = 400_000, outline("demo")
     store = _random_store(tmp_path / "s.kv", tokens)
-    for selector, limit in (("topk", "scanning keys"), ("quest", "dense layers"), ("dense", "dense layers")):
+    for selector, limit in (("topk", "searching keys"), ("quest", "dense layers"), ("dense", "dense layers")):
         engine = Engine.open(store, "demo", device="cpu", selector=selector)
         engine.extend([7, 8])
         seconds = []
@@ -154,7 +156,7 @@ def test_the_expected_speed_is_the_measured_one_where_bytes_decide(tmp_path, one
             seconds.append(time.perf_counter() - began)
         request = Request(tokens, selector=selector, index="flat")
         planned = plan(about, request, Machine(None, 1 << 40, 1 << 50, 0))
-        expected = speed(planned.traffic, measure(about.shape, about.dtype, "auto", "cpu"))
+        expected = speed(planned.traffic, measure(about.shape, about.dtype, request, "cpu"))
         assert expected.limit == limit
         assert 1 / 3 < min(seconds) * expected.tokens_per_second < 3, (selector, seconds, expected)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -151,7 +151,7 @@ def test_a_prefill_too_large_is_given_a_smaller_chunk():
 
 
 def test_speed_is_the_sum_of_what_is_moved():
-    even = Bandwidths(weights=1e9, scan=1e9, gather=1e9, attend=1e9, bus=1e9)
+    even = Bandwidths(weights=1e9, search=1e9, rows=1e9, bus=1e9)
     machine = Machine(40 * GIB, 64 * GIB, 200 * GIB, 0)
     asked = plan(llama_8b(), Request(100_000, index="flat"), machine)
     moved = asked.traffic
@@ -164,13 +164,56 @@ def test_speed_is_the_sum_of_what_is_moved():
     assert speed(moved, even, from_disk=1e12, disk=1e9).limit == "disk"
 
 
-@pytest.mark.parametrize("kv", KV)
-def test_bandwidths_are_measured(kv, tmp_path):
-    shape = ModelShape((LayerKind.FULL,), 4, 2, 64)
-    found = measure(shape, "float32", kv, "cpu")
-    rates = (found.weights, found.scan, found.gather, found.attend)
-    assert all(1e5 < rate < 1e13 for rate in rates), found
-    assert found.bus is None
+@pytest.mark.parametrize(
+    ("request_", "stages"),
+    [
+        ({"kv": "auto"}, {"search", "rows"}),
+        ({"kv": "int8", "index": "flat", "tokens": 3000}, {"search", "rows"}),
+        ({"kv": "int4-values", "budget": "2%"}, {"search", "rows"}),
+        ({"index": "faiss-ivf"}, {"search", "rows"}),
+        ({"selector": "quest"}, {"pages", "rows", "dense"}),
+        ({"selector": "quest", "metadata": "int8", "page_size": 100}, {"pages", "rows", "dense"}),
+        ({"selector": "quest", "tokens": 7}, {"dense"}),
+        ({"selector": "dense", "kv": "int8"}, {"dense"}),
+        ({"tokens": 1}, {"dense"}),
+    ],
+)
+def test_what_a_request_does_is_what_is_measured(request_, stages):
+    shape = ModelShape((LayerKind.FULL,) * 3, 4, 2, 64)
+    if request_.get("index", "").startswith("faiss"):
+        pytest.importorskip("faiss")
+    asked = Request(**{"tokens": 100_000} | request_)
+    found = asdict(measure(shape, "float32", asked, "cpu"))
+    measured = {name: rate for name, rate in found.items() if rate is not None}
+    assert measured.keys() == {"weights"} | stages
+    assert all(1e4 < rate < 1e13 for rate in measured.values()), found
+    # A stage that moves bytes has a rate: nothing that a token does is left out of its time.
+    moved = plan(replace(llama_8b(), shape=shape, dtype="float32"), asked, Machine(None, GIB, GIB, 0)).traffic
+    assert len(speed(moved, Bandwidths(**found)).seconds) == len(measured)
+
+
+def test_the_search_that_is_timed_is_that_of_the_index_that_is_asked_for(monkeypatch):
+    from indexes.clusters import ClusteredIndex
+    from indexes.flat import FlatIndex
+
+    searched = []
+    for kind in (FlatIndex, ClusteredIndex):
+        own = kind.search_heads.__func__
+
+        def seen(cls, heads, queries, k, own=own):
+            searched.append((cls.name, len(heads), queries.shape, k))
+            return own(cls, heads, queries, k)
+
+        monkeypatch.setattr(kind, "search_heads", classmethod(seen))
+    shape = ModelShape((LayerKind.FULL,), 8, 2, 64)
+    measure(shape, "float16", Request(50_000, budget="100"), "cpu")
+    assert set(searched) == {("clusters", 2, (2, 4, 64), 100)}
+    searched.clear()
+    measure(shape, "float16", Request(50_000, budget="100", index="flat"), "cpu")
+    assert set(searched) == {("flat", 2, (2, 4, 64), 100)}
+
+
+def test_a_disks_speed_is_measured_and_nothing_stays(tmp_path):
     assert measure_disk(tmp_path) is None or measure_disk(tmp_path) > 1e5
     assert not list(tmp_path.iterdir())
 

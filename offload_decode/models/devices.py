@@ -1,0 +1,32 @@
+"""Where a model runs, and in which dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from offload_decode.errors import ConfigError
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def check_dtype(dtype: str) -> None:
+    """ConfigError for a name that is neither `auto` nor one of `DTYPES`."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype '{dtype}'; choose one of: auto, {', '.join(DTYPES)}")
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is a CUDA device where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device '{device}'; choose one of: auto, cpu, cuda, cuda:0") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{device}' is not served; choose one of: auto, cpu, cuda, cuda:0")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device '{device}' is not there: torch finds no such CUDA device; use --device cpu"
+        )
+    return chosen

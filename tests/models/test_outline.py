@@ -1,0 +1,84 @@
+"""An outline is counted once, and remembered for as long as the config and the libraries are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offload_decode.errors import ModelError
+from offload_decode.models import outline as outlines
+from offload_decode.models.outline import outline
+from tests.tiny import tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny_model("gemma2").config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often parameters were counted."""
+    calls, count = [], outlines._counted
+    monkeypatch.setattr(outlines, "_counted", lambda model: calls.append(model) or count(model))
+    return calls
+
+
+def test_a_remembered_outline_is_the_counted_one(folder, counted):
+    first = outline(str(folder))
+    assert outline(str(folder)) == first
+    assert len(counted) == 1
+    folder.rename(folder.with_name("renamed"))
+    renamed = str(folder.with_name("renamed"))
+    assert outline(renamed) == replace(first, model_id=renamed)
+    assert len(counted) == 1
+
+
+def test_another_config_is_counted_anew(folder, counted):
+    first = outline(str(folder))
+    config = folder / "config.json"
+    changed = json.loads(config.read_text()) | {"vocab_size": 1000}
+    config.write_text(json.dumps(changed))
+    assert outline(str(folder)).vocabulary == 1000 != first.vocabulary
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize(
+    "kept", ["", "{}", "null", "[1]", '[[["full"], 4, 2, 16, null], "float32", 1.5]', "\u00e9", "[" * 5000]
+)
+def test_what_is_no_outline_is_counted_anew(folder, counted, tmp_path, kept):
+    first = outline(str(folder))
+    (file,) = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    file.write_text(kept)
+    assert outline(str(folder)) == first
+    assert len(counted) == 2
+
+
+def test_a_broken_config_is_refused_however_often_it_is_read(folder):
+    (folder / "config.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(ModelError):
+            outline(str(folder))
+
+
+def test_a_plan_of_a_remembered_model_imports_no_transformers(tmp_path):
+    code = (
+        "import sys; from cli.main import app\n"
+        "app(['plan', '--model', 'demo', '--tokens', '20K', '-o', 'index=flat'], standalone_mode=False)\n"
+        "print(sorted({'transformers', 'torch._dynamo', 'zarr', 'faiss'} & sys.modules.keys()))"
+    )
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    outlines_of = "from offload_decode.models.outline import outline; outline('demo')"
+    for command in (outlines_of, code):
+        ran = subprocess.run(
+            [sys.executable, "-c", command], capture_output=True, text=True, check=True, env=environment
+        )
+    assert ran.stdout.splitlines()[-1] == "[]"
