@@ -21,7 +21,7 @@ from offload_decode.models.passes import run_in_passes
 from offload_decode.models.processors import Processors
 from offload_decode.models.prompt import Prompt
 from offload_decode.selection.selector import Selector
-from offload_decode.store.reader import KVStore
+from offload_decode.store.base import Store
 from offload_decode.types import LayerKind
 
 
@@ -33,7 +33,7 @@ class Conversation:
     """
 
     def __init__(
-        self, loaded: LoadedModel, store: KVStore, prefix: StoredPrefix, cache: PrefixCache | None = None
+        self, loaded: LoadedModel, store: Store, prefix: StoredPrefix, cache: PrefixCache | None = None
     ):
         self.loaded = loaded
         self.store = store

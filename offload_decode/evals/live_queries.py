@@ -21,6 +21,7 @@ from offload_decode.models.loading import LoadedModel
 from offload_decode.pages.reference import page_tokens
 from offload_decode.selection.budgeted import Budgeted
 from offload_decode.selectors.registry import create
+from offload_decode.store.base import Store
 from offload_decode.store.reader import KVStore
 from offload_decode.types import PageSelection, Selection, StepStats
 
@@ -105,7 +106,7 @@ def _call(layer: int, queries: Queries) -> Call:
     return Call(layer, query, queries.scaling, queries.softcap)
 
 
-def sampled_tokens(store: KVStore) -> range:
+def sampled_tokens(store: Store) -> range:
     """The tokens of `sampled_calls`: token i is made of the store's samples `i · G` to `i · G + G - 1`.
 
     At least one; none where the store keeps fewer than G queries.

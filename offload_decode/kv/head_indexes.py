@@ -19,7 +19,7 @@ from indexes import files
 from indexes.base import Hits, VectorIndex
 from indexes.errors import VectorIndexError
 from offload_decode.errors import ConfigError, OffloadDecodeWarning
-from offload_decode.store.reader import KVStore
+from offload_decode.store.base import Store
 
 AUTO = "auto"
 PARTIAL, OLD = ".partial", ".old"
@@ -57,7 +57,7 @@ def kind_folders(store: Path) -> list[Path]:
     return sorted(path for path in found if path.is_dir() and path.suffix not in (PARTIAL, OLD))
 
 
-def heads_of(store: KVStore) -> list[tuple[int, int]]:
+def heads_of(store: Store) -> list[tuple[int, int]]:
     """Every (layer, KV head) that has keys to index, in the order in which they are built."""
     shape = store.manifest.shape
     return [(layer, head) for layer in shape.full_layers for head in range(shape.kv_heads)]
@@ -93,7 +93,7 @@ class Built:
         )
 
 
-def examine(store: KVStore, kind: str) -> Built | None:
+def examine(store: Store, kind: str) -> Built | None:
     """How far the indexes of a kind are built; None where nobody began. Raises UnknownIndex and
     MissingBackend.
 
@@ -121,7 +121,7 @@ def examine(store: KVStore, kind: str) -> Built | None:
     return Built(kind, len(heads), there, problem)
 
 
-def default_kind(store: KVStore) -> str:
+def default_kind(store: Store) -> str:
     """`clusters` where they are built, else `flat`, which needs no files."""
     built = examine(store, "clusters")
     return "clusters" if built is not None and built.whole else "flat"
@@ -134,7 +134,7 @@ class HeadIndexes:
     be searched, now or when one of them turns out to be damaged, and searches all keys.
     """
 
-    def __init__(self, store: KVStore, kind: str):
+    def __init__(self, store: Store, kind: str):
         self.store = store
         self._loaded: dict[tuple[int, int], VectorIndex] = {}
         self._may_fall_back = kind == AUTO

@@ -20,7 +20,7 @@ from offload_decode.kernels.rows import Rows, tensor_view
 from offload_decode.kv.device_rows import DeviceRows
 from offload_decode.kv.placement import HOST, Placement, Request
 from offload_decode.pages.dispatch import attend_pages, loaded_tokens
-from offload_decode.store.reader import KVStore
+from offload_decode.store.base import Store
 from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
 
 BLOCK_TOKENS = 8192
@@ -35,7 +35,7 @@ class HostKV:
     were used there last.
     """
 
-    def __init__(self, store: KVStore, device: torch.device, attend: str = "auto", cache_bytes: int = 0):
+    def __init__(self, store: Store, device: torch.device, attend: str = "auto", cache_bytes: int = 0):
         self.store = store
         self.device = device
         self.placement = Placement(attend, device)

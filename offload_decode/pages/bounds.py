@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from offload_decode.errors import ConfigError, StoreError
 from offload_decode.kernels.rows import Rows, tensor_view
 from offload_decode.pages.reference import SCALE_PAGES, PageBounds
-from offload_decode.store.reader import KVStore
+from offload_decode.store.base import Store
 
 METADATA = ("fp16", "int8")
 STEP_TOKENS = 1 << 14  # widened to float32 at a time
@@ -19,7 +19,7 @@ _HALF_MAX = torch.finfo(torch.float16).max
 _LARGEST = 3.4e38  # a step more of an int8 scale is infinite
 
 
-def stored_bounds(store: KVStore, layer: int, page_size: int, metadata: str) -> GrowingBounds:
+def stored_bounds(store: Store, layer: int, page_size: int, metadata: str) -> GrowingBounds:
     """Bounds of the stored keys of one layer, on the host: from the store's own pages where these divide
     `page_size`, else from its keys, block by block.
     """

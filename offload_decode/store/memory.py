@@ -1,0 +1,200 @@
+"""A store in memory: arrays, and what a prefill derives of them, made when first asked for.
+
+For tests and benchmarks, which need neither a model nor a disk. It answers as a store on disk would that
+was written from the same arrays, by the writer's own functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from indexes.rows.encodings import decode, encode
+from offload_decode.errors import ConfigError
+from offload_decode.store.format import Array, Manifest, stored_types
+from offload_decode.store.norms import row_norms
+from offload_decode.store.pages import fold_pages, rounded_outward
+from offload_decode.store.sampling import sample_plan
+from offload_decode.store.streams import as_bytes
+from offload_decode.types import LayerKind, ModelShape
+
+Layers = Sequence[Sequence[Array]] | Array
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+class MemoryStore:
+    """Implements `offload_decode.store.base.Store` over arrays. It has no tokens and no documents, and no
+    indexes lie beside it: `topk` searches all keys.
+
+    keys, values: `keys[layer][head]` is `[N, D]`, in float16, bfloat16 (`ml_dtypes`) or float32, for every
+    layer and KV head of `shape`: nested lists, or one array `[layers, Hkv, N, D]`. They are not copied; of
+    sliding layers the last window is kept. queries: `queries[layer][head]` is `[n, D]`, as `sample_plan(N, G,
+    n)` asks for them. kv: how keys and values are stored, one of `KV_KINDS`.
+
+    Raises `ConfigError` where the arrays do not fit the shape.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        keys: Layers,
+        values: Layers,
+        *,
+        queries: Layers | None = None,
+        kv: str = "auto",
+        page_size: int = 16,
+    ) -> None:
+        if not len(keys) or not len(keys[0]) or not len(keys[0][0]) or page_size < 1:
+            raise ConfigError("a store has at least one layer, KV head and token, and pages of at least one")
+        tokens, dtype = len(keys[0][0]), keys[0][0].dtype.name
+        if dtype not in DTYPES:
+            raise ConfigError(f"keys are {dtype}: a store has one of {', '.join(DTYPES)}")
+        everywhere, samples = range(len(shape.layers)), 1
+        _check("keys", keys, everywhere, shape, tokens, dtype)
+        _check("values", values, everywhere, shape, tokens, dtype)
+        if queries is not None:
+            samples, most = len(queries[shape.full_layers[0]][0]), tokens * shape.group
+            if not 1 <= samples <= most:
+                raise ConfigError(f"{samples:,} queries of a KV head: there can be 1 to {most:,}")
+            _check("queries", queries, shape.full_layers, shape, samples, dtype)
+        self.path = Path("in-memory.kv")
+        self.manifest = Manifest(
+            model_id="in memory",
+            model_config_hash="",
+            weights_hash="",
+            tokenizer_hash="",
+            dtype=dtype,
+            shape=shape,
+            rope={},
+            n_tokens=tokens,
+            token_hash="",
+            prefill={"method": "in memory"},
+            kv=stored_types(kv, dtype, shape.head_dim),
+            page_size=page_size,
+            query_samples=samples,
+        )
+        self._keys, self._values, self._queries = keys, values, queries
+        self._heads = {
+            (layer, head): _Head(self.manifest, keys[layer][head], values[layer][head])
+            for layer in shape.full_layers
+            for head in range(shape.kv_heads)
+        }
+
+    @cached_property
+    def query_positions(self) -> Array:
+        """Token positions of the sampled queries, int64 `[n]`; `ConfigError` if none were given."""
+        self._sampled()
+        own = self.manifest
+        return _read_only(sample_plan(own.n_tokens, own.shape.group, own.n_samples)[0])
+
+    @cached_property
+    def store_digest(self) -> str:
+        """SHA-256 of the keys' digests: it names all keys, and not the values."""
+        return hashlib.sha256("".join(head.digest for head in self._heads.values()).encode()).hexdigest()
+
+    def keys(self, layer: int, kv_head: int) -> Array:
+        """Keys `[N, D]` of a full-attention layer, or encoded `[N]`."""
+        return self._heads[layer, kv_head].keys
+
+    def values(self, layer: int, kv_head: int) -> Array:
+        """Values `[N, D]` of a full-attention layer, or encoded `[N]`."""
+        return self._heads[layer, kv_head].values
+
+    def key_norms(self, layer: int, kv_head: int) -> Array:
+        """Lengths of the keys, float32 `[N]`."""
+        return self._heads[layer, kv_head].key_norms
+
+    def pages(self, layer: int, kv_head: int) -> tuple[Array, Array]:
+        """Channel-wise minimum and maximum `[ceil(N / page_size), D]` of the keys of each page."""
+        return self._heads[layer, kv_head].pages
+
+    def queries(self, layer: int, kv_head: int) -> Array:
+        """The queries `[n, D]` that were given; `ConfigError` if none were."""
+        _ = self._heads[layer, kv_head]
+        return _read_only(self._sampled()[layer][kv_head])
+
+    def window(self, layer: int) -> tuple[Array, Array]:
+        """Keys and values `[Hkv, w, D]` of the last `w = min(N, sliding_window - 1)` tokens of a layer."""
+        if self.manifest.shape.layers[layer] is LayerKind.FULL:
+            raise KeyError(layer)
+        keys, values = (
+            np.stack([rows[-self.manifest.window :] for rows in given[layer]])
+            for given in (self._keys, self._values)
+        )
+        return keys, values
+
+    def digest(self, layer: int, kv_head: int) -> str:
+        """SHA-256 of one head's keys, as they are stored."""
+        return self._heads[layer, kv_head].digest
+
+    def check_mapped(self, layer: int) -> None:
+        """Nothing to check: memory does not shrink."""
+
+    def _sampled(self) -> Layers:
+        if self._queries is None:
+            raise ConfigError("this store was made without sampled queries: make it with queries=")
+        return self._queries
+
+
+class _Head:
+    """One KV head of a full-attention layer."""
+
+    def __init__(self, manifest: Manifest, keys: Array, values: Array) -> None:
+        self._manifest = manifest
+        self._given = keys, values
+
+    @cached_property
+    def keys(self) -> Array:
+        return self._stored("keys", self._given[0])
+
+    @cached_property
+    def values(self) -> Array:
+        return self._stored("values", self._given[1])
+
+    @cached_property
+    def key_norms(self) -> Array:
+        return _read_only(row_norms(self._numbers)[:, 0])
+
+    @cached_property
+    def pages(self) -> tuple[Array, Array]:
+        own = self._manifest
+        lower, upper, _ = fold_pages(None, 0, self._numbers[None], own.page_size, own.n_tokens)
+        lower, upper = rounded_outward(lower[0], upper[0], own.numpy_dtype)
+        return _read_only(lower), _read_only(upper)
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(as_bytes(self.keys)).hexdigest()
+
+    @property
+    def _numbers(self) -> Array:
+        """What the stored keys stand for: floats `[N, D]`."""
+        return decode(self.keys) if self._manifest.encoding("keys") else self.keys
+
+    def _stored(self, kind: str, rows: Array) -> Array:
+        encoding = self._manifest.encoding(kind)
+        return _read_only(np.ascontiguousarray(rows) if encoding is None else encode(rows, encoding))
+
+
+def _read_only(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _check(name: str, given: Layers, layers: Sequence[int], shape: ModelShape, rows: int, dtype: str) -> None:
+    """ConfigError unless `given` holds `[rows, D]` in `dtype` for each of `layers` and their KV heads."""
+    expected = [((rows, shape.head_dim), dtype)] * shape.kv_heads
+    if len(given) != len(shape.layers):
+        raise ConfigError(f"{name} of {len(given)} layers, and the shape has {len(shape.layers)}")
+    for layer in layers:
+        found = [(own.shape, own.dtype.name) for own in given[layer]]
+        if found != expected:
+            raise ConfigError(
+                f"{name} of layer {layer} are {found}, and those of the shape and of the first keys would be "
+                f"{expected}"
+            )
