@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ from offload_decode.evals.live_queries import Call, run_dense
 from offload_decode.evals.tasks.common_words import CommonWords
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.store.memory import MemoryStore
 from offload_decode.store.reader import KVStore
 from offload_decode.tails.sample import CLUSTER_SIZE, SampleTail
 from offload_decode.types import LayerKind, ModelShape
@@ -153,16 +153,10 @@ def counting_heads(tokenizer: Any, context: str, heads: int, seed: int) -> tuple
     for place, word in enumerate(counted):
         values[ids == word, place] = 1
 
-    store = SimpleNamespace(
-        manifest=SimpleNamespace(n_tokens=len(ids)),
-        digest=lambda layer, head: f"counting head {head}",
-        keys=lambda layer, head: keys[head],
-        values=lambda layer, head: values,
-        check_mapped=lambda layer: None,
-    )
     shape = ModelShape((LayerKind.FULL,), heads, heads, DIM)
+    store = MemoryStore(shape, keys[None], [[values] * heads])
     call = Call(0, torch.from_numpy(queries)[None, :, None], 1.0, None)
-    results = attended(HostKV(cast(KVStore, store), torch.device("cpu")), shape, [call] * 3)
+    results = attended(HostKV(store, torch.device("cpu")), shape, [call] * 3)
     order = np.argsort(-counts)[:RANKED]
     for row, outs in results:
         shares = outs[0][0, :, 0, :WORDS].numpy()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -22,7 +21,7 @@ from offload_decode.kv.host import HostKV
 from offload_decode.pages.dispatch import loaded_tokens
 from offload_decode.pages.reference import page_tokens
 from offload_decode.selectors.registry import create
-from offload_decode.store.reader import KVStore
+from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape, PageSelection, Selection, StepStats
 
 OURS, BASELINE = "ours", "baseline"
@@ -61,14 +60,8 @@ class MemoryLayer:
         _, heads, self.group, dim = layer.steps.shape
         self.shape = ModelShape((LayerKind.FULL,), heads * self.group, heads, dim)
         # Bounds of pages are made from the keys, as pages of the store would be larger than Quest's.
-        manifest = SimpleNamespace(n_tokens=layer.length, shape=self.shape, page_size=1 << 20)
-        store = SimpleNamespace(
-            manifest=manifest,
-            keys=lambda _, head: layer.keys[head],
-            values=lambda _, head: layer.values[head],
-            digest=lambda _, head: f"{layer.name} {head}",
-        )
-        self.host = HostKV(cast(KVStore, store), torch.device("cpu"))
+        store = MemoryStore(self.shape, [layer.keys], [layer.values], page_size=1 << 20)
+        self.host = HostKV(store, torch.device("cpu"))
 
     def queries(self, rows: Float32) -> Queries:
         return Queries(torch.from_numpy(rows), self.layer.scaling, None, self.group)

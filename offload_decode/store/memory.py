@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from indexes.rows.encodings import decode, encode
+from indexes.rows.encodings import INT4, INT8, decode, dim, encoding_of, name_of
 from offload_decode.errors import ConfigError
-from offload_decode.store.format import Array, Manifest, stored_types
+from offload_decode.store.format import Array, Manifest
 from offload_decode.store.norms import row_norms
 from offload_decode.store.pages import fold_pages, rounded_outward
 from offload_decode.store.sampling import sample_plan
@@ -30,10 +30,12 @@ class MemoryStore:
     """Implements `offload_decode.store.base.Store` over arrays. It has no tokens and no documents, and no
     indexes lie beside it: `topk` searches all keys.
 
-    keys, values: `keys[layer][head]` is `[N, D]`, in float16, bfloat16 (`ml_dtypes`) or float32, for every
-    layer and KV head of `shape`: nested lists, or one array `[layers, Hkv, N, D]`. They are not copied; of
-    sliding layers the last window is kept. queries: `queries[layer][head]` is `[n, D]`, as `sample_plan(N, G,
-    n)` asks for them. kv: how keys and values are stored, one of `KV_KINDS`.
+    keys, values: `keys[layer][head]` is `[N, D]` in float16, bfloat16 (`ml_dtypes`) or float32, or `[N]` as
+    `indexes.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
+    `[layers, Hkv, N, D]`. Rows that are contiguous are not copied. Sliding layers
+    are plain, and show their last window.
+    queries: `queries[layer][head]` is `[n, D]`, those that `sample_plan(N, G, n)` asks for. dtype: the
+    model's, where the keys are encoded.
 
     Raises `ConfigError` where the arrays do not fit the shape.
     """
@@ -45,22 +47,31 @@ class MemoryStore:
         values: Layers,
         *,
         queries: Layers | None = None,
-        kv: str = "auto",
         page_size: int = 16,
+        dtype: str = "float32",
     ) -> None:
-        if not len(keys) or not len(keys[0]) or not len(keys[0][0]) or page_size < 1:
-            raise ConfigError("a store has at least one layer, KV head and token, and pages of at least one")
-        tokens, dtype = len(keys[0][0]), keys[0][0].dtype.name
-        if dtype not in DTYPES:
-            raise ConfigError(f"keys are {dtype}: a store has one of {', '.join(DTYPES)}")
-        everywhere, samples = range(len(shape.layers)), 1
-        _check("keys", keys, everywhere, shape, tokens, dtype)
-        _check("values", values, everywhere, shape, tokens, dtype)
+        first = _first("keys", keys, shape), _first("values", values, shape)
+        tokens, kv = len(first[0]), dict(zip(("keys", "values"), map(name_of, first), strict=True))
+        dtype = dtype if encoding_of(first[0]) else kv["keys"]
+        if dtype not in DTYPES or not {*kv.values()} <= {dtype, INT8, INT4}:
+            raise ConfigError(
+                f"keys are {kv['keys']} and values {kv['values']}: they must both be encoded rows or in the "
+                f"model's dtype, one of {', '.join(DTYPES)}"
+            )
+        for kind, given in (("keys", keys), ("values", values)):
+            for layer, own in enumerate(shape.layers):
+                stored = kv[kind] if own is LayerKind.FULL else dtype
+                _check(kind, layer, given, [((tokens, shape.head_dim), stored)] * shape.kv_heads)
+        samples, most = 1, tokens * shape.group
         if queries is not None:
-            samples, most = len(queries[shape.full_layers[0]][0]), tokens * shape.group
-            if not 1 <= samples <= most:
-                raise ConfigError(f"{samples:,} queries of a KV head: there can be 1 to {most:,}")
-            _check("queries", queries, shape.full_layers, shape, samples, dtype)
+            samples = len(_first("queries", queries, shape))
+            for layer in shape.full_layers:
+                _check("queries", layer, queries, [((samples, shape.head_dim), dtype)] * shape.kv_heads)
+        if not tokens or page_size < 1 or not 1 <= samples <= most:
+            raise ConfigError(
+                f"{tokens:,} tokens in pages of {page_size:,}, with {samples:,} queries of a KV head: a "
+                "store has at least one of each, and at most one query for each token and query head"
+            )
         self.path = Path("in-memory.kv")
         self.manifest = Manifest(
             model_id="in memory",
@@ -73,7 +84,7 @@ class MemoryStore:
             n_tokens=tokens,
             token_hash="",
             prefill={"method": "in memory"},
-            kv=stored_types(kv, dtype, shape.head_dim),
+            kv=kv,
             page_size=page_size,
             query_samples=samples,
         )
@@ -115,7 +126,7 @@ class MemoryStore:
     def queries(self, layer: int, kv_head: int) -> Array:
         """The queries `[n, D]` that were given; `ConfigError` if none were."""
         _ = self._heads[layer, kv_head]
-        return _read_only(self._sampled()[layer][kv_head])
+        return _read_only(np.ascontiguousarray(self._sampled()[layer][kv_head]))
 
     def window(self, layer: int) -> tuple[Array, Array]:
         """Keys and values `[Hkv, w, D]` of the last `w = min(N, sliding_window - 1)` tokens of a layer."""
@@ -149,11 +160,11 @@ class _Head:
 
     @cached_property
     def keys(self) -> Array:
-        return self._stored("keys", self._given[0])
+        return _read_only(np.ascontiguousarray(self._given[0]))
 
     @cached_property
     def values(self) -> Array:
-        return self._stored("values", self._given[1])
+        return _read_only(np.ascontiguousarray(self._given[1]))
 
     @cached_property
     def key_norms(self) -> Array:
@@ -173,11 +184,7 @@ class _Head:
     @property
     def _numbers(self) -> Array:
         """What the stored keys stand for: floats `[N, D]`."""
-        return decode(self.keys) if self._manifest.encoding("keys") else self.keys
-
-    def _stored(self, kind: str, rows: Array) -> Array:
-        encoding = self._manifest.encoding(kind)
-        return _read_only(np.ascontiguousarray(rows) if encoding is None else encode(rows, encoding))
+        return decode(self.keys) if encoding_of(self.keys) else self.keys
 
 
 def _read_only(array: Array) -> Array:
@@ -186,15 +193,20 @@ def _read_only(array: Array) -> Array:
     return view
 
 
-def _check(name: str, given: Layers, layers: Sequence[int], shape: ModelShape, rows: int, dtype: str) -> None:
-    """ConfigError unless `given` holds `[rows, D]` in `dtype` for each of `layers` and their KV heads."""
-    expected = [((rows, shape.head_dim), dtype)] * shape.kv_heads
-    if len(given) != len(shape.layers):
-        raise ConfigError(f"{name} of {len(given)} layers, and the shape has {len(shape.layers)}")
-    for layer in layers:
-        found = [(own.shape, own.dtype.name) for own in given[layer]]
-        if found != expected:
-            raise ConfigError(
-                f"{name} of layer {layer} are {found}, and those of the shape and of the first keys would be "
-                f"{expected}"
-            )
+def _first(kind: str, given: Layers, shape: ModelShape) -> Array:
+    """The first head that is stored whole; ConfigError unless `given` has the layers of the shape."""
+    if not shape.full_layers:
+        raise ConfigError("the shape has sliding layers alone: there is nothing to search")
+    if len(given) != len(shape.layers) or not len(given[shape.full_layers[0]]):
+        raise ConfigError(f"{kind} must be given for {len(shape.layers)} layers and their KV heads")
+    head: Array = given[shape.full_layers[0]][0]
+    return head
+
+
+def _check(kind: str, layer: int, given: Layers, expected: list[tuple[tuple[int, ...], str]]) -> None:
+    """ConfigError unless the heads of a layer are of the expected shapes `(rows, D)` and kinds."""
+    found = [
+        ((*own.shape, dim(own)) if encoding_of(own) else own.shape, name_of(own)) for own in given[layer]
+    ]
+    if found != expected:
+        raise ConfigError(f"the {kind} of layer {layer} are {found}, where {expected} would fit the others")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks import layers
 from benchmarks.fidelity import truth
-from offload_decode.types import LayerKind, ModelShape
+from benchmarks.ways import MemoryLayer
+from indexes.rows.encodings import decode, encode
+from offload_decode.store.memory import MemoryStore
+from offload_decode.types import LayerKind, ModelShape, Selection
 
 
 @pytest.mark.parametrize("make", [layers.long_tailed, layers.gaussian])
@@ -49,12 +51,8 @@ def test_the_long_tail_is_long() -> None:
 def test_queries_that_tune_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape((LayerKind.SLIDING, LayerKind.FULL), 4, 2, 8, 16)
     sampled = np.arange(2 * 40 * 8, dtype=np.float32).reshape(2, 40, 8)
-    store = SimpleNamespace(
-        manifest=SimpleNamespace(shape=shape),
-        keys=lambda layer, head: np.zeros((50, 8), np.float32),
-        values=lambda layer, head: np.zeros((50, 8), np.float32),
-        queries=lambda layer, head: sampled[head],
-    )
+    rows = np.zeros((2, 2, 50, 8), np.float32)
+    store = MemoryStore(shape, rows, rows, queries=[[], sampled])
     monkeypatch.setattr(layers.KVStore, "open", lambda path: store)
     layer = layers.captured(Path("store"), steps=5)
     assert layer.steps.shape == (5, 2, 2, 8)
@@ -67,3 +65,20 @@ def test_queries_that_tune_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> No
         # A group's rows are neighbours among the samples.
         gaps = np.diff(layer.steps[:, head, :, 0], axis=1)
         np.testing.assert_array_equal(gaps, 8)
+
+
+@pytest.mark.parametrize("encoding", ["int8-rows", "int4-rows"])
+def test_what_a_store_keeps_encoded_is_attended_to_as_it_is(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ModelShape((LayerKind.FULL, LayerKind.FULL), 4, 2, 8)
+    keys, values, queries = np.random.default_rng(0).standard_normal((3, 2, 2, 50, 8), np.float32)
+    stored = [encode(rows, encoding) for rows in (keys, values)]
+    store = MemoryStore(shape, *stored, queries=queries)
+    monkeypatch.setattr(layers.KVStore, "open", lambda path: store)
+    layer = layers.captured(Path("store"), steps=2)
+    rows = layer.steps[0]
+    logits = layer.scaling * rows @ np.stack([decode(own) for own in layer.keys]).transpose(0, 2, 1)
+    weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = weights @ np.stack([decode(own) for own in layer.values])
+    np.testing.assert_allclose(MemoryLayer(layer).attend(rows, Selection(None)), expected, atol=1e-5)

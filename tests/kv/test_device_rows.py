@@ -20,7 +20,7 @@ from offload_decode.kv.host import HostKV
 from offload_decode.kv.hot_rows import HotRows
 from offload_decode.kv.placement import Placement, Request
 from offload_decode.types import Selection, StepStats
-from tests.kv.test_host import HKV, FakeStore, N, R, ids, queries
+from tests.kv.test_host import HKV, N, R, ids, made_store, queries
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -113,7 +113,7 @@ def test_a_cache_that_holds_no_row_is_refused():
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("scored", [False, True])
 def test_a_cache_changes_no_bit(device, scored):
-    store = FakeStore(np.float16)
+    store = made_store(np.float16)
     hosts = [HostKV(store, device, "device", size) for size in (0, 40 * 16, 10**6)]
     hits = 0
     for step in range(4):
@@ -158,7 +158,7 @@ def test_auto_keeps_the_faster_way_of_each_kind_of_request(monkeypatch):
 
 
 def test_measuring_leaves_the_cache_and_the_statistics_alone(monkeypatch):
-    host = HostKV(FakeStore(), CPU, "device", 10**6)
+    host = HostKV(made_store(), CPU, "device", 10**6)
     host.placement.attend = "auto"
     stats = StepStats()
     host.attend(0, Queries(queries(), 0.4), Selection(ids(7)), stats)
@@ -192,7 +192,7 @@ def test_copies_in_flight_are_not_overwritten(cache_bytes):
 
 @pytest.mark.gpu
 def test_auto_measures_on_a_card_and_says_what_it_found():
-    host = HostKV(FakeStore(), torch.device("cuda"), "auto", 1 << 16)
+    host = HostKV(made_store(), torch.device("cuda"), "auto", 1 << 16)
     stats = StepStats()
     host.attend(0, Queries(queries().cuda(), 0.4), Selection(ids(7)), stats)
     (measured,) = host.placement.report()["measured"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,8 @@ from offload_decode.kernels.rows import numpy_view, tensor_view
 from offload_decode.kv import host as kv
 from offload_decode.kv.host import HostKV
 from offload_decode.kv.tail import TailKV
-from offload_decode.types import PageSelection, Selection, StepStats
+from offload_decode.store.memory import MemoryStore
+from offload_decode.types import LayerKind, ModelShape, PageSelection, Selection, StepStats
 
 N, HKV, R, D = 50, 2, 6, 8
 PLACES = [
@@ -25,20 +24,15 @@ PLACES = [
 ]
 
 
-class FakeStore:
-    """Keys and values in memory, where `HostKV` expects a store."""
+def made_store(dtype=np.float32):
+    """One layer of random keys and values."""
+    keys, values = np.random.default_rng(0).standard_normal((2, 1, HKV, N, D)).astype(dtype)
+    return MemoryStore(ModelShape((LayerKind.FULL,), R, HKV, D), keys, values)
 
-    def __init__(self, dtype=np.float32):
-        generator = np.random.default_rng(0)
-        self.manifest = SimpleNamespace(n_tokens=N, shape=SimpleNamespace(kv_heads=HKV))
-        self.arrays = generator.standard_normal((2, HKV, N, D)).astype(dtype)
-        self.arrays.flags.writeable = False
 
-    def keys(self, layer, head):
-        return self.arrays[0, head]
-
-    def values(self, layer, head):
-        return self.arrays[1, head]
+def stacked(read):
+    """What a store has of every head of layer 0: `[Hkv, N, D]` float32."""
+    return torch.from_numpy(np.stack([read(0, head) for head in range(HKV)]).astype(np.float32))
 
 
 def queries(rows=R):
@@ -54,7 +48,7 @@ def ids(k, rows=R):
 
 def by_mask(store, query, chosen, softcap=None):
     """Dense reference: every key, with those masked that a row did not select."""
-    key, value = (torch.from_numpy(np.array(part, np.float32))[None] for part in store.arrays)
+    key, value = (stacked(read)[None] for read in (store.keys, store.values))
     seen = torch.zeros(HKV, query.shape[1], N + 1, dtype=torch.bool)
     seen.scatter_(2, torch.where(chosen < 0, N, chosen), True)
     states = [
@@ -76,10 +70,13 @@ def by_mask(store, query, chosen, softcap=None):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(("device", "place"), PLACES)
 def test_attending_to_a_selection_is_masked_attention(k, scored, softcap, device, place):
-    store, query, chosen = FakeStore(), queries(), ids(k)
+    store, query, chosen = made_store(), queries(), ids(k)
     chosen[0, 0, 1:] = -1  # a row with padding
-    keys = torch.from_numpy(store.arrays[0].copy())
-    scores = (query @ keys.transpose(1, 2)).gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
+    scores = (
+        (query @ stacked(store.keys).transpose(1, 2))
+        .gather(2, chosen.clamp(min=0))
+        .masked_fill(chosen < 0, -torch.inf)
+    )
     out, lse = HostKV(store, torch.device(device), place, cache_bytes=4096).attend(
         0,
         Queries(query.to(device), 0.4, softcap),
@@ -94,7 +91,7 @@ def test_attending_to_a_selection_is_masked_attention(k, scored, softcap, device
 
 @pytest.mark.parametrize(("device", "place"), PLACES)
 def test_attending_to_everything_and_to_pages_is_the_same_wherever_it_is_done(device, place):
-    store, query = FakeStore(), queries()
+    store, query = made_store(), queries()
     host = HostKV(store, torch.device(device), place)
     everything = torch.arange(N).expand(HKV, R, N)
     pages = torch.arange(-(-N // 8)).expand(HKV, R, -1)
@@ -112,7 +109,7 @@ def test_attending_to_everything_and_to_pages_is_the_same_wherever_it_is_done(de
 
 
 def test_selecting_everything_is_dense_block_by_block(monkeypatch):
-    store, query = FakeStore(), queries()
+    store, query = made_store(), queries()
     monkeypatch.setattr(kv, "BLOCK_TOKENS", 16)
     state = HostKV(store, torch.device("cpu")).attend(0, Queries(query, 0.4), Selection(None), StepStats())
     expected = by_mask(store, query, torch.arange(N).expand(HKV, R, N))
@@ -121,7 +118,7 @@ def test_selecting_everything_is_dense_block_by_block(monkeypatch):
 
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_many_rows_are_taken_in_parts(place, monkeypatch):
-    store, query, chosen = FakeStore(), queries(20), ids(5, 20)
+    store, query, chosen = made_store(), queries(20), ids(5, 20)
     monkeypatch.setattr(kv, "SCORES", 100)
     host = HostKV(store, torch.device("cpu"), place)
     state = host.attend(0, Queries(query, 0.4), Selection(chosen), StepStats())
@@ -130,7 +127,7 @@ def test_many_rows_are_taken_in_parts(place, monkeypatch):
 
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_a_budget_of_nothing_is_the_empty_state(place):
-    state = HostKV(FakeStore(), torch.device("cpu"), place).attend(
+    state = HostKV(made_store(), torch.device("cpu"), place).attend(
         0, Queries(queries(), 0.4), Selection(torch.empty(HKV, R, 0, dtype=torch.long)), StepStats()
     )
     assert (state.out == 0).all()
@@ -140,7 +137,7 @@ def test_a_budget_of_nothing_is_the_empty_state(place):
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_a_row_shared_by_the_group_moves_once_and_keys_stay_when_scores_are_known(place, monkeypatch):
     monkeypatch.setattr(pool, "THREADS", 1)  # rows on several threads share nothing
-    store, query = FakeStore(), queries()
+    store, query = made_store(), queries()
     same = torch.arange(10).expand(HKV, R, 10)
     for scores, arrays in ((None, 2), (torch.zeros(HKV, R, 10), 1)):
         stats = StepStats()

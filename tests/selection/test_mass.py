@@ -12,45 +12,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_decode.attention.queries import Queries
-from offload_decode.kernels.rows import Rows, numpy_view
+from offload_decode.kernels.rows import numpy_view
+from offload_decode.kv.host import HostKV
 from offload_decode.pages.reference import page_tokens
 from offload_decode.selection import mass
 from offload_decode.selection.budgets import Budget
 from offload_decode.selection.mass import MassBudget, cut, exact_scores
-from offload_decode.types import PageSelection, Selection
+from offload_decode.store.memory import MemoryStore
+from offload_decode.types import LayerKind, ModelShape, PageSelection, Selection
 
 HEADS, GROUP, TOKENS, DIM = 2, 2, 3, 16
 
 
-class Host:
-    """Keys `[Hkv, N, D]` of every layer, in the place of a `HostKV`."""
+def host_of(keys, layers=1):
+    """A host whose layers all have the same keys `[Hkv, N, D]`."""
+    shape = ModelShape((LayerKind.FULL,) * layers, HEADS * GROUP, HEADS, keys.shape[2])
+    arrays = [numpy_view(keys)] * layers
+    return HostKV(MemoryStore(shape, arrays, arrays), torch.device("cpu"))
 
-    device = torch.device("cpu")
 
-    def __init__(self, keys):
-        self.stored = keys
-        self.length = keys.shape[1]
-
-    def keys(self, layer, head):
-        return Rows(numpy_view(self.stored[head]))
-
-    def layer_keys(self, layer):
-        return [self.keys(layer, head) for head in range(len(self.stored))]
+def stored(host):
+    """Its keys `[Hkv, N, D]` in float32."""
+    return torch.stack([rows.read(slice(None), host.device) for rows in host.layer_keys(0)])
 
 
 def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def made(n_tokens, scaling=1.0, softcap=None, seed=1):
+def made(n_tokens, scaling=1.0, softcap=None, seed=1, layers=1):
     """Half-precision keys and the queries of one step: the larger `scaling`, the more peaked."""
-    host = Host(normal(HEADS, n_tokens, DIM, seed=seed).half())
+    host = host_of(normal(HEADS, n_tokens, DIM, seed=seed).half(), layers)
     rows = normal(HEADS, GROUP * TOKENS, DIM, seed=seed + 1)
     return host, Queries(rows, scaling, softcap, group=GROUP, tokens=TOKENS)
 
 
 def all_logits(host, queries):
-    return queries.logits(queries.rows @ host.stored.float().transpose(1, 2)).double()
+    return queries.logits(queries.rows @ stored(host).transpose(1, 2)).double()
 
 
 def exact_top(host, queries, asked=None):
@@ -59,7 +57,7 @@ def exact_top(host, queries, asked=None):
     def choose(k):
         if asked is not None:
             asked.append(k)
-        scores, ids = (queries.rows @ host.stored.float().transpose(1, 2)).topk(k)
+        scores, ids = (queries.rows @ stored(host).transpose(1, 2)).topk(k)
         return Selection(ids, scores)
 
     return choose
@@ -150,7 +148,7 @@ def test_the_estimate_reaches_the_share_within_its_error(scaling, share):
 
 def test_the_rest_is_unbiased_and_as_spread_as_stated():
     """Every layer draws its own sample, and here all layers have the same keys."""
-    host, queries = made(3000, scaling=1.5)
+    host, queries = made(3000, scaling=1.5, layers=200)
     chosen, estimate = exact_top(host, queries)(256), MassBudget(host, sample=256)
     rests = (
         torch.stack([estimate.rest(layer, queries, chosen.ids).log_sum() for layer in range(200)])
@@ -218,7 +216,7 @@ def test_padding_weighs_nothing_under_a_softcap():
 
 
 def test_huge_scores_of_either_sign_stay_finite():
-    host = Host(torch.tensor([[[100.0], [-100.0], [99.0]] + [[0.0]] * 600] * HEADS))
+    host = host_of(torch.tensor([[[100.0], [-100.0], [99.0]] + [[0.0]] * 600] * HEADS))
     queries = Queries(torch.tensor([[[100.0], [-100.0]]] * HEADS), 1.0, group=2)
     for amount in ("mass=0.5", "mass=0.999999"):
         selection = select(host, queries, amount, exact_top(host, queries), sample=300)
@@ -249,12 +247,12 @@ def test_rows_that_left_no_sampled_token_ask_for_more():
 
 
 def test_the_sample_is_fixed_and_differs_between_heads():
-    host, _ = made(5000)
+    host, _ = made(5000, layers=2)
     first, again = MassBudget(host), MassBudget(host)
     ids, keys = first.sample(1, 0)
     assert len(ids.unique()) == 1024
     assert (ids == again.sample(1, 0)[0]).all()
-    assert (keys == host.stored[0, ids].float()).all()
+    assert (keys == stored(host)[0, ids]).all()
     assert any((ids != first.sample(*other)[0]).any() for other in ((1, 1), (0, 0)))
 
 
@@ -265,9 +263,9 @@ def test_scores_are_taken_in_pieces(monkeypatch):
     ids[0, 1, 7:] = -1
     monkeypatch.setattr(mass, "GATHERED", 37 * DIM)
     found = exact_scores(host, 0, queries, Selection(ids))
-    scores, own = found.scores, host.stored.element_size() * DIM
-    assert found.moved == ids.numel() * own
-    expected = (queries.rows @ host.stored.float().transpose(1, 2)).gather(-1, ids.clamp(min=0))
+    scores = found.scores
+    assert found.moved == ids.numel() * 2 * DIM
+    expected = (queries.rows @ stored(host).transpose(1, 2)).gather(-1, ids.clamp(min=0))
     torch.testing.assert_close(scores, expected.masked_fill(ids < 0, -torch.inf))
 
 

@@ -1,11 +1,9 @@
 """KeyDiff against the mean cosine of every key with every key."""
 
-import numpy as np
 import torch
 
-from offload_decode.kernels.rows import Rows
 from tests.contracts.selector_contract import SelectorContract
-from tests.selectors.memory_host import MemoryCases, assert_best
+from tests.selectors.memory_cases import Case, MemoryCases, assert_best
 
 
 class TestKeyDiff(SelectorContract, MemoryCases):
@@ -31,7 +29,7 @@ class TestKeyDiff(SelectorContract, MemoryCases):
         assert held.selector.choose(3, queries, case.host.length).ids.shape[-1] == case.host.length
 
     def test_a_key_of_nothing_is_no_harm(self, case):
-        case.host.keys = lambda layer, head: Rows(np.zeros((case.host.length, case.host.dim), np.float32))
+        case = Case.zeros(case.host.length, case.shape.query_heads, case.shape.kv_heads, case.shape.head_dim)
         assert len(case.make("keydiff", budget="100%").select(3, case.queries()).ids[0, 0].unique()) == (
             case.host.length
         )

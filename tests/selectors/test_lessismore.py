@@ -6,7 +6,7 @@ import torch
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from tests.contracts.selector_contract import SelectorContract
-from tests.selectors.memory_host import BATCH, LAYERS, TOKENS, MemoryCases, assert_best
+from tests.selectors.memory_cases import BATCH, LAYERS, TOKENS, MemoryCases, assert_best
 
 
 class TestLessIsMore(SelectorContract, MemoryCases):

@@ -5,7 +5,7 @@ import torch
 
 from offload_decode.errors import ConfigError
 from tests.contracts.selector_contract import SelectorContract
-from tests.selectors.memory_host import MemoryCases, assert_best
+from tests.selectors.memory_cases import MemoryCases, assert_best
 
 
 class TestLoki(SelectorContract, MemoryCases):
@@ -13,7 +13,7 @@ class TestLoki(SelectorContract, MemoryCases):
 
     @pytest.mark.parametrize("dims", ["1", "3"])
     def test_the_first_components_choose(self, case, dims):
-        if case.host.dtype is not torch.float32 or case.host.length == 1:
+        if case.dtype is not torch.float32 or case.host.length == 1:
             pytest.skip("rounded components, or none: the order is not that of the formula")
         queries, keys = case.queries(), case.keys(4).double()
         ids = case.make("loki", dims=dims, budget="8").select(4, queries).ids
@@ -27,7 +27,7 @@ class TestLoki(SelectorContract, MemoryCases):
         exact = queries.rows @ case.keys(4).transpose(1, 2)
         found, best = exact.gather(-1, chosen.ids), exact.topk(min(8, case.host.length)).values
         # Components are kept in the store's dtype: scores are off by what that rounds.
-        rounding = torch.finfo(case.host.dtype).eps * 8 * case.host.dim**2
+        rounding = torch.finfo(case.dtype).eps * 8 * case.shape.head_dim**2
         assert (best - found).abs().max() <= max(1e-4, rounding)
         assert chosen.scores is None
 

@@ -5,7 +5,7 @@ import torch
 from offload_decode.kv.host import HostKV
 from offload_decode.selectors import registry
 from tests.contracts.selector_contract import LAYER, SelectorContract
-from tests.selectors.memory_host import MemoryCases, assert_best
+from tests.selectors.memory_cases import MemoryCases, assert_best
 
 
 class TestOracle(SelectorContract, MemoryCases):

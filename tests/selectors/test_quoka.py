@@ -6,7 +6,7 @@ from torch.nn.functional import cosine_similarity
 
 from offload_decode.errors import ConfigError
 from tests.contracts.selector_contract import SelectorContract
-from tests.selectors.memory_host import MemoryCases, assert_best
+from tests.selectors.memory_cases import Case, MemoryCases, assert_best
 
 
 def unit(vectors):
@@ -26,7 +26,7 @@ class TestQuoKA(SelectorContract, MemoryCases):
         assert torch.equal(shared, shared[:, :, :1].expand_as(shared))
 
     def test_one_token_of_one_head_is_cosine_top_k(self, case):
-        case.shape = type(case.shape)(case.shape.layers, 3, 3, case.host.dim, sliding_window=4)
+        case = Case.drawn(case.host.length, 3, 3, case.shape.head_dim, case.dtype)
         queries = case.queries(tokens=1)
         ids = case.make("quoka", budget="8").select(2, queries).ids
         likeness = cosine_similarity(queries.rows[:, :, None], case.keys(2)[:, None], dim=-1)
@@ -38,7 +38,7 @@ class TestQuoKA(SelectorContract, MemoryCases):
         for head in range(case.shape.kv_heads):
             for sequence in range(queries.batch):
                 own = queries.rows[head].unflatten(0, (queries.batch, queries.group, 9))[sequence]
-                expected = torch.zeros(4, case.host.dim)
+                expected = torch.zeros(4, case.shape.head_dim)
                 for rows in own:
                     likeness = unit(rows) @ unit(rows.mean(0))
                     expected += unit(rows[likeness.argsort()[:4]]) / queries.group

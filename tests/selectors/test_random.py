@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from offload_decode.errors import ConfigError
-from offload_decode.types import ModelShape
 from tests.contracts.selector_contract import SelectorContract
-from tests.selectors.memory_host import KINDS, Case, MemoryCases, MemoryHost
+from tests.selectors.memory_cases import Case, MemoryCases
 
 
 class TestRandom(SelectorContract, MemoryCases):
     name = "random"
 
     def test_every_token_is_drawn_equally_often(self):
-        case = Case(MemoryHost(50, 2, 4, torch.float32), ModelShape(KINDS, 8, 2, 4, sliding_window=4))
+        case = Case.zeros(50, 8, 2, 4)
         selector, queries = case.make("random", budget="10"), case.queries()
         draws = torch.stack([selector.select(1, queries).ids for _ in range(60)])
         counts = draws.flatten().bincount(minlength=50).float()
@@ -24,7 +23,7 @@ class TestRandom(SelectorContract, MemoryCases):
         assert (first - 57.6).abs().max() < 5 * 7.5
 
     def test_steps_and_rows_differ_and_a_seed_repeats_them(self):
-        case = Case(MemoryHost(1000, 2, 4, torch.float32), ModelShape(KINDS, 8, 2, 4, sliding_window=4))
+        case = Case.zeros(1000, 8, 2, 4)
         queries = case.queries()
         one, same, other = (case.make("random", budget="20", seed=seed) for seed in ("3", "3", "4"))
         first, second = one.select(1, queries).ids, one.select(1, queries).ids
@@ -42,7 +41,7 @@ class TestRandom(SelectorContract, MemoryCases):
         assert not torch.equal(first, one.select(1, queries).ids)
 
     def test_the_cost_is_not_that_of_the_store(self):
-        case = Case(MemoryHost(10**15, 2, 4, torch.float32), ModelShape(KINDS, 8, 2, 4, sliding_window=4))
+        case = Case.zeros(10**15, 8, 2, 4)
         ids = case.make("random", budget="100").select(1, case.queries()).ids
         assert ids.max() > 10**14
         assert case.host.read == []

@@ -5,7 +5,7 @@ import torch
 
 from offload_decode.errors import ConfigError
 from tests.contracts.selector_contract import SelectorContract
-from tests.selectors.memory_host import MemoryCases, assert_best
+from tests.selectors.memory_cases import MemoryCases, assert_best
 
 
 class TestSparQ(SelectorContract, MemoryCases):
@@ -17,7 +17,7 @@ class TestSparQ(SelectorContract, MemoryCases):
         ids = case.make("sparq", r=r, budget="8").select(4, queries).ids
         for head, rows in enumerate(queries.rows):
             for row, query in enumerate(rows):
-                large = query.abs().argsort(descending=True)[: counted(case.host.dim)]
+                large = query.abs().argsort(descending=True)[: counted(case.shape.head_dim)]
                 assert_best(keys[head][:, large] @ query[large], ids[head, row], 8)
 
     @pytest.mark.parametrize("r", ["100%", "1000"])

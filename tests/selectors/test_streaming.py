@@ -4,7 +4,7 @@ import pytest
 
 from offload_decode.errors import ConfigError
 from tests.contracts.selector_contract import SelectorContract
-from tests.selectors.memory_host import MemoryCases
+from tests.selectors.memory_cases import MemoryCases
 
 
 class TestStreaming(SelectorContract, MemoryCases):

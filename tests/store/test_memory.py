@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from indexes.rows.encodings import encode
 from offload_decode.errors import ConfigError
 from offload_decode.store import KVStore, MemoryStore, sample_plan
 from offload_decode.types import ModelShape
@@ -23,13 +24,18 @@ FORMS = [
 KNOWN = ("dtype", "shape", "n_tokens", "n_samples", "kv", "page_size", "window", "numpy_dtype")
 
 
-def in_memory(job, kv):
-    """What a prefill gives to the writer, without the writer."""
-    shape = job.manifest.shape
-    positions, heads = sample_plan(job.manifest.n_tokens, shape.group, job.manifest.query_samples)
+def in_memory(job):
+    """What a prefill gives to the writer, without the writer; encoded first, where the job says so."""
+    manifest, shape = job.manifest, job.manifest.shape
+    positions, heads = sample_plan(manifest.n_tokens, shape.group, manifest.query_samples)
     by_group = job.queries.reshape(-1, shape.kv_heads, shape.group, *job.queries.shape[2:])
+    stored = []
+    for kind, rows in (("keys", job.keys), ("values", job.values)):
+        encoding = manifest.encoding(kind)
+        whole = [encoding if encoding and layer is FULL else None for layer in shape.layers]
+        stored.append([encode(own, e) if e else own for own, e in zip(rows, whole, strict=True)])
     queries = by_group[:, :, heads, positions]
-    return MemoryStore(shape, job.keys, job.values, queries=queries, kv=kv, page_size=job.manifest.page_size)
+    return MemoryStore(shape, *stored, queries=queries, page_size=manifest.page_size, dtype=manifest.dtype)
 
 
 def assert_same(ours, theirs):
@@ -42,7 +48,7 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("tokens", [1, 16, 331])
 def test_every_answer_is_that_of_the_store_on_disk(tmp_path, dtype, kv, tokens):
     job = make_job(tokens, dtype, kv=kv, page_size=7)
-    memory, disk = in_memory(job, kv), KVStore.open(job.write(tmp_path / "s"))
+    memory, disk = in_memory(job), KVStore.open(job.write(tmp_path / "s"))
     for name in KNOWN:
         assert getattr(memory.manifest, name) == getattr(disk.manifest, name)
     assert_same(memory.query_positions, disk.query_positions)
@@ -63,7 +69,7 @@ def test_every_answer_is_that_of_the_store_on_disk(tmp_path, dtype, kv, tokens):
 
 def test_it_has_no_more_than_the_store_on_disk(tmp_path):
     job = make_job(40)
-    memory, disk = in_memory(job, "auto"), KVStore.open(job.write(tmp_path / "s"))
+    memory, disk = in_memory(job), KVStore.open(job.write(tmp_path / "s"))
     for store in (memory, disk):
         for name in ("keys", "values", "key_norms", "pages", "queries", "digest"):
             for place in ((1, 0), (3, 0)):  # a sliding layer, and none
@@ -101,29 +107,34 @@ def test_queries_that_were_not_given_are_not_made_up():
 
 SHAPE = ModelShape((FULL, SLIDING), 4, 2, 4, sliding_window=3)
 ROWS = np.zeros((2, 2, 6, 4), np.float32)
+INT8 = encode(ROWS, "int8-rows")
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"keys": ROWS[:1]}, "keys of 1 layers, and the shape has 2"),
+        ({"keys": ROWS[:1]}, "keys must be given for 2 layers"),
+        ({"keys": []}, "keys must be given for 2 layers"),
+        ({"values": ROWS[:, :0]}, "values must be given for 2 layers"),
         ({"values": ROWS[:, :1]}, "values of layer 0"),
         ({"values": ROWS[:, :, :5]}, "values of layer 0"),
-        ({"values": ROWS.astype(np.float16)}, "values of layer 0"),
+        ({"values": ROWS[:, :, :, 0]}, "values of layer 0"),
+        ({"values": ROWS.astype(np.float16)}, "keys are float32 and values float16"),
+        ({"keys": ROWS.astype(float), "values": ROWS.astype(float)}, "keys are float64"),
         ({"keys": [ROWS[0], [ROWS[1, 0], ROWS[1, 1, :, :3]]]}, "keys of layer 1"),
-        ({"keys": ROWS[:, :, :0]}, "at least one"),
-        ({"keys": []}, "at least one"),
-        ({"keys": ROWS.astype(float), "values": ROWS.astype(float)}, "float64"),
+        ({"keys": INT8}, "keys of layer 1"),  # a sliding layer is never encoded
+        ({"keys": [INT8[0, :, :5], ROWS[1]]}, "keys of layer 1 .*5, 4"),
+        ({"keys": [INT8[0], ROWS[1]], "dtype": "float16"}, "keys are int8-rows and values float32"),
+        ({"keys": ROWS[:, :, :0], "values": ROWS[:, :, :0]}, "at least one"),
         ({"page_size": 0}, "at least one"),
-        ({"queries": ROWS[:, :, :0]}, "1 to 12"),
-        ({"queries": np.zeros((2, 2, 13, 4), np.float32)}, "1 to 12"),
+        ({"queries": ROWS[:, :, :0]}, "at least one"),
+        ({"queries": np.zeros((2, 2, 13, 4), np.float32)}, "at most"),
         ({"queries": ROWS[..., :2]}, "queries of layer 0"),
-        ({"kv": "int2"}, "unknown kv"),
-        ({"shape": replace(SHAPE, head_dim=3)} | dict.fromkeys(("keys", "values"), ROWS[..., :3]), "kv int8"),
+        ({"shape": replace(SHAPE, layers=(SLIDING, SLIDING))}, "nothing to search"),
     ],
     ids=str,
 )
 def test_arrays_that_are_no_store_are_refused(changed, message):
-    given = {"shape": SHAPE, "keys": ROWS, "values": ROWS, "kv": "int4-values"}
+    given = {"shape": SHAPE, "keys": ROWS, "values": ROWS}
     with pytest.raises(ConfigError, match=message):
         MemoryStore(**given | changed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,6 +11,7 @@ from offload_decode.attention.states import attend, merge_states
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
+from offload_decode.store.memory import MemoryStore
 from offload_decode.tails import base, registry
 from offload_decode.tails.base import selected_lists
 from offload_decode.tails.sample import SampleTail, _unselected
@@ -24,14 +23,8 @@ CPU = torch.device("cpu")
 
 def host_of(keys, values):
     """A prefix `[Hkv, N, D]` in memory."""
-    store = SimpleNamespace(
-        check_mapped=lambda layer: None,
-        manifest=SimpleNamespace(n_tokens=keys.shape[1], shape=SimpleNamespace(kv_heads=len(keys))),
-        digest=lambda layer, head: "none",
-        keys=lambda layer, head: keys[head],
-        values=lambda layer, head: values[head],
-    )
-    return HostKV(store, CPU)
+    shape = ModelShape((LayerKind.FULL,), HKV * 3, HKV, keys.shape[2])
+    return HostKV(MemoryStore(shape, keys[None], values[None]), CPU)
 
 
 def random_host(tokens=150, dim=D, dtype=np.float32):
@@ -80,9 +73,8 @@ def exact_scores(host, queries, ids):
     return scores.masked_fill(ids < 0, -torch.inf)
 
 
-def prefix_of(host, group=3, **options):
-    shape = ModelShape((LayerKind.FULL,), HKV * group, HKV, host.keys(0, 0).dim)
-    return StoredPrefix.over(host, shape, "topk", {"index": "flat", **options})
+def prefix_of(host, **options):
+    return StoredPrefix.over(host, host.store.manifest.shape, "topk", {"index": "flat", **options})
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
