@@ -65,6 +65,8 @@ def batch(
     interrupted.
     """
     config = how.config
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder: give --out a file in it, such as {out / 'answers.jsonl'}")
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent} for --out: make it first, or choose another")
     asked = assign(read_questions(questions), [os.path.normpath(store) for store in stores])

@@ -19,6 +19,12 @@ _HALF_MAX = torch.finfo(torch.float16).max
 _LARGEST = 3.4e38  # a step more of an int8 scale is infinite
 
 
+def bounds_bytes(kv_heads: int, pages: int, dim: int, metadata: str) -> int:
+    """Bytes of the bounds of a layer's whole pages, with the scales of int8."""
+    bounds = 2 * kv_heads * pages * dim
+    return 2 * bounds if metadata == "fp16" else bounds + 4 * kv_heads * -(-pages // SCALE_PAGES) * dim
+
+
 def stored_bounds(store: Store, layer: int, page_size: int, metadata: str) -> GrowingBounds:
     """Bounds of the stored keys of one layer, on the host: from the store's own pages where these divide
     `page_size`, else from its keys, block by block.

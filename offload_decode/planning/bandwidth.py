@@ -25,10 +25,11 @@ from offload_decode.kernels.host_tokens import attend_tokens
 from offload_decode.kernels.rows import Rows, numpy_view
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.models.devices import DTYPES
+from offload_decode.pages.bounds import bounds_bytes
 from offload_decode.pages.dispatch import attend_pages, page_scores, top_pages
 from offload_decode.pages.reference import SCALE_PAGES, PageBounds
 from offload_decode.planning.request import Request
-from offload_decode.planning.sizes import page_bytes, row_bytes
+from offload_decode.planning.sizes import row_bytes
 from offload_decode.planning.traffic import layer_traffic
 from offload_decode.store.format import stored_types
 from offload_decode.types import ModelShape
@@ -132,13 +133,13 @@ class _Layer:
     def _bounds(self) -> tuple[PageBounds, int]:
         """Bounds of as many pages as make `_BYTES` of them, or as the request has, and their bytes."""
         shape, request = self.shape, self.request
-        page = page_bytes(shape, SCALE_PAGES * request.page_size, request.page_size, request.metadata, 1)
-        pages = max(1, min(request.tokens // request.page_size, _BYTES * SCALE_PAGES // page))
+        block = bounds_bytes(shape.kv_heads, SCALE_PAGES, shape.head_dim, request.metadata)
+        pages = max(1, min(request.tokens // request.page_size, _BYTES * SCALE_PAGES // block))
         some = torch.randint(1, 127, (shape.kv_heads, pages, shape.head_dim), generator=_generator())
         upper = some.to(torch.int8 if request.metadata == "int8" else torch.float16)
         scale = torch.ones(shape.kv_heads, -(-pages // SCALE_PAGES), shape.head_dim)
         bounds = PageBounds(-upper, upper, scale if request.metadata == "int8" else None)
-        return bounds, page_bytes(shape, pages * request.page_size, request.page_size, request.metadata, 1)
+        return bounds, bounds_bytes(shape.kv_heads, pages, shape.head_dim, request.metadata)
 
     def dense(self) -> float:
         """Attention to all rows of every KV head, block by block."""

@@ -15,7 +15,7 @@ from offload_decode.kernels.host_tokens import ENTRIES
 from offload_decode.kv.host import BLOCK_TOKENS, SCORES
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import BLOCK
-from offload_decode.pages.reference import SCALE_PAGES
+from offload_decode.pages.bounds import bounds_bytes
 from offload_decode.planning.request import INDEXES, QUESTION_TOKENS, Request
 from offload_decode.selection.budgets import SELECTED_IDS, pass_tokens
 from offload_decode.store.format import Manifest, numpy_dtype, stored_types
@@ -84,10 +84,7 @@ def store_bytes(
 
 def page_bytes(shape: ModelShape, tokens: int, page_size: int, metadata: str, layers: int) -> int:
     """Bounds of the whole pages of so many layers, on the device."""
-    pages = tokens // page_size
-    bound = shape.kv_heads * pages * shape.head_dim * (2 if metadata == "fp16" else 1)
-    scales = shape.kv_heads * -(-pages // SCALE_PAGES) * shape.head_dim * 4 if metadata == "int8" else 0
-    return layers * 2 * bound + layers * scales
+    return layers * bounds_bytes(shape.kv_heads, tokens // page_size, shape.head_dim, metadata)
 
 
 def index_costs(

@@ -247,3 +247,8 @@ def test_answers_never_hold_what_json_has_no_number_for(tmp_path: Path) -> None:
     line = (tmp_path / "out").read_text()
     assert json.loads(line) == {"id": None, "text": "\x9b\u202e\ud800"}
     assert line.isascii()
+
+
+def test_a_folder_as_output_is_wrong_use(store: Path, questions: Path, tmp_path: Path) -> None:
+    wrong = refused(2, "batch", store, "--questions", questions, "--out", tmp_path)
+    assert f"{tmp_path} is a folder: give --out a file in it" in wrong
