@@ -104,8 +104,12 @@ class MemoryStore:
 
     @cached_property
     def store_digest(self) -> str:
-        """SHA-256 of the keys' digests: it names all keys, and not the values."""
-        return hashlib.sha256("".join(head.digest for head in self._heads.values()).encode()).hexdigest()
+        """SHA-256 of all keys and values, as they are stored."""
+        whole = hashlib.sha256()
+        for head in self._heads.values():
+            whole.update(as_bytes(head.keys))
+            whole.update(as_bytes(head.values))
+        return whole.hexdigest()
 
     def keys(self, layer: int, kv_head: int) -> Array:
         """Keys `[N, D]` of a full-attention layer, or encoded `[N]`."""

@@ -81,12 +81,16 @@ def test_it_has_no_more_than_the_store_on_disk(tmp_path):
     assert names <= set(dir(disk))
 
 
-def test_digests_name_the_keys():
+@pytest.mark.parametrize("place", [0, 23])
+def test_digests_name_the_keys(place):
     keys = np.arange(24, dtype=np.float32).reshape(1, 1, 6, 4)
+    changed = keys.copy()
+    changed.flat[place] += 1
     shape = ModelShape((FULL,), 1, 1, 4)
-    one, same, other = (MemoryStore(shape, given, keys) for given in (keys, keys.copy(), keys + 1))
+    one, same, other = (MemoryStore(shape, given, keys) for given in (keys, keys.copy(), changed))
     assert one.digest(0, 0) == same.digest(0, 0) != other.digest(0, 0)
     assert one.store_digest == same.store_digest != other.store_digest
+    assert one.store_digest != MemoryStore(shape, keys, changed).store_digest
 
 
 def test_rows_are_views_of_what_was_given():
