@@ -32,10 +32,9 @@ class MemoryStore:
 
     keys, values: `keys[layer][head]` is `[N, D]` in float16, bfloat16 (`ml_dtypes`) or float32, or `[N]` as
     `indexes.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
-    `[layers, Hkv, N, D]`. Rows that are contiguous are not copied. Sliding layers
-    are plain, and show their last window.
-    queries: `queries[layer][head]` is `[n, D]`, those that `sample_plan(N, G, n)` asks for. dtype: the
-    model's, where the keys are encoded.
+    `[layers, Hkv, N, D]`. Contiguous rows are not copied. Sliding layers are plain, and only their last
+    window is read. queries: `queries[layer][head]` is `[n, D]`, those that `sample_plan(N, G, n)` asks for.
+    dtype: the model's, where the keys are encoded.
 
     Raises `ConfigError` where the arrays do not fit the shape.
     """
@@ -55,7 +54,7 @@ class MemoryStore:
         dtype = dtype if encoding_of(first[0]) else kv["keys"]
         if dtype not in DTYPES or not {*kv.values()} <= {dtype, INT8, INT4}:
             raise ConfigError(
-                f"keys are {kv['keys']} and values {kv['values']}: they must both be encoded rows or in the "
+                f"keys are {kv['keys']} and values {kv['values']}: each must be encoded rows or in the "
                 f"model's dtype, one of {', '.join(DTYPES)}"
             )
         for kind, given in (("keys", keys), ("values", values)):
