@@ -15,9 +15,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils, config
-from numba.core.codegen import get_host_cpu_features
+from numba.core import cgutils
 from numba.extending import intrinsic
+
+from indexes.rows.processor import features
 
 BLOCK = 16  # keys
 GROUP = 8  # channels
@@ -180,9 +181,8 @@ def _with_vectors(builder: Any, sums: Any, codes: Any, query: Any) -> Any:
 
 def forms() -> dict[str, Any]:
     """The forms that this processor runs, and numba is allowed to use, the fastest first."""
-    features = (getattr(config, "CPU_FEATURES", None) or get_host_cpu_features()).split(",")
     known = {"avx512vnni": _with_vnni, "avx2": _with_avx2}
-    own = {name: _compiled(multiply) for name, multiply in known.items() if f"+{name}" in features}
+    own = {name: _compiled(multiply) for name, multiply in known.items() if name in features()}
     return {**own, "vectors": _compiled(_with_vectors)}
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.extending import intrinsic
 
 from indexes.rows.encodings import SCALE_BYTES
+from indexes.rows.processor import features
 
 _EXPONENT = np.float32(2.0**112)  # between the exponents of half and single precision
 
@@ -40,9 +40,9 @@ converted: Any = intrinsic(_convert)
 
 
 def _converts() -> bool:
-    """Whether this machine has the instruction: LLVM would call a library for it that may not be there."""
+    """Whether there is the instruction: LLVM would call a library for it that may not be there."""
     on_x86 = platform.machine() in ("x86_64", "AMD64")
-    return not on_x86 or bool(get_host_cpu_features().get("f16c"))
+    return not on_x86 or "f16c" in features()
 
 
 half_to_single: Any = converted if _converts() else multiplied
