@@ -148,7 +148,8 @@ def _show(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed)
 def _counts(planned: Plan) -> str:
     """What there is to choose from: the same model and corpus in other encodings."""
     from offload_decode.planning import sizes
-    from offload_decode.planning.request import INDEXES, KV, METADATA, WEIGHTS
+    from offload_decode.planning.request import INDEXES, KV, WEIGHTS
+    from offload_decode.types import PAGE_METADATA
 
     outline, request = planned.outline, planned.request
     shape, tokens = outline.shape, request.tokens
@@ -165,7 +166,7 @@ def _counts(planned: Plan) -> str:
             sizes.page_bytes(shape, tokens, page, metadata, len(shape.full_layers)),
         )
         for page in (16, 32, 64)
-        for metadata in METADATA
+        for metadata in PAGE_METADATA
     ]
     given = (shape, tokens, request.kv, outline.dtype)
     of_a_layer = {kind: sizes.index_costs(kind, *given) for kind in INDEXES}

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+PAGE_METADATA = ("fp16", "int8")
+"""How the bounds of Quest's pages may be kept."""
+
 
 class LayerKind(StrEnum):
     """How a layer attends: to everything (its keys are stored and searched), or to a sliding window."""

@@ -12,8 +12,8 @@ from offload_decode.errors import ConfigError, StoreError
 from offload_decode.kernels.rows import Rows, tensor_view
 from offload_decode.pages.reference import SCALE_PAGES, PageBounds
 from offload_decode.store.base import Store
+from offload_decode.types import PAGE_METADATA
 
-METADATA = ("fp16", "int8")
 STEP_TOKENS = 1 << 14  # widened to float32 at a time
 _HALF_MAX = torch.finfo(torch.float16).max
 _LARGEST = 3.4e38  # a step more of an int8 scale is infinite
@@ -53,7 +53,7 @@ class GrowingBounds:
     """
 
     def __init__(self, page_size: int, metadata: str):
-        assert metadata in METADATA, f"metadata {metadata!r} is none of {', '.join(METADATA)}"
+        assert metadata in PAGE_METADATA, f"metadata {metadata!r} is none of {', '.join(PAGE_METADATA)}"
         self.page_size = page_size
         self.metadata = metadata
         self.length = 0

@@ -25,11 +25,12 @@ from offload_decode.planning.plan import (
     plan,
     prefill_chunk,
 )
-from offload_decode.planning.request import INDEXES, KV, METADATA, QUESTION_TOKENS, SELECTORS, Request
+from offload_decode.planning.request import INDEXES, KV, QUESTION_TOKENS, SELECTORS, Request
 from offload_decode.planning.sizes import least_index
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.selectors import registry
 from offload_decode.store.format import Manifest, stored_types
+from offload_decode.types import PAGE_METADATA
 
 _OPTION = {Medium.GPU: "--gpu-memory", Medium.RAM: "--ram"}
 _UNLIMITED = 1 << 62
@@ -262,7 +263,7 @@ def _request(config: EngineConfig, built: str) -> Request:
         weights=config.weights,
         device_cache=config.device_cache,
         index=index if index in INDEXES else built,
-        metadata=metadata if metadata in METADATA else "fp16",
+        metadata=metadata if metadata in PAGE_METADATA else "fp16",
         page_size=int(page) if page.isdecimal() and int(page) else 16,
         budget=str(options.get("budget", "1024")),
         dense_layers=None if dense is None else str(dense),

@@ -12,8 +12,9 @@ from typing import Any
 from indexes.rows import pool
 from offload_decode.models.outline import Outline
 from offload_decode.planning import sizes
-from offload_decode.planning.request import KV, METADATA, WEIGHTS, Request, in_dtype
+from offload_decode.planning.request import KV, WEIGHTS, Request, in_dtype
 from offload_decode.planning.traffic import Traffic, traffic
+from offload_decode.types import PAGE_METADATA
 
 CUDA_BYTES = 512 << 20
 """What CUDA itself takes of a GPU's memory, beyond all tensors."""
@@ -233,7 +234,9 @@ def _alternatives(asked: Request, outline: Outline) -> Iterator[Request]:
         "weights": _from(asked.weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"]),
         "kv": _from(asked.kv, [kv for kv in KV if kv != "int4-values" or outline.shape.head_dim % 2 == 0]),
         "index": _from(asked.index, [asked.index, sizes.least_index()]),
-        "metadata": _from(asked.metadata, list(METADATA)) if asked.selector == "quest" else [asked.metadata],
+        "metadata": _from(asked.metadata, list(PAGE_METADATA))
+        if asked.selector == "quest"
+        else [asked.metadata],
         "page_size": (
             [asked.page_size, *(size for size in _PAGE_SIZES if size > asked.page_size)]
             if asked.selector == "quest"

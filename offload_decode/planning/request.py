@@ -9,13 +9,12 @@ from offload_decode.errors import ConfigError
 from offload_decode.models.outline import Outline
 from offload_decode.selection.budgets import PASS_TOKENS, Budget
 from offload_decode.store.format import KV_KINDS
-from offload_decode.types import ModelShape
+from offload_decode.types import PAGE_METADATA, ModelShape
 
 KV = tuple(KV_KINDS)
 WEIGHTS = ("auto", "fp16", "int8", "int4")
 SELECTORS = ("topk", "quest", "dense")
 INDEXES = indexes.registry.kinds()
-METADATA = ("fp16", "int8")
 QUESTION_TOKENS = PASS_TOKENS  # a question and its answer are planned with twice as many in all
 
 
@@ -51,7 +50,7 @@ class Request:
             ("weights", self.weights, WEIGHTS),
             ("selector", self.selector, SELECTORS),
             ("index", self.index, INDEXES),
-            ("metadata", self.metadata, METADATA),
+            ("metadata", self.metadata, PAGE_METADATA),
         ):
             if given not in known:
                 raise ConfigError(f"{what} '{given}' cannot be planned; choose one of: {', '.join(known)}")

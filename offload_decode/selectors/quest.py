@@ -16,12 +16,12 @@ from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.kv.tail import TailKV
-from offload_decode.pages.bounds import METADATA, stored_bounds
+from offload_decode.pages.bounds import stored_bounds
 from offload_decode.pages.dispatch import page_scores, top_pages
 from offload_decode.pages.reference import PageBounds, places
 from offload_decode.selection.budgets import Budgets
 from offload_decode.selection.selector import Selector, SelectorOptions
-from offload_decode.types import ModelShape, PageSelection, Selection
+from offload_decode.types import PAGE_METADATA, ModelShape, PageSelection, Selection
 
 SCORES = 1 << 24  # in memory at once: a long question is taken in parts
 WHOLE_TAIL = 4096  # tokens of a conversation that are attended to without choosing
@@ -53,8 +53,10 @@ class Quest(Selector):
         super().__init__(options, host, shape, budgets)
         if options.page_size < 1:
             raise ConfigError(f"a page holds at least one token: page_size={options.page_size} cannot be")
-        if options.metadata not in METADATA:
-            raise ConfigError(f"unknown metadata '{options.metadata}'; choose one of: {', '.join(METADATA)}")
+        if options.metadata not in PAGE_METADATA:
+            raise ConfigError(
+                f"unknown metadata '{options.metadata}'; choose one of: {', '.join(PAGE_METADATA)}"
+            )
         self.page_size = min(options.page_size, host.length)
         self.metadata = options.metadata
         self.per_head = options.per_head
