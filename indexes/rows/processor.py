@@ -11,5 +11,5 @@ def features() -> frozenset[str]:
     NUMBA_CPU_FEATURES names (none with NUMBA_CPU_NAME=generic). LLVM ends the process for any other.
     """
     named = getattr(config, "CPU_FEATURES", None)
-    listed = get_host_cpu_features() if named is None else named
+    listed: str = get_host_cpu_features() if named is None else named  # type: ignore[no-untyped-call]
     return frozenset(name[1:] for name in listed.split(",") if name.startswith("+"))
