@@ -148,7 +148,8 @@ class Conversation:
             # A character of several bytes may lack its last ones: they decode to U+FFFD until they come.
             if not written.endswith("\ufffd"):
                 yield written[len(before) :]
-                shown, ready = ready, len(tokens)
+                # Of special tokens nothing is shown, and behind nothing a decoder leaves out a space.
+                shown, ready = shown if written == before else ready, len(tokens)
         if rest := self.decode(tokens[shown:])[len(self.decode(tokens[shown:ready])) :]:
             yield rest
 
@@ -158,8 +159,10 @@ class Conversation:
         return put(self.tokenizer, question)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of generated tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        """Text of generated tokens, as they spell it: no spaces are removed before full stops."""
+        return str(
+            self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     @property
     def tokenizer(self) -> Any:

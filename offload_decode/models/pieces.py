@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
 def encode(tokenizer: Any, template: str) -> list[int]:
     """Token ids of a template; special tokens in it are recognised, none are added."""
-    return list(tokenizer.encode(template, add_special_tokens=False, verbose=False))
+    return _encoded(tokenizer, template, letters=False)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -38,7 +38,12 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def _letters(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+    return _encoded(tokenizer, text, letters=True)
+
+
+def _encoded(tokenizer: Any, text: str, letters: bool) -> list[int]:
+    # Said each time: a tokenizer may have been told otherwise for all its texts.
+    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=letters, verbose=False))
 
 
 def encode_first(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:

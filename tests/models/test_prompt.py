@@ -4,6 +4,7 @@ every kind of tokenizer.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import cache
 
@@ -138,6 +139,15 @@ def test_a_user_cannot_smuggle_in_special_tokens(kind, template, smuggled):
     assert (stored[0], set(stored[1:].tolist()) & {0, 1, 2}) == (1, set())
     behind = prompt.next(tokenizer, smuggled)
     assert set(behind[1 if template else 0 :]) & {0, 1, 2} == set()
+
+
+def test_a_tokenizer_that_splits_special_tokens_does_not_split_those_of_the_template():
+    tokenizer = tokenizer_of("byte level", "added", CHAT)
+    expected = prompt_for(tokenizer).first(tokenizer, "Who?")
+    told = copy.deepcopy(tokenizer)
+    told.split_special_tokens = True
+    assert prompt_for(told).first(told, "Who?") == expected
+    assert list(prompt_for(told).corpus(told, ["x"])) == list(prompt_for(tokenizer).corpus(tokenizer, ["x"]))
 
 
 def test_a_special_token_that_a_seam_would_make_is_letters():
