@@ -21,9 +21,9 @@ from offload_decode.planning.plan import (
     plan,
     prefill_chunk,
 )
-from offload_decode.planning.request import INDEXES, KV, METADATA, SELECTORS, WEIGHTS, Request
+from offload_decode.planning.request import INDEXES, KV, SELECTORS, WEIGHTS, Request
 from offload_decode.planning.traffic import speed
-from offload_decode.types import LayerKind, ModelShape
+from offload_decode.types import PAGE_METADATA, LayerKind, ModelShape
 from tests.planning.outlines import llama_8b
 
 GIB = 1 << 30
@@ -67,7 +67,7 @@ requests = st.builds(
     budget=st.sampled_from(["64", "1024", "2%"]),
     index=st.sampled_from(INDEXES),
     page_size=st.sampled_from([2, 16, 100]),
-    metadata=st.sampled_from(METADATA),
+    metadata=st.sampled_from(PAGE_METADATA),
 )
 machines = st.builds(
     Machine,
