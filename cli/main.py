@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import sys
 from typing import Annotated, Any
@@ -96,4 +98,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer must not fail on a terminal's encoding
+    # At the end Python would look for cycles in all that torch has made, for half a second.
+    atexit.register(gc.freeze)
     app()

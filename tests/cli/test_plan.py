@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -90,6 +91,13 @@ def test_where_nothing_fits_the_nearest_that_would_is_named(home: Path) -> None:
 )
 def test_wrong_use_is_named(home: Path, args: tuple[str, ...], says: str) -> None:
     assert says in refused(2, "plan", "--model", home / "model", *args)
+
+
+def test_garbage_is_collected_again_after_a_plan(home: Path) -> None:
+    run("plan", "--model", home / "model", "--tokens", "20K", *ROOMY)
+    assert gc.isenabled()
+    refused(1, "plan", "--model", "/nowhere", "--tokens", "1M")
+    assert gc.isenabled()
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
