@@ -41,7 +41,7 @@ from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.planning import bandwidth
 from offload_decode.planning.caps import Caps, apply_caps
-from offload_decode.planning.request import Request
+from offload_decode.planning.request import Workload
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.reader import KVStore
 from offload_decode.store.writer import KVStoreWriter
@@ -180,7 +180,7 @@ def main() -> int:
     steps = (WARM_UP + given.decode) * -(-depth // given.distinct)
     host = machine.measure(1 << 22) if given.tiny else machine.measure()
     rates = bandwidth.measure(
-        loaded.shape, loaded.dtype, Request(given.tokens, budget=str(given.budget)), device
+        loaded.shape, loaded.dtype, Workload(given.tokens, budget=str(given.budget)), device
     )
     table = loaded.model.get_input_embeddings().weight  # one row of it is read
     weights = sum(part.nbytes for part in loaded.model.parameters() if part is not table)

@@ -20,7 +20,7 @@ from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.planning.plan import Medium, Plan
-    from offload_decode.planning.request import Request
+    from offload_decode.planning.request import Workload
     from offload_decode.planning.traffic import Speed
 
 _OPTIONS = ("budget", "dense_layers", "index", "page_size", "metadata")
@@ -111,8 +111,8 @@ def _uncollected() -> Iterator[None]:
 
 def _request(
     tokens: int, kv: str, weights: str, selector: str, options: dict[str, str], chunk: int
-) -> Request:
-    from offload_decode.planning.request import Request
+) -> Workload:
+    from offload_decode.planning.request import Workload
 
     if unknown := [name for name in options if name not in _OPTIONS]:
         raise ConfigError(f"plan has no option '{unknown[0]}'; it has: {', '.join(_OPTIONS)}")
@@ -120,7 +120,7 @@ def _request(
     if not page.isdecimal():
         raise ConfigError(f"page_size must be a whole number, not '{page}'")
     given: Any = options
-    return Request(
+    return Workload(
         tokens, kv=kv, weights=weights, selector=selector, page_size=int(page), chunk=chunk, **given
     )
 

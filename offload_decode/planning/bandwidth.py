@@ -28,7 +28,7 @@ from offload_decode.models.devices import DTYPES
 from offload_decode.pages.bounds import bounds_bytes
 from offload_decode.pages.dispatch import attend_pages, page_scores, top_pages
 from offload_decode.pages.reference import SCALE_PAGES, PageBounds
-from offload_decode.planning.request import Request
+from offload_decode.planning.request import Workload
 from offload_decode.planning.sizes import row_bytes
 from offload_decode.planning.traffic import layer_traffic
 from offload_decode.store.format import stored_types
@@ -58,7 +58,7 @@ class Bandwidths:
 
 
 @lru_cache(maxsize=8)
-def measure(shape: ModelShape, dtype: str, request: Request, device: str) -> Bandwidths:
+def measure(shape: ModelShape, dtype: str, request: Workload, device: str) -> Bandwidths:
     """Measured with keys of the model's shape, stored, searched and attended to as the request says."""
     budgets = set(request.budgets(shape).values())
     found: dict[str, float] = {"weights": _weights(dtype, torch.device(device))}
@@ -77,7 +77,7 @@ def measure(shape: ModelShape, dtype: str, request: Request, device: str) -> Ban
 class _Layer:
     """The keys and values of one layer: `n` rows in each KV head, and queries of a token `[Hkv, G, D]`."""
 
-    def __init__(self, shape: ModelShape, dtype: str, request: Request):
+    def __init__(self, shape: ModelShape, dtype: str, request: Workload):
         self.shape, self.dtype, self.request = shape, dtype, request
         sizes = row_bytes(request.kv, shape.head_dim, dtype)
         self.n = max(1, min(request.tokens, _BYTES // sum(sizes) // shape.kv_heads))

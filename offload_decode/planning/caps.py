@@ -25,7 +25,7 @@ from offload_decode.planning.plan import (
     plan,
     prefill_chunk,
 )
-from offload_decode.planning.request import INDEXES, KV, QUESTION_TOKENS, SELECTORS, Request
+from offload_decode.planning.request import INDEXES, KV, QUESTION_TOKENS, SELECTORS, Workload
 from offload_decode.planning.sizes import least_index
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.selectors import registry
@@ -141,7 +141,7 @@ def check_prefill(outline: Outline, chunk: int, dtype: str, device: str, caps: C
     check_dtype(dtype)
     if dtype != "auto":
         outline = replace(outline, dtype=dtype)
-    asked = plan(outline, Request(BLOCK_TOKENS, chunk=chunk), here(device, caps, held))
+    asked = plan(outline, Workload(BLOCK_TOKENS, chunk=chunk), here(device, caps, held))
     return _judged(asked, asked.prefilling, "this prefill", caps)
 
 
@@ -250,13 +250,13 @@ def _needs(asked: Plan, parts: tuple[Part, ...]) -> str:
     )
 
 
-def _request(config: EngineConfig, built: str) -> Request:
+def _request(config: EngineConfig, built: str) -> Workload:
     """As far as sizes depend on it. What the selector itself will refuse is left to it."""
     selector, options = config.selector, config.options
     page = str(options.get("page_size", ""))
     index, metadata = (str(options.get(name, "")) for name in ("index", "metadata"))
     dense = options.get("dense_layers")
-    return Request(
+    return Workload(
         1,
         pass_tokens=registry.get(selector).pass_tokens if selector in registry.names() else PASS_TOKENS,
         selector="quest" if selector == "quest+topk" else selector if selector in SELECTORS else "topk",

@@ -12,7 +12,7 @@ from typing import Any
 from indexes.rows import pool
 from offload_decode.models.outline import Outline
 from offload_decode.planning import sizes
-from offload_decode.planning.request import KV, WEIGHTS, Request, in_dtype
+from offload_decode.planning.request import KV, WEIGHTS, Workload, in_dtype
 from offload_decode.planning.traffic import Traffic, traffic
 from offload_decode.types import PAGE_METADATA
 
@@ -67,7 +67,7 @@ class Plan:
 
     source: Outline
     outline: Outline
-    request: Request
+    request: Workload
     machine: Machine
     asking: tuple[Part, ...]
     prefilling: tuple[Part, ...]
@@ -121,7 +121,7 @@ class Plan:
         return gathered if self.spare_ram >= in_order else gathered + in_order
 
 
-def plan(outline: Outline, request: Request, machine: Machine) -> Plan:
+def plan(outline: Outline, request: Workload, machine: Machine) -> Plan:
     """Count what the request takes on that machine."""
     run = in_dtype(outline, request.weights)
     asking, prefilling = (parts(run, request, machine) for parts in (_asking, _prefilling))
@@ -171,13 +171,13 @@ def prefill_chunk(asked: Plan) -> int | None:
     return None
 
 
-def changes(before: Request, after: Request) -> dict[str, object]:
+def changes(before: Workload, after: Workload) -> dict[str, object]:
     """The settings in which two requests differ."""
-    names = [field.name for field in fields(Request)]
+    names = [field.name for field in fields(Workload)]
     return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
 
 
-def _asking(outline: Outline, request: Request, machine: Machine) -> tuple[Part, ...]:
+def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part, ...]:
     shape, device = outline.shape, Medium.RAM if machine.gpu is None else Medium.GPU
     on_gpu = device is Medium.GPU
     searched = [k for k in request.budgets(shape).values() if k is not None]
@@ -200,7 +200,7 @@ def _asking(outline: Outline, request: Request, machine: Machine) -> tuple[Part,
     return tuple(part for part in parts if part.bytes)
 
 
-def _prefilling(outline: Outline, request: Request, machine: Machine) -> tuple[Part, ...]:
+def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[Part, ...]:
     """A prefill runs the weights as they are: a store is of the checkpoint, not of its quantisation."""
     device = Medium.RAM if machine.gpu is None else Medium.GPU
     weights = request.weights if request.weights == "fp16" else "auto"
@@ -223,11 +223,11 @@ def _program(outline: Outline, weights: str, device: Medium, machine: Machine) -
     return [Part("CUDA", Medium.GPU, CUDA_BYTES), *parts] if device is Medium.GPU else parts
 
 
-def _store_bytes(outline: Outline, request: Request) -> int:
+def _store_bytes(outline: Outline, request: Workload) -> int:
     return sizes.store_bytes(outline.shape, request.tokens, request.kv, outline.dtype)
 
 
-def _alternatives(asked: Request, outline: Outline) -> Iterator[Request]:
+def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
     """Requests for as many tokens, from the one asked for on: fewest changes first, then smallest."""
     ladders: dict[str, list[Any]] = {
         "device_cache": list(dict.fromkeys([asked.device_cache, 0])),

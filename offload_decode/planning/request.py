@@ -19,7 +19,7 @@ QUESTION_TOKENS = PASS_TOKENS  # a question and its answer are planned with twic
 
 
 @dataclass(frozen=True)
-class Request:
+class Workload:
     """A store of `tokens` and how it is to be asked.
 
     `kv`: how keys and values are stored, `auto` in the model's dtype. `weights`: `auto` is the checkpoint's

@@ -16,7 +16,7 @@ from offload_decode.kv.host import BLOCK_TOKENS, SCORES
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import BLOCK
 from offload_decode.pages.bounds import bounds_bytes
-from offload_decode.planning.request import INDEXES, QUESTION_TOKENS, Request
+from offload_decode.planning.request import INDEXES, QUESTION_TOKENS, Workload
 from offload_decode.selection.budgets import SELECTED_IDS, pass_tokens
 from offload_decode.store.format import Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
@@ -161,7 +161,7 @@ def staging_bytes(outline: Outline, chunk: int) -> int:
     return 3 * chunk * len(shape.layers) * 2 * shape.kv_heads * shape.head_dim * itemsize(outline.dtype)
 
 
-def ask_bytes(outline: Outline, request: Request, on_gpu: bool) -> int:
+def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:
     """Beyond weights and pages, on the device: the tail, and what a question holds while a layer attends."""
     shape, n = outline.shape, request.tokens
     question, largest = _question(request), _largest(request, shape)
@@ -184,7 +184,7 @@ def ask_bytes(outline: Outline, request: Request, on_gpu: bool) -> int:
     return total + max(fetched, block)
 
 
-def search_bytes(outline: Outline, request: Request, threads: int) -> int:
+def search_bytes(outline: Outline, request: Workload, threads: int) -> int:
     """On the host, while a question is searched for: ids and scores, which are held twice when the heads are
     joined, else beside the candidates of the search or the pairs of a query and a token that are attended to.
     """
@@ -198,7 +198,7 @@ def search_bytes(outline: Outline, request: Request, threads: int) -> int:
     return ids + max(ids, threads * pairs, searching)
 
 
-def staged_bytes(outline: Outline, request: Request) -> int:
+def staged_bytes(outline: Outline, request: Workload) -> int:
     """On the host of a GPU: two buffers for values on their way there, and the bookkeeping of its cache."""
     shape, k = outline.shape, _largest(request, outline.shape)
     if request.selector != "topk" or not k:
@@ -210,7 +210,7 @@ def staged_bytes(outline: Outline, request: Request) -> int:
     return 2 * _power(shape.kv_heads * union * value) + 16 * kept + 4 * _power(2 * kept)
 
 
-def _copied_bytes(outline: Outline, request: Request) -> int:
+def _copied_bytes(outline: Outline, request: Workload) -> int:
     """On a GPU: the values that some rows share, as they are stored and as floats, and these rows' scores."""
     shape, k = outline.shape, _largest(request, outline.shape)
     rows, union = _union(request, shape, k)
@@ -222,24 +222,24 @@ def _copied_bytes(outline: Outline, request: Request) -> int:
     return shape.kv_heads * (union * (stored + floats) + 8 * rows * k) + 7 * 4 * rows * union
 
 
-def _union(request: Request, shape: ModelShape, k: int) -> tuple[int, int]:
+def _union(request: Workload, shape: ModelShape, k: int) -> tuple[int, int]:
     """Rows that fetch together for a GPU, and the most tokens that they name."""
     rows = min(max(1, SCORES // request.tokens, isqrt(SCORES // k)), _part_rows(request, shape))
     return rows, min(request.tokens, rows * k)
 
 
-def _part_rows(request: Request, shape: ModelShape) -> int:
+def _part_rows(request: Workload, shape: ModelShape) -> int:
     """Query rows of a KV head that are searched for together."""
     held = SELECTED_IDS // (_largest(request, shape) * shape.kv_heads)
     return min(shape.group * _question(request), max(shape.group, held))
 
 
-def _largest(request: Request, shape: ModelShape) -> int:
+def _largest(request: Workload, shape: ModelShape) -> int:
     """The most tokens that a query row chooses; 0 where all layers are dense."""
     return max((k for k in request.budgets(shape).values() if k is not None), default=0)
 
 
-def _question(request: Request) -> int:
+def _question(request: Workload) -> int:
     """Tokens of questions that are run together: of all but room for an answer, those of a pass."""
     wanted = request.batch * max(1, request.tail - QUESTION_TOKENS)
     return min(wanted, request.batch * pass_tokens(request.pass_tokens, request.batch))

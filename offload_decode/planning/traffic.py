@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload_decode.models.outline import Outline
-from offload_decode.planning.request import Request
+from offload_decode.planning.request import Workload
 from offload_decode.planning.sizes import active_weights_bytes, index_costs, page_bytes, row_bytes
 from offload_decode.types import ModelShape
 
@@ -57,7 +57,7 @@ class Speed:
         return max(self.seconds, key=lambda name: self.seconds[name])
 
 
-def traffic(outline: Outline, request: Request, on_gpu: bool) -> Traffic:
+def traffic(outline: Outline, request: Workload, on_gpu: bool) -> Traffic:
     """For one conversation, one token at a time."""
     layers = [
         layer_traffic(outline.shape, outline.dtype, request, request.tokens, k)
@@ -71,7 +71,7 @@ def traffic(outline: Outline, request: Request, on_gpu: bool) -> Traffic:
     )
 
 
-def layer_traffic(shape: ModelShape, dtype: str, request: Request, n: int, k: int | None) -> LayerTraffic:
+def layer_traffic(shape: ModelShape, dtype: str, request: Workload, n: int, k: int | None) -> LayerTraffic:
     """For a layer of `n` tokens of which each query row chooses `k`; None is all of them."""
     key, value = row_bytes(request.kv, shape.head_dim, dtype)
     if k is None:

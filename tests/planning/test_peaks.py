@@ -17,7 +17,7 @@ from offload_decode.models.loading import load
 from offload_decode.models.outline import outline
 from offload_decode.planning.bandwidth import measure
 from offload_decode.planning.plan import Machine, plan
-from offload_decode.planning.request import Request
+from offload_decode.planning.request import Workload
 from offload_decode.planning.traffic import speed
 from offload_decode.store.format import Manifest, token_hash
 from offload_decode.store.writer import KVStoreWriter
@@ -37,7 +37,7 @@ from offload_decode.models.loading import load
 from offload_decode.models.outline import outline
 from offload_decode.planning.bandwidth import measure
 from offload_decode.planning.plan import Machine, Medium, plan
-from offload_decode.planning.request import Request
+from offload_decode.planning.request import Workload
 from offload_decode.planning.traffic import speed
 from offload_decode.types import Document
 from prefill_jobs.build import build_indexes
@@ -72,13 +72,13 @@ with Peak() as peak:
     loaded = load("demo", "cpu")
     tokens = np.random.default_rng(0).integers(10, 4000, n).astype(np.int32)
     prefill_tokens(loaded, tokens, [Document("all", 0, n)], out)
-note("prefill", peak, plan(about, Request(n), machine).prefilling)
+note("prefill", peak, plan(about, Workload(n), machine).prefilling)
 for job, selector, index in (
     ("topk flat", "topk", "flat"), ("quest", "quest", "flat"), ("topk clusters", "topk", "clusters")
 ):
     if index != "flat":
         build_indexes(out, index)
-    request = Request(n, selector=selector, index=index)
+    request = Workload(n, selector=selector, index=index)
     with Peak() as peak:
         engine = Engine.open(out, loaded, selector=selector)  # topk takes clusters as soon as they are built
         engine.extend(tokens[:512].tolist())
@@ -154,7 +154,7 @@ def test_the_expected_speed_is_the_measured_one_where_bytes_decide(tmp_path, one
             began = time.perf_counter()
             engine.extend([7])
             seconds.append(time.perf_counter() - began)
-        request = Request(tokens, selector=selector, index="flat")
+        request = Workload(tokens, selector=selector, index="flat")
         planned = plan(about, request, Machine(None, 1 << 40, 1 << 50, 0))
         expected = speed(planned.traffic, measure(about.shape, about.dtype, request, "cpu"))
         assert expected.limit == limit

@@ -21,7 +21,7 @@ from offload_decode.planning.plan import (
     plan,
     prefill_chunk,
 )
-from offload_decode.planning.request import INDEXES, KV, SELECTORS, WEIGHTS, Request
+from offload_decode.planning.request import INDEXES, KV, SELECTORS, WEIGHTS, Workload
 from offload_decode.planning.traffic import speed
 from offload_decode.types import PAGE_METADATA, LayerKind, ModelShape
 from tests.planning.outlines import llama_8b
@@ -59,7 +59,7 @@ outlines = st.builds(
     rest=st.integers(10**5, 10**9),
 )
 requests = st.builds(
-    Request,
+    Workload,
     tokens=st.integers(1, 20_000_000),
     kv=st.sampled_from(KV),
     weights=st.sampled_from(WEIGHTS),
@@ -107,7 +107,7 @@ def test_a_proposal_of_other_weights_is_counted_in_its_own_dtype():
     outline = Outline(
         "float32", shape, "float32", 73_272_321, 1_000_000, 1000, 36_136_160, 0, 1.0, 512, 2048, 32000
     )
-    request = Request(8192, weights="fp16", selector="quest", budget="64", page_size=2)
+    request = Workload(8192, weights="fp16", selector="quest", budget="64", page_size=2)
     machine = Machine(None, 512 << 20, 107_374_182, 300 << 20)
     proposed = nearest(plan(outline, request, machine))
     assert proposed is None or plan(outline, proposed.request, machine).fits
@@ -125,7 +125,7 @@ def test_fewer_bits_never_take_more(outline, request, machine, data):
 
 
 def test_an_8b_model_on_16_gib_is_asked_in_int8():
-    request = Request(1 << 20, index="flat")
+    request = Workload(1 << 20, index="flat")
     asked = plan(llama_8b(), request, Machine(16 * GIB, 64 * GIB, 200 * GIB, 300 << 20))
     assert asked.lacking().keys() == {Medium.GPU}
     proposed = nearest(asked)
@@ -141,19 +141,19 @@ def test_an_8b_model_on_16_gib_is_asked_in_int8():
 
 def test_a_prefill_too_large_is_given_a_smaller_chunk():
     machine = Machine(16 * GIB, 64 * GIB, 200 * GIB, 300 << 20)
-    asked = plan(llama_8b(), Request(1 << 20), machine)
+    asked = plan(llama_8b(), Workload(1 << 20), machine)
     assert not asked.prefill_fits
     chunk = prefill_chunk(asked)
     assert chunk is not None
     assert chunk < 512
-    assert plan(llama_8b(), Request(1 << 20, chunk=chunk), machine).prefill_fits
-    assert not plan(llama_8b(), Request(1 << 20, chunk=2 * chunk), machine).prefill_fits
+    assert plan(llama_8b(), Workload(1 << 20, chunk=chunk), machine).prefill_fits
+    assert not plan(llama_8b(), Workload(1 << 20, chunk=2 * chunk), machine).prefill_fits
 
 
 def test_speed_is_the_sum_of_what_is_moved():
     even = Bandwidths(weights=1e9, search=1e9, rows=1e9, bus=1e9)
     machine = Machine(40 * GIB, 64 * GIB, 200 * GIB, 0)
-    asked = plan(llama_8b(), Request(100_000, index="flat"), machine)
+    asked = plan(llama_8b(), Workload(100_000, index="flat"), machine)
     moved = asked.traffic
     expected = speed(moved, even)
     assert moved.bus == moved.gathered == 32 * 8 * 4 * 1024 * 256
@@ -182,7 +182,7 @@ def test_what_a_request_does_is_what_is_measured(request_, stages):
     shape = ModelShape((LayerKind.FULL,) * 3, 4, 2, 64)
     if request_.get("index", "").startswith("faiss"):
         pytest.importorskip("faiss")
-    asked = Request(**{"tokens": 100_000} | request_)
+    asked = Workload(**{"tokens": 100_000} | request_)
     found = asdict(measure(shape, "float32", asked, "cpu"))
     measured = {name: rate for name, rate in found.items() if rate is not None}
     assert measured.keys() == {"weights"} | stages
@@ -206,10 +206,10 @@ def test_the_search_that_is_timed_is_that_of_the_index_that_is_asked_for(monkeyp
 
         monkeypatch.setattr(kind, "search_heads", classmethod(seen))
     shape = ModelShape((LayerKind.FULL,), 8, 2, 64)
-    measure(shape, "float16", Request(50_000, budget="100"), "cpu")
+    measure(shape, "float16", Workload(50_000, budget="100"), "cpu")
     assert set(searched) == {("clusters", 2, (2, 4, 64), 100)}
     searched.clear()
-    measure(shape, "float16", Request(50_000, budget="100", index="flat"), "cpu")
+    measure(shape, "float16", Workload(50_000, budget="100", index="flat"), "cpu")
     assert set(searched) == {("flat", 2, (2, 4, 64), 100)}
 
 
@@ -231,4 +231,4 @@ def test_a_disks_speed_is_measured_and_nothing_stays(tmp_path):
 )
 def test_what_cannot_be_planned_is_named(wrong, says):
     with pytest.raises(ConfigError, match=says):
-        Request(**{"tokens": 10, **wrong})
+        Workload(**{"tokens": 10, **wrong})

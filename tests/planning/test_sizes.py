@@ -10,7 +10,7 @@ import pytest
 import indexes.registry
 from offload_decode.models.outline import outline, outline_of
 from offload_decode.planning import sizes
-from offload_decode.planning.request import KV, Request
+from offload_decode.planning.request import KV, Workload
 from offload_decode.planning.traffic import traffic
 from offload_decode.store.format import stored_types
 from offload_decode.types import LayerKind, ModelShape
@@ -45,7 +45,7 @@ def test_page_bounds_and_bus_traffic_of_an_8b_model_with_a_million_tokens():
     assert bounds[16, "fp16"] == pytest.approx(8.6e9, rel=0.01)
     assert bounds[32, "fp16"] == pytest.approx(4.3e9, rel=0.01)
     assert bounds[16, "int8"] == pytest.approx(4.3e9, rel=0.02)
-    one_percent = Request(MILLION, selector="quest", budget="1%", dense_layers="")
+    one_percent = Workload(MILLION, selector="quest", budget="1%", dense_layers="")
     assert traffic(model, one_percent, on_gpu=True).bus == pytest.approx(1.4e9, rel=0.03)
 
 
@@ -99,7 +99,7 @@ def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
     for part in range(2):
         copied.fetch(part, stored, [np.arange(n)] * 2, StepStats())
     held = sum(len(buffer._memory) for buffer in copied._staging)
-    request = Request(n, index="flat")
+    request = Workload(n, index="flat")
     assert sizes.staged_bytes(model, request) == held
     hot = HotRows(1000)
     kept = sum(part.nbytes for part in (hot._owner, hot._table, hot._older, hot._newer))
