@@ -16,10 +16,18 @@ from cli.limits import Asking, asking, check_store
 from cli.options import (
     MaxNewTokens,
     Quiet,
+    a_path,
     on_this_machine,
 )
 from cli.progress import Progress
-from cli.questions import Question, append_answers, assign, read_answered, read_questions
+from cli.questions import (
+    Question,
+    append_answers,
+    assign,
+    check_out,
+    read_answered,
+    read_questions,
+)
 from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
@@ -39,6 +47,7 @@ def batch(
             metavar="STORE",
             help="The stores to ask.",
             show_default=False,
+            parser=a_path,
             callback=lambda stores: [on_this_machine(store) for store in stores],
             autocompletion=completion.stores,
         ),
@@ -46,10 +55,15 @@ def batch(
     questions: Annotated[
         Path,
         typer.Option(
-            metavar="FILE.jsonl", help='Questions, a line each: {"question": "…", "id": 1, "store": "…"}.'
+            metavar="FILE.jsonl",
+            help='Questions, a line each: {"question": "…", "id": 1, "store": "…"}.',
+            parser=a_path,
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="File that answers are appended to.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE.jsonl", help="File that answers are appended to.", parser=a_path),
+    ],
     how: Annotated[Asking, From(asking)],
     max_new_tokens: MaxNewTokens = 128,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Questions in one forward pass.", min=1)] = 8,
@@ -65,10 +79,7 @@ def batch(
     interrupted.
     """
     config = how.config
-    if out.is_dir():
-        raise ConfigError(f"{out} is a folder: give --out a file in it, such as {out / 'answers.jsonl'}")
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent} for --out: make it first, or choose another")
+    check_out(out)
     asked = assign(read_questions(questions), [os.path.normpath(store) for store in stores])
     if out.exists() and out.samefile(questions):
         raise ConfigError(f"{out} holds the questions: choose another --out")

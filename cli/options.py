@@ -15,6 +15,13 @@ from offload_decode.errors import ConfigError, CorpusError
 from prefill_jobs.plain_files import read_bounded
 
 
+def a_path(text: str) -> Path:
+    """A path as it was written; an empty one is not the folder that one happens to be in."""
+    if not text:
+        raise ConfigError("an empty path names nothing: give the path")
+    return Path(text)
+
+
 def on_this_machine(store: Path) -> Path:
     """The path of a store, unless it is the URL of one."""
     scheme, colon, rest = str(store).partition(":")
@@ -32,6 +39,7 @@ Store = Annotated[
         metavar="STORE",
         help="A store that `prefill` made.",
         show_default=False,
+        parser=a_path,
         callback=on_this_machine,
         autocompletion=completion.stores,
     ),

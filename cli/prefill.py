@@ -12,7 +12,7 @@ import typer
 from cli import output
 from cli.failures import FAILURE, sentence
 from cli.limits import admit_prefill, caps_of
-from cli.options import Device, GpuMemory, Json, Quiet, Ram
+from cli.options import Device, GpuMemory, Json, Quiet, Ram, a_path
 from cli.progress import Progress
 from cli.push import summary
 from offload_decode.errors import ConfigError
@@ -102,6 +102,7 @@ def prefill(
             metavar="FOLDER",
             help="Where a store for a URL is written before it is pushed.  [default: the user's cache]",
             show_default=False,
+            parser=a_path,
         ),
     ] = None,
     workers: Annotated[
@@ -136,15 +137,21 @@ def prefill(
     end.
     """
     from offload_decode.config import split_pairs
-    from prefill_jobs.folders import Rules
+    from prefill_jobs.folders import Rules, check_corpus
+
+    if "" in corpora:
+        raise ConfigError("an empty corpus names nothing: give a file, a folder, or - for standard input")
+    rules = Rules(tuple(glob or ()), tuple(exclude or ()), follow_links)
+    if len(corpora) == 1:  # of several, one that cannot be read does not stop the others
+        check_corpus(corpora[0])
+
     from prefill_jobs.job import Settings
     from prefill_jobs.job import prefill as run
     from prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
     settings = Settings(method, split_pairs(option or []), query_samples, kv)
-    if worker_count and not workers:
+    if worker_count and workers is None:
         raise ConfigError("--worker-count is of --workers: give --workers ray too, or leave it out")
-    rules = Rules(tuple(glob or ()), tuple(exclude or ()), follow_links)
     if rules != Rules() and not any(map(os.path.isdir, corpora)):
         raise ConfigError("--glob, --exclude and --follow-links are of folders, and none is given")
     several = is_folder(corpora, out)
@@ -157,7 +164,7 @@ def prefill(
         "staging": staging,
         "rules": rules,
     }
-    if workers:
+    if workers is not None:
         from prefill_jobs.ray_workers import Cluster, prefill_on_ray
 
         cluster = Cluster(workers, worker_count, caps_of(gpu_memory, ram))

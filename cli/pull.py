@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cli import output
-from cli.options import Json, Quiet
+from cli.options import Json, Quiet, a_path
 from cli.progress import Progress
 from cli.push import summary
 
@@ -26,7 +26,10 @@ def pull(
     store: Annotated[
         Path,
         typer.Argument(
-            metavar="STORE", help="Where to write the store; nothing may be there yet.", show_default=False
+            metavar="STORE",
+            help="Where to write the store; nothing may be there yet.",
+            show_default=False,
+            parser=a_path,
         ),
     ],
     as_json: Json = False,

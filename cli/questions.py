@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,35 @@ def assign(questions: Sequence[Question], stores: Sequence[str]) -> dict[str, li
                 )
             asked[store].append(question)
     return asked
+
+
+def check_out(path: Path) -> None:
+    """`ConfigError` unless answers can be appended to `path`: a plain file, or none yet in a folder
+    that there is. Nothing else is opened, as earlier answers are read first: a pipe would keep us waiting.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        folder = Path(os.path.realpath(path)).parent  # a link may lead to a file that is still to be made
+        if not folder.is_dir():
+            named = folder if path.is_symlink() else path.parent
+            raise ConfigError(
+                f"there is no folder {named} for --out: make it first, or choose another"
+            ) from None
+        writable = os.access(folder, os.W_OK)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the answers {path} cannot be written ({reason}): choose another --out") from error
+    else:
+        if stat.S_ISDIR(mode):
+            raise ConfigError(
+                f"{path} is a folder: give --out a file in it, such as {path / 'answers.jsonl'}"
+            )
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{path} is not a regular file: choose another --out")
+        writable = os.access(path, os.R_OK | os.W_OK)
+    if not writable:
+        raise ConfigError(f"the answers {path} cannot be written (Permission denied): choose another --out")
 
 
 def read_answered(path: Path, settings: dict[str, Any]) -> set[str]:

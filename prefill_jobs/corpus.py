@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,13 +12,10 @@ from numpy.typing import NDArray
 
 from offload_decode.errors import CorpusError
 from offload_decode.models.prompt import Prompt
-from offload_decode.store.checksums import SEAL
 from offload_decode.types import Document
 from prefill_jobs.decoding import text_of
-from prefill_jobs.folders import EVERYTHING, LEFT_OUT, Rules, Skipped, Walk, clean, is_store
+from prefill_jobs.folders import EVERYTHING, LEFT_OUT, STDIN, Rules, Skipped, Walk, check_corpus, clean
 from prefill_jobs.plain_files import read_bounded, read_plain
-
-STDIN = "-"
 
 
 class TextDocument(NamedTuple):
@@ -39,22 +34,10 @@ def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocume
     """
     if corpus == STDIN:
         return [_read_alone("stdin", "standard input", lambda: read_bounded(sys.stdin.buffer))], []
+    check_corpus(corpus)
     path = Path(corpus)
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError as error:
-        raise CorpusError(
-            f"there is no corpus at {corpus}: give a file, a folder, or - for standard input"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"{corpus} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    _refuse_store(path)
-    if stat.S_ISDIR(mode):
+    if path.is_dir():
         return _read_folder(path, rules)
-    if not stat.S_ISREG(mode):
-        raise CorpusError(
-            f"{corpus} is not a regular file: give a file, a folder, or - and its text on standard input"
-        )
     return [_read_alone(clean(path.name), corpus, lambda: read_plain(corpus, follow=True))], []
 
 
@@ -119,9 +102,3 @@ def _nothing(skipped: Sequence[Skipped]) -> str:
         f"none of its {len(skipped)} files is readable text ({skipped[0].name}: {skipped[0].reason}); "
         "give a folder with text files"
     )
-
-
-def _refuse_store(path: Path) -> None:
-    real = Path(os.path.realpath(path))
-    if is_store(real) or any((folder / SEAL).exists() for folder in (real, *real.parents)):
-        raise CorpusError(f"{path} is a KV store or belongs to one: give the text that it was made of")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload_decode.errors import ConfigError, CorpusError
+from offload_decode.store.checksums import SEAL
 from offload_decode.store.staging import LOCK, PROGRESS
 from prefill_jobs.plain_files import read_plain
 
@@ -21,6 +22,7 @@ _NOT_TEXT = ("__pycache__", "node_modules")
 _IGNORES = ".gitignore"
 _MOST_LINES = 10_000
 
+STDIN = "-"
 LINK = "it is a link"
 LEFT_OUT = ("a .gitignore names it", "--exclude names it", "--glob does not name it")
 
@@ -44,6 +46,8 @@ class Rules:
 
     def __post_init__(self) -> None:
         for pattern in (*self.globs, *self.excludes):  # mistakes show before the work begins
+            if not pattern.strip():
+                raise ConfigError("an empty pattern names nothing: write one as in a .gitignore, like *.md")
             _patterns([pattern])
 
 
@@ -163,6 +167,30 @@ class Walk:
             self.skip(here.name + _IGNORES, "its patterns would take too long")
             return []
         return [(here.name, _patterns(lines, lenient=True))]
+
+
+def check_corpus(corpus: str) -> None:
+    """`CorpusError` where nothing is at `corpus`, or neither a file nor a folder, or a store. Standard input
+    (`-`) is not looked at.
+    """
+    if corpus == STDIN:
+        return
+    path = Path(corpus)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError as error:
+        raise CorpusError(
+            f"there is no corpus at {corpus}: give a file, a folder, or - for standard input"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"{corpus} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    real = Path(os.path.realpath(path))
+    if is_store(real) or any((folder / SEAL).exists() for folder in (real, *real.parents)):
+        raise CorpusError(f"{path} is a KV store or belongs to one: give the text that it was made of")
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        raise CorpusError(
+            f"{corpus} is not a regular file: give a file, a folder, or - and its text on standard input"
+        )
 
 
 def is_store(folder: Path) -> bool:

@@ -16,8 +16,8 @@ from offload_decode.errors import (
     StoreError,
 )
 from offload_decode.models.loading import load
-from prefill_jobs.corpus import STDIN, TextDocument, read_corpus
-from prefill_jobs.folders import EVERYTHING, Rules, Skipped
+from prefill_jobs.corpus import TextDocument, read_corpus
+from prefill_jobs.folders import EVERYTHING, STDIN, Rules, Skipped
 from prefill_jobs.job import PrefillReport, Settings, Work, make, prepare, settled
 from prefill_jobs.places import Place, place_of
 
@@ -68,6 +68,8 @@ def jobs_of(corpora: Sequence[str], out: str) -> list[Job]:
     Raises `ConfigError` where two would have the same name.
     """
     is_url = "://" in out
+    if is_url and "://" not in out.rstrip("/"):
+        raise ConfigError(f"'{out}' is not the URL of a store: name a bucket or folder after the ://")
     if not is_url and Path(out).exists() and not Path(out).is_dir():
         raise ConfigError(
             f"{out} is a file: with several corpora --out is a folder, and each has a store in it"

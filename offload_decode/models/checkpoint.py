@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,7 +62,8 @@ def source_of(model_id: str) -> str:
         raise ConfigError(f"the model is empty: {WAY_OUT}")
     if model_id == "demo":
         return str(files("offload_decode") / "demo_model")
-    if (model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1) and not Path(model_id).is_dir():
+    looks_local = model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1
+    if (looks_local or os.path.lexists(model_id)) and not Path(model_id).is_dir():
         raise ModelError(f"there is no folder {model_id}: {WAY_OUT}")
     return model_id
 
@@ -146,7 +148,9 @@ def told(what: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        if not reason or isinstance(error, KeyError):
+        if isinstance(error, OSError) and error.filename:  # the checkpoint is named already
+            reason = f"{os.path.basename(os.fsdecode(error.filename))}: {error.strerror}"
+        elif not reason or isinstance(error, KeyError):
             reason = f"{type(error).__name__} {reason}".rstrip()
         raise ModelError(f"{what}: {reason}; {WAY_OUT}") from error
 

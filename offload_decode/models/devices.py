@@ -23,6 +23,8 @@ def pick_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"unknown device '{device}'; choose one of: auto, cpu, cuda, cuda:0") from error
+    if chosen.type == "cpu" and chosen.index is not None:
+        raise ConfigError(f"unknown device '{device}'; choose one of: auto, cpu, cuda, cuda:0")
     if chosen.type not in ("cpu", "cuda"):
         raise ConfigError(f"device '{device}' is not served; choose one of: auto, cpu, cuda, cuda:0")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():

@@ -1,0 +1,153 @@
+"""What no command can use is refused at once, with exit code 2 where the use was wrong; nothing waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.counts import byte_count, token_count
+from offload_decode.errors import ConfigError
+from offload_decode.models.checkpoint import read_config
+from tests.cli.conftest import refused
+
+LONG = "9" * 5000
+
+
+def _batch(store: Path, questions: Path, out: Path | str) -> str:
+    return refused(2, "batch", store, "--questions", questions, "--out", out)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"question": "Why?"}\n')
+    return file
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_answers_go_to_a_plain_file(store: Path, questions: Path, tmp_path: Path, kind: str) -> None:
+    """A pipe would keep its reader waiting, and /dev/zero never end: earlier answers are read first."""
+    out = tmp_path / "out"
+    if kind == "folder":
+        out.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(out)
+    else:
+        out = Path("/dev/null")
+    told = _batch(store, questions, out)
+    assert ("is a folder" if kind == "folder" else "is not a regular file") in told
+
+
+def test_answers_that_cannot_be_written_are_refused_before_the_work(
+    store: Path, questions: Path, tmp_path: Path
+) -> None:
+    loop, dead = tmp_path / "loop", tmp_path / "dead"
+    loop.symlink_to(loop)
+    dead.symlink_to(tmp_path / "no" / "where")
+    assert "symbolic links" in _batch(store, questions, loop)
+    assert "there is no folder" in _batch(store, questions, dead)
+    assert "too long" in _batch(store, questions, tmp_path / ("n" * 300))
+
+
+def test_what_could_not_be_written_with_its_answer_is_refused_as_a_question(
+    store: Path, questions: Path, tmp_path: Path
+) -> None:
+    for depth in (101, 900):
+        nested = "[" * depth + "]" * depth
+        questions.write_text(f'{{"question": "Why?", "more": {nested}}}\n')
+        assert "nested too deeply" in _batch(store, questions, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("out", ["s3://", "gs:///", "file://"])
+def test_a_url_without_a_bucket_is_no_folder_of_this_machine(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = refused(2, "prefill", home / "corpus.txt", "--model", home / "model", "--out", out)
+    assert "is not the URL of a store" in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["prefill", "", "--model", "MODEL", "--out", "s"],
+        ["prefill", "FOLDER", "--model", "MODEL", "--out", "s", "--glob", ""],
+        ["prefill", "FOLDER", "--model", "MODEL", "--out", "s", "--exclude", ""],
+        ["prefill", "FOLDER", "--model", "MODEL", "--out", "s", "--workers", ""],
+        ["prefill", "FOLDER", "--model", "MODEL", "--out", "s", "--staging", ""],
+        ["ask", "", "q"],
+        ["inspect", ""],
+        ["verify", ""],
+        ["index", ""],
+        ["batch", "", "--questions", "q", "--out", "o"],
+        ["batch", "STORE", "--questions", "", "--out", "o"],
+        ["batch", "STORE", "--questions", "q", "--out", ""],
+        ["pull", "file:///folder/s.kv", ""],
+        ["push", "", "file:///folder/s.kv"],
+    ],
+)
+def test_an_empty_text_names_nothing(home: Path, command: list[str]) -> None:
+    """An empty path is not the folder that one happens to be in."""
+    named = {"MODEL": home / "model", "FOLDER": home, "STORE": home / "store.kv"}
+    refused(2, *(named.get(part, part) for part in command))
+
+
+@pytest.mark.parametrize("text", [LONG, f"{LONG}GiB", "99999999999TiB"])
+def test_sizes_that_no_machine_has(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size") as refusal:
+        byte_count(text)
+    assert len(str(refusal.value)) < 120
+
+
+@pytest.mark.parametrize("text", [LONG, "9999999999M"])
+def test_counts_of_tokens_that_no_store_has(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no number of tokens") as refusal:
+        token_count(text)
+    assert len(str(refusal.value)) < 120
+
+
+def test_a_device_that_only_torch_knows(store: Path) -> None:
+    assert "unknown device 'cpu:3'" in refused(2, "ask", store, "q", "--device", "cpu:3")
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "dead link"])
+def test_a_model_that_is_no_folder_is_not_looked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    match kind:
+        case "file":
+            model.touch()
+        case "pipe":
+            os.mkfifo(model)
+        case _:
+            model.symlink_to("nowhere")
+    with pytest.raises(Exception, match=r"^there is no folder model: give"):
+        read_config("model")
+
+
+def test_a_folder_without_a_config_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"config\.json") as refusal:
+        read_config(str(tmp_path))
+    assert str(refusal.value).count(str(tmp_path)) == 1
+    assert "Errno" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("corpus", ["/dev/zero", "missing"])
+def test_a_corpus_that_cannot_be_read_is_refused_before_a_library_is_loaded(corpus: str) -> None:
+    script = (
+        "import sys\nfrom cli.main import app\n"
+        f"try:\n    app(['prefill', '{corpus}', '--model', 'demo', '--out', 's'])\n"
+        "except SystemExit as left:\n    print(left.code, 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "1 False\n", ran.stderr
+    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.count("\n") == 1
