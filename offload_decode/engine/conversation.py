@@ -16,6 +16,7 @@ from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.devices import DTYPES
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.passes import run_in_passes
 from offload_decode.models.processors import Processors
@@ -212,7 +213,8 @@ class Conversation:
         windows = {
             layer: self._window(layer) for layer, kind in enumerate(shape.layers) if kind is LayerKind.SLIDING
         }
-        return PrefixCache.over(prefix, shape, windows, self.loaded.model.base_model)
+        decoder, dtype = self.loaded.model.base_model, DTYPES[self.loaded.dtype]
+        return PrefixCache.over(prefix, shape, windows, decoder, dtype)
 
     def _window(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self.store.window(layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,9 +160,15 @@ class PrefixCache(Cache):
     forward.
     """
 
-    def __init__(self, layers: Sequence[PrefixLayer | WindowLayer], decoder: object = None):
+    def __init__(
+        self,
+        layers: Sequence[PrefixLayer | WindowLayer],
+        decoder: object = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(layers=list(layers))
         self.decoder = decoder
+        self.dtype = dtype
         # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
         self.shown: Tensor | None = None
         # The thread that runs a pass, and the length of the tail before it.
@@ -174,9 +181,10 @@ class PrefixCache(Cache):
         shape: ModelShape,
         windows: dict[int, tuple[Tensor, Tensor]],
         decoder: object = None,
+        dtype: torch.dtype | None = None,
     ) -> PrefixCache:
         """An empty tail behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each sliding layer, and
-        `decoder` is the only one that may run behind it, if one is given.
+        `decoder`, in `dtype`, is the only one that may run behind it, if one is given.
         """
         layers: list[PrefixLayer | WindowLayer] = []
         for index, kind in enumerate(shape.layers):
@@ -185,11 +193,11 @@ class PrefixCache(Cache):
                 layers.append(WindowLayer(index, prefix, shape.sliding_window, windows[index]))
             else:
                 layers.append(PrefixLayer(index, prefix))
-        return cls(layers, decoder)
+        return cls(layers, decoder, dtype)
 
     def fork(self, prefix: Prefix) -> PrefixCache:
         """An independent copy that shares the stored parts."""
-        copy = PrefixCache([layer.fork(prefix) for layer in self.layers], self.decoder)
+        copy = PrefixCache([layer.fork(prefix) for layer in self.layers], self.decoder, self.dtype)
         copy.shown = self.shown
         return copy
 
@@ -270,6 +278,21 @@ class PrefixCache(Cache):
         if shown is None and self.shown is not None:
             shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
         self._hide(shown)
+
+    def check_model(self, decoder: Any) -> None:
+        """Raise unless `decoder` may run behind this prefix, and is as it was when it was opened."""
+        if self.decoder not in (None, decoder):
+            raise ConfigError(
+                "this cache belongs to another model: take one from the engine that this model was opened "
+                "with"
+            )
+        windows = {layer.sliding_window for layer in self.layers if isinstance(layer, WindowLayer)}
+        converted = self.dtype not in (None, decoder.dtype)
+        if converted or (windows and windows != {decoder.config.sliding_window}):
+            raise ConfigError(
+                "the dtype or the sliding window of this model was changed after its store was opened: load "
+                "the model anew, and open the store with it"
+            )
 
     def check_rows(self, rows: int) -> None:
         """Raise unless a pass of so many rows can follow what is there."""

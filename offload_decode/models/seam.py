@@ -39,14 +39,13 @@ def _before(
     cache = given.get("past_key_values")
     if not isinstance(cache, PrefixCache):
         return None
-    if cache.decoder not in (None, decoder):
-        raise ConfigError(
-            "this cache belongs to another model: take one from the engine that this model was opened with"
-        )
+    cache.check_model(decoder)
     cache.take_back()
     _check_settings(decoder, given)
     ids: Tensor | None = given.get("input_ids")
-    new: Tensor = given["inputs_embeds"] if ids is None else ids
+    new: Tensor | None = given.get("inputs_embeds") if ids is None else ids
+    if new is None or new.ndim != (3 if ids is None else 2) or not len(new):
+        raise ConfigError("a pass takes input_ids [B, T], or inputs_embeds [B, T, D], of one row or more")
     rows, tokens = new.shape[:2]
     if not tokens:
         raise ConfigError(
@@ -57,16 +56,16 @@ def _before(
         check_ids(ids, decoder)
     cache.check_rows(rows)
     mask = given.get("attention_mask")
-    if isinstance(mask, dict) or getattr(mask, "ndim", 2) not in (2, 4):
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim not in (2, 4)):
         raise ConfigError("the attention mask must be 2-D, over the stored tokens and those that follow")
     if mask is not None and mask.ndim == 4:
-        given["attention_mask"] = _prepared(mask, cache, tokens)
+        given["attention_mask"] = _prepared(mask, cache, rows, tokens)
         cache.show(tokens, None)
     else:
         shown = None if mask is None else _shown(mask, cache, rows, tokens)
-        _check_positions(given.get("position_ids"), shown, cache, tokens)
+        _check_positions(given.get("position_ids"), shown, cache, rows, tokens)
         if mask is not None:
-            given["attention_mask"] = covering(mask.to(decoder.device, torch.bool), cache.prefix_length)
+            given["attention_mask"] = covering(mask.to(new.device, torch.bool), cache.prefix_length)
         cache.show(tokens, shown)
     cache.begun = (threading.get_ident(), cache.tail_length)
     return (), given
@@ -89,6 +88,8 @@ def covering(mask: Tensor, tokens: int) -> Tensor:
 
 def check_ids(ids: Tensor, model: Any) -> None:
     """Raise if some ids are not in the vocabulary."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"the ids of tokens must be whole numbers (int64), and not {ids.dtype}")
     known = model.get_input_embeddings().num_embeddings
     least, most = ids.aminmax()
     if least < 0 or most >= known:
@@ -154,7 +155,7 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     return shown
 
 
-def _prepared(mask: Tensor, cache: PrefixCache, tokens: int) -> Tensor:
+def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     """A 4-D mask without its columns of the prefix."""
     prefix, tail = cache.prefix_length, cache.tail_length
     if mask.dtype != torch.bool:
@@ -163,6 +164,11 @@ def _prepared(mask: Tensor, cache: PrefixCache, tokens: int) -> Tensor:
         raise ConfigError(
             "this model has sliding-window layers, which need another mask than the rest: "
             "pass a 2-D attention mask, from which both are made"
+        )
+    if len(mask) not in (1, rows) or mask.shape[1] != 1 or mask.shape[2] != tokens:
+        raise ConfigError(
+            f"a prepared attention mask must be [{rows}, 1, {tokens}, …] for these tokens, and not "
+            f"{list(mask.shape)}"
         )
     if mask.shape[-1] == prefix + tail + tokens:
         if not bool(mask[..., :prefix].all()):
@@ -178,7 +184,9 @@ def _prepared(mask: Tensor, cache: PrefixCache, tokens: int) -> Tensor:
     return mask
 
 
-def _check_positions(positions: Tensor | None, shown: Tensor | None, cache: PrefixCache, tokens: int) -> None:
+def _check_positions(
+    positions: Tensor | None, shown: Tensor | None, cache: PrefixCache, rows: int, tokens: int
+) -> None:
     """A token that is shown stands behind all that are shown before it; where padding stands is no matter."""
     if shown is None and cache.shown is not None:
         raise ConfigError(
@@ -190,9 +198,10 @@ def _check_positions(positions: Tensor | None, shown: Tensor | None, cache: Pref
     device = shown.device if positions is None else positions.device  # type: ignore[union-attr]
     if positions is None:
         positions = torch.arange(first, first + tokens, device=device)[None]
-    if positions.ndim != 2 or positions.shape[-1] != tokens:
+    if positions.ndim != 2 or positions.shape[-1] != tokens or len(positions) not in (1, rows):
         raise ConfigError(
-            f"position_ids must be [B, {tokens}], one for each new token, and not {list(positions.shape)}"
+            f"position_ids must be [{rows}, {tokens}], one for each new token, and not "
+            f"{list(positions.shape)}"
         )
     if shown is None:
         expected = torch.arange(first, first + tokens, device=device)[None]

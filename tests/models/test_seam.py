@@ -156,7 +156,7 @@ def test_generate_with_the_questions_ids_and_no_mask_is_refused(engine, ids):
         ([range(6)], "stands at position 0, .* its place is 30"),
         ([range(N + 1, N + 7)], "stands at position 31, .* its place is 30"),
         ([[*range(N, N + 5), N + 4]], "stands at position 34, .* its place is 35"),
-        ([range(N, N + 4)], "must be .B, 6."),
+        ([range(N, N + 4)], "must be .1, 6."),
     ],
 )
 def test_tokens_stand_behind_all_that_came_before(engine, position, says):
@@ -223,6 +223,41 @@ def test_a_copied_cache_goes_its_own_way_and_copies_nothing_that_is_stored(engin
     torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, ASKED + NEXT)[len(ASKED) :], **CLOSE)
 
 
+def test_a_model_that_is_converted_after_opening_is_refused(engine):
+    """`to` rounds rotary frequencies too: other positions than those of the stored keys."""
+    engine.loaded.model.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match="changed after its store was opened"):
+        run(engine, ASKED, engine.new_cache())
+    with pytest.raises(ConfigError, match="changed after its store was opened"):
+        engine.extend(ASKED)
+
+
+def test_a_window_that_is_changed_after_opening_is_refused(sliding):
+    sliding.loaded.model.config.sliding_window = 3
+    with pytest.raises(ConfigError, match="changed after its store was opened"):
+        run(sliding, ASKED, sliding.new_cache())
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({}, "takes input_ids"),
+        ({"input_ids": torch.tensor(ASKED)}, "takes input_ids"),
+        ({"input_ids": torch.tensor([[ASKED]])}, "takes input_ids"),
+        ({"input_ids": torch.zeros(0, 6, dtype=torch.long)}, "takes input_ids"),
+        ({"input_ids": torch.tensor([[1.0, 2.0]])}, "whole numbers"),
+        ({"inputs_embeds": torch.zeros(6, 32)}, "takes input_ids"),
+        ({"attention_mask": [[1] * (N + 6)]}, "must be 2-D"),
+        ({"position_ids": torch.arange(N, N + 6).repeat(3, 1)}, "position_ids must be"),
+    ],
+)
+def test_what_has_not_the_shape_of_a_pass_is_refused(engine, named, says):
+    if "attention_mask" in named or "position_ids" in named:
+        named = {"input_ids": torch.tensor([ASKED]), **named}
+    with pytest.raises(ConfigError, match=says):
+        engine.loaded.model(past_key_values=engine.new_cache(), **named)
+
+
 @pytest.mark.parametrize("width", [len(ASKED), N + len(ASKED)])
 def test_a_prepared_mask(full, width):
     seen = torch.ones(len(ASKED), width, dtype=torch.bool).tril(width - len(ASKED))[None, None]
@@ -234,6 +269,8 @@ def test_a_prepared_mask(full, width):
     ("mask", "says"),
     [
         (torch.zeros(1, 1, 6, 6), "must be bool"),
+        (torch.ones(3, 1, 6, N + 6, dtype=torch.bool), "must be .1, 1, 6"),
+        (torch.ones(1, 1, 4, N + 6, dtype=torch.bool), "must be .1, 1, 6"),
         (torch.ones(1, 1, 6, 7, dtype=torch.bool), "covers 7 tokens, but 36"),
         (torch.ones(1, 1, 6, N + 6, dtype=torch.bool).triu(1), "hides stored tokens"),
     ],
