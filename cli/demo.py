@@ -19,8 +19,9 @@ import typer
 from cli import output
 from cli.counts import token_count
 from cli.failures import FAILURE
-from cli.options import Device, Json, Quiet
+from cli.options import Device, Json, Quiet, a_path
 from cli.progress import Progress
+from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.evals.side_by_side import Opened, WayAnswer
@@ -47,6 +48,7 @@ def demo(
             metavar="FOLDER",
             help="Where the text and its store are kept.  [default: a fresh temporary folder]",
             show_default=False,
+            parser=a_path,
         ),
     ] = None,
     tokens: Annotated[str, typer.Option(metavar="N", help="Tokens of text.")] = "32K",
@@ -70,6 +72,8 @@ def demo(
     """
     began = time.monotonic()
     count = token_count(tokens)
+    if out is not None and os.path.lexists(out) and not out.is_dir():
+        raise ConfigError(f"{out} is not a folder: choose another --out")
     say: Say = (lambda text: None) if as_json else output.answer
     say("Five facts are hidden in the Python documentation. Can they be found again from disk?")
 

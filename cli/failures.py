@@ -30,9 +30,9 @@ def guard() -> Iterator[None]:
     With OFFLOAD_DECODE_DEBUG=1 the traceback is shown too.
     """
     _hush_libraries()
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # it was closed before the command began
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         with warnings.catch_warnings():
             if not os.environ.get(DEBUG):

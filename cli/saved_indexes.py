@@ -62,7 +62,7 @@ def describe(store: KVStore, kind: str) -> SavedIndexes:
     measured = [record.measured for record in found]
     return SavedIndexes(
         kind=kind,
-        bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        bytes=sum(file.lstat().st_size for file in folder.iterdir()),
         heads=len(there),
         heads_in_all=len(paths),
         k=found[0].k if found else None,

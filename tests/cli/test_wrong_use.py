@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from cli.counts import byte_count, token_count
 from offload_decode.errors import ConfigError
 from offload_decode.models.checkpoint import read_config
-from tests.cli.conftest import refused
+from tests.cli.conftest import refused, run
 
 LONG = "9" * 5000
 
@@ -90,6 +91,7 @@ def test_a_url_without_a_bucket_is_no_folder_of_this_machine(
         ["batch", "STORE", "--questions", "q", "--out", ""],
         ["pull", "file:///folder/s.kv", ""],
         ["push", "", "file:///folder/s.kv"],
+        ["demo", "--out", ""],
     ],
 )
 def test_an_empty_text_names_nothing(home: Path, command: list[str]) -> None:
@@ -151,3 +153,25 @@ def test_a_corpus_that_cannot_be_read_is_refused_before_a_library_is_loaded(corp
     assert ran.stdout == "1 False\n", ran.stderr
     assert ran.stderr.startswith("error: ")
     assert ran.stderr.count("\n") == 1
+
+
+def test_a_demo_goes_into_a_folder(questions: Path) -> None:
+    assert "is not a folder" in refused(2, "demo", "--out", questions)
+
+
+def test_a_closed_standard_input_holds_nothing(store: Path) -> None:
+    command = f"exec {sys.executable} -c 'from cli.main import main; main()' ask {store} - <&-"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("error: the question is empty")
+
+
+def test_links_that_lead_nowhere_stop_no_inspection(copy: Callable[[str], Path]) -> None:
+    store = copy("s.kv")
+    assert run("index", store, "--kind", "flat").code == 0
+    folder = store.with_name("s.kv.indexes") / "flat"
+    (folder / "dead").symlink_to("nowhere")
+    (folder / "loop").symlink_to("loop")
+    ran = run("inspect", store)
+    assert ran.code == 0
+    assert "flat" in ran.out
