@@ -98,6 +98,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer must not fail on a terminal's encoding
-    # At the end Python would look for cycles in all that torch has made, for half a second.
-    atexit.register(gc.freeze)
+    atexit.register(_leave_garbage)
     app()
+
+
+def _leave_garbage() -> None:
+    """At the end Python would look for cycles in all that torch has made, for half a second. Triton wants its
+    own to be found: it prints a page on stderr about what is left.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()

@@ -175,3 +175,9 @@ def test_links_that_lead_nowhere_stop_no_inspection(copy: Callable[[str], Path])
     ran = run("inspect", store)
     assert ran.code == 0
     assert "flat" in ran.out
+
+
+def test_nothing_is_told_when_a_command_ends(store: Path) -> None:
+    command = [sys.executable, "-c", "from cli.main import main; main()", "ask", str(store), "Why?"]
+    ran = subprocess.run([*command, "--max-new-tokens", "1"], capture_output=True, text=True, check=True)
+    assert ran.stderr == ""
