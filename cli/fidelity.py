@@ -94,6 +94,7 @@ def fidelity(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
+    from cli.faults import end_with_a_sentence
     from offload_decode.engine.engine import Engine
     from offload_decode.evals.fidelity import check, measure
     from offload_decode.evals.fidelity_plot import save_png
@@ -104,6 +105,7 @@ def fidelity(
 
     check_matplotlib()
     plan = FidelityPlan(_contenders(selector or []), amounts, questions, tokens, common)
+    end_with_a_sentence()
     opened = KVStore.open(store)
     check(opened, plan)
     loaded = Engine.open(opened, model, selector="dense", device=device).loaded

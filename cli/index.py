@@ -39,7 +39,10 @@ def index(
     already are kept: the same command resumes a build that was interrupted. `ask`, `chat` and `batch` search
     the clusters from then on; any other kind with -o index=KIND.
     """
+    from cli.faults import end_with_a_sentence
     from prefill_jobs.build import build_indexes
+
+    end_with_a_sentence()
 
     with Progress(quiet) as progress:
         report = build_indexes(store, kind, recall=recall, k=k, progress=progress)

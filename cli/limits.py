@@ -93,12 +93,14 @@ def check_store(
     """Open a store if it can be asked, with what admits its questions (`Conversation.admit`). `held`: bytes
     that the program held before it loaded a model, where it has loaded one already.
     """
+    from cli.faults import end_with_a_sentence
     from offload_decode.kv.head_indexes import default_kind
     from offload_decode.memory import own_memory
     from offload_decode.models.outline import outline
     from offload_decode.planning.caps import admit_question, check_ask, planned_ask
     from offload_decode.store.reader import KVStore
 
+    end_with_a_sentence()
     opened = KVStore.open(store)
     about = outline(opened.manifest.model_id if config.model is None else config.model)
     held = own_memory() if held is None else held

@@ -45,6 +45,7 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
     whole.
     """
     from cli import saved_indexes
+    from cli.faults import end_with_a_sentence
     from indexes.errors import VectorIndexError
     from offload_decode.store.reader import KVStore, verify_store
 
@@ -55,6 +56,7 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
         verify_store(path, lambda done, total: progress("verify", done, total))
     except OffloadDecodeError as error:
         return checked, [sentence(error)], unfinished
+    end_with_a_sentence()
     store = KVStore.open(path)
     checked.append(output.size(sum(store.cost().values())))
     for kind in saved_indexes.saved_kinds(store):
