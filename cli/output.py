@@ -75,9 +75,9 @@ def size(amount: float) -> str:
     """Bytes in decimal units."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if amount < 1000:
-            return f"{amount:,.0f} {unit}" if unit == "bytes" else f"{amount:.3g} {unit}"
+            return f"{amount:,.0f} {unit}" if unit == "bytes" or amount >= 100 else f"{amount:.3g} {unit}"
         amount /= 1000
-    return f"{amount:,.3g} TB"
+    return f"{amount:,.0f} TB" if amount >= 100 else f"{amount:.3g} TB"
 
 
 def count(number: int, noun: str) -> str:

@@ -172,9 +172,14 @@ def size(amount: float) -> str:
     """Bytes in binary units, as sizes are given."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if amount < 1024:
-            return f"{amount:,.3g} {unit}"
+            return f"{three_digits(amount)} {unit}"
         amount /= 1024
-    return f"{amount:,.3g} TiB"
+    return f"{three_digits(amount)} TiB"
+
+
+def three_digits(number: float) -> str:
+    """The first three digits, or all before the point: never an exponent."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def described(settings: Mapping[str, object]) -> str:

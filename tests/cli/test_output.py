@@ -15,12 +15,13 @@ from cli.progress import Progress
 @pytest.mark.parametrize(
     ("amount", "shown"),
     [
+        (999_700, "1,000 kB"),
         (0, "0 bytes"),
         (999, "999 bytes"),
         (1000, "1 kB"),
         (1_234_567, "1.23 MB"),
         (5.5e9, "5.5 GB"),
-        (2e15, "2e+03 TB"),
+        (2e15, "2,000 TB"),
     ],
 )
 def test_sizes(amount: float, shown: str) -> None:

@@ -23,6 +23,7 @@ from offload_decode.planning.caps import (
     check_prefill,
     kv_of,
     planned_ask,
+    size,
 )
 from offload_decode.planning.plan import CUDA_BYTES, Machine
 from offload_decode.selection.budgets import PASS_TOKENS, WHOLE_QUESTION
@@ -276,3 +277,11 @@ def test_a_prefill_that_ran_out_of_memory_goes_on_under_a_higher_cap(tmp_path):
     assert prefilled(tmp_path / "whole.kv").resumed_from == 0
     capped, whole = (KVStore.open(tmp_path / name).store_digest for name in ("capped.kv", "whole.kv"))
     assert capped == whole
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"),
+    [(1000, "1,000 bytes"), (1024, "1 KiB"), (1500 * MIB, "1.46 GiB"), (700 * MIB, "700 MiB")],
+)
+def test_a_size_has_no_exponent(amount, shown):
+    assert size(amount) == shown
