@@ -236,6 +236,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow  # a second copy of torch, and the kernels interpreted
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_benchmark_runs_with_torch_and_triton_alone(tmp_path):
     script = str(Path(__file__).parents[2] / "benchmarks" / "gpu_quest.py")

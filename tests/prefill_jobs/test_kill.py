@@ -35,6 +35,7 @@ def begun(runner: Runner, inputs: Path, folder: Path, way: str, *kinds: str) -> 
     return Job(runner, folder / "job", commands)
 
 
+@pytest.mark.slow  # what is killed at every kind of step is killed below
 def test_killed_at_random_moments(runner: Runner, inputs: Path, tmp_path: Path) -> None:
     job = begun(runner, inputs, tmp_path, "quick", "clusters")
     stages, spoilt = kill_at_random(job, 4, random.Random(1))
