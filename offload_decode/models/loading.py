@@ -60,16 +60,7 @@ class LoadedModel:
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32."""
-        with torch.inference_mode():
-            output = self.model(
-                input_ids=tokens.to(self.device),
-                past_key_values=cache,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                use_cache=True,
-                output_attentions=False,
-                logits_to_keep=1,
-            )
+        output = self._run(self.model, tokens, cache, attention_mask, position_ids, logits_to_keep=1)
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
     def encode(
@@ -80,14 +71,27 @@ class LoadedModel:
         position_ids: Tensor | None = None,
     ) -> None:
         """Run `tokens [B, T]` for their keys and values alone: no logits are computed."""
+        self._run(self.model.base_model, tokens, cache, attention_mask, position_ids)
+
+    def _run(
+        self,
+        module: Any,
+        tokens: Tensor,
+        cache: PrefixCache,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        **more: Any,
+    ) -> Any:
+        # Said at every call, because a config may say otherwise of the last two.
         with torch.inference_mode():
-            self.model.base_model(
+            return module(
                 input_ids=tokens.to(self.device),
                 past_key_values=cache,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=True,
                 output_attentions=False,
+                **more,
             )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.pages.reference import places
-from offload_decode.selection.budgets import LayerBudget
+from offload_decode.selection.budgets import LayerBudget, any_by_mass
 from offload_decode.selection.mass import MassBudget, cut
 from offload_decode.selection.selector import EVERYTHING, Selector
 from offload_decode.types import PageSelection, Selection
@@ -44,8 +44,7 @@ class Budgeted:
     @property
     def one_question(self) -> bool:
         """Questions of a batch must be asked one by one: a mass is found for all rows of a pass together."""
-        by_mass = any(own is not None and own.by_mass for own in self.selector.budgets.values())
-        return self.selector.one_question or by_mass
+        return self.selector.one_question or any_by_mass(self.selector.budgets)
 
     def fork(self) -> Budgeted:
         """For an independent continuation."""

@@ -60,6 +60,11 @@ class LayerBudget:
 Budgets = Mapping[int, LayerBudget | None]
 
 
+def any_by_mass(budgets: Budgets) -> bool:
+    """In some layer shares of the attention decide."""
+    return any(own.by_mass for own in budgets.values() if own)
+
+
 @dataclass(frozen=True)
 class Budget:
     """A budget for each layer and KV head.

@@ -22,7 +22,7 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
-from offload_decode.selection.budgets import Budgets
+from offload_decode.selection.budgets import Budgets, any_by_mass
 from offload_decode.selection.key_scores import blocks, inner_products, top_tokens
 from offload_decode.selection.selector import EVERYTHING, Selector, SelectorOptions
 from offload_decode.types import ModelShape, Selection
@@ -50,7 +50,7 @@ class LessIsMore(Selector):
 
     def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
         super().__init__(options, host, shape, budgets)
-        if any(own.by_mass for own in budgets.values() if own):
+        if any_by_mass(budgets):
             raise ConfigError(
                 "selector 'lessismore' has one list for all heads and layers: "
                 "give it a budget like 1024 or 2%, without mass="

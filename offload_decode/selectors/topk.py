@@ -16,7 +16,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.kernels.rows import numpy_view
 from offload_decode.kv.head_indexes import HeadIndexes
 from offload_decode.kv.host import HostKV
-from offload_decode.selection.budgets import Budgets
+from offload_decode.selection.budgets import Budgets, any_by_mass
 from offload_decode.selection.selector import Selector, SelectorOptions
 from offload_decode.selection.speculation import Speculation
 from offload_decode.types import ModelShape, Selection
@@ -53,7 +53,7 @@ class TopK(Selector):
             self._speculate(options.similarity)
 
     def _speculate(self, similarity: float) -> None:
-        if any(own.by_mass for own in self.budgets.values() if own):
+        if any_by_mass(self.budgets):
             raise ConfigError(
                 "speculate=true takes over a fixed number of tokens: "
                 "give a budget like 1024 or 2%, without mass="
