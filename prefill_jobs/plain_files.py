@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from typing import BinaryIO
 
 from offload_decode.errors import CorpusError
+from offload_decode.plain_files import NotPlain, open_plain
 
 LARGEST = 256 << 20
 """Bytes of a document: some fifty million tokens, of which no store is made in one piece."""
@@ -20,20 +19,12 @@ def read_plain(path: str, follow: bool = False) -> bytes:
 
     Raises `CorpusError` with a reason, as `decoding.text_of`, and `OSError`. Never waits, as for a pipe.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        if error.errno == errno.ELOOP and not follow:
-            raise CorpusError("it is a link") from error
-        if error.errno == errno.ENXIO:
-            raise CorpusError("it is not a regular file") from error
-        raise
+        descriptor = open_plain(path, follow)
+    except NotPlain as error:
+        raise CorpusError(str(error)) from error
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise CorpusError("it is not a regular file")
-        if found.st_size > LARGEST:
+        if os.fstat(descriptor).st_size > LARGEST:
             raise _too_large()
         return read_bounded(file)
 

@@ -5,13 +5,13 @@ A link could lead anywhere, and a pipe would keep its reader waiting.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from offload_decode.errors import StoreDamaged
+from offload_decode.plain_files import NotPlain, open_plain
 
 LARGEST_LIST = 64 << 20
 """Bytes of a file of metadata or checksums, which are read whole: far more than any store has."""
@@ -24,15 +24,9 @@ def open_regular(path: str | Path) -> int:
     pipe or a device; `OSError` where it cannot be opened.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise _not_plain(path) from error
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _not_plain(path)
-    return descriptor
+        return open_plain(path)
+    except NotPlain as error:
+        raise _not_plain(path) from error
 
 
 def read_regular(path: str | Path) -> bytes:

@@ -1,0 +1,32 @@
+"""Plain files are opened, and nothing else: a link could lead anywhere, a pipe would keep one waiting."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+class NotPlain(Exception):
+    """What is at a path is no plain file; the message says what it is."""
+
+
+def open_plain(path: str | Path, follow: bool = False) -> int:
+    """A descriptor of the plain file at `path`, for reading; of what a link leads to only with `follow`.
+
+    Raises `NotPlain`, and `OSError` where it cannot be opened. Never waits.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise NotPlain("it is a link") from error
+        if error.errno == errno.ENXIO:  # a socket
+            raise NotPlain("it is not a regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotPlain("it is not a regular file")
+    return descriptor
