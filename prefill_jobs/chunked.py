@@ -58,7 +58,7 @@ class StagedPrefix:
             chosen = self.method.select(layer, asking, self)
         device = query.device
         blocks = self._blocks(layer, device) if chosen is None else self._chosen(layer, chosen, device)
-        return attend_blocks(query, blocks, scaling, softcap)
+        return attend_blocks(query, blocks, self.values(layer, 0).dim, scaling, softcap)
 
     def attend_tail(self, *_: object) -> None:
         """All of the chunk is attended."""

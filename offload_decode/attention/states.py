@@ -1,7 +1,8 @@
 """Attention as states that merge: the plain torch reference that every fast path is tested against.
 
-Shapes: `B` batch, `H` query heads, `Hkv` KV heads (`G = H / Hkv`), `T` new tokens, `S` keys, `D` head
-dimension. Everything is computed in float32 whatever the inputs are (docs/methods.md §1).
+Shapes: `B` batch, `H` query heads, `Hkv` KV heads (`G = H / Hkv`), `T` new tokens, `S` keys, `D` channels of
+queries and keys, `Dv` of values. Everything is computed in float32 whatever the inputs are (docs/methods.md
+§1).
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ def attend(
 ) -> AttentionState:
     """Attend to one part of the keys.
 
-    `query [B, H, T, D]`, `key` and `value [B, Hkv, S, D]`, `mask` bool, True where a key may be seen,
-    broadcast to `[B, 1, T, S]`. `softcap` bounds the scaled scores by `cap * tanh(score / cap)` (Gemma 2).
-    Returns `out [B, H, T, D]` and `lse [B, H, T]`; a row that sees nothing is the empty state `(0, -inf)`.
+    `query [B, H, T, D]`, `key [B, Hkv, S, D]`, `value [B, Hkv, S, Dv]`, `mask` bool, True where a key may be
+    seen, broadcast to `[B, 1, T, S]`. `softcap` bounds the scaled scores by `cap * tanh(score / cap)` (Gemma
+    2). Returns `out [B, H, T, Dv]` and `lse [B, H, T]`; a row that sees nothing is the empty state
+    `(0, -inf)`.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
@@ -65,9 +67,9 @@ def merge_states(first: AttentionState, second: AttentionState) -> AttentionStat
     return AttentionState(out, lse)
 
 
-def empty_state(query: Tensor) -> AttentionState:
-    """The state of attending to nothing, for `query [..., D]`."""
-    out = torch.zeros_like(query, dtype=torch.float32)
+def empty_state(query: Tensor, value_dim: int) -> AttentionState:
+    """The state of attending to nothing, for `query [..., D]`: `out [..., value_dim]`."""
+    out = torch.zeros(*query.shape[:-1], value_dim, device=query.device)
     return AttentionState(out, out.new_full(out.shape[:-1], -torch.inf))
 
 

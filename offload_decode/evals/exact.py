@@ -1,7 +1,7 @@
 """Exact float32 attention of recorded queries, in plain torch, and how far a selection is from it.
 
-`Hkv` KV heads, `R` query rows of each, `N` stored tokens, `D` head dimension. Nothing here uses an index, a
-selector or a fast kernel.
+`Hkv` KV heads, `R` query rows of each, `N` stored tokens, `D` channels of keys, `Dv` of values. Nothing here
+uses an index, a selector or a fast kernel.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ROUNDING = 1e-5  # of a row's largest score: float32 inner products that differ
 class Exact:
     """Dense attention and exact top-k attention, for every k of `ks`, of one layer's rows.
 
-    `out [Hkv, R, D]`, `lse [Hkv, R]` of dense attention; `top[k] [Hkv, R, D]` of the k largest scores, and
+    `out [Hkv, R, Dv]`, `lse [Hkv, R]` of dense attention; `top[k] [Hkv, R, Dv]` of the k largest scores, and
     `kth[k] [Hkv, R]` the smallest of these, both for k < N.
     """
 
     def __init__(self, host: HostKV, layer: int, queries: Queries, ks: Collection[int]):
         self.host, self.layer, self.queries = host, layer, queries
         self.ks = sorted({k for k in ks if k < host.length})
-        self.out, self.lse = empty_state(queries.rows)
+        self.out, self.lse = empty_state(queries.rows, host.values(layer, 0).dim)
         self.largest = torch.zeros_like(self.lse)
         self.top = {k: torch.zeros_like(self.out) for k in self.ks}
         self.kth = {k: torch.zeros_like(self.lse) for k in self.ks}
@@ -44,7 +44,7 @@ class Exact:
     def judge(self, rows: slice, ids: Tensor | None, out: Tensor, k: int) -> Tensor:
         """Measures `[5, Hkv, r]`, in the order of `MEASURES`, of what was chosen and attended for some rows.
 
-        `ids [Hkv, r, w]` padded with -1, or None for every token; `out [Hkv, r, D]`. recall: how many of the
+        `ids [Hkv, r, w]` padded with -1, or None for every token; `out [Hkv, r, Dv]`. recall: how many of the
         k tokens with the largest scores were chosen, as a share (equally large ones are equally good). mass:
         the chosen tokens' share of dense attention. error: ‖out − dense‖ / ‖dense‖; approximation: the same
         of exact top-k attention; search: ‖out − exact top-k‖ / ‖dense‖; so error ≤ approximation + search.
@@ -61,7 +61,7 @@ class Exact:
         step = max(1, _NUMBERS // BLOCK_TOKENS)
         for start in range(0, queries.rows.shape[1], step):
             rows = queries.rows[None, head : head + 1, start : start + step]
-            state = empty_state(rows)
+            state = empty_state(rows, values.dim)
             for first in range(0, length, BLOCK_TOKENS):
                 part = slice(first, first + BLOCK_TOKENS)
                 key, value = (stored.read(part, rows.device)[None, None] for stored in (keys, values))
@@ -112,7 +112,8 @@ class Exact:
         return found
 
     def _parts(self, rows: int, width: int) -> list[slice]:
-        step = max(1, _NUMBERS // max(1, width * self.queries.rows.shape[-1]))
+        widest = max(self.queries.rows.shape[-1], self.out.shape[-1])
+        step = max(1, _NUMBERS // max(1, width * widest))
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     def _gather(self, stored: Rows, ids: Tensor) -> Tensor:

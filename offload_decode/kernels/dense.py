@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload_decode.attention.states import attend, empty_state, merge_states
 from offload_decode.types import AttentionState
@@ -44,13 +45,14 @@ def attend_dense(
 def attend_blocks(
     query: Tensor,
     blocks: Iterable[tuple[Tensor, Tensor]],
+    value_dim: int,
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend to a sequence of `(key, value)` blocks `[1, Hkv, S, D]`, one in memory at a time, merged by
-    log-sum-exp.
+    """Attend to a sequence of blocks of keys `[1, Hkv, S, D]` and values `[1, Hkv, S, value_dim]`, one in
+    memory at a time, merged by log-sum-exp.
     """
-    state = empty_state(query)
+    state = empty_state(query, value_dim)
     for key, value in blocks:
         key, value = key.to(query.device), value.to(query.device)
         state = merge_states(state, attend_dense(query, key, value, scaling, softcap=softcap))
@@ -78,9 +80,13 @@ def _in_parts(
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> AttentionState:
     bias = None if mask is None else torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    # The kernel takes one width alone: zeros change neither a score nor the channels that are kept.
+    width, value_dim = max(key.shape[-1], value.shape[-1]), value.shape[-1]
+    query, key, value = (pad(part, (0, width - part.shape[-1])) for part in (query, key, value))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scaling
     )
+    out = out[..., :value_dim]
     if mask is not None:
         # The kernel reports a log-sum-exp of 0 for a row that sees nothing.
         lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)

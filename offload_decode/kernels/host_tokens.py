@@ -53,7 +53,7 @@ class Logits(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where an attention state goes: out float32 `[R, D]`, all zeros, and lse float32 `[R]`, all -inf."""
+    """Where an attention state goes: out float32 `[R, Dv]`, all zeros, and lse float32 `[R]`, all -inf."""
 
     out: npt.NDArray[np.float32]
     lse: npt.NDArray[np.float32]
@@ -76,8 +76,8 @@ def attend_tokens(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[AttentionState, int]:
-    """Attend from R rows to k tokens each: `out [Hkv, R, D]`, `lse [Hkv, R]`, and the bytes of the rows read,
-    those that queries of one thread share counted once.
+    """Attend from R rows to k tokens each: `out [Hkv, R, Dv]`, `lse [Hkv, R]`, and the bytes of the rows
+    read: once what queries of one thread share, and what is key and value in one.
 
     `query [Hkv, R, D]`, `keys` and `values` the stored rows of each KV head, `ids [Hkv, R, k]` int64, unique
     in a row and -1 where there is none. `scores [Hkv, R, k]` float32 are the inner products q·k where they
@@ -107,7 +107,8 @@ def attend_tokens(
         run(attend, heads, rows, multiple=rows if heads >= pool.THREADS else 1)
     if (read < 0).any():
         raise IndexError(f"an id is not of the {len(keys[0]):,} rows that there are")
-    width = values[0].row_bytes + (keys[0].row_bytes if scores is None else 0)
+    both = scores is None and keys[0] is not values[0]
+    width = values[0].row_bytes + (keys[0].row_bytes if both else 0)
     return AttentionState(torch.from_numpy(out), torch.from_numpy(lse)), int(read.sum()) * width
 
 

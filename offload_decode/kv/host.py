@@ -74,7 +74,7 @@ class HostKV:
     def attend(
         self, layer: int, queries: Queries, selection: Selection | PageSelection, stats: StepStats
     ) -> AttentionState:
-        """Attend from R rows to the selected tokens of one layer: `out [Hkv, R, D]`, `lse [Hkv, R]`."""
+        """Attend from R rows to the selected tokens of one layer: `out [Hkv, R, Dv]`, `lse [Hkv, R]`."""
         request = Request.of(queries.rows.shape[1], selection)
         if not self.placement.decided(request):
             # Without the cache, which would answer every repetition after the first.
@@ -132,7 +132,7 @@ class HostKV:
         stats: StepStats,
         copied: DeviceRows,
     ) -> AttentionState:
-        state = empty_state(queries.rows)
+        state = empty_state(queries.rows, self.values(layer, 0).dim)
         heads, rows, k = ids.shape
         # r rows meet a union of at most min(N, r·k) tokens, and are scored against all of it.
         step = max(1, SCORES // self.length, isqrt(SCORES // max(1, k)))
@@ -172,7 +172,11 @@ class HostKV:
         rows, heads = queries.rows, range(queries.rows.shape[0])
         per_head = [
             attend_blocks(
-                rows[None, h : h + 1], self._blocks(layer, h, rows.device), queries.scaling, queries.softcap
+                rows[None, h : h + 1],
+                self._blocks(layer, h, rows.device),
+                self.values(layer, h).dim,
+                queries.scaling,
+                queries.softcap,
             )
             for h in heads
         ]
@@ -219,8 +223,8 @@ def attend_selected(
     values: Sequence[Rows] | Tensor,
     selection: PageSelection,
 ) -> AttentionState:
-    """Attend from R rows to selected pages of `keys` and `values`, the stored rows of each KV head or
-    `[Hkv, N, D]` on the queries' device: `out [Hkv, R, D]`, `lse [Hkv, R]`.
+    """Attend from R rows to selected pages of `keys` and `values`, the stored rows of each KV head, or
+    `[Hkv, N, D]` and `[Hkv, N, Dv]` on the queries' device: `out [Hkv, R, Dv]`, `lse [Hkv, R]`.
     """
     grouped = queries.by_list() if selection.shared else queries.rows.unsqueeze(2)
     out, lse = attend_pages(

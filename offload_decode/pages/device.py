@@ -35,6 +35,7 @@ except ModuleNotFoundError as error:
 TILE = 4096  # elements of each bound that a program scores at once, twice that where they are narrow
 CHUNK = 8192  # scores that one program selects from in registers
 MEMBERS = 16  # queries that share the keys an attention loads: the least rows of a tensor-core product
+WIDE_CHANNELS = 128  # of keys with more than 256: so a program fits into the shared memory of small cards
 PROGRAMS = 256  # that an attention is split into where it has fewer lists: a few for each multiprocessor
 
 
@@ -119,16 +120,18 @@ def attend_pages(
 ) -> AttentionState:
     """Attend to the tokens of lists of pages: see `reference.attend_pages`. All tensors on one device."""
     heads, lists, group, dim = query.shape
+    value_dim = values.shape[2]
     rows, places = heads * lists, pages.shape[2] * page_size
     if rows * group * places == 0:
-        return empty_state(query)
-    padded = max(16, triton.next_power_of_2(dim))
-    block = 32 if padded <= 128 else 16
+        return empty_state(query, value_dim)
+    padded, value_padded = (max(16, triton.next_power_of_2(width)) for width in (dim, value_dim))
+    widest = max(padded, value_padded)
+    block = 32 if widest <= 128 else 16
     tiles = triton.cdiv(group, MEMBERS)
     # Programs of one list each take a span of its places, a multiple of the block.
     span = triton.cdiv(triton.cdiv(places, triton.cdiv(PROGRAMS, rows * tiles)), block) * block
     splits = triton.cdiv(places, span)
-    out = torch.empty(heads, lists, splits, group, dim, device=query.device)
+    out = torch.empty(heads, lists, splits, group, value_dim, device=query.device)
     lse = torch.empty(heads, lists, splits, group, device=query.device)
     with torch.cuda.device(query.get_device()):
         attend_program[(rows * splits * tiles,)](
@@ -153,10 +156,12 @@ def attend_pages(
             GROUP=group,
             MEMBERS=MEMBERS,
             DIM=dim,
-            DIM_PADDED=padded,
+            VALUE_DIM=value_dim,
+            VALUE_DIM_PADDED=value_padded,
+            CHANNELS=padded if padded <= 256 else WIDE_CHANNELS,
             BLOCK=block,
-            num_stages=2 if padded <= 256 else 1,
-            num_warps=4 if padded <= 256 else 8,
+            num_stages=2 if widest <= 256 else 1,
+            num_warps=4 if widest <= 256 else 8,
         )
         if splits == 1:
             return AttentionState(out.squeeze(2), lse.squeeze(2))
@@ -167,8 +172,8 @@ def attend_pages(
             *merged,
             splits,
             GROUP=group,
-            DIM=dim,
-            DIM_PADDED=padded,
+            DIM=value_dim,
+            DIM_PADDED=value_padded,
             SPLITS_PADDED=triton.next_power_of_2(splits),
         )
     return merged

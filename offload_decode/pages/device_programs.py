@@ -175,7 +175,9 @@ def attend_program(
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,  # of a key that are loaded at once: all, unless they would not fit
     BLOCK: tl.constexpr,
 ):
     """The state of one span of one list's places; `MEMBERS` queries of the group share each key and value
@@ -187,28 +189,38 @@ def attend_program(
     split = tl.program_id(0) // tiles % n_splits
     row = (tl.program_id(0) // tiles // n_splits).to(tl.int64)
     head = row // n_lists
-    channel = tl.arange(0, DIM_PADDED)
-    inside = (channel < DIM)[None, :]
-    ours = (member < GROUP)[:, None] & inside
-    q = tl.load(query + (row * GROUP + member[:, None]) * DIM + channel[None, :], ours, other=0.0)
+    channel, value_channel = tl.arange(0, CHANNELS), tl.arange(0, VALUE_DIM_PADDED)
+    value_inside = (value_channel < VALUE_DIM)[None, :]
+    ours = (member < GROUP)[:, None]
+    query += (row * GROUP + member[:, None]) * DIM + channel[None, :]
+    if CHANNELS >= DIM:
+        q = tl.load(query, ours & (channel < DIM)[None, :], other=0.0)
     keys += head * key_head
     values += head * value_head
     pages += row * (n_places // PAGE)
 
     top = tl.full((MEMBERS,), float("-inf"), tl.float32)
     total = tl.zeros((MEMBERS,), tl.float32)
-    gathered = tl.zeros((MEMBERS, DIM_PADDED), tl.float32)
+    gathered = tl.zeros((MEMBERS, VALUE_DIM_PADDED), tl.float32)
     end = tl.minimum(split * span + span, tl.minimum(tl.load(limit + head), n_places).to(tl.int32))
     for start in range(split * span, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         page = tl.load(pages + place // PAGE, place < end, other=-1)
         token = page * PAGE + place % PAGE
         seen = (page >= 0) & (token < n_tokens)
-        here = seen[:, None] & inside
-        k = tl.load(keys + token[:, None] * key_token + channel[None, :] * key_dim, here, other=0.0)
-        v = tl.load(values + token[:, None] * value_token + channel[None, :] * value_dim, here, other=0.0)
+        here = seen[:, None]
         # Three TF32 products keep float32's digits on the tensor cores.
-        logits = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision="tf32x3") * scaling
+        logits = tl.zeros((MEMBERS, BLOCK), tl.float32)
+        for first in range(0, DIM, CHANNELS):
+            inside = (first + channel < DIM)[None, :]
+            key = keys + token[:, None] * key_token + (first + channel)[None, :] * key_dim
+            k = tl.load(key, here & inside, other=0.0)
+            if CHANNELS < DIM:
+                q = tl.load(query + first, ours & inside, other=0.0)
+            logits = tl.dot(q, tl.trans(k.to(tl.float32)), logits, input_precision="tf32x3")
+        logits *= scaling
+        value = values + token[:, None] * value_token + value_channel[None, :] * value_dim
+        v = tl.load(value, here & value_inside, other=0.0)
         if CAPPED:
             shrunk = tl.exp2(tl.abs(logits / softcap) * (-2 * LOG2E))
             capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)  # softcap · tanh(|logits| / softcap)
@@ -225,7 +237,8 @@ def attend_program(
     target = (row * n_splits + split) * GROUP + member
     total = tl.where(total == 0.0, 1.0, total)  # nothing seen: the empty state
     tl.store(lse + target, (top + tl.log2(total)) / LOG2E, member < GROUP)
-    tl.store(out + target[:, None] * DIM + channel[None, :], gathered / total[:, None], ours)
+    own = out + target[:, None] * VALUE_DIM + value_channel[None, :]
+    tl.store(own, gathered / total[:, None], ours & value_inside)
 
 
 @triton.jit

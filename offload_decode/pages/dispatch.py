@@ -49,7 +49,8 @@ def attend_pages(
     if query.device.type != "cuda":
         return host_pages.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
     if not bool((pages >= 0).any()):
-        return empty_state(query)
+        value_dim = values.shape[2] if isinstance(values, Tensor) else values[0].dim
+        return empty_state(query, value_dim)
     from offload_decode.pages import device as device_pages
 
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
@@ -76,7 +77,7 @@ def gather_pages(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copies the pages that any list names to `device`, as they are stored, and makes floats of them there:
-    keys and values `[Hkv, M, D]`, and `pages` as they are numbered there.
+    keys `[Hkv, M, D]` and values `[Hkv, M, Dv]`, and `pages` as they are numbered there.
 
     Every KV head has room for as many whole pages as the one that needs most; a ragged last page comes after
     that room, so that the end of the copy cuts it as the end of the store did.

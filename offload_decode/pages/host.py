@@ -94,10 +94,11 @@ def attend_pages(
     softcap: float | None = None,
 ) -> AttentionState:
     """As `reference.attend_pages`; `keys` and `values` are the stored rows of each KV head, or a tensor."""
-    heads, lists, _, _ = query.shape
+    heads, lists, group, _ = query.shape
     rows, own, places = _rows(query), pages.numpy(), limit.tolist()
     stored = list(zip(_stored(keys), _stored(values), strict=True))
-    out, lse = np.zeros(query.shape, np.float32), np.full(query.shape[:3], -np.inf, np.float32)
+    out = np.zeros((heads, lists, group, stored[0][1].dim), np.float32)
+    lse = np.full(query.shape[:3], -np.inf, np.float32)
 
     def attend(head: int, part: slice) -> None:
         key, value = stored[head]
@@ -281,7 +282,7 @@ def _softmax(scores: Any, scaling: float, softcap: float) -> Any:
 def _add_values(
     weights: Any, values: Any, layout: int, pages: Any, page_size: int, limit: int, out: Any
 ) -> None:
-    """Adds the values of one list, weighted by `weights [G, K · S]`, to `out [G, D]`."""
+    """Adds the values of one list, weighted by `weights [G, K · S]`, to `out [G, Dv]`."""
     row = np.empty(out.shape[1], np.float32)
     for j in range(len(pages)):
         start, place = pages[j] * page_size, j * page_size

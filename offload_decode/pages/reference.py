@@ -2,7 +2,7 @@
 
 Quest, arXiv 2406.10774, §3.3-3.5. These are the reference that the kernels of hosts and devices are tested
 against. Shapes: `Hkv` KV heads, `Q` lists of pages a KV head, `G` query heads that share a list, `P` pages of
-`S` tokens, `N` tokens (the last page may be ragged), `D` head dimension.
+`S` tokens, `N` tokens (the last page may be ragged), `D` channels of queries and keys, `Dv` of values.
 """
 
 from __future__ import annotations
@@ -104,15 +104,16 @@ def attend_pages(
 ) -> AttentionState:
     """Attend to the tokens of lists of pages (see `page_tokens`).
 
-    `query [Hkv, Q, G, D]`, `keys` and `values [Hkv, N, D]`, `pages [Hkv, Q, K]` int64, unique in a list and
-    padded with -1; `out [Hkv, Q, G, D]` and `lse [Hkv, Q, G]` float32. A list of nothing gives the empty
-    state.
+    `query [Hkv, Q, G, D]`, `keys [Hkv, N, D]`, `values [Hkv, N, Dv]`, `pages [Hkv, Q, K]` int64, unique in a
+    list and padded with -1; `out [Hkv, Q, G, Dv]` and `lse [Hkv, Q, G]` float32. A list of nothing gives the
+    empty state.
     """
     ids = page_tokens(pages, page_size, keys.shape[1], limit)
     heads, lists, tokens = ids.shape
-    place = ids.clamp(min=0).flatten(1)[..., None].expand(-1, -1, keys.shape[2])
+    place = ids.clamp(min=0).flatten(1)[..., None]
     own_keys, own_values = (
-        part.gather(1, place).reshape(heads * lists, 1, tokens, keys.shape[2]) for part in (keys, values)
+        part.gather(1, place.expand(-1, -1, part.shape[2])).reshape(heads * lists, 1, tokens, -1)
+        for part in (keys, values)
     )
     # Lists stand in the batch, a list's group in the query tokens.
     state = attend(
@@ -123,4 +124,4 @@ def attend_pages(
         mask=(ids >= 0).reshape(heads * lists, 1, 1, tokens),
         softcap=softcap,
     )
-    return AttentionState(state.out.reshape(query.shape), state.lse.reshape(query.shape[:-1]))
+    return AttentionState(state.out.reshape(*query.shape[:-1], -1), state.lse.reshape(query.shape[:-1]))

@@ -154,7 +154,7 @@ class _Layer:
                 blocks = (
                     (own.read(part, cpu)[None, None], held.read(part, cpu)[None, None]) for part in parts
                 )
-                attend_blocks(query[:, head : head + 1], blocks, 1.0)
+                attend_blocks(query[:, head : head + 1], blocks, held.dim, 1.0)
 
         moved = layer_traffic(self.shape, self.dtype, self.request, self.n, None)
         return moved.attended / _seconds(attend)

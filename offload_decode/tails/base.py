@@ -69,7 +69,7 @@ class Tail(ABC):
         `[Hkv, R]`.
         """
         rows = queries.rows.cpu()
-        state = empty_state(rows)
+        state = empty_state(rows, self.host.values(layer, 0).dim)
         deviation = torch.full_like(state.lse, -torch.inf) if self.states_error else None
         lists, list_of_row = selected_lists(selection, queries, self.host.length)
         scores = selection.scores if isinstance(selection, Selection) else None

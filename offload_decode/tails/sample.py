@@ -51,7 +51,8 @@ class SampleTail(Tail):
 
     def width(self, layer: int, head: int) -> int:
         """A handful of numbers for each cluster, and the keys and values of the draws."""
-        return max(len(self.clusters.get(layer, head).sizes), self.size * self.host.keys(layer, head).dim)
+        widest = max(self.host.keys(layer, head).dim, self.host.values(layer, head).dim)
+        return max(len(self.clusters.get(layer, head).sizes), self.size * widest)
 
     def estimate_rows(
         self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Selected

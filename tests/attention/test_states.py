@@ -13,16 +13,24 @@ from offload_decode.types import AttentionState
 SCALING = 0.3
 
 
-def qkv(seed: int = 0, batch: int = 2, heads: int = 4, kv_heads: int = 2, tokens: int = 5, keys: int = 23):
+def qkv(
+    seed: int = 0,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    tokens: int = 5,
+    keys: int = 23,
+    dims: tuple[int, int] = (24, 16),
+):
     generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(batch, heads, tokens, 16, generator=generator)
-    key, value = torch.randn(2, batch, kv_heads, keys, 16, generator=generator)
+    query = torch.randn(batch, heads, tokens, dims[0], generator=generator)
+    key, value = (torch.randn(batch, kv_heads, keys, dim, generator=generator) for dim in dims)
     return query, key, value
 
 
 def by_hand(query, key, value, softcap=None):
     """Softmax attention written out in float64, one row at a time."""
-    out, lse = torch.empty(query.shape), torch.empty(query.shape[:3])
+    out, lse = torch.empty(*query.shape[:3], value.shape[-1]), torch.empty(query.shape[:3])
     group = query.shape[1] // key.shape[1]
     for b, h, t in torch.cartesian_prod(*(torch.arange(n) for n in query.shape[:3])).tolist():
         scores = (key[b, h // group].double() @ query[b, h, t].double()) * SCALING
@@ -75,7 +83,7 @@ def test_adding_normalised_parts_is_not_attention():
 def test_the_empty_state_is_neutral_and_masked_rows_are_empty():
     query, key, value = qkv()
     state = attend(query, key, value, SCALING)
-    nothing = empty_state(query)
+    nothing = empty_state(query, value.shape[-1])
     close(merge_states(state, nothing), state, 0)
     close(merge_states(nothing, nothing), nothing, 0)
     mask = torch.zeros(2, 1, 5, 23, dtype=torch.bool)
@@ -94,9 +102,10 @@ def test_a_sink_takes_its_share_of_the_denominator_once():
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 @pytest.mark.parametrize("keys", [1, 23, 600])
+@pytest.mark.parametrize("dims", [(16, 16), (24, 16), (16, 24)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_fused_path_equals_the_reference(tokens, keys, masked):
-    tensors = qkv(tokens=tokens, keys=keys)
+def test_the_fused_path_equals_the_reference(tokens, keys, dims, masked):
+    tensors = qkv(tokens=tokens, keys=keys, dims=dims)
     mask = (
         torch.rand(2, 1, tokens, keys, generator=torch.Generator().manual_seed(1)) > 0.4 if masked else None
     )
@@ -129,5 +138,5 @@ def test_half_precision_inputs_are_computed_in_float32(dtype):
 def test_blocks_merge_to_the_whole():
     query, key, value = qkv(batch=1, keys=101)
     blocks = [(key[:, :, i : i + 13], value[:, :, i : i + 13]) for i in range(0, 101, 13)]
-    close(attend_blocks(query, blocks, SCALING), attend(query, key, value, SCALING), 5e-6)
-    close(attend_blocks(query, [], SCALING), empty_state(query), 0)
+    close(attend_blocks(query, blocks, 16, SCALING), attend(query, key, value, SCALING), 5e-6)
+    close(attend_blocks(query, [], 16, SCALING), empty_state(query, 16), 0)

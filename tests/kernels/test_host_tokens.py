@@ -63,6 +63,7 @@ def reference(query, keys, values, ids, scaling, softcap):
     k=st.integers(1, 70),
     n=st.integers(1, 60),
     dim=st.sampled_from([2, 6, 8, 30, 64, 128]),
+    value_dim=st.sampled_from([2, 16, 64]),
     forms=st.sampled_from(PAIRS),
     scored=st.booleans(),
     softcap=st.sampled_from([None, 2.0]),
@@ -70,8 +71,13 @@ def reference(query, keys, values, ids, scaling, softcap):
     sparse=st.sampled_from([0, 10**6]),
     seed=st.integers(0, 2**31),
 )
-def test_equals_masked_attention(heads, rows, k, n, dim, forms, scored, softcap, entries, sparse, seed):
-    keys, values = (stored(form, heads, n, dim, seed + side) for side, form in enumerate(forms))
+def test_equals_masked_attention(
+    heads, rows, k, n, dim, value_dim, forms, scored, softcap, entries, sparse, seed
+):
+    keys, values = (
+        stored(form, heads, n, width, seed + side)
+        for side, (form, width) in enumerate(zip(forms, (dim, value_dim), strict=True))
+    )
     query = torch.randn(heads, rows, dim, generator=torch.Generator().manual_seed(seed))
     ids = drawn(heads, rows, k, n, seed)
     scores = None

@@ -49,18 +49,20 @@ def compile_for(capability: int) -> list[tuple[str, int]]:
 
     driver.set_active(AbsentCard(capability))
     JITFunction.run = partialmethod(compile_only)
-    # (KV heads, group, head dimension, pages, page size, bounds, keys, softcap)
-    for heads, group, dim, pages, size, narrow, dtype, softcap in (
-        (8, 4, 128, 2048, 16, torch.float16, torch.float16, None),
-        (1, 40, 80, 9000, 7, torch.int8, torch.bfloat16, 30.0),
-        (2, 1, 256, 11, 3, torch.float32, torch.float32, None),
+    # (KV heads, group, channels of keys and of values, pages, page size, bounds, keys, softcap)
+    for heads, group, dim, value_dim, pages, size, narrow, dtype, softcap in (
+        (8, 4, 128, 128, 2048, 16, torch.float16, torch.float16, None),
+        (1, 40, 80, 80, 9000, 7, torch.int8, torch.bfloat16, 30.0),
+        (2, 1, 256, 256, 11, 3, torch.float32, torch.float32, None),
+        (8, 1, 192, 128, 11, 16, torch.float16, torch.bfloat16, None),
+        (1, 128, 576, 576, 11, 16, torch.float16, torch.bfloat16, None),
     ):
         lower, upper = torch.zeros(2, heads, pages, dim, dtype=narrow)
         scale = torch.zeros(heads, -(-pages // 256), dim) if narrow == torch.int8 else None
         query = torch.zeros(heads, 1, group, dim)
         scores = device_pages.page_scores(query, PageBounds(lower, upper, scale))
         chosen = device_pages.top_pages(scores, 128)
-        keys, values = torch.zeros(2, heads, pages * size, dim, dtype=dtype)
+        keys, values = (torch.zeros(heads, pages * size, own, dtype=dtype) for own in (dim, value_dim))
         limit = torch.full((heads,), 2048)
         device_pages.attend_pages(query, keys, values, chosen, size, limit, 0.1, softcap)
     return compiled

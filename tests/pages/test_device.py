@@ -29,6 +29,7 @@ SHAPES = [
     (1, 1, 40, 16, 12, 16),
     (3, 1, 7, 80, 9, 7),
     (1, 1, 17, 128, 10, 32),
+    (1, 1, 2, 300, 4, 16),
 ]
 
 
@@ -115,12 +116,14 @@ def test_top_pages_are_exactly_the_best_and_ties_go_to_the_earlier(kernels, devi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value_dim", [None, 24, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_equals_the_reference(kernels, device, shape, dtype):
+def test_attention_equals_the_reference(kernels, device, shape, value_dim, dtype):
     heads, lists, group, dim, pages, size = shape
     n_tokens = pages * size - size // 2  # the last page is ragged
     query = random(heads, lists, group, dim)
-    keys, values = (random(heads, n_tokens, dim, seed=seed).to(dtype) for seed in (1, 2))
+    keys = random(heads, n_tokens, dim, seed=1).to(dtype)
+    values = random(heads, n_tokens, value_dim or dim, seed=2).to(dtype)
     chosen = random(heads, lists, pages, seed=3).argsort(-1)[..., : pages // 2 + 1]
     chosen[..., 1::4] = -1
     chosen[0, 0, -1] = pages - 1
@@ -144,13 +147,13 @@ def test_an_attention_in_one_piece_equals_the_merged_one(kernels, device, monkey
 
 
 def test_nothing_to_attend_to_is_the_empty_state(kernels, device):
-    query, keys = random(2, 3, 4, 8).to(device), random(2, 50, 8).to(device)
+    query, keys, values = (random(*own).to(device) for own in ((2, 3, 4, 8), (2, 50, 8), (2, 50, 5)))
     padding = torch.full((2, 3, 9), -1, device=device)
     none = torch.empty(2, 3, 0, dtype=torch.int64, device=device)
     plenty = torch.full((2,), 1000, device=device)
     for pages, limit in ((padding, plenty), (none, plenty), (padding.clamp(min=0), plenty * 0)):
-        state = kernels.attend_pages(query, keys, keys, pages, 16, limit, 0.4)
-        assert torch.equal(state.out.cpu(), torch.zeros(2, 3, 4, 8))
+        state = kernels.attend_pages(query, keys, values, pages, 16, limit, 0.4)
+        assert torch.equal(state.out.cpu(), torch.zeros(2, 3, 4, 5))
         assert torch.isneginf(state.lse).all()
 
 

@@ -26,6 +26,7 @@ shapes = st.fixed_dictionaries(
         "lists": st.integers(1, 4),
         "group": st.integers(1, 8),
         "dim": st.sampled_from([1, 2, 3, 5, 8, 31, 64, 96, 127, 128]),
+        "value_dim": st.sampled_from([1, 2, 16, 31, 64]),
         "tokens": st.integers(1, 150),
         "size": st.sampled_from(SIZES),
         "dtype": st.sampled_from(DTYPES),
@@ -37,9 +38,10 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def case(heads, lists, group, dim, tokens, size, dtype, seed=0):
+def case(heads, lists, group, dim, tokens, size, dtype, seed=0, value_dim=None):
     query = random(heads, lists, group, dim, seed=seed)
-    keys, values = (random(heads, tokens, dim, seed=seed + i, dtype=dtype) for i in (1, 2))
+    keys = random(heads, tokens, dim, seed=seed + 1, dtype=dtype)
+    values = random(heads, tokens, value_dim or dim, seed=seed + 2, dtype=dtype)
     return query, keys, values, -(-tokens // size)
 
 
@@ -136,7 +138,7 @@ def test_attention_over_pages(softcap, shape, k, limit, seed):
     )
     close(paging.attend_pages(query, own_keys, own_values, numbers, *how[1:]), expected)
     union = max(len(own[own >= 0].unique()) for own in chosen)
-    assert torch.isfinite(torch.stack([own_keys, own_values]).float()).all()
+    assert all(torch.isfinite(own.float()).all() for own in (own_keys, own_values))
     assert own_keys.shape[1] <= (union + 1) * shape["size"]
 
 
@@ -157,7 +159,9 @@ def test_token_scores_are_the_inner_products(shape, k, limit, seed):
 @given(shapes, st.integers(1, 12), st.integers(0, 200), st.integers(0, 99))
 def test_encoded_rows_are_what_they_decode_to(encoding, shape, k, limit, seed):
     """Keys and values may be encoded unlike."""
-    query, keys, values, pages = case(**{**shape, "dim": 2 * shape["dim"]}, seed=seed)
+    query, keys, values, pages = case(
+        **{**shape, "dim": 2 * shape["dim"], "value_dim": 2 * shape["value_dim"]}, seed=seed
+    )
     chosen = some_pages(shape["heads"], shape["lists"], pages, min(k, pages), seed)
     how = (chosen, shape["size"], torch.full((shape["heads"],), limit))
     key_records = [encodings.encode(own.float().numpy(), encodings.INT8) for own in keys]
@@ -196,10 +200,10 @@ def test_all_pages_are_dense_attention(softcap):
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_lists_of_nothing_are_the_empty_state(k):
-    query, keys, values, _ = case(2, 3, 2, 8, 20, 16, torch.float16)
+    query, keys, values, _ = case(2, 3, 2, 8, 20, 16, torch.float16, value_dim=5)
     nothing = torch.full((2, 3, k), -1)
     state = dispatch.attend_pages(query, stored(keys), stored(values), nothing, 16, torch.full((2,), 99), 0.3)
-    assert (state.out == 0).all()
+    assert torch.equal(state.out, torch.zeros(2, 3, 2, 5))
     assert torch.isneginf(state.lse).all()
 
 
