@@ -1,0 +1,84 @@
+"""Multi-head latent attention: attention to the latents of tokens, without the keys and values of each head.
+
+DeepSeek-V2 (arXiv 2405.04434, §2.1.2). A token's keys and values are linear in its row `[c | r]`, the latent
+and the rotary part that all heads share: head h has the key `[K_h c | r]` and the value `V_h c`, where
+`kv_b_proj` holds K and V. So q·k is the inner product of the absorbed query `[q K_h | q_r]` with the row, and
+the head's output is V_h times the attention over the rows: one KV head for all query heads, whose values are
+its keys. These are what transformers caches, but for its older releases, which cached the heads expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload_decode.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The widths of a module's latent attention: `rank` of the latent, `plain` and `rotary` of the two parts
+    of a head's key, `value` of its value.
+    """
+
+    rank: int
+    plain: int
+    rotary: int
+    value: int
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a token's row."""
+        return self.rank + self.rotary
+
+
+def latent_of(module: Any) -> Latent | None:
+    """How an attention module expands the latents that it caches; None for one that caches keys and values.
+
+    Raises `UnsupportedModel` for latents that are expanded otherwise than this file says.
+    """
+    if not hasattr(module, "expand_kv"):
+        return None
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    widths = [getattr(module, name, None) for name in names]
+    projection = getattr(module, "kv_b_proj", None)
+    if projection is None or getattr(projection, "bias", None) is not None or None in widths:
+        raise UnsupportedModel(
+            f"{type(module).__name__} expands latents in another way than by kv_b_proj without a bias"
+        )
+    return Latent(*widths)  # type: ignore[arg-type]
+
+
+class LatentHeads:
+    """The heads of an attention module that has `latent`, for one call with queries `like` these."""
+
+    def __init__(self, module: Any, latent: Latent, like: Tensor):
+        self.latent = latent
+        rows = _weight(module.kv_b_proj, latent.rank, like).detach().float()
+        heads = rows.reshape(-1, latent.plain + latent.value, latent.rank)
+        self._keys, self._values = heads[:, : latent.plain], heads[:, latent.plain :]
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Queries `[B, H, T, plain + rotary]` as they meet the tokens' rows: float32 `[B, H, T, dim]`."""
+        plain, rotary = query[..., : self.latent.plain], query[..., self.latent.plain :]
+        return torch.cat([plain.float() @ self._keys, rotary.float()], dim=-1)
+
+    def expand(self, out: Tensor) -> Tensor:
+        """Attention over the rows, `[B, H, T, dim]`, as that over the heads' values: float32
+        `[B, H, T, value]`.
+        """
+        return out[..., : self.latent.rank].float() @ self._values.mT
+
+
+def _weight(projection: Any, rank: int, like: Tensor) -> Tensor:
+    """The weight `[H · (plain + value), rank]` of `kv_b_proj`."""
+    if type(projection) is nn.Linear:
+        weight: Tensor = projection.weight
+        if weight.is_floating_point() and weight.device == like.device:
+            return weight
+    # In few bits, adapted, or fetched when it is called: what it makes of every unit vector.
+    made: Tensor = projection(torch.eye(rank, dtype=like.dtype, device=like.device))
+    return made.T
