@@ -44,7 +44,7 @@ from offload_decode.models.attention import NAME, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixLayer
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.store.reader import KVStore
-from offload_decode.types import Document, LayerKind
+from offload_decode.types import Document
 from prefill_jobs.build import build_indexes
 from prefill_jobs.job import prefill_tokens
 
@@ -223,14 +223,14 @@ def agreement(answer: Sequence[int], expected: Sequence[int]) -> float:
 def full_cache(store: KVStore, config: Any, questions: int) -> DynamicCache:
     """transformers' own cache of everything that is stored, in the model's dtype."""
     cache, shape = DynamicCache(config=config), store.manifest.shape
-    for layer, kind in enumerate(shape.layers):
-        if kind is LayerKind.SLIDING:
+    for layer, own in enumerate(shape.layers):
+        if own.local:
             keys, values = (tensor_view(part) for part in store.window(layer))
         else:
             keys, values = (whole(rows, layer, shape.kv_heads) for rows in (store.keys, store.values))
         dtype = getattr(torch, store.manifest.dtype)
         cache.update(keys[None].to(dtype), values[None].to(dtype), layer)
-        if kind is LayerKind.SLIDING:
+        if own.local:
             cache.layers[layer].cumulative_length = store.manifest.n_tokens
     cache.batch_repeat_interleave(questions)
     return cache

@@ -146,7 +146,7 @@ def ways(path: Path, budget: str) -> dict[str, dict[str, str]]:
 
 def written(folder: Path, kv: str, tokens: int, repetitions: int) -> Writing:
     """A store of random keys and values of 4 layers, 8 KV heads and 128 channels, and a plain file."""
-    shape = ModelShape((LayerKind.FULL,) * 4, query_heads=32, kv_heads=8, head_dim=128)
+    shape = ModelShape.uniform((LayerKind.FULL,) * 4, query_heads=32, kv_heads=8, head_dim=128)
     ids = np.arange(tokens, dtype=np.int32)
     manifest = Manifest(
         model_id="random",

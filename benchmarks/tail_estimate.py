@@ -153,7 +153,7 @@ def counting_heads(tokenizer: Any, context: str, heads: int, seed: int) -> tuple
     for place, word in enumerate(counted):
         values[ids == word, place] = 1
 
-    shape = ModelShape((LayerKind.FULL,), heads, heads, DIM)
+    shape = ModelShape.uniform((LayerKind.FULL,), heads, heads, DIM)
     store = MemoryStore(shape, keys[None], [[values] * heads])
     call = Call(0, torch.from_numpy(queries)[None, :, None], 1.0, None)
     results = attended(HostKV(store, torch.device("cpu")), shape, [call] * 3)

@@ -58,7 +58,7 @@ class MemoryLayer:
     def __init__(self, layer: Layer):
         self.layer = layer
         _, heads, self.group, dim = layer.steps.shape
-        self.shape = ModelShape((LayerKind.FULL,), heads * self.group, heads, dim)
+        self.shape = ModelShape.uniform((LayerKind.FULL,), heads * self.group, heads, dim)
         # Bounds of pages are made from the keys, as pages of the store would be larger than Quest's.
         store = MemoryStore(self.shape, [layer.keys], [layer.values], page_size=1 << 20)
         self.host = HostKV(store, torch.device("cpu"))

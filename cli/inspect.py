@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -78,12 +79,12 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
 
 def _layers(manifest: Manifest) -> str:
     shape = manifest.shape
-    full, every = len(shape.full_layers), len(shape.layers)
-    sliding = (
-        f" ({every - full} with a window of {shape.sliding_window:,} tokens)" if shape.sliding_window else ""
-    )
+    windows = Counter(own.window for own in shape.layers if own.window)
+    some = [f"{count} with a window of {window:,} tokens" for window, count in windows.items()]
+    some += [f"{len(shape.state_layers)} with a recurrent state"] if shape.state_layers else []
+    details = f" ({', '.join(some)})" if some else ""
     return (
-        f"{every}{sliding}, {shape.kv_heads} KV heads for {shape.query_heads} query heads, "
+        f"{len(shape.layers)}{details}, {shape.kv_heads} KV heads for {shape.query_heads} query heads, "
         f"head dimension {shape.head_dim}, {manifest.dtype}"
     )
 

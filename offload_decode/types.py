@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -17,38 +18,132 @@ PAGE_METADATA = ("fp16", "int8")
 
 
 class LayerKind(StrEnum):
-    """How a layer attends: to everything (its keys are stored and searched), or to a sliding window."""
+    """What a layer attends to, and so which keys and values are kept of it.
+
+    FULL: every token; its keys are stored and searched. SLIDING: the last `window` tokens. CHUNKED: the
+    tokens of its own chunk of `window` tokens. NONE: no keys are kept of it; it is recurrent, or no attention
+    at all, or reads the keys of another layer.
+    """
 
     FULL = "full"
     SLIDING = "sliding"
+    CHUNKED = "chunked"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """A recurrent state of a layer after some token: a name, its shape without the batch, and its dtype.
+
+    Names are those of the cache that holds it: `conv0` (a convolution's last inputs), `recurrent0`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What is kept of one layer.
+
+    `key_dim` and `value_dim` are numbers of a head and token; `window` counts the current token too.
+    `latent`: a token's values are its key row itself (MLA: compressed keys and values, then the rotary part).
+    """
+
+    kind: LayerKind
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window: int | None = None
+    states: tuple[StateShape, ...] = ()
+    latent: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.local == (self.window is not None), "windowed layers, and no others, have a window"
+        assert not self.latent or self.key_dim == self.value_dim, "the values of a latent are its keys"
+
+    @property
+    def local(self) -> bool:
+        """It attends to near tokens alone: all that is kept of it is a window of keys and values."""
+        return self.kind in (LayerKind.SLIDING, LayerKind.CHUNKED)
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """What the store and the engine need to know of a model.
 
-    `sliding_window` is the number of tokens a sliding layer sees, the current one included.
+    Its FULL layers have one geometry; where it has none, the heads and widths are those of its first window.
     """
 
-    layers: tuple[LayerKind, ...]
+    layers: tuple[LayerShape, ...]
     query_heads: int
-    kv_heads: int
-    head_dim: int
-    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
+        searched = {(own.kv_heads, own.key_dim, own.value_dim, own.latent) for own in self._searched}
+        assert len(searched) == 1, "some layer keeps keys, and full layers are of one geometry"
         assert self.query_heads % self.kv_heads == 0, "query heads come in groups of one size"
-        assert (LayerKind.SLIDING in self.layers) <= (self.sliding_window is not None)
+
+    @classmethod
+    def uniform(
+        cls,
+        kinds: Iterable[LayerKind],
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
+    ) -> ModelShape:
+        """Layers of these kinds that have the same heads, and the local ones the same window."""
+        layers = (
+            LayerShape(kind, kv_heads, head_dim, head_dim, None if kind is LayerKind.FULL else window)
+            for kind in kinds
+        )
+        return cls(tuple(layers), query_heads)
+
+    @cached_property
+    def full_layers(self) -> tuple[int, ...]:
+        """Indexes of the layers whose keys and values are stored whole."""
+        return tuple(i for i, own in enumerate(self.layers) if own.kind is LayerKind.FULL)
+
+    @cached_property
+    def local_layers(self) -> tuple[int, ...]:
+        """Indexes of the layers of which a window is kept."""
+        return tuple(i for i, own in enumerate(self.layers) if own.local)
+
+    @cached_property
+    def state_layers(self) -> tuple[int, ...]:
+        """Indexes of the layers that have recurrent states."""
+        return tuple(i for i, own in enumerate(self.layers) if own.states)
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a full layer."""
+        return self._searched[0].kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key of a full layer."""
+        return self._searched[0].key_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value of a full layer."""
+        return self._searched[0].value_dim
+
+    @property
+    def latent(self) -> bool:
+        """Whether the values of full layers are their keys."""
+        return self._searched[0].latent
 
     @property
     def group(self) -> int:
-        """Query heads that share one KV head (G)."""
+        """Query heads that share one KV head (G) in a full layer."""
         return self.query_heads // self.kv_heads
 
-    @property
-    def full_layers(self) -> tuple[int, ...]:
-        """Indices of the layers whose keys and values are stored whole."""
-        return tuple(i for i, kind in enumerate(self.layers) if kind is LayerKind.FULL)
+    @cached_property
+    def _searched(self) -> tuple[LayerShape, ...]:
+        full = tuple(own for own in self.layers if own.kind is LayerKind.FULL)
+        return full or tuple(own for own in self.layers if own.local)[:1]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel
 from offload_decode.store.writer import KVStoreWriter
-from offload_decode.types import AttentionState, LayerKind
+from offload_decode.types import AttentionState
 from prefill_jobs.methods.base import Method
 
 
@@ -113,11 +113,7 @@ def prefill_chunks(
 ) -> None:
     """Run `tokens [N]` through the model from where the writer stands, committing after every chunk."""
     prefix, chunk = StagedPrefix(writer, method), method.options.chunk
-    windows = {
-        layer: _to_device(writer.window(layer), loaded.device)
-        for layer, kind in enumerate(loaded.shape.layers)
-        if kind is LayerKind.SLIDING
-    }
+    windows = {layer: _to_device(writer.window(layer), loaded.device) for layer in loaded.shape.local_layers}
     cache = PrefixCache.over(prefix, loaded.shape, windows)
     for start in range(writer.done, len(tokens), chunk):
         part = torch.from_numpy(tokens[start : start + chunk]).long()[None]

@@ -23,7 +23,6 @@ from offload_decode.models.processors import Processors
 from offload_decode.models.prompt import Prompt
 from offload_decode.selection.selector import Selector
 from offload_decode.store.base import Store
-from offload_decode.types import LayerKind
 
 
 class Conversation:
@@ -210,9 +209,7 @@ class Conversation:
 
     def _cache_behind(self, prefix: StoredPrefix) -> PrefixCache:
         shape = self.loaded.shape
-        windows = {
-            layer: self._window(layer) for layer, kind in enumerate(shape.layers) if kind is LayerKind.SLIDING
-        }
+        windows = {layer: self._window(layer) for layer in shape.local_layers}
         decoder, dtype = self.loaded.model.base_model, DTYPES[self.loaded.dtype]
         return PrefixCache.over(prefix, shape, windows, decoder, dtype)
 

@@ -78,13 +78,8 @@ def shape_of(config: Any) -> ModelShape:
             f"this '{name}' model has a sliding window of {window}, in which no token sees an earlier one: "
             "mend its config.json, or use another model"
         )
-    return ModelShape(
-        layers=kinds,
-        query_heads=heads,
-        kv_heads=kv_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        sliding_window=window if LayerKind.SLIDING in kinds else None,
-    )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ModelShape.uniform(kinds, heads, kv_heads, head_dim, window)
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:

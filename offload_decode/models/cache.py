@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kv.tail import Prefix, TailKV
-from offload_decode.types import LayerKind, ModelShape
+from offload_decode.types import ModelShape
 
 
 class TailLayer(CacheLayerMixin):
@@ -187,10 +187,9 @@ class PrefixCache(Cache):
         `decoder`, in `dtype`, is the only one that may run behind it, if one is given.
         """
         layers: list[PrefixLayer | WindowLayer] = []
-        for index, kind in enumerate(shape.layers):
-            if kind is LayerKind.SLIDING:
-                assert shape.sliding_window is not None
-                layers.append(WindowLayer(index, prefix, shape.sliding_window, windows[index]))
+        for index, own in enumerate(shape.layers):
+            if own.window is not None:
+                layers.append(WindowLayer(index, prefix, own.window, windows[index]))
             else:
                 layers.append(PrefixLayer(index, prefix))
         return cls(layers, decoder, dtype)

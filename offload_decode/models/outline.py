@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -16,9 +16,11 @@ from offload_decode.models.checkpoint import CONFIG, bounded, read_config, sourc
 from offload_decode.models.devices import DTYPES
 from offload_decode.models.quantised import replaceable
 from offload_decode.models.remembered import keep, recall
-from offload_decode.types import LayerKind, ModelShape
+from offload_decode.store.format import FORMAT_VERSION
+from offload_decode.store.shapes import shape_from
+from offload_decode.types import ModelShape
 
-_FORM = 1
+_FORM = 2
 """Of a remembered outline: raised when what is counted changes."""
 
 
@@ -60,7 +62,7 @@ def outline(model_id: str) -> Outline:
     known = _parsed(model_id, recall(key))
     if known is None:
         known = _counted(model_id)
-        keep(key, json.dumps(astuple(known)[1:]))
+        keep(key, json.dumps([asdict(known.shape), *astuple(known)[2:]]))
     return known
 
 
@@ -68,14 +70,12 @@ def _parsed(model_id: str, text: str | None) -> Outline | None:
     """A remembered outline under the name that the model has now; None where it is no such thing."""
     try:
         shape, *numbers = json.loads(text or "")
-        layers, *sizes = shape
-        own = ModelShape(tuple(LayerKind(kind) for kind in layers), *sizes)
-        found = Outline(model_id, own, *numbers)
+        found = Outline(model_id, shape_from(shape, FORMAT_VERSION, DTYPES), *numbers)
     except (TypeError, ValueError, RecursionError):
         return None
     known = {"str": str, "int": int, "float": float, "ModelShape": ModelShape}
     right = all(type(getattr(found, field.name)) is known[str(field.type)] for field in fields(found))
-    return found if right and all(type(size) is int or size is None for size in sizes) else None
+    return found if right else None
 
 
 def _counted(model_id: str) -> Outline:

@@ -20,7 +20,7 @@ from offload_decode.planning.request import INDEXES, QUESTION_TOKENS, Workload
 from offload_decode.selection.budgets import SELECTED_IDS, pass_tokens
 from offload_decode.store.format import Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
-from offload_decode.types import LayerKind, ModelShape
+from offload_decode.types import ModelShape
 
 # Of bitsandbytes' NF4 with quantised scales: a byte for each block, four for each 256 blocks.
 _INT4_BYTES = 1 / 2 + (1 + 4 / 256) / BLOCK
@@ -112,12 +112,17 @@ def least_index() -> str:
 
 def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
     """Keys and values of what follows the stored tokens, on the device, with the room they grow into."""
-    row = 2 * shape.kv_heads * shape.head_dim * itemsize(dtype)
-    sliding = shape.layers.count(LayerKind.SLIDING)
-    window = sliding * (shape.sliding_window or 1)
-    # Doubled when full; a window layer joins its window and its tail anew at every step, one layer at a time.
-    room = len(shape.layers) * max(64, 2 * tokens) + window
-    return row * (room + (tokens + (shape.sliding_window or 0) if sliding else 0))
+    item, room = itemsize(dtype), max(64, 2 * tokens)  # doubled when full
+    rows = [(item * own.kv_heads * (own.key_dim + own.value_dim), own.window or 0) for own in shape.layers]
+    held = sum(row * (room + window) for row, window in rows)
+    # A window layer joins its window and its tail anew at every step, one layer at a time.
+    return held + max((row * (tokens + window) for row, window in rows if window), default=0)
+
+
+def state_bytes(shape: ModelShape) -> int:
+    """The recurrent states of one sequence."""
+    states = (state for own in shape.layers for state in own.states)
+    return sum(prod(state.shape) * itemsize(state.dtype) for state in states)
 
 
 def layer_bytes(outline: Outline, rows: int) -> int:

@@ -11,7 +11,7 @@ from offload_decode.store.format import Array, Manifest
 class Store(Protocol):
     """Implemented by `KVStore`, on disk, and `MemoryStore`, over arrays. Arrays are read-only.
 
-    N tokens, D channels; all but `window` are of full-attention layers alone.
+    N tokens, D channels; all but `window` and `states` are of full-attention layers alone.
     """
 
     @property
@@ -46,7 +46,10 @@ class Store(Protocol):
         """Sampled post-RoPE prefill queries `[n, D]` of the heads that share `kv_head`."""
 
     def window(self, layer: int) -> tuple[Array, Array]:
-        """Keys and values `[Hkv, w, D]` of the last `w = min(N, sliding_window - 1)` tokens of a layer."""
+        """Keys and values `[Hkv, w, …]` of the last `w = min(N, window - 1)` tokens of a local layer."""
+
+    def states(self, layer: int) -> tuple[Array, ...]:
+        """The recurrent states of a layer after the last token, in the order of its shape."""
 
     def digest(self, layer: int, kv_head: int) -> str:
         """A SHA-256 that names one head's keys."""

@@ -82,7 +82,8 @@ class Encoder:
 
 def no_errors(manifest: Manifest) -> dict[str, EncodingLoss]:
     """Those of a store before its first row."""
-    kinds = [kind for kind in KINDS if manifest.encoding(kind)]
+    stored = ("keys",) if manifest.shape.latent else KINDS
+    kinds = [kind for kind in stored if manifest.encoding(kind)]
     return {
         f"{layer_name(layer)}/{kind}": EncodingLoss()
         for kind in kinds

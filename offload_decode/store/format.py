@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,10 +15,13 @@ import numpy.typing as npt
 
 from indexes.rows import encodings
 from offload_decode.errors import ConfigError, StoreForeign
-from offload_decode.store.fields import check_fields
-from offload_decode.types import LayerKind, ModelShape
+from offload_decode.store.fields import check_errors, check_fields
+from offload_decode.store.shapes import shape_from
+from offload_decode.types import LayerShape, ModelShape
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READ_VERSIONS = (2, FORMAT_VERSION)
+"""Stores of version 2 have plain layers alone, and say so in fewer words."""
 FINGERPRINT_VERSION = "2"
 """Of `model_config_hash` and `weights_hash`, which begin with it and a colon; the others are of version 1."""
 ATTRIBUTE = "offload_decode"
@@ -126,10 +129,7 @@ class Manifest:
         assert isinstance(self.prefill.get("method"), str), "prefill names its method"
         assert set(self.kv) == {"keys", "values"}, "kv says how keys and values are stored"
         assert {*self.kv.values()} <= {self.dtype, *_ENCODED}, f"kv {self.kv} is not of {self.dtype} rows"
-        assert encodings.INT4 not in self.kv.values() or self.shape.head_dim % 2 == 0, "int4 rows are even"
-        assert self.shape.sliding_window is None or self.shape.sliding_window > 1, (
-            "a window holds earlier tokens"
-        )
+        assert encodings.INT4 not in self.kv.values() or self.shape.value_dim % 2 == 0, "int4 rows are even"
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -147,23 +147,14 @@ class Manifest:
         """Sampled queries per KV head: as asked for, or all there are."""
         return min(self.query_samples, self.n_tokens * self.shape.group)
 
-    @property
-    def window(self) -> int:
-        """Tokens whose KV a sliding layer keeps: those that the next token can see besides itself."""
-        return min(self.n_tokens, (self.shape.sliding_window or 1) - 1)
+    def window(self, layer: LayerShape) -> int:
+        """Tokens whose KV a local layer keeps: those that the next token can see besides itself."""
+        assert layer.window is not None, "it is a local layer"
+        return min(self.n_tokens, layer.window - 1)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values in one order, whatever the order of the inner dicts was."""
-        shape = self.shape
-        values = {f.name: getattr(self, f.name) for f in fields(self)} | {
-            "shape": {
-                "layers": [kind.value for kind in shape.layers],
-                "query_heads": shape.query_heads,
-                "kv_heads": shape.kv_heads,
-                "head_dim": shape.head_dim,
-                "sliding_window": shape.sliding_window,
-            }
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"shape": asdict(self.shape)}
         ordered: dict[str, Any] = json.loads(json.dumps(values, sort_keys=True, allow_nan=False))
         return ordered
 
@@ -172,28 +163,26 @@ class Manifest:
         """The manifest of a store; StoreForeign names a version or field that this release does not know."""
         check_version(data)
         _same_names("manifest", data, {f.name for f in fields(cls)})
-        shape = data["shape"]
-        if isinstance(shape, dict):
-            _same_names("model shape", shape, {f.name for f in fields(ModelShape)})
         try:
             check_fields(data, _DTYPES, _ENCODED)
-            if encodings.INT4 in data["kv"].values() and shape["head_dim"] % 2:
+            shape = shape_from(data["shape"], data["format_version"], _DTYPES)
+            if encodings.INT4 in data["kv"].values() and shape.value_dim % 2:
                 raise ValueError("int4 rows have an even number of channels")
+            check_errors(data, shape, _ENCODED)
         except ValueError as error:
             raise StoreForeign(
                 f"The store's manifest cannot be used, because {error}: prefill again."
             ) from error
-        layers = tuple(LayerKind(kind) for kind in shape["layers"])
-        return cls(**{**data, "shape": ModelShape(**{**shape, "layers": layers})})
+        return cls(**{**data, "shape": shape, "format_version": FORMAT_VERSION})
 
 
 def check_version(data: Mapping[str, Any]) -> None:
     """StoreForeign where the manifest `data` is of a format version that this release cannot read."""
     version = data.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or version not in READ_VERSIONS:
         raise StoreForeign(
-            f"The store has format version {version!r:.40} and this release reads version "
-            f"{FORMAT_VERSION}: use the release that made it, or prefill again."
+            f"The store has format version {version!r:.40} and this release reads versions "
+            f"{' and '.join(map(str, READ_VERSIONS))}: use the release that made it, or prefill again."
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from indexes.rows import encodings
 from offload_decode.store.format import Manifest, numpy_dtype
+from offload_decode.types import LayerKind, LayerShape
 
 CHUNK_TOKENS = 65_536
 """Tokens of one head in a chunk file, until a head would have more than MAX_CHUNKS of them."""
@@ -91,29 +92,39 @@ def array_specs(manifest: Manifest, n_documents: int, name_bytes: int) -> Iterat
     ):
         yield ArraySpec(name, (length,), (length,), dtype)
 
-    shape = manifest.shape
-    heads, dim = shape.kv_heads, shape.head_dim
-    streams = max(2 * heads * len(shape.full_layers), 1)
+    for layer, own in enumerate(manifest.shape.layers):
+        if own.local:
+            yield from _window(manifest, layer_name(layer), own)
+        elif own.kind is LayerKind.FULL:
+            yield from _whole(manifest, layer_name(layer), own)
+        for state in own.states:
+            length = math.prod(state.shape)
+            yield ArraySpec(f"{layer_name(layer)}/{state.name}", (length,), (length,), state.dtype)
 
-    def rows(name: str, length: int, maps: int | None = None, dtype: str = manifest.dtype) -> ArraySpec:
+
+def _window(manifest: Manifest, group: str, own: LayerShape) -> Iterator[ArraySpec]:
+    length = manifest.window(own)
+    for kind, dim in (("keys", own.key_dim), ("values", own.value_dim)):
+        yield ArraySpec(
+            f"{group}/window_{kind}", (own.kv_heads, length, dim), (1, length, dim), manifest.dtype
+        )
+
+
+def _whole(manifest: Manifest, group: str, own: LayerShape) -> Iterator[ArraySpec]:
+    heads = own.kv_heads
+    streams = 2 * heads * len(manifest.shape.full_layers)
+
+    def rows(name: str, length: int, dim: int, maps: int | None, dtype: str = manifest.dtype) -> ArraySpec:
         width = dim if dtype == manifest.dtype else encodings.row_bytes(dtype, dim)
         most = max(1, min(MAX_CHUNKS, maps // streams)) if maps else 1
         size = chunk_rows(length, width * numpy_dtype(dtype).itemsize, most=most)
-        return ArraySpec(name, (heads, length, width), (1, size, width), dtype)
+        return ArraySpec(f"{group}/{name}", (heads, length, width), (1, size, width), dtype)
 
-    def numbers(name: str, length: int) -> ArraySpec:
-        return ArraySpec(name, (heads, length, 1), (1, length, 1), "float32")
-
-    for layer in range(len(shape.layers)):
-        group = layer_name(layer)
-        if layer not in shape.full_layers:
-            yield rows(f"{group}/window_keys", manifest.window)
-            yield rows(f"{group}/window_values", manifest.window)
-            continue
-        for kind, dtype in manifest.kv.items():
-            yield rows(f"{group}/{kind}", manifest.n_tokens, MAX_KV_MAPS, dtype)
-        yield numbers(f"{group}/key_norms", manifest.n_tokens)
-        pages = -(-manifest.n_tokens // manifest.page_size)
-        yield rows(f"{group}/page_min", pages, MAX_PAGE_MAPS)
-        yield rows(f"{group}/page_max", pages, MAX_PAGE_MAPS)
-        yield rows(f"{group}/queries", manifest.n_samples)
+    tokens, pages = manifest.n_tokens, -(-manifest.n_tokens // manifest.page_size)
+    yield rows("keys", tokens, own.key_dim, MAX_KV_MAPS, manifest.kv["keys"])
+    if not own.latent:
+        yield rows("values", tokens, own.value_dim, MAX_KV_MAPS, manifest.kv["values"])
+    yield ArraySpec(f"{group}/key_norms", (heads, tokens, 1), (1, tokens, 1), "float32")
+    yield rows("page_min", pages, own.key_dim, MAX_PAGE_MAPS)
+    yield rows("page_max", pages, own.key_dim, MAX_PAGE_MAPS)
+    yield rows("queries", manifest.n_samples, own.key_dim, None)

@@ -59,8 +59,9 @@ class MemoryStore:
             )
         for kind, given in (("keys", keys), ("values", values)):
             for layer, own in enumerate(shape.layers):
-                stored = kv[kind] if own is LayerKind.FULL else dtype
-                _check(kind, layer, given, [((tokens, shape.head_dim), stored)] * shape.kv_heads)
+                stored = kv[kind] if own.kind is LayerKind.FULL else dtype
+                dim = own.key_dim if kind == "keys" else own.value_dim
+                _check(kind, layer, given, [((tokens, dim), stored)] * own.kv_heads)
         samples, most = 1, tokens * shape.group
         if queries is not None:
             samples = len(_first("queries", queries, shape))
@@ -132,14 +133,18 @@ class MemoryStore:
         return _read_only(np.ascontiguousarray(self._sampled()[layer][kv_head]))
 
     def window(self, layer: int) -> tuple[Array, Array]:
-        """Keys and values `[Hkv, w, D]` of the last `w = min(N, sliding_window - 1)` tokens of a layer."""
-        if self.manifest.shape.layers[layer] is LayerKind.FULL:
+        """Keys and values `[Hkv, w, …]` of the last `w = min(N, window - 1)` tokens of a local layer."""
+        if not (own := self.manifest.shape.layers[layer]).local:
             raise KeyError(layer)
         keys, values = (
-            np.stack([rows[-self.manifest.window :] for rows in given[layer]])
+            np.stack([rows[-self.manifest.window(own) :] for rows in given[layer]])
             for given in (self._keys, self._values)
         )
         return keys, values
+
+    def states(self, layer: int) -> tuple[Array, ...]:
+        """None: these layers are not recurrent."""
+        return ()
 
     def digest(self, layer: int, kv_head: int) -> str:
         """SHA-256 of one head's keys, as they are stored."""

@@ -18,6 +18,7 @@ from offload_decode.store.files import LARGEST_LIST, read_regular
 from offload_decode.store.format import ATTRIBUTE, Manifest, numpy_dtype
 from offload_decode.store.layout import ALIGNMENT, ArraySpec, array_specs, layer_name
 from offload_decode.store.staging import write_atomically
+from offload_decode.types import LayerKind
 
 ROOT = "zarr.json"
 
@@ -46,7 +47,11 @@ def create_group(root: Path, manifest: Manifest, specs: Iterable[ArraySpec]) -> 
 
 def group_files(manifest: Manifest) -> list[str]:
     """The metadata files of the groups."""
-    layers = (layer_name(layer) for layer in range(len(manifest.shape.layers)))
+    layers = (
+        layer_name(layer)
+        for layer, own in enumerate(manifest.shape.layers)
+        if own.states or own.kind is not LayerKind.NONE
+    )
     return [ROOT, "documents/zarr.json", "layers/zarr.json", *(f"{layer}/zarr.json" for layer in layers)]
 
 

@@ -28,6 +28,7 @@ from offload_decode.store.staging import LOCK, STORE, Committed, partial_path
 from offload_decode.store.streams import head_view, list_view
 from offload_decode.types import Document, ModelShape
 
+STATES = ("conv", "recurrent")
 _KINDS = {
     "key_norms": "key norms",
     "page_min": "page bounds",
@@ -117,8 +118,8 @@ class KVStore:
         return self._rows(layer, "keys", kv_head)
 
     def values(self, layer: int, kv_head: int) -> Array:
-        """Values `[N, D]` of a full-attention layer, or encoded `[N]`."""
-        return self._rows(layer, "values", kv_head)
+        """Values `[N, Dv]` of a full-attention layer, or encoded `[N]`; of latents their keys."""
+        return self._rows(layer, "keys" if self.manifest.shape.latent else "values", kv_head)
 
     def key_norms(self, layer: int, kv_head: int) -> Array:
         """Lengths of the keys, float32 `[N]`."""
@@ -133,13 +134,20 @@ class KVStore:
         return self._rows(layer, "queries", kv_head)
 
     def window(self, layer: int) -> tuple[Array, Array]:
-        """Keys and values `[Hkv, w, D]` of the last `w = min(N, sliding_window - 1)` tokens of a layer."""
-        heads = range(self.manifest.shape.kv_heads)
+        """Keys and values `[Hkv, w, …]` of the last `w = min(N, window - 1)` tokens of a local layer."""
+        heads = range(self.manifest.shape.layers[layer].kv_heads)
         keys, values = (
             np.stack([self._rows(layer, name, head) for head in heads])
             for name in ("window_keys", "window_values")
         )
         return keys, values
+
+    def states(self, layer: int) -> tuple[Array, ...]:
+        """The recurrent states of a layer after the last token, in the order of its shape."""
+        return tuple(
+            self._small(f"{layer_name(layer)}/{own.name}").reshape(own.shape)
+            for own in self.manifest.shape.layers[layer].states
+        )
 
     def check_mapped(self, layer: int) -> None:
         """StoreDamaged where a mapped file of a layer has changed its size, before its views are read again:
@@ -164,7 +172,7 @@ class KVStore:
         cost: dict[str, int] = {}
         for spec in self._specs.values():
             name = spec.name.rpartition("/")[2]
-            kind = _KINDS.get(name, name)
+            kind = _KINDS.get(name, "states" if name.rstrip("0123456789") in STATES else name)
             cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * sum(1 for _ in spec.files())
         small = [name for name in self._sums if name.endswith("zarr.json")] + [checksums.SUMS, checksums.SEAL]
         cost["metadata and checksums"] = sum(os.path.getsize(self.path / name) for name in small)

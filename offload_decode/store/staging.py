@@ -3,7 +3,7 @@
 STORE.partial/
 ├── lock            held by the writer
 ├── progress.json   how many tokens count, and checksums of what was appended up to them
-├── windows/        KV of the last appends of each sliding layer, one file an append
+├── windows/        KV of the last appends of each local layer, a file an append; states, a file a layer
 └── store/          becomes STORE
 """
 
@@ -57,7 +57,7 @@ def locked(partial: Path) -> Iterator[None]:
 
 
 class Segment(NamedTuple):
-    """One append to a sliding layer: tokens `start:stop` and the CRC-32 of their file."""
+    """One append to a local layer, or states: tokens `start:stop` and the CRC-32 of their file."""
 
     start: int
     stop: int
@@ -68,13 +68,15 @@ class Segment(NamedTuple):
 class Committed:
     """What is committed: the first `tokens` tokens.
 
-    `crcs` are CRC-32 of the rows of each head, by array; `segments` are by sliding layer; `errors` are the
+    `crcs` are CRC-32 of the rows of each head, by array; `segments` are by local
+    layer, `states` by recurrent layer; `errors` are the
     running `store.encoded.EncodingLoss` of each encoded array. The file ends with a CRC-32 of itself.
     """
 
     tokens: int = 0
     crcs: dict[str, list[int]] = field(default_factory=dict)
     segments: dict[str, list[Segment]] = field(default_factory=dict)
+    states: dict[str, Segment] = field(default_factory=dict)
     errors: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
     def save(self, partial: Path) -> None:
@@ -89,7 +91,8 @@ class Committed:
             if data.pop("crc") != _crc(data):
                 raise ValueError("it has changed")
             segments = {layer: [Segment(*s) for s in found] for layer, found in data.pop("segments").items()}
-            return cls(**data, segments=segments)
+            states = {layer: Segment(*found) for layer, found in data.pop("states").items()}
+            return cls(**data, segments=segments, states=states)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise staging_damaged(partial, PROGRESS) from error
 

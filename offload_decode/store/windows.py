@@ -1,4 +1,4 @@
-"""What a sliding layer keeps while its store is being written: the newest KV and no more."""
+"""What a local layer keeps while its store is being written: the newest KV and no more."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from offload_decode.store.files import open_regular
 from offload_decode.store.format import Array
 from offload_decode.store.staging import Segment
 from offload_decode.store.streams import as_bytes
+from offload_decode.types import LayerShape
 
 
 class WindowLog:
@@ -22,11 +23,11 @@ class WindowLog:
     """
 
     def __init__(
-        self, folder: Path, layer: int, window: int, heads: int, dim: int, dtype: np.dtype[Any]
+        self, folder: Path, layer: int, window: int, shape: LayerShape, dtype: np.dtype[Any]
     ) -> None:
         self.segments: list[Segment] = []
         self._folder, self._layer, self._window = folder, layer, window
-        self._heads, self._dim, self._dtype = heads, dim, dtype
+        self._shape, self._dtype = shape, dtype
 
     @property
     def rows(self) -> int:
@@ -42,10 +43,10 @@ class WindowLog:
         )
 
     def append(self, keys: Array, values: Array) -> None:
-        """Append `[heads, T, D]` keys and values."""
-        block = np.stack([keys, values])
-        assert block.shape[1::2] == (self._heads, self._dim), (
-            f"layer {self._layer}: {keys.shape} for its window"
+        """Append keys `[heads, T, Dk]` and values `[heads, T, Dv]`."""
+        own, block = self._shape, np.concatenate([keys, values], axis=2)
+        assert (len(keys), keys.shape[2], values.shape[2]) == (own.kv_heads, own.key_dim, own.value_dim), (
+            f"layer {self._layer}: {keys.shape} and {values.shape} for its window"
         )
         assert block.dtype == self._dtype, f"layer {self._layer}: {block.dtype} for {self._dtype}"
         data = as_bytes(block)
@@ -55,11 +56,13 @@ class WindowLog:
         self.segments.append(segment)
 
     def window(self) -> tuple[Array, Array]:
-        """Keys and values `[heads, min(window, rows), D]` of the last tokens, as copies."""
+        """Keys and values `[heads, min(window, rows), …]` of the last tokens, as copies."""
         blocks = [self._read(segment) for segment in self.segments if segment.stop > self.rows - self._window]
-        empty = np.empty((2, self._heads, 0, self._dim), self._dtype)
-        keys, values = np.concatenate([empty, *blocks], axis=2)[:, :, -self._window :]
-        return keys, values
+        own = self._shape
+        empty = np.empty((own.kv_heads, 0, own.key_dim + own.value_dim), self._dtype)
+        rows = np.concatenate([empty, *blocks], axis=1)[:, -self._window :]
+        keys, values = np.split(rows, [own.key_dim], axis=2)
+        return keys.copy(), values.copy()
 
     def live(self) -> list[Segment]:
         """The segments that the window reaches into."""
@@ -77,4 +80,5 @@ class WindowLog:
 
     def _read(self, segment: Segment) -> Array:
         with os.fdopen(open_regular(self._file(segment)), "rb") as file:
-            return np.fromfile(file, self._dtype).reshape(2, self._heads, -1, self._dim)
+            width = self._shape.key_dim + self._shape.value_dim
+            return np.fromfile(file, self._dtype).reshape(self._shape.kv_heads, -1, width)

@@ -19,7 +19,7 @@ from indexes.rows.encodings import decode
 from offload_decode.errors import StoreIncomplete, StoreMismatch
 from offload_decode.store import metadata
 from offload_decode.store.checksums import Report
-from offload_decode.store.encoded import KINDS, Encoder, EncodingLoss, no_errors
+from offload_decode.store.encoded import Encoder, EncodingLoss, no_errors
 from offload_decode.store.files import open_regular
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.layout import ArraySpec, array_specs, layer_name
@@ -37,6 +37,7 @@ from offload_decode.store.staging import (
     staging_damaged,
     surfaced,
 )
+from offload_decode.store.states import StateLog
 from offload_decode.store.streams import RowStream, allocate, as_bytes, write_array
 from offload_decode.store.windows import WindowLog
 from offload_decode.types import Document
@@ -62,6 +63,9 @@ class KVStoreWriter:
         self._streams: dict[str, RowStream] = {}
         self._open_pages: dict[int, OpenPage | None] = {}
         self._windows: dict[int, WindowLog] = {}
+        self._states: dict[int, StateLog] = {}
+        self._next_states: dict[int, Sequence[Array]] = {}
+        self._latent = manifest.shape.latent
         self._encoder = Encoder(manifest, no_errors(manifest))
 
     @classmethod
@@ -96,27 +100,25 @@ class KVStoreWriter:
         return slots, positions[slots], heads[slots]
 
     def append(self, layer: int, keys: Array, values: Array) -> None:
-        """Append keys and values, `[Hkv, T, D]` in the model's dtype, of the next T tokens of a layer. They
-        are encoded as the manifest says; StoreError where they cannot be.
+        """Append keys `[Hkv, T, Dk]` and values `[Hkv, T, Dv]`, in the model's dtype, of the next T tokens of
+        a layer. They are encoded as the manifest says; StoreError where they cannot be. The values of latents
+        are their keys, and are not written.
         """
-        assert keys.shape == values.shape, f"{keys.shape} keys and {values.shape} values"
+        assert keys.shape[:2] == values.shape[:2], f"{keys.shape} keys and {values.shape} values"
         with self._surfaced():
             if layer in self._windows:
                 self._windows[layer].append(keys, values)
                 return
-            kept = [
-                self._encoder.block(layer, kind, rows)
-                for kind, rows in zip(KINDS, (keys, values), strict=True)
-            ]
-            stored = kept[0].stored
+            given = (("keys", keys),) if self._latent else (("keys", keys), ("values", values))
+            kept = {kind: self._encoder.block(layer, kind, rows) for kind, rows in given}
+            stored = kept["keys"].stored
             start = self._stream(layer, "keys").rows
             lower, upper, open_page = fold_pages(
                 self._open_pages[layer], start, stored, self.manifest.page_size, self.manifest.n_tokens
             )
             lower, upper = rounded_outward(lower, upper, self.manifest.numpy_dtype)
             blocks = {
-                "keys": kept[0].written,
-                "values": kept[1].written,
+                **{kind: own.written for kind, own in kept.items()},
                 "key_norms": row_norms(stored),
                 "page_min": lower,
                 "page_max": upper,
@@ -125,8 +127,8 @@ class KVStoreWriter:
                 self._stream(layer, name).write(block)
         for name, block in blocks.items():
             self._stream(layer, name).advance(block)
-        for kind, rows, own in zip(KINDS, (keys, values), kept, strict=True):
-            self._encoder.count(layer, kind, rows, own)
+        for kind, rows in given:
+            self._encoder.count(layer, kind, rows, kept[kind])
         self._open_pages[layer] = open_page
 
     def put_queries(self, layer: int, slots: slice, queries: Array) -> None:
@@ -146,7 +148,7 @@ class KVStoreWriter:
 
     def values(self, layer: int, kv_head: int) -> Array:
         """Values of a full-attention layer so far, as `KVStore.values`: a read-only view."""
-        stream = self._stream(layer, "values")
+        stream = self._stream(layer, "keys" if self._latent else "values")
         return stream.view(kv_head)[: stream.rows]
 
     def key_norms(self, layer: int, kv_head: int) -> Array:
@@ -155,8 +157,16 @@ class KVStoreWriter:
         return stream.view(kv_head)[: stream.rows, 0]
 
     def window(self, layer: int) -> tuple[Array, Array]:
-        """Keys and values `[Hkv, w, D]` of the last tokens that a sliding layer can still see, as copies."""
+        """Keys and values `[Hkv, w, …]` of the last tokens that a local layer can still see, as copies."""
         return self._windows[layer].window()
+
+    def put_states(self, layer: int, states: Sequence[Array]) -> None:
+        """The states of a recurrent layer after the tokens that are committed next."""
+        self._next_states[layer] = states
+
+    def states(self, layer: int) -> tuple[Array, ...] | None:
+        """The states of a recurrent layer after the tokens so far, as copies; None before the first."""
+        return self._states[layer].states()
 
     def commit(self, tokens: int) -> None:
         """Make the first `tokens` tokens count: every layer has appended just these."""
@@ -164,18 +174,25 @@ class KVStoreWriter:
         found = {name: stream.rows for name, stream in self._streams.items()}
         assert found == expected, f"not {tokens} tokens: {dict(found.items() - expected.items())}"
         assert all(log.rows == tokens for log in self._windows.values()), (
-            f"a sliding layer has not {tokens} tokens"
+            f"a local layer has not {tokens} tokens"
         )
+        assert {*self._next_states} == {*self._states}, "every recurrent layer has put its states"
         with self._surfaced():
+            for layer, states in self._next_states.items():
+                self._states[layer].put(tokens, states)
+            self._next_states = {}
             Committed(
                 tokens=tokens,
                 crcs={name: stream.crcs for name, stream in self._streams.items()},
                 segments={str(layer): log.live() for layer, log in self._windows.items()},
+                states={str(layer): log.segment for layer, log in self._states.items() if log.segment},
                 errors=self._encoder.errors,
             ).save(self._partial)
             self.done = tokens
-            for log in self._windows.values():
-                log.trim()
+            for window in self._windows.values():
+                window.trim()
+            for state in self._states.values():
+                state.trim()
 
     def publish(self, progress: Report | None = None) -> None:
         """Checksum everything, flush it to the disk, and give the store its name; then close."""
@@ -187,6 +204,10 @@ class KVStoreWriter:
             for layer, log in self._windows.items():
                 for name, block in zip(("window_keys", "window_values"), log.window(), strict=True):
                     write_array(self._root, self._specs[f"{layer_name(layer)}/{name}"], block)
+            for layer in self._states:
+                shapes = self.manifest.shape.layers[layer].states
+                for own, state in zip(shapes, self.states(layer) or (), strict=True):
+                    write_array(self._root, self._specs[f"{layer_name(layer)}/{own.name}"], state.reshape(-1))
             metadata.record(self._partial, self._root, replace(self.manifest, kv_error=self._encoder.cost()))
             files = metadata.group_files(self.manifest)
             for spec in self._specs.values():
@@ -233,12 +254,9 @@ class KVStoreWriter:
             allocate(self._root, spec)
             if spec.name in given:
                 write_array(self._root, spec, given[spec.name])
-        full = self.manifest.shape.full_layers
         Committed(
             crcs={s.name: [0] * s.shape[0] for s in specs if _is_stream(s)},
-            segments={
-                str(layer): [] for layer in range(len(self.manifest.shape.layers)) if layer not in full
-            },
+            segments={str(layer): [] for layer in self.manifest.shape.local_layers},
             errors=no_errors(self.manifest),
         ).save(self._partial)
 
@@ -247,25 +265,21 @@ class KVStoreWriter:
         progress = Committed.load(self._partial)
         self._specs = metadata.read_specs(self._root, self.manifest)
         self._streams = {n: RowStream(self._root, s) for n, s in self._specs.items() if _is_stream(s)}
-        shape, window = self.manifest.shape, self.manifest.window
-        self._windows = {
-            layer: WindowLog(
-                self._partial / WINDOWS,
-                layer,
-                window,
-                shape.kv_heads,
-                shape.head_dim,
-                self.manifest.numpy_dtype,
-            )
-            for layer in range(len(shape.layers))
-            if layer not in shape.full_layers
-        }
+        shape, folder, dtype = self.manifest.shape, self._partial / WINDOWS, self.manifest.numpy_dtype
+        for layer, own in enumerate(shape.layers):
+            if own.local:
+                self._windows[layer] = WindowLog(folder, layer, self.manifest.window(own), own, dtype)
+            if own.states:
+                self._states[layer] = StateLog(folder, layer, own.states)
         for name, rows in self._rows_at(progress.tokens).items():
             if not self._streams[name].restore(rows, progress.crcs.get(name, [])):
                 raise staging_damaged(self._partial, name)
         for layer, log in self._windows.items():
             if not log.restore(progress.segments.get(str(layer), [])) or log.rows != progress.tokens:
                 raise staging_damaged(self._partial, f"The window of layer {layer}")
+        for layer, states in self._states.items():
+            if not states.restore(progress.states.get(str(layer))) or states.rows != progress.tokens:
+                raise staging_damaged(self._partial, f"The state of layer {layer}")
         self._encoder.errors = {name: EncodingLoss(*found) for name, found in progress.errors.items()}
         for layer in shape.full_layers:
             self._open_pages[layer] = self._reopened_page(layer)

@@ -49,7 +49,7 @@ def test_the_long_tail_is_long() -> None:
 
 
 def test_queries_that_tune_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = ModelShape((LayerKind.SLIDING, LayerKind.FULL), 4, 2, 8, 16)
+    shape = ModelShape.uniform((LayerKind.SLIDING, LayerKind.FULL), 4, 2, 8, 16)
     sampled = np.arange(2 * 40 * 8, dtype=np.float32).reshape(2, 40, 8)
     rows = np.zeros((2, 2, 50, 8), np.float32)
     store = MemoryStore(shape, rows, rows, queries=[[], sampled])
@@ -71,7 +71,7 @@ def test_queries_that_tune_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_a_store_keeps_encoded_is_attended_to_as_it_is(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = ModelShape((LayerKind.FULL, LayerKind.FULL), 4, 2, 8)
+    shape = ModelShape.uniform((LayerKind.FULL, LayerKind.FULL), 4, 2, 8)
     keys, values, queries = np.random.default_rng(0).standard_normal((3, 2, 2, 50, 8), np.float32)
     stored = [encode(rows, encoding) for rows in (keys, values)]
     store = MemoryStore(shape, *stored, queries=queries)

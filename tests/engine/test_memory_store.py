@@ -32,7 +32,8 @@ def stores(request, tmp_path_factory):
             if layer in shape.full_layers:
                 rows[layer] = [read(layer, head) for head in heads]
             else:
-                rows[layer, :, -disk.manifest.window :] = disk.window(layer)[which]
+                window = disk.window(layer)[which]
+                rows[layer, :, -window.shape[1] :] = window
         arrays.append(rows)
     queries = [
         [disk.queries(layer, head) for head in heads] if layer in shape.full_layers else []

@@ -27,7 +27,7 @@ PLACES = [
 def made_store(dtype=np.float32):
     """One layer of random keys and values."""
     keys, values = np.random.default_rng(0).standard_normal((2, 1, HKV, N, D)).astype(dtype)
-    return MemoryStore(ModelShape((LayerKind.FULL,), R, HKV, D), keys, values)
+    return MemoryStore(ModelShape.uniform((LayerKind.FULL,), R, HKV, D), keys, values)
 
 
 def stacked(read):

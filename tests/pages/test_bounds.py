@@ -115,7 +115,7 @@ def test_a_store_gives_the_bounds_of_its_keys(monkeypatch, dtype, metadata, size
     monkeypatch.setattr(page_bounds, "SCALE_PAGES", 5)  # several blocks of scales
     keys = torch.randn(2, tokens, 4, generator=torch.Generator().manual_seed(tokens)).to(dtype)
     arrays = [[numpy_view(head) for head in keys]]
-    store = MemoryStore(ModelShape((LayerKind.FULL,), 2, 2, 4), arrays, arrays)
+    store = MemoryStore(ModelShape.uniform((LayerKind.FULL,), 2, 2, 4), arrays, arrays)
     asked = Mock(wraps=store, manifest=store.manifest)
     assert same_bits(stored_bounds(asked, 0, size, metadata).bounds, grown(keys, size, metadata))
     assert asked.pages.called == (size % 16 == 0)

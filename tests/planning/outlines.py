@@ -12,7 +12,7 @@ def llama_8b() -> Outline:
     linear = layers * (2 * hidden * hidden + 2 * hidden * 1024 + 3 * hidden * width)
     return Outline(
         model_id="llama-8b",
-        shape=ModelShape((LayerKind.FULL,) * layers, 32, 8, 128),
+        shape=ModelShape.uniform((LayerKind.FULL,) * layers, 32, 8, 128),
         dtype="float16",
         parameters=linear + 2 * vocabulary * hidden + (2 * layers + 1) * hidden,
         linear=linear,

@@ -31,7 +31,7 @@ GIB = 1 << 30
 outlines = st.builds(
     lambda layers, sliding, kv_heads, group, half, dtype, linear, rest: Outline(
         model_id="random",
-        shape=ModelShape(
+        shape=ModelShape.uniform(
             (LayerKind.FULL,) * layers + (LayerKind.SLIDING,) * sliding,
             kv_heads * group,
             kv_heads,
@@ -103,7 +103,7 @@ def test_a_proposal_is_a_plan_that_fits(outline, request, machine):
 
 
 def test_a_proposal_of_other_weights_is_counted_in_its_own_dtype():
-    shape = ModelShape((LayerKind.FULL,), 1, 1, 128)
+    shape = ModelShape.uniform((LayerKind.FULL,), 1, 1, 128)
     outline = Outline(
         "float32", shape, "float32", 73_272_321, 1_000_000, 1000, 36_136_160, 0, 1.0, 512, 2048, 32000
     )
@@ -179,7 +179,7 @@ def test_speed_is_the_sum_of_what_is_moved():
     ],
 )
 def test_what_a_request_does_is_what_is_measured(request_, stages):
-    shape = ModelShape((LayerKind.FULL,) * 3, 4, 2, 64)
+    shape = ModelShape.uniform((LayerKind.FULL,) * 3, 4, 2, 64)
     if request_.get("index", "").startswith("faiss"):
         pytest.importorskip("faiss")
     asked = Workload(**{"tokens": 100_000} | request_)
@@ -205,7 +205,7 @@ def test_the_search_that_is_timed_is_that_of_the_index_that_is_asked_for(monkeyp
             return own(cls, heads, queries, k)
 
         monkeypatch.setattr(kind, "search_heads", classmethod(seen))
-    shape = ModelShape((LayerKind.FULL,), 8, 2, 64)
+    shape = ModelShape.uniform((LayerKind.FULL,), 8, 2, 64)
     measure(shape, "float16", Workload(50_000, budget="100"), "cpu")
     assert set(searched) == {("clusters", 2, (2, 4, 64), 100)}
     searched.clear()

@@ -76,7 +76,7 @@ def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype, tmp_path):
     pytest.importorskip("faiss" if kind.startswith("faiss") else "hnswlib" if kind == "hnswlib" else "numpy")
     keys = np.random.default_rng(0).standard_normal((4000, 32)).astype(dtype)
     built = indexes.registry.get(kind).build(keys)
-    given = (kind, ModelShape((LayerKind.FULL,), 1, 1, 32), 4000, "auto", np.dtype(dtype).name)
+    given = (kind, ModelShape.uniform((LayerKind.FULL,), 1, 1, 32), 4000, "auto", np.dtype(dtype).name)
     costs = sizes.index_costs(*given)
     assert (costs.memory or costs.file) == pytest.approx(built.nbytes, rel=0.1)
     built.save(tmp_path / "i")
@@ -93,7 +93,7 @@ def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
     from offload_decode.types import StepStats
 
     # 512 tokens with 4 query heads a KV head: 64 rows want all of the 6,000 tokens, in each of two layers.
-    n, model = 6000, replace(llama_8b(), shape=ModelShape((LayerKind.FULL,) * 2, 8, 2, 64))
+    n, model = 6000, replace(llama_8b(), shape=ModelShape.uniform((LayerKind.FULL,) * 2, 8, 2, 64))
     stored = [Rows(np.zeros((n, 64), np.float16)) for _ in range(2)]
     copied = DeviceRows(torch.device("cpu"))
     for part in range(2):
@@ -113,7 +113,7 @@ def test_page_bounds_are_as_large_as_quests():
     from offload_decode.pages.bounds import GrowingBounds
 
     keys = torch.randn(2, 1000, 16)
-    shape = ModelShape((LayerKind.FULL,), 2, 2, 16)
+    shape = ModelShape.uniform((LayerKind.FULL,), 2, 2, 16)
     for kind in ("fp16", "int8"):
         bounds = GrowingBounds(10, kind)
         bounds.append(keys)
@@ -126,7 +126,7 @@ def test_page_bounds_are_as_large_as_quests():
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "cohere2"])
 def test_parameters_are_counted_without_weights(family):
     model = tiny_model(family, hidden_size=64, intermediate_size=128, head_dim=32)
-    found = outline_of(model, family, ModelShape((LayerKind.FULL,), 4, 2, 32))
+    found = outline_of(model, family, ModelShape.uniform((LayerKind.FULL,), 4, 2, 32))
     assert found.parameters == sum(weight.numel() for weight in model.parameters())
     assert sizes.weights_bytes(found, "auto") == sum(weight.nbytes for weight in model.parameters())
     read = sizes.active_weights_bytes(found, "auto")

@@ -45,9 +45,9 @@ def test_chunked_equals_unchunked(family, chunk, tmp_path, monkeypatch):
     cache = DynamicCache(config=plain.config)
     with torch.inference_mode():
         plain(torch.from_numpy(corpus()).long()[None], past_key_values=cache)
-    for layer, kind in enumerate(store.manifest.shape.layers):
+    for layer, own in enumerate(store.manifest.shape.layers):
         expected = cache.layers[layer]
-        if kind is LayerKind.SLIDING:
+        if own.kind is LayerKind.SLIDING:
             keys, values = store.window(layer)
         else:
             keys, values = (

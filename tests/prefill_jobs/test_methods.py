@@ -22,7 +22,7 @@ from tests.tiny import VOCAB, tiny_model
 
 N, CHUNK = 90, 16
 SPARSE = sorted(set(METHODS) - {"dense"})
-SHAPE = ModelShape((LayerKind.FULL, LayerKind.FULL), query_heads=4, kv_heads=2, head_dim=8)
+SHAPE = ModelShape.uniform((LayerKind.FULL, LayerKind.FULL), query_heads=4, kv_heads=2, head_dim=8)
 
 
 class Written:

@@ -26,7 +26,7 @@ HEADS, GROUP, TOKENS, DIM = 2, 2, 3, 16
 
 def host_of(keys, layers=1):
     """A host whose layers all have the same keys `[Hkv, N, D]`."""
-    shape = ModelShape((LayerKind.FULL,) * layers, HEADS * GROUP, HEADS, keys.shape[2])
+    shape = ModelShape.uniform((LayerKind.FULL,) * layers, HEADS * GROUP, HEADS, keys.shape[2])
     arrays = [numpy_view(keys)] * layers
     return HostKV(MemoryStore(shape, arrays, arrays), torch.device("cpu"))
 

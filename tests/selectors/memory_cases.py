@@ -43,7 +43,7 @@ class Case:
     @classmethod
     def over(cls, keys, heads):
         """The case of `keys` `[layers, Hkv, N, D]`, an array or nested lists, with so many query heads."""
-        shape = ModelShape(KINDS, heads, len(keys[0]), keys[0][0].shape[1], sliding_window=4)
+        shape = ModelShape.uniform(KINDS, heads, len(keys[0]), keys[0][0].shape[1], window=4)
         return cls(WatchedHost(MemoryStore(shape, keys, keys)))
 
     @classmethod

@@ -46,7 +46,7 @@ class Job:
     def append(self, writer: KVStoreWriter, layer: int, start: int, stop: int) -> None:
         shape = self.manifest.shape
         writer.append(layer, self.keys[layer, :, start:stop], self.values[layer, :, start:stop])
-        if shape.layers[layer] is FULL:
+        if shape.layers[layer].kind is FULL:
             slots, positions, heads = writer.samples(start, stop)
             grouped = self.queries[layer].reshape(shape.kv_heads, shape.group, -1, shape.head_dim)
             writer.put_queries(layer, slots, grouped[:, heads, positions])
@@ -66,10 +66,12 @@ def make_job(
     query_samples: int = 24,
     seed: int = 0,
     kv: str = "auto",
+    shape: ModelShape | None = None,
     **fields: Any,
 ) -> Job:
     rng = np.random.default_rng(seed)
-    shape = ModelShape(layers, query_heads=4, kv_heads=2, head_dim=64, sliding_window=window)
+    if shape is None:
+        shape = ModelShape.uniform(layers, query_heads=4, kv_heads=2, head_dim=64, window=window)
     tokens = rng.integers(0, 50_000, n_tokens, dtype=np.int32)
     manifest = Manifest(
         model_id="test/model",

@@ -44,7 +44,7 @@ def test_a_whole_store_stays_under_the_limit_of_memory_maps(
 ) -> None:
     monkeypatch.undo()  # the real chunk size
     layers, heads, kv_heads, dim = MODELS[name]
-    shape = ModelShape((LayerKind.FULL,) * layers, heads, kv_heads, dim)
+    shape = ModelShape.uniform((LayerKind.FULL,) * layers, heads, kv_heads, dim)
     manifest = replace(make_job(10).manifest, shape=shape, n_tokens=n_tokens, query_samples=1024)
     maps = sum(
         math.prod(math.ceil(size / step) for size, step in zip(spec.shape, spec.chunk, strict=True))

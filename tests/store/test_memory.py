@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -21,7 +19,7 @@ FORMS = [
     ("bfloat16", "int8"),
     ("float32", "int4-values"),
 ]
-KNOWN = ("dtype", "shape", "n_tokens", "n_samples", "kv", "page_size", "window", "numpy_dtype")
+KNOWN = ("dtype", "shape", "n_tokens", "n_samples", "kv", "page_size", "numpy_dtype")
 
 
 def in_memory(job):
@@ -32,7 +30,7 @@ def in_memory(job):
     stored = []
     for kind, rows in (("keys", job.keys), ("values", job.values)):
         encoding = manifest.encoding(kind)
-        whole = [encoding if encoding and layer is FULL else None for layer in shape.layers]
+        whole = [encoding if encoding and own.kind is FULL else None for own in shape.layers]
         stored.append([encode(own, e) if e else own for own, e in zip(rows, whole, strict=True)])
     queries = by_group[:, :, heads, positions]
     return MemoryStore(shape, *stored, queries=queries, page_size=manifest.page_size, dtype=manifest.dtype)
@@ -86,7 +84,7 @@ def test_digests_name_the_keys(place):
     keys = np.arange(24, dtype=np.float32).reshape(1, 1, 6, 4)
     changed = keys.copy()
     changed.flat[place] += 1
-    shape = ModelShape((FULL,), 1, 1, 4)
+    shape = ModelShape.uniform((FULL,), 1, 1, 4)
     one, same, other = (MemoryStore(shape, given, keys) for given in (keys, keys.copy(), changed))
     assert one.digest(0, 0) == same.digest(0, 0) != other.digest(0, 0)
     assert one.store_digest == same.store_digest != other.store_digest
@@ -95,7 +93,7 @@ def test_digests_name_the_keys(place):
 
 def test_rows_are_views_of_what_was_given():
     keys, values = np.ones((2, 1, 2, 6, 4), np.float16)
-    store = MemoryStore(ModelShape((FULL,), 2, 2, 4), [list(keys[0])], values)
+    store = MemoryStore(ModelShape.uniform((FULL,), 2, 2, 4), [list(keys[0])], values)
     assert np.shares_memory(store.keys(0, 1), keys)
     assert np.shares_memory(store.values(0, 1), values)
     assert keys.flags.writeable, "the caller's own array stays as it is"
@@ -103,13 +101,13 @@ def test_rows_are_views_of_what_was_given():
 
 def test_queries_that_were_not_given_are_not_made_up():
     keys = np.zeros((1, 1, 6, 4), np.float32)
-    store = MemoryStore(ModelShape((FULL,), 1, 1, 4), keys, keys)
+    store = MemoryStore(ModelShape.uniform((FULL,), 1, 1, 4), keys, keys)
     for read in (lambda: store.queries(0, 0), lambda: store.query_positions):
         with pytest.raises(ConfigError, match="queries="):
             read()
 
 
-SHAPE = ModelShape((FULL, SLIDING), 4, 2, 4, sliding_window=3)
+SHAPE = ModelShape.uniform((FULL, SLIDING), 4, 2, 4, window=3)
 ROWS = np.zeros((2, 2, 6, 4), np.float32)
 INT8 = encode(ROWS, "int8-rows")
 
@@ -134,7 +132,7 @@ INT8 = encode(ROWS, "int8-rows")
         ({"queries": ROWS[:, :, :0]}, "at least one"),
         ({"queries": np.zeros((2, 2, 13, 4), np.float32)}, "at most"),
         ({"queries": ROWS[..., :2]}, "queries of layer 0"),
-        ({"shape": replace(SHAPE, layers=(SLIDING, SLIDING))}, "nothing to search"),
+        ({"shape": ModelShape.uniform((SLIDING, SLIDING), 4, 2, 4, 3)}, "nothing to search"),
     ],
     ids=str,
 )

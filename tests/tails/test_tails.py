@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def host_of(keys, values):
     """A prefix `[Hkv, N, D]` in memory."""
-    shape = ModelShape((LayerKind.FULL,), HKV * 3, HKV, keys.shape[2])
+    shape = ModelShape.uniform((LayerKind.FULL,), HKV * 3, HKV, keys.shape[2])
     return HostKV(MemoryStore(shape, keys[None], values[None]), CPU)
 
 

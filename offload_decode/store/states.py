@@ -1,0 +1,76 @@
+"""What a recurrent layer keeps while its store is being written: its states after the last commit."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from offload_decode.store.files import read_regular
+from offload_decode.store.format import Array, numpy_dtype
+from offload_decode.store.staging import Segment
+from offload_decode.store.streams import as_bytes
+from offload_decode.types import StateShape
+
+
+class StateLog:
+    """The states of one layer after the tokens so far: a file a commit, the one before it removed.
+
+    Files are never changed once they are committed, so a killed process cannot have spoilt them.
+    """
+
+    def __init__(self, folder: Path, layer: int, shapes: Sequence[StateShape]) -> None:
+        self.segment: Segment | None = None
+        self._folder, self._layer, self._shapes = folder, layer, tuple(shapes)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the states are after."""
+        return self.segment.stop if self.segment else 0
+
+    def restore(self, segment: Segment | None) -> bool:
+        """Go on after `segment`, if its file is what the checksum says."""
+        self.segment = segment
+        if segment is None:
+            return True
+        file = self._file(segment.stop)
+        return file.is_file() and zlib.crc32(read_regular(file)) == segment.crc
+
+    def put(self, stop: int, states: Sequence[Array]) -> None:
+        """The states after the first `stop` tokens, in the order and of the shapes of the layer."""
+        for given, wanted in zip(states, self._shapes, strict=True):
+            assert (given.shape, given.dtype) == (wanted.shape, numpy_dtype(wanted.dtype)), (
+                f"layer {self._layer}: {given.shape} {given.dtype} for its {wanted.name}"
+            )
+        data = b"".join(as_bytes(state) for state in states)
+        file = self._file(stop)
+        temporary = file.with_name(file.name + ".tmp")  # a killed process may have begun this commit
+        temporary.write_bytes(data)
+        os.replace(temporary, file)
+        self.segment = Segment(0, stop, zlib.crc32(data))
+
+    def states(self) -> tuple[Array, ...] | None:
+        """The states, as copies; None before the first token."""
+        if self.segment is None:
+            return None
+        data = np.frombuffer(read_regular(self._file(self.segment.stop)), np.uint8)
+        sizes = [prod(own.shape) * numpy_dtype(own.dtype).itemsize for own in self._shapes]
+        parts = np.split(data, list(accumulate(sizes))[:-1])
+        return tuple(
+            part.copy().view(numpy_dtype(own.dtype)).reshape(own.shape)
+            for part, own in zip(parts, self._shapes, strict=True)
+        )
+
+    def trim(self) -> None:
+        """Remove the files of earlier commits, and of one that was begun and not made."""
+        for file in self._folder.glob(f"state-{self._layer:03d}-*"):
+            if self.segment is None or file != self._file(self.segment.stop):
+                file.unlink(missing_ok=True)
+
+    def _file(self, stop: int) -> Path:
+        return self._folder / f"state-{self._layer:03d}-{stop}"
