@@ -70,6 +70,7 @@ def ask(
                 "stored_tokens": engine.prefix.length,
                 "prefill": engine.store.manifest.prefill,
                 "kv": engine.store.manifest.kv,
+                "weights": engine.loaded.weights,
                 "stats": asdict(cost),
             }
         )
@@ -78,6 +79,8 @@ def ask(
         cost = engine.prefix.take_stats()
     if inexact := approximations(engine.store.manifest):
         output.note(f"The store's keys and values are approximate: {output.one_line(inexact)}.")
+    if quantised := other_weights(engine.store.manifest, engine.loaded.weights):
+        output.note(quantised)
     if cost.tail_rows:
         output.note(
             f"The sampled tail leaves the denominator of the attention uncertain by {cost.tail_error:.2%} "
@@ -91,10 +94,24 @@ def approximations(manifest: Manifest) -> str:
     """What keeps a store's keys and values from being those of exact attention; empty for nothing."""
     options = dict(manifest.prefill)
     method = options.pop("method")
+    options.pop("weights", None)  # `other_weights` tells of them
     given = ", ".join(f"{name}={value}" for name, value in options.items())
     parts = [f"prefilled with {method} ({given})"] if method != "dense" else []
     parts += [f"{kind} are {form}" for kind, form in manifest.kv.items() if manifest.encoding(kind)]
     return ", ".join(parts)
+
+
+def other_weights(manifest: Manifest, asked: str) -> str:
+    """A sentence where the store was prefilled with quantised weights; empty for the model's own."""
+    if manifest.weights == "auto":
+        return ""
+    made = (
+        f"The store was prefilled with {manifest.weights} weights: its keys and values are those of the "
+        "quantised model"
+    )
+    if asked == manifest.weights:
+        return f"{made}."
+    return f"{made}, and it was asked with {'full' if asked == 'auto' else asked} weights."
 
 
 def show(pieces: Iterable[str]) -> None:

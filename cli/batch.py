@@ -130,7 +130,7 @@ def _opener(how: Asking) -> OpenEngine:
     """Opens engines one after another; a model is loaded once while the stores share it."""
     from offload_decode.memory import own_memory
 
-    held: dict[tuple[str, str], LoadedModel] = {}
+    held: dict[tuple[str, str, str], LoadedModel] = {}
     before: int | None = None
 
     def open_engine(path: str) -> Engine:
@@ -142,10 +142,10 @@ def _opener(how: Asking) -> OpenEngine:
         store, admit = check_store(path, config, how.caps, before)
         before = before or own_memory()
         named = store.manifest.model_id if config.model is None else config.model
-        wanted = named, store.manifest.dtype
+        wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
         if wanted not in held:
             held.clear()
-            held[wanted] = load(wanted[0], config.device, wanted[1], config.weights)
+            held[wanted] = load(wanted[0], config.device, *wanted[1:])
         engine = Engine.open(store, held[wanted], config)
         engine.admit = admit
         return engine

@@ -56,7 +56,8 @@ def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
 def _facts(store: KVStore) -> list[tuple[str, str]]:
     manifest = store.manifest
     prefill = dict(manifest.prefill)
-    details = "".join(f", {name} {value}" for name, value in prefill.items() if name != "method")
+    told = ("method", "weights")
+    details = "".join(f", {name} {value}" for name, value in prefill.items() if name not in told)
     return [
         ("store", str(store.path)),
         ("digest", _short(store.store_digest)),
@@ -69,12 +70,19 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
             f"{manifest.n_tokens:,} (hash {_short(manifest.token_hash)}), a {manifest.template} prompt",
         ),
         ("prefill", f"{prefill['method']}{details}"),
+        *_weights(manifest),
         ("stored as", f"keys {manifest.kv['keys']}, values {manifest.kv['values']}"),
         (
             "extras",
             f"pages of {manifest.page_size} tokens, {manifest.n_samples:,} sampled queries for each KV head",
         ),
     ]
+
+
+def _weights(manifest: Manifest) -> list[tuple[str, str]]:
+    if manifest.weights == "auto":
+        return []
+    return [("weights", f"{manifest.weights}: the keys and values are the quantised model's")]
 
 
 def _layers(manifest: Manifest) -> str:

@@ -116,6 +116,7 @@ def admit_prefill(
     chunk: int,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "auto",
     gpu_memory: str | None = None,
     ram: str | None = None,
 ) -> None:
@@ -127,6 +128,6 @@ def admit_prefill(
     from offload_decode.planning.caps import apply_caps, check_prefill
 
     about = outline(model)
-    for sentence in check_prefill(about, chunk, dtype, device, caps, own_memory()):
+    for sentence in check_prefill(about, chunk, dtype, device, caps, own_memory(), weights):
         output.note(sentence)
     apply_caps(caps, device)

@@ -83,7 +83,10 @@ Seed = Annotated[int, typer.Option(metavar="N", help="Random seed for sampling."
 Device = Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")]
 Weights = Annotated[
     str,
-    typer.Option(metavar="W", help="Weights of the model: auto (as prefilled), or fewer bits, int8 or int4."),
+    typer.Option(
+        metavar="W",
+        help="Weights of the model: auto (as prefilled), full (its own), or fewer bits, int8 or int4.",
+    ),
 ]
 GpuMemory = Annotated[
     str | None,

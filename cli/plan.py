@@ -255,13 +255,14 @@ def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
 
 
 def _prefill_verdict(planned: Plan, what: str) -> str:
-    from offload_decode.planning.plan import prefill_chunk
+    from offload_decode.planning.caps import described
+    from offload_decode.planning.plan import changes, nearest_prefill
 
-    chunk = prefill_chunk(planned)
-    if chunk is None:
+    fits = nearest_prefill(planned)
+    if fits is None:
         return f"{what} cannot be prefilled here: do that on a larger machine, and bring the store."
-    smaller = "" if chunk == planned.request.chunk else f" with -o chunk={chunk}"
-    return f"{what} can be prefilled here{smaller}."
+    settings = described(changes(planned.request, fits.request))
+    return f"{what} can be prefilled here{f' with {settings}' if settings else ''}."
 
 
 def _paging(planned: Plan) -> list[str]:

@@ -94,6 +94,14 @@ def prefill(
     dtype: Annotated[
         str, typer.Option(metavar="T", help="auto (as the model has it), float16, bfloat16 or float32.")
     ] = "auto",
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="W",
+            help="Weights of the model: auto (as it has them), or fewer bits for a small card, int8 or int4; "
+            "the store says so.",
+        ),
+    ] = "auto",
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
     staging: Annotated[
@@ -161,6 +169,7 @@ def prefill(
         "settings": settings,
         "device": device,
         "dtype": dtype,
+        "weights": weights,
         "staging": staging,
         "rules": rules,
     }
@@ -172,7 +181,7 @@ def prefill(
             results = prefill_on_ray(jobs, cluster, **given, progress=progress)
         _report_all(results, as_json, quiet)
         return
-    admit_prefill(model, settings.chunk, device, dtype, gpu_memory, ram)
+    admit_prefill(model, settings.chunk, device, dtype, weights, gpu_memory, ram)
     with Progress(quiet) as progress:
         if several:
             results = prefill_many(jobs, **given, progress=progress)

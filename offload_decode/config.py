@@ -11,7 +11,7 @@ from offload_decode.errors import ConfigError
 OptionsT = TypeVar("OptionsT")
 
 ATTEND = ("auto", "host", "device")
-WEIGHTS = ("auto", "int8", "int4")
+WEIGHTS = ("auto", "full", "int8", "int4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +20,9 @@ class EngineConfig:
 
     model: an id or a folder, where it is not the one that the store names. selector, options: which stored
     tokens a step attends to, options as users write them. device: `auto`, `cpu`, `cuda` or `cuda:N`. weights:
-    `auto` (as prefilled), `int8` or `int4`. attend: stored tokens on the `host`, on the `device`, or `auto`,
-    where it is faster. device_cache: bytes of the device that keep the stored rows used last.
+    `auto` (as prefilled), `full` (the checkpoint's own), `int8` or `int4`. attend: stored tokens on the
+    `host`, on the `device`, or `auto`, where it is faster. device_cache: bytes of the device that keep the
+    stored rows used last.
     """
 
     model: str | None = None
@@ -38,6 +39,10 @@ class EngineConfig:
                 raise ConfigError(f"{what}={given} is unknown; choose one of: {', '.join(known)}")
         if self.device_cache < 0:
             raise ConfigError(f"a device cache of {self.device_cache} bytes cannot be: give 0 for none")
+
+    def weights_after(self, prefilled: str) -> str:
+        """The weights to load (as `models.loading.load` takes them) for a store of `prefilled` weights."""
+        return {"auto": prefilled, "full": "auto"}.get(self.weights, self.weights)
 
     def changed(self, settings: Mapping[str, Any]) -> EngineConfig:
         """With other settings; raises `ConfigError` for a name that is none."""

@@ -94,12 +94,14 @@ def prefill(
     settings: Settings = Settings(),
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "auto",
     staging: Path | None = None,
     rules: Rules = EVERYTHING,
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
     """Read `corpus` (a file, a folder, or `-`), run it through `model` and publish the store `out`, a path or
     a URL. A store for a URL is written below `staging` first. `rules` say what of a folder is read.
+    `device`, `dtype` and `weights` are those of `models.loading.load`.
 
     An interrupted prefill is resumed by the same call, and a store that is there already, of the same tokens,
     model and settings, is kept. Raises `CorpusError`, `ModelError`, `StoreError`, `BucketError`,
@@ -108,7 +110,7 @@ def prefill(
     place = place_of(out, staging)
     place.admit()
     texts, skipped = read_corpus(corpus, rules)
-    loaded = load(model, device, dtype)
+    loaded = load(model, device, dtype, weights)
     progress("tokenize", 0, len(texts))
     work = prepare(loaded, texts, settings, tuple(skipped))
     return settled(work, place) or make(loaded, work, place, progress)
@@ -215,7 +217,8 @@ def _planned(
         token_hash=token_hash(tokens),
         query_samples=settings.query_samples,
         kv=stored_types(settings.kv, loaded.dtype, loaded.shape.head_dim),
-        prefill={"method": method.name, **asdict(method.options)},
+        prefill={"method": method.name, **asdict(method.options)}
+        | ({} if loaded.weights == "auto" else {"weights": loaded.weights}),
         template=template,
     )
     return Work(tokens, documents, manifest, method, skipped)

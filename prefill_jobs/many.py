@@ -99,6 +99,7 @@ def prefill_many(
     settings: Settings,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "auto",
     staging: Path | None = None,
     rules: Rules = EVERYTHING,
     progress: Watch = lambda stage, done, total, about: None,
@@ -112,7 +113,7 @@ def prefill_many(
     results, texts = read_all(jobs, staging, rules)
     if not texts:
         return results
-    loaded = load(model, device, dtype)
+    loaded = load(model, device, dtype, weights)
     todo: list[tuple[Job, Work, Place]] = []
     for number, own in enumerate(texts):
         progress("tokenize", number, len(texts), own.job.corpus)

@@ -59,6 +59,7 @@ class How:
     model: str
     device: str
     dtype: str
+    weights: str
     settings: Settings
     staging: Path | None
     caps: Caps
@@ -79,9 +80,11 @@ class Worker:
         how = self.how
         try:
             chunk = how.settings.chunk
-            check_prefill(outline(how.model), chunk, how.dtype, how.device, how.caps, own_memory())
+            check_prefill(
+                outline(how.model), chunk, how.dtype, how.device, how.caps, own_memory(), how.weights
+            )
             apply_caps(how.caps, how.device)
-            self.loaded = load(how.model, how.device, how.dtype)
+            self.loaded = load(how.model, how.device, how.dtype, how.weights)
         except OffloadDecodeError as error:
             return error
         return None
@@ -123,6 +126,7 @@ def prefill_on_ray(
     settings: Settings,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "auto",
     staging: Path | None = None,
     rules: Rules = EVERYTHING,
     progress: Watch = lambda stage, done, total, about: None,
@@ -136,7 +140,7 @@ def prefill_on_ray(
     here = [replace(job, store=_absolute(job.store)) for job in jobs]
     results, texts = read_all(here, staging, rules)
     if texts:
-        how = How(model, device, dtype, settings, staging and staging.absolute(), cluster.caps)
+        how = How(model, device, dtype, weights, settings, staging and staging.absolute(), cluster.caps)
         with _connected(ray, cluster.address):
             results |= Driver(ray, cluster, how, texts, progress).run()
     return {job: results[own] for job, own in zip(jobs, here, strict=True)}

@@ -53,7 +53,8 @@ class Engine(Conversation):
         opened = store if isinstance(store, KVStore) else KVStore.open(store)
         if model is None or isinstance(model, str):
             named = opened.manifest.model_id if model is None else model
-            loaded = load(named, config.device, opened.manifest.dtype, config.weights)
+            weights = config.weights_after(opened.manifest.weights)
+            loaded = load(named, config.device, opened.manifest.dtype, weights)
         else:
             loaded = model if isinstance(model, LoadedModel) else wrap(model)
         opened.check_model(

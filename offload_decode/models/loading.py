@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from offload_decode.types import ModelShape
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that attends through the registered function, with what identifies it."""
+    """A model that attends through the registered function, with what identifies it. `weights`: `auto` (the
+    checkpoint's), or what they were quantised to as it was loaded.
+    """
 
     model: Any
     tokenizer: Any | None
@@ -39,6 +41,7 @@ class LoadedModel:
     rope: dict[str, Any]
     dtype: str
     device: torch.device
+    weights: str = "auto"
 
     @cached_property
     def prompt(self) -> Prompt:
@@ -120,7 +123,7 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
             model = model.to(chosen_device) if weights == "auto" else quantise(model, weights, chosen_device)
     # A store must find its model again from any folder.
     known_as = str(Path(model_id).resolve()) if model_id != "demo" and Path(model_id).is_dir() else model_id
-    return wrap(model, tokenizer, known_as, fingerprint)
+    return replace(wrap(model, tokenizer, known_as, fingerprint), weights=weights)
 
 
 def wrap(

@@ -13,6 +13,7 @@ from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.memory import limit_memory, total_memory
 from offload_decode.models.devices import check_dtype, pick_device
 from offload_decode.models.outline import Outline
+from offload_decode.models.quantised import check_weights
 from offload_decode.planning.plan import (
     CUDA_BYTES,
     LEAST_CHUNK,
@@ -22,8 +23,8 @@ from offload_decode.planning.plan import (
     Plan,
     changes,
     nearest,
+    nearest_prefill,
     plan,
-    prefill_chunk,
 )
 from offload_decode.planning.request import INDEXES, KV, QUESTION_TOKENS, SELECTORS, Workload
 from offload_decode.planning.sizes import least_index
@@ -91,7 +92,8 @@ def planned_ask(
     outline: Outline, manifest: Manifest, config: EngineConfig, caps: Caps, held: int, *, index: str = "flat"
 ) -> Plan:
     """What `check_ask` looks at: a question and an answer of usual length."""
-    request = replace(_request(config, index), tokens=manifest.n_tokens, kv=kv_of(manifest))
+    weights = config.weights_after(manifest.weights)
+    request = replace(_request(config, index), tokens=manifest.n_tokens, kv=kv_of(manifest), weights=weights)
     return plan(replace(outline, dtype=manifest.dtype), request, here(config.device, caps, held))
 
 
@@ -134,14 +136,23 @@ def _certain(asked: Plan, place: Medium, caps: Caps) -> bool:
     return capped or place is Medium.GPU or asked.need(place) - weights > asked.machine.size(place)
 
 
-def check_prefill(outline: Outline, chunk: int, dtype: str, device: str, caps: Caps, held: int) -> list[str]:
+def check_prefill(
+    outline: Outline,
+    chunk: int,
+    dtype: str,
+    device: str,
+    caps: Caps,
+    held: int,
+    weights: str = "auto",
+) -> list[str]:
     """Whether a model can prefill at all; returns what to know beforehand, as sentences. Raises `DoesNotFit`,
-    and `ConfigError` for an unknown dtype.
+    and `ConfigError` for an unknown dtype, or unknown weights.
     """
     check_dtype(dtype)
+    check_weights(weights)
     if dtype != "auto":
         outline = replace(outline, dtype=dtype)
-    asked = plan(outline, Workload(BLOCK_TOKENS, chunk=chunk), here(device, caps, held))
+    asked = plan(outline, Workload(BLOCK_TOKENS, chunk=chunk, weights=weights), here(device, caps, held))
     return _judged(asked, asked.prefilling, "this prefill", caps)
 
 
@@ -225,8 +236,8 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
 def _what_fits(asked: Plan, parts: tuple[Part, ...]) -> str | None:
     """The options by which it would fit; None where there are none."""
     if parts is asked.prefilling:
-        chunk = prefill_chunk(asked)
-        return None if chunk is None else f"what fits is -o chunk={chunk}"
+        fits = nearest_prefill(asked)
+        return None if fits is None else f"what fits is {described(changes(asked.request, fits.request))}"
     fits = nearest(asked, kinds=(asked.request.kv,))
     return None if fits is None else f"what fits is {described(changes(asked.request, fits.request))}"
 
@@ -234,8 +245,11 @@ def _what_fits(asked: Plan, parts: tuple[Part, ...]) -> str | None:
 def _the_least(asked: Plan, parts: tuple[Part, ...]) -> str:
     """The caps that would be enough for the smallest way to do it."""
     if parts is asked.prefilling:
-        needs = plan(asked.source, replace(asked.request, chunk=LEAST_CHUNK), asked.machine)
-        return f"with -o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
+        smallest = replace(asked.request, chunk=LEAST_CHUNK, weights="int4")
+        needs = plan(asked.source, smallest, asked.machine)
+        return (
+            f"with --weights int4 -o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
+        )
     least = replace(asked.request, weights="int4", selector="topk", device_cache=0)
     needs = min(
         (
@@ -265,7 +279,6 @@ def _request(config: EngineConfig, built: str) -> Workload:
         1,
         pass_tokens=registry.get(selector).pass_tokens if selector in registry.names() else PASS_TOKENS,
         selector="quest" if selector == "quest+topk" else selector if selector in SELECTORS else "topk",
-        weights=config.weights,
         device_cache=config.device_cache,
         index=index if index in INDEXES else built,
         metadata=metadata if metadata in PAGE_METADATA else "fp16",

@@ -134,7 +134,12 @@ def nearest(asked: Plan, kinds: Sequence[str] = KV, in_memory: bool = False) -> 
     keys and values that can still be chosen. `in_memory`: nothing of the store is to come from the disk.
     """
     source, machine = asked.source, asked.machine
-    requests = (one for one in _alternatives(asked.request, source) if one.kv in kinds)
+    there = kinds is not KV  # and a store that is there is asked in its own dtype
+    requests = (
+        one
+        for one in _alternatives(asked.request, source)
+        if one.kv in kinds and not (there and one.weights == "fp16")
+    )
     plans = (plan(source, request, machine) for request in requests)
     return next((one for one in plans if one.fits and not (in_memory and one.from_disk)), None)
 
@@ -171,6 +176,18 @@ def prefill_chunk(asked: Plan) -> int | None:
     return None
 
 
+def nearest_prefill(asked: Plan) -> Plan | None:
+    """The prefill that fits and differs least from the one asked for, in smaller chunks, or else with weights
+    in fewer bits; None where nothing fits.
+    """
+    fewer = [weights for weights in _rungs(asked.request.weights, asked.source)[1:] if weights != "fp16"]
+    for weights in (asked.request.weights, *fewer):
+        own = plan(asked.source, replace(asked.request, weights=weights), asked.machine)
+        if chunk := prefill_chunk(own):
+            return plan(asked.source, replace(own.request, chunk=chunk), asked.machine)
+    return None
+
+
 def changes(before: Workload, after: Workload) -> dict[str, object]:
     """The settings in which two requests differ."""
     names = [field.name for field in fields(Workload)]
@@ -201,12 +218,10 @@ def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part
 
 
 def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[Part, ...]:
-    """A prefill runs the weights as they are: a store is of the checkpoint, not of its quantisation."""
     device = Medium.RAM if machine.gpu is None else Medium.GPU
-    weights = request.weights if request.weights == "fp16" else "auto"
     chunk = sizes.prefill_bytes(outline, request.chunk, request.tokens, device is Medium.GPU)
     return (
-        *_program(outline, weights, device, machine),
+        *_program(outline, request.weights, device, machine),
         Part("tokenizing", Medium.RAM, request.tokens * sizes.CHARACTERS * sizes.TOKENIZING_BYTES),
         Part("a chunk and what it attends to", device, chunk),
         Part("a chunk on its way to the disk", Medium.RAM, sizes.staging_bytes(outline, request.chunk)),
@@ -231,7 +246,7 @@ def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
     """Requests for as many tokens, from the one asked for on: fewest changes first, then smallest."""
     ladders: dict[str, list[Any]] = {
         "device_cache": list(dict.fromkeys([asked.device_cache, 0])),
-        "weights": _from(asked.weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"]),
+        "weights": _rungs(asked.weights, outline),
         "kv": _from(asked.kv, [kv for kv in KV if kv != "int4-values" or outline.shape.head_dim % 2 == 0]),
         "index": _from(asked.index, [asked.index, sizes.least_index()]),
         "metadata": _from(asked.metadata, list(PAGE_METADATA))
@@ -248,6 +263,11 @@ def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
     for taken in sorted(steps, key=lambda taken: (sum(step > 0 for step in taken), sum(taken), taken[::-1])):
         chosen = {name: ladder[step] for (name, ladder), step in zip(ladders.items(), taken, strict=True)}
         yield replace(asked, **chosen)
+
+
+def _rungs(weights: str, outline: Outline) -> list[str]:
+    """These weights, and those in fewer bits."""
+    return _from(weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"])
 
 
 def _from(asked: str, ladder: list[str]) -> list[str]:

@@ -29,6 +29,8 @@ def check_fields(data: Mapping[str, Any], dtypes: Collection[str], encodings: Co
         plain_object(name, data[name])
         plain_values(name, data[name], _DEPTH)
     text("prefill.method", data["prefill"].get("method"))
+    if "weights" in data["prefill"]:
+        one_of("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
     plain_object("kv", data["kv"])
     just_names("kv", data["kv"], ("keys", "values"))
     for kind, form in data["kv"].items():

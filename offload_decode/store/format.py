@@ -92,7 +92,7 @@ class Manifest:
 
     There is no time in it, so that two prefills of one corpus are the same bytes.
     `rope` and `prefill` hold plain JSON values; `prefill` names its `method` and what else shaped
-    the numbers.
+    the numbers: `weights`, where they were quantised for the prefill (`int8` or `int4`).
     `weights_hash` tells a fine-tuned model from its base. It and `model_config_hash` begin with
     `FINGERPRINT_VERSION`.
     `template` is "chat" where the tokens open a chat template, else "plain".
@@ -137,6 +137,11 @@ class Manifest:
         bfloat16).
         """
         return numpy_dtype(self.dtype)
+
+    @property
+    def weights(self) -> str:
+        """Of the model that prefilled: `auto` (the checkpoint's), `int8` or `int4`."""
+        return str(self.prefill.get("weights", "auto"))
 
     def encoding(self, kind: str) -> str | None:
         """How `keys` or `values` are encoded; None where they are in the model's dtype."""

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
+from offload_decode.errors import ConfigError, StoreError, StoreMismatch
 from offload_decode.models.loading import load
+from offload_decode.store.reader import KVStore
+from prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_tokenizer
 
 QUESTION = "What is the colour of thing 7?"
@@ -21,8 +23,6 @@ QUESTION = "What is the colour of thing 7?"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose rows hold whole blocks of 64 weights, and a store of it."""
-    from prefill_jobs.job import prefill
-
     folder = tmp_path_factory.mktemp("quantised")
     # Weights as a trained model has them: with tests' usual ones, 4 bits would change everything.
     sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.05}
@@ -54,6 +54,53 @@ def test_only_linear_layers_are_taken(folder: Path, weights: str) -> None:
     assert all(kind.startswith("bitsandbytes") for kind in kinds)
     assert type(model.lm_head) is torch.nn.Linear
     assert model.model.embed_tokens.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_store_says_which_weights_prefilled_it(folder: Path, tmp_path: Path, weights: str) -> None:
+    """Its keys are the quantised model's; asked as it is, it equals that model's own generation."""
+    pytest.importorskip("bitsandbytes")
+    store, chunk = tmp_path / "small.kv", Settings(options={"chunk": 64})
+    made = {"model": str(folder / "model"), "out": store, "settings": chunk, "device": "cpu"}
+    prefill(str(folder / "corpus.txt"), **made, weights=weights)
+    manifest = KVStore.open(store).manifest
+    assert manifest.weights == manifest.prefill["weights"] == weights
+    assert manifest.weights_hash == KVStore.open(folder / "s.kv").manifest.weights_hash
+    with pytest.raises(
+        StoreMismatch, match=f"another prefill .*weights={weights}; asked for is dense chunk=64"
+    ):
+        prefill(str(folder / "corpus.txt"), **made)
+    assert prefill(str(folder / "corpus.txt"), **made, weights=weights).kept
+
+    engine = Engine.open(store, device="cpu", selector="dense")
+    assert engine.loaded.weights == weights
+    question = torch.tensor([engine.question_tokens(QUESTION)])
+    stored = torch.from_numpy(engine.store.tokens.astype("int64"))[None]
+    plain = load(str(folder / "model"), "cpu", weights=weights)
+    with torch.inference_mode():
+        plain.model.set_attn_implementation("eager")
+        expected = plain.model(torch.cat([stored, question], 1)).logits[0, -1]
+    # Which inputs int8 takes for outliers depends on the chunk that they are in.
+    assert (engine.ask(QUESTION) - expected).abs().max() < (1e-4 if weights == "int4" else 0.02)
+    full = Engine.open(store, device="cpu", weights="full")
+    assert full.loaded.weights == "auto"
+    assert full.ask(QUESTION).isfinite().all()
+
+
+def test_an_interrupted_prefill_is_not_gone_on_with_by_other_weights(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    out, settings = tmp_path / "s.kv", Settings(options={"chunk": 32})
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if done >= 64:
+            raise KeyboardInterrupt
+
+    made = {"model": str(folder / "model"), "out": out, "settings": settings, "device": "cpu"}
+    with pytest.raises(KeyboardInterrupt):
+        prefill(str(folder / "corpus.txt"), **made, weights="int4", progress=stop)
+    with pytest.raises(StoreError):
+        prefill(str(folder / "corpus.txt"), **made)
+    assert prefill(str(folder / "corpus.txt"), **made, weights="int4").resumed_from >= 64
 
 
 @pytest.mark.gpu

@@ -1,0 +1,64 @@
+"""`prefill --weights`, and what `inspect`, `ask` and `plan` say of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import refused, run
+
+
+@pytest.fixture(scope="module")
+def small(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that was prefilled with int8 weights."""
+    pytest.importorskip("bitsandbytes")
+    out = tmp_path_factory.mktemp("weights") / "small.kv"
+    ran = run(
+        "prefill",
+        home / "corpus.txt",
+        "--model",
+        home / "model",
+        "--out",
+        out,
+        "--weights",
+        "int8",
+        "--device",
+        "cpu",
+    )
+    assert ran.code == 0, ran.err
+    return out
+
+
+def test_inspect_and_ask_say_which_weights_prefilled(small: Path, store: Path) -> None:
+    assert "int8: the keys and values are the quantised model's" in run("inspect", small).out
+    assert json.loads(run("inspect", small, "--json").out)["manifest"]["prefill"]["weights"] == "int8"
+    assert "quantised" not in run("inspect", store).out
+    ask = ("ask", small, "What?", "--max-new-tokens", "2", "--device", "cpu")
+    sentence = (
+        "The store was prefilled with int8 weights: its keys and values are those of the quantised model"
+    )
+    assert run(*ask).err == f"{sentence}.\n"
+    assert run(*ask, "--weights", "full").err == f"{sentence}, and it was asked with full weights.\n"
+    assert run(*ask, "--weights", "int4").err == f"{sentence}, and it was asked with int4 weights.\n"
+    assert json.loads(run(*ask, "--json").out)["weights"] == "int8"
+    assert "quantised" not in run("ask", store, "What?", "--max-new-tokens", "2").err
+
+
+def test_a_store_of_other_weights_is_not_the_one_that_is_asked_for(home: Path, small: Path) -> None:
+    same = ("prefill", home / "corpus.txt", "--model", home / "model", "--device", "cpu", "--out", small)
+    assert "kept" in run(*same, "--weights", "int8").err
+    assert "weights=int8; asked for is dense" in refused(1, *same)
+    assert "weights=int8; asked for is dense chunk=512 weights=int4" in refused(1, *same, "--weights", "int4")
+
+
+def test_several_corpora_are_prefilled_with_such_weights(home: Path, small: Path, tmp_path: Path) -> None:
+    made = ("--model", home / "model", "--weights", "int8", "--device", "cpu")
+    assert run("prefill", home / "corpus.txt", *made, "--out", f"{tmp_path}/out/").code == 0
+    assert "int8: the keys and values" in run("inspect", tmp_path / "out" / "corpus.kv").out
+
+
+def test_unknown_weights_are_refused(home: Path, tmp_path: Path) -> None:
+    asked = ("prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv")
+    assert "choose one of: auto, int8, int4" in refused(2, *asked, "--weights", "int3")
