@@ -22,7 +22,8 @@ from offload_decode.selectors.registry import create, get
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, PageSelection, Selection, StepStats
 from prefill_jobs.job import Settings, prefill_tokens
-from tests.tiny import VOCAB, tiny_model
+from tests.families import VOCAB
+from tests.tiny import tiny_model
 
 LAYER = 1
 

@@ -18,7 +18,8 @@ from offload_decode.pages.dispatch import gather_pages
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
 from prefill_jobs.job import Settings, prefill_tokens
-from tests.tiny import VOCAB, tiny_model
+from tests.families import VOCAB
+from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]

@@ -17,7 +17,8 @@ from offload_decode.models.architectures import EXACT
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
 from prefill_jobs.job import Settings, prefill_tokens
-from tests.tiny import FAMILIES, VOCAB, tiny_model
+from tests.families import SERVED, VOCAB
+from tests.tiny import tiny_model
 
 PREFIX, NEW = 45, 8
 CLOSE = {"atol": 1e-4, "rtol": 0}
@@ -53,13 +54,13 @@ class Case:
         return out[0, ids.shape[1] :].tolist()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SERVED)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp("exact"))
 
 
 def test_every_served_architecture_is_here() -> None:
-    assert {tiny_model(family).config.model_type for family in FAMILIES} == EXACT
+    assert {tiny_model(family).config.model_type for family in SERVED} == EXACT
 
 
 @pytest.mark.parametrize("tokens", [1, 9])

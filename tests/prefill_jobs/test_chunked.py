@@ -14,7 +14,8 @@ from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, LayerKind
 from prefill_jobs import chunked
 from prefill_jobs.job import Settings, prefill_tokens
-from tests.tiny import VOCAB, tiny_model
+from tests.families import VOCAB
+from tests.tiny import tiny_model
 
 N = 75
 

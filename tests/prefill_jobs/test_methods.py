@@ -18,7 +18,8 @@ from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, LayerKind, ModelShape
 from prefill_jobs.job import Settings, prefill_tokens
 from prefill_jobs.methods.registry import METHODS, create
-from tests.tiny import VOCAB, tiny_model
+from tests.families import VOCAB
+from tests.tiny import tiny_model
 
 N, CHUNK = 90, 16
 SPARSE = sorted(set(METHODS) - {"dense"})

@@ -19,7 +19,8 @@ from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
 from prefill_jobs.job import Settings, prefill_tokens
 from tests.contracts.selector_contract import LAYER, SelectorContract, floats, selected_ids
-from tests.tiny import VOCAB, tiny_model
+from tests.families import VOCAB
+from tests.tiny import tiny_model
 
 QUESTION = 12
 

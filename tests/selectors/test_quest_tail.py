@@ -16,7 +16,8 @@ from offload_decode.selectors import quest
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
 from tests.contracts.selector_contract import LAYER, stored
-from tests.tiny import VOCAB, tiny_model
+from tests.families import VOCAB
+from tests.tiny import tiny_model
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 

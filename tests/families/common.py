@@ -1,0 +1,95 @@
+"""What the tiny configs have in common."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+VOCAB = 131
+TOKENS = {
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+COMMON = {
+    **TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+HEADS = {"head_dim": 16}  # other than hidden_size // num_attention_heads, where a family lets them differ
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+ALTERNATING = {"sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GROUPED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+INDEXED = {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4096}
+DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+
+
+class Family(NamedTuple):
+    """A model type of transformers with its config, text alone, and the multimodal wrapper that it is read
+    from, where the checkpoints have one.
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    wrapper: str | None = None
+
+
+def usual(
+    model_type: str, wrapper: str | None = None, *, without: tuple[str, ...] = (), **special: Any
+) -> Family:
+    """A family whose config has the usual names, `without` some of them."""
+    config = {name: value for name, value in COMMON.items() if name not in without}
+    return Family(model_type, {**config, **special}, wrapper)
