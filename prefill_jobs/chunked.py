@@ -35,6 +35,7 @@ class StagedPrefix:
         self.writer = writer
         self.method = method
         self.shape = method.shape
+        self._sampled: dict[int, int] = {}  # by layer the length before its last samples
 
     @property
     def length(self) -> int:
@@ -96,6 +97,9 @@ class StagedPrefix:
             )
 
     def _sample(self, layer: int, query: Tensor) -> None:
+        if self._sampled.get(layer) == self.length:
+            return  # a later layer reads the keys of this one
+        self._sampled[layer] = self.length
         slots, positions, group_heads = self.writer.samples(self.length, self.length + query.shape[2])
         if len(positions):
             rows = torch.from_numpy(positions - self.length).to(query.device)
@@ -114,16 +118,22 @@ def prefill_chunks(
     """Run `tokens [N]` through the model from where the writer stands, committing after every chunk."""
     prefix, chunk = StagedPrefix(writer, method), method.options.chunk
     windows = {layer: _to_device(writer.window(layer), loaded.device) for layer in loaded.shape.local_layers}
-    cache = PrefixCache.over(prefix, loaded.shape, windows)
+    states = {
+        layer: [tensor_view(state)[None].to(loaded.device) for state in writer.states(layer) or ()]
+        for layer in loaded.shape.state_layers
+    }
+    cache = PrefixCache.over(prefix, loaded.shape, windows, states=states)
     for start in range(writer.done, len(tokens), chunk):
         part = torch.from_numpy(tokens[start : start + chunk]).long()[None]
         loaded.encode(part, cache)
-        for layer in cache.layers:
+        for layer in cache.tails:
             keys, values = layer.tail.view()
             writer.append(layer.index, numpy_view(keys[0]), numpy_view(values[0]))
+        for recurrent in loaded.shape.state_layers:
+            held = [numpy_view(state[0]) for state in cache.states(recurrent)]
+            writer.put_states(recurrent, held)
         writer.commit(start + part.shape[1])
-        for layer in cache.layers:
-            layer.rebase()
+        cache.rebase()
         progress(writer.done)
 
 

@@ -210,13 +210,18 @@ class Conversation:
     def _cache_behind(self, prefix: StoredPrefix) -> PrefixCache:
         shape = self.loaded.shape
         windows = {layer: self._window(layer) for layer in shape.local_layers}
+        states = {layer: self._states(layer) for layer in shape.state_layers}
         decoder, dtype = self.loaded.model.base_model, DTYPES[self.loaded.dtype]
-        return PrefixCache.over(prefix, shape, windows, decoder, dtype)
+        return PrefixCache.over(prefix, shape, windows, decoder, dtype, states)
 
     def _window(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self.store.window(layer)
         device = self.loaded.device
         return tensor_view(keys)[None].to(device), tensor_view(values)[None].to(device)
+
+    def _states(self, layer: int) -> list[Tensor]:
+        held = self.store.states(layer)
+        return [tensor_view(state.copy())[None].to(self.loaded.device) for state in held]
 
 
 def _ids(tokens: Sequence[int] | Tensor) -> list[int]:

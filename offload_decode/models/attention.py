@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from offload_decode.attention.states import merge_states, sink_state
-from offload_decode.errors import ConfigError
+from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kernels.dense import attend_dense
-from offload_decode.models.cache import PrefixLayer, TailLayer
+from offload_decode.models.layers import PrefixLayer, TailLayer
 from offload_decode.types import AttentionState
 
 NAME = "offload_decode"
+_WITHOUT_EFFECT = frozenset(["cache_position", "position_ids"])
 
 
 def prefix_attention(
@@ -27,7 +28,7 @@ def prefix_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention over the tail, merged with the prefix of the cache layer that `key` came from.
 
@@ -39,6 +40,8 @@ def prefix_attention(
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
     layer: TailLayer | None = getattr(key, "offload_layer", None)
+    if layer is not None:
+        _refuse_unknown(module, others)
     # The tail is attended to between these two, so that a device is at it while the host searches.
     finish: Callable[[], AttentionState] | None = None
     if isinstance(layer, PrefixLayer):
@@ -59,6 +62,16 @@ def prefix_attention(
     if layer is not None or s_aux is not None:
         out = _WithoutGradients.apply(out, query)  # type: ignore[no-untyped-call]
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _refuse_unknown(module: torch.nn.Module, others: dict[str, Any]) -> None:
+    """A tensor that is not known may change the scores, those of stored tokens too."""
+    for name, value in others.items():
+        if isinstance(value, Tensor) and name not in _WITHOUT_EFFECT:
+            raise UnsupportedModel(
+                f"{type(module).__name__} hands '{name}' to its attention, which attention to stored tokens "
+                "does not know"
+            )
 
 
 class _WithoutGradients(torch.autograd.Function):
@@ -90,8 +103,8 @@ def tail_mask(
     """A bool mask `[B, 1, T, S]` over the keys that the attention call receives.
 
     Behind a prefix a 2-D `attention_mask` covers prefix and tail (`models.seam` sees to it and marks it), and
-    a sliding window (`local_size` tokens) is counted in the row's own tokens, because padding between prefix
-    and question would otherwise use up a part of it.
+    a sliding window or a chunk (`local_size` tokens) is counted in the row's own tokens, because padding
+    between prefix and question would otherwise use up a part of it.
     """
     own = attention_mask if hasattr(attention_mask, "offload_covered") else None
     if own is not None and local_size is not None:
@@ -104,7 +117,9 @@ def tail_mask(
         **{**arguments, "allow_is_causal_skip": False},
     )
     if own is not None and local_size is not None:
-        position = own[:, kv_offset:].long().cumsum(-1)
-        queries = position[:, -mask.shape[2] :]
-        mask = mask & (queries[:, None, :, None] - position[:, None, None, :] < local_size)
+        position = kv_offset + own[:, kv_offset:].long().cumsum(-1) - 1
+        keys, queries = position[:, None, None, :], position[:, None, -mask.shape[2] :, None]
+        if getattr(arguments.get("config"), "attention_chunk_size", None) == local_size:
+            return mask & (queries // local_size == keys // local_size)
+        mask = mask & (queries - keys < local_size)
     return mask

@@ -1,158 +1,24 @@
-"""transformers cache layers whose prefix lies elsewhere: only the tail is held here."""
+"""A transformers cache whose prefix lies elsewhere: layers that hold what follows it, and their states."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from offload_decode.errors import ConfigError, UnsupportedModel
-from offload_decode.kv.tail import Prefix, TailKV
-from offload_decode.types import ModelShape
+from offload_decode.kv.tail import Prefix
+from offload_decode.models.layers import KeylessLayer, PrefixLayer, TailLayer, WindowLayer
+from offload_decode.models.states import States
+from offload_decode.types import LayerKind, ModelShape
 
-
-class TailLayer(CacheLayerMixin):
-    """What both kinds of layer share: a tail behind `prefix.length` tokens that are kept elsewhere."""
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False
-
-    def __init__(self, index: int, prefix: Prefix):
-        super().__init__()
-        self.index = index
-        self.prefix = prefix
-        self.tail = TailKV()
-        self.is_initialized = True
-        self.unattended = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the tail takes the shape of what is appended first."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Append `[B, Hkv, T, D]`; returns what the attention call receives, tagged with this layer."""
-        self.tail.append(key_states, value_states)
-        keys, values = self.visible()
-        keys.offload_layer = self  # type: ignore[attr-defined]  # read by models.attention in the very next call
-        self.unattended = True
-        return keys, values
-
-    def visible(self) -> tuple[Tensor, Tensor]:
-        """Keys and values for the attention call."""
-        return self.tail.view()
-
-    def get_seq_length(self) -> int:
-        """Prefix and tail together."""
-        return self.prefix.length + self.tail.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers the tail alone: every query may see the whole prefix."""
-        return self.tail.length + query_length, self.prefix.length
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No maximum (the name of this method up to transformers 5.8)."""
-        return -1
-
-    def reset(self) -> None:
-        """Forget the tail."""
-        self.tail = TailKV()
-        self.unattended = False
-
-    def crop(self, tokens: int) -> None:
-        """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
-        if not -self.tail.length <= tokens <= 0:
-            raise ConfigError(
-                f"cannot crop by {tokens}: give minus the number of tokens to remove, and of the "
-                f"{self.tail.length} that follow the stored prefix at most all"
-            )
-        if tokens and self.prefix.remembers:
-            raise ConfigError(
-                "this selector cannot remember what it has dropped: "
-                "begin with a new cache instead of cropping this one"
-            )
-        self.tail.crop(self.tail.length + tokens)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Pick batch rows, for beam search."""
-        self.tail.rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these batch rows."""
-        self.tail.rows(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row."""
-        if self.tail.length:
-            rows = self.tail.view()[0].shape[0]
-            self.tail.rows(torch.arange(rows).repeat_interleave(repeats))
-
-
-class PrefixLayer(TailLayer):
-    """A full-attention layer: `prefix.attend` sees to the prefix, the attention call to the tail."""
-
-    def fork(self, prefix: Prefix) -> PrefixLayer:
-        """The same layer with a copy of the tail."""
-        copy = PrefixLayer(self.index, prefix)
-        copy.tail = self.tail.fork()
-        return copy
-
-    def rebase(self) -> None:
-        """The tail has joined the prefix: start an empty one."""
-        self.reset()
-
-
-class WindowLayer(TailLayer):
-    """A sliding-window layer: seeded with the stored window, keeps the whole tail, so that cropping stays
-    exact.
-    """
-
-    is_sliding = True
-
-    def __init__(self, index: int, prefix: Prefix, sliding_window: int, seed: tuple[Tensor, Tensor]):
-        super().__init__(index, prefix)
-        self.sliding_window = sliding_window
-        self.seed = seed
-
-    def visible(self) -> tuple[Tensor, Tensor]:
-        """Seed and tail; the mask holds every row to its window, which padding may shift."""
-        if not self.tail.length:
-            return self.seed
-        keys, values = self.tail.view()
-        seed_keys, seed_values = (part.expand(keys.shape[0], -1, -1, -1) for part in self.seed)
-        return torch.cat([seed_keys, keys], dim=2), torch.cat([seed_values, values], dim=2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers seed and tail."""
-        seeded = self.seed[0].shape[2]
-        return seeded + self.tail.length + query_length, self.prefix.length - seeded
-
-    def get_max_length(self) -> int:
-        """The window."""
-        return self.sliding_window
-
-    def fork(self, prefix: Prefix) -> WindowLayer:
-        """The same layer with a copy of the tail."""
-        copy = WindowLayer(self.index, prefix, self.sliding_window, self.seed)
-        copy.tail = self.tail.fork()
-        return copy
-
-    def rebase(self) -> None:
-        """The tail has joined the prefix: its end becomes the seed."""
-        keys, values = self.visible()
-        start = max(0, keys.shape[2] - (self.sliding_window - 1))
-        self.seed = keys[:, :, start:].clone(), values[:, :, start:].clone()
-        self.reset()
+Layer = PrefixLayer | WindowLayer | KeylessLayer
+Marks = dict[int, dict[int, States]]
 
 
 class PrefixCache(Cache):
@@ -162,47 +28,68 @@ class PrefixCache(Cache):
 
     def __init__(
         self,
-        layers: Sequence[PrefixLayer | WindowLayer],
+        layers: Sequence[Layer],
         decoder: object = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layers=list(layers))
+        self.tails = [layer for layer in layers if isinstance(layer, TailLayer)]
         self.decoder = decoder
         self.dtype = dtype
         # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
         self.shown: Tensor | None = None
         # The thread that runs a pass, and the length of the tail before it.
         self.begun: tuple[int, int] | None = None
+        # States by layer after so many tokens of the tail: where turns began, and where the last pass did.
+        self.marks: Marks = {}
+        self._last: Marks = {}
 
     @classmethod
     def over(
         cls,
         prefix: Prefix,
         shape: ModelShape,
-        windows: dict[int, tuple[Tensor, Tensor]],
+        windows: Mapping[int, tuple[Tensor, Tensor]],
         decoder: object = None,
         dtype: torch.dtype | None = None,
+        states: Mapping[int, Sequence[Tensor]] = {},
     ) -> PrefixCache:
-        """An empty tail behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each sliding layer, and
+        """An empty tail behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each local layer,
+        `states` what each recurrent layer has after the prefix, `[1, ...]` in the order of its shape, and
         `decoder`, in `dtype`, is the only one that may run behind it, if one is given.
         """
-        layers: list[PrefixLayer | WindowLayer] = []
+        if shape.state_layers and not hasattr(Cache, "get_recurrent_state"):
+            raise UnsupportedModel(
+                "this model has recurrent layers, which forget their state between passes in this release of "
+                "transformers: pip install -U transformers"
+            )
+        layers: list[Layer] = []
         for index, own in enumerate(shape.layers):
+            names = [state.name for state in own.states]
+            held = States(dict(zip(names, states.get(index, ()), strict=False))) if names else None
             if own.window is not None:
-                layers.append(WindowLayer(index, prefix, own.window, windows[index]))
+                layers.append(WindowLayer(index, prefix, own.window, windows[index], held))
+            elif own.kind is LayerKind.FULL:
+                layers.append(PrefixLayer(index, prefix, held))
             else:
-                layers.append(PrefixLayer(index, prefix))
+                layers.append(KeylessLayer(index, held))
         return cls(layers, decoder, dtype)
 
     def fork(self, prefix: Prefix) -> PrefixCache:
         """An independent copy that shares the stored parts."""
         copy = PrefixCache([layer.fork(prefix) for layer in self.layers], self.decoder, self.dtype)
         copy.shown = self.shown
+        copy.marks, copy._last = dict(self.marks), dict(self._last)
         return copy
 
     def __deepcopy__(self, memo: dict[int, object]) -> PrefixCache:
         """A fork: what is stored is not copied."""
-        return self.fork(deepcopy(self.layers[0].prefix, memo))
+        return self.fork(deepcopy(self.prefix, memo))
+
+    @property
+    def prefix(self) -> Prefix:
+        """What the tail stands behind."""
+        return self.tails[0].prefix
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -215,10 +102,58 @@ class PrefixCache(Cache):
             )
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution; None before the first token."""
+        return self._states(layer_idx).get(f"conv{state_idx}")
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """`States.push`."""
+        return self._states(layer_idx).push(f"conv{state_idx}", conv_states, conv_kernel_size)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a recurrence; None before the first token."""
+        return self._states(layer_idx).get(f"recurrent{state_idx}")
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """`States.put`."""
+        return self._states(layer_idx).put(f"recurrent{state_idx}", recurrent_states)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a recurrent layer, the last one where none is given, has seen a token."""
+        if layer_idx is None:
+            layer_idx = max(layer.index for layer in self.layers if layer.states is not None)
+        return bool(self._states(layer_idx).held)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Prefix and tail together."""
+        return self._tail_of(layer_idx).get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Of the layer, or of one with keys where it has none."""
+        return self._tail_of(layer_idx).get_mask_sizes(query_length)
+
     def crop(self, tokens: int) -> None:
-        """As `TailLayer.crop`."""
-        super().crop(tokens)
-        self._keep_shown()
+        """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
+        if not -self.tail_length <= tokens <= 0:
+            raise ConfigError(
+                f"cannot crop by {tokens}: give minus the number of tokens to remove, and of the "
+                f"{self.tail_length} that follow the stored prefix at most all"
+            )
+        if tokens and self.prefix.remembers:
+            raise ConfigError(
+                "this selector cannot remember what it has dropped: "
+                "begin with a new cache instead of cropping this one"
+            )
+        self.cut(self.tail_length + tokens)
 
     def reset(self) -> None:
         """Forget the tail, as `crop` does."""
@@ -230,15 +165,24 @@ class PrefixCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these batch rows."""
-        super().batch_select_indices(indices)
+        for layer in self.tails:
+            layer.tail.rows(indices)
+        if self.tail_length:  # else any number of rows may come
+            self._replace_states({i: states.rows(indices) for i, states in self._held().items()})
+            for marks in (self.marks, self._last):
+                later = {length: held for length, held in marks.items() if length}
+                marks |= {
+                    length: {i: states.rows(indices) for i, states in held.items()}
+                    for length, held in later.items()
+                }
         if self.shown is not None:
             self._hide(self.shown[indices.to(self.shown.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row."""
-        super().batch_repeat_interleave(repeats)
-        if self.shown is not None:
-            self.shown = self.shown.repeat_interleave(repeats, dim=0)
+        rows = self.tails[0].tail.batch
+        if rows is not None:
+            self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
         """Called by assisted decoding and prompt lookup, which take the prefix for tokens of their own."""
@@ -248,12 +192,60 @@ class PrefixCache(Cache):
         )
 
     def cut(self, tail_length: int) -> None:
-        """Keep so many tokens after the prefix, also where a failed forward pass reached some layers only."""
-        for layer in self.layers:
+        """Keep so many tokens after the prefix, also where a failed forward pass reached some layers only.
+
+        A recurrent state is known where a turn began and where the last pass did; `ConfigError` elsewhere.
+        """
+        if self._recurrent and (tail_length != self.tail_length or self.begun is not None):
+            held = self.marks.get(tail_length) or self._last.get(tail_length)
+            if held is None:
+                known = ", ".join(str(self.prefix_length + mark) for mark in sorted(self.marks))
+                raise ConfigError(
+                    "this model has recurrent layers, whose states are kept where a turn began alone: crop "
+                    f"to {known} tokens, or fork before you branch"
+                )
+            self._replace_states(held)
+        self.marks = {length: held for length, held in self.marks.items() if length <= tail_length}
+        for layer in self.tails:
             layer.tail.crop(min(tail_length, layer.tail.length))
             layer.unattended = False
         self.begun = None
         self._keep_shown()
+
+    def begin(self, rows: int, tokens: int) -> None:
+        """A pass of so many rows and tokens begins."""
+        self.begun = (threading.get_ident(), self.tail_length)
+        if not self._recurrent:
+            return
+        # What is stored is of one row; a state is never written to, so that rows may share it for now.
+        index = torch.zeros(rows, dtype=torch.long)
+        self._last = {self.tail_length: {i: states.copy() for i, states in self._held().items()}}
+        if tokens > 1 or not self.tail_length:
+            self.marks = self._last | self.marks
+        if rows > 1 and not self.tail_length:
+            self._replace_states({i: states.rows(index) for i, states in self._held().items()})
+
+    def join(self, tail_length: int) -> None:
+        """The passes since `tail_length` were one turn: forget where the later ones began."""
+        self.marks = {length: held for length, held in self.marks.items() if length <= tail_length}
+
+    def rebase(self) -> None:
+        """The tail has joined the prefix: start an empty one."""
+        for layer in self.layers:
+            layer.rebase()
+        self.marks, self._last = {}, {}
+
+    def states(self, layer: int) -> list[Tensor]:
+        """What a recurrent layer has after the last token, `[B, ...]`, in the order of its shape."""
+        return list(self._states(layer).held.values())
+
+    def hidden(self, tokens: int) -> Tensor | None:
+        """How much padding stands before each row's own of the last `tokens`, int64 `[B]`; None if nowhere
+        any.
+        """
+        if self.shown is None or bool((new := self.shown[:, -tokens:]).all()):
+            return None
+        return (~new).sum(dim=1)
 
     def take_back(self) -> None:
         """Undo a pass that was interrupted."""
@@ -265,7 +257,7 @@ class PrefixCache(Cache):
                 "another thread runs a pass over this cache, or was interrupted in one: give each thread a "
                 "cache of its own (Engine.new_cache, Engine.fork)"
             )
-        if self.layers[0].prefix.remembers:
+        if self.prefix.remembers:
             raise ConfigError(
                 "a pass over this cache was interrupted, and this selector cannot take back what it "
                 "remembers: begin with a new cache"
@@ -274,6 +266,13 @@ class PrefixCache(Cache):
 
     def show(self, tokens: int, shown: Tensor | None) -> None:
         """`tokens` more follow, of which bool `shown [B, S]` hides the padding; None hides none of them."""
+        if shown is not None and self._recurrent:
+            new = shown[:, -tokens:]
+            if bool((new[:, :-1] & ~new[:, 1:]).any()):
+                raise ConfigError(
+                    "this model has recurrent layers, behind whose tokens no padding can stand: pad rows on "
+                    "the left"
+                )
         if shown is None and self.shown is not None:
             shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
         self._hide(shown)
@@ -285,9 +284,9 @@ class PrefixCache(Cache):
                 "this cache belongs to another model: take one from the engine that this model was opened "
                 "with"
             )
-        windows = {layer.sliding_window for layer in self.layers if isinstance(layer, WindowLayer)}
+        windows = {layer.sliding_window for layer in self.tails if isinstance(layer, WindowLayer)}
         converted = self.dtype not in (None, decoder.dtype)
-        if converted or (windows and windows != {decoder.config.sliding_window}):
+        if converted or windows - windows_of(decoder.config):
             raise ConfigError(
                 "the dtype or the sliding window of this model was changed after its store was opened: load "
                 "the model anew, and open the store with it"
@@ -295,7 +294,7 @@ class PrefixCache(Cache):
 
     def check_rows(self, rows: int) -> None:
         """Raise unless a pass of so many rows can follow what is there."""
-        held = self.layers[0].tail.batch
+        held = self.tails[0].tail.batch
         if held not in (None, rows):
             raise ConfigError(
                 f"this cache holds {held} rows, and {rows} came: run as many in every pass, or change what "
@@ -305,7 +304,7 @@ class PrefixCache(Cache):
     def check_attended(self, tokens: int) -> None:
         """Raise if `tokens` new keys of some layer never reached the registered attention function."""
         assert self.begun is not None
-        for layer in self.layers:
+        for layer in self.tails:
             if layer.unattended or layer.tail.length != self.begun[1] + tokens:
                 raise UnsupportedModel(
                     f"layer {layer.index} attended without its stored prefix: the model does not hand the "
@@ -315,12 +314,36 @@ class PrefixCache(Cache):
     @property
     def prefix_length(self) -> int:
         """Stored tokens."""
-        return int(self.layers[0].prefix.length)
+        return int(self.prefix.length)
 
     @property
     def tail_length(self) -> int:
         """Tokens after the prefix."""
-        return int(self.layers[0].tail.length)
+        return int(self.tails[0].tail.length)
+
+    @property
+    def _recurrent(self) -> bool:
+        return any(layer.states is not None for layer in self.layers)
+
+    def _held(self) -> dict[int, States]:
+        return {layer.index: layer.states for layer in self.layers if layer.states is not None}
+
+    def _replace_states(self, held: Mapping[int, States]) -> None:
+        for index, states in held.items():
+            self.layers[index].states = states.copy()
+
+    def _states(self, layer_idx: int) -> States:
+        states: States | None = self.layers[layer_idx].states
+        if self.begun is None or states is None:
+            raise UnsupportedModel(
+                f"layer {layer_idx} keeps a recurrent state that this cache has no place for: run "
+                "engine.loaded.model, with the configuration that its store was made with"
+            )
+        return states
+
+    def _tail_of(self, layer_idx: int) -> TailLayer:
+        layer = self.layers[layer_idx]
+        return layer if isinstance(layer, TailLayer) else self.tails[0]
 
     def _keep_shown(self) -> None:
         if self.shown is not None:
@@ -328,3 +351,9 @@ class PrefixCache(Cache):
 
     def _hide(self, shown: Tensor | None) -> None:
         self.shown = None if shown is None or bool(shown.all()) else shown
+
+
+def windows_of(config: Any) -> set[int]:
+    """The windows that a config states for some of its layers."""
+    stated = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return {window for window in stated if window is not None}

@@ -27,6 +27,7 @@ def run_in_passes(
     batch, length = tokens.shape
     passes = -(-length // pass_tokens(limit, batch))
     covered = 0 if attention_mask is None else attention_mask.shape[1] - length
+    before = cache.tail_length
     ends = [length * (one + 1) // passes for one in range(passes)]
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
         seen = None
@@ -36,4 +37,6 @@ def run_in_passes(
         positions = None if position_ids is None else position_ids[:, start:end]
         if end < length:
             loaded.encode(tokens[:, start:end], cache, seen, positions)
-    return loaded.forward(tokens[:, start:], cache, seen, positions)
+    logits = loaded.forward(tokens[:, start:], cache, seen, positions)
+    cache.join(before)
+    return logits

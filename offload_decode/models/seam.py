@@ -8,7 +8,6 @@ of the prefix, or from tokens run twice, is refused before anything is appended.
 from __future__ import annotations
 
 import inspect
-import threading
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models.attention import NAME, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.rows_apart import run_rows_apart
 
 
 def activate(model: Any) -> None:
@@ -29,6 +29,7 @@ def activate(model: Any) -> None:
     if _before not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True)
+        run_rows_apart(decoder)
 
 
 def _before(
@@ -67,7 +68,7 @@ def _before(
         if mask is not None:
             given["attention_mask"] = covering(mask.to(new.device, torch.bool), cache.prefix_length)
         cache.show(tokens, shown)
-    cache.begun = (threading.get_ident(), cache.tail_length)
+    cache.begin(rows, tokens)
     return (), given
 
 

@@ -1,0 +1,160 @@
+"""transformers cache layers whose prefix lies elsewhere: only what follows it is held here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from offload_decode.kv.tail import Prefix, TailKV
+from offload_decode.models.states import States
+
+
+class TailLayer(CacheLayerMixin):  # type: ignore[misc]
+    """What both kinds of layer share: a tail behind `prefix.length` tokens that are kept elsewhere."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, index: int, prefix: Prefix, states: States | None = None):
+        super().__init__()
+        self.index = index
+        self.prefix = prefix
+        self.states = states
+        self.tail = TailKV()
+        self.is_initialized = True
+        self.unattended = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the tail takes the shape of what is appended first."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append `[B, Hkv, T, D]`; returns what the attention call receives, tagged with this layer."""
+        self.tail.append(key_states, value_states)
+        keys, values = self.visible()
+        keys.offload_layer = self  # type: ignore[attr-defined]  # read by models.attention in the very next call
+        self.unattended = True
+        return keys, values
+
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """Keys and values for the attention call."""
+        return self.tail.view()
+
+    def get_seq_length(self) -> int:
+        """Prefix and tail together."""
+        return self.prefix.length + self.tail.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask covers the tail alone: every query may see the whole prefix."""
+        return self.tail.length + query_length, self.prefix.length
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No maximum (the name of this method up to transformers 5.8)."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget the tail."""
+        self.tail = TailKV()
+        self.unattended = False
+
+
+class PrefixLayer(TailLayer):
+    """A full-attention layer: `prefix.attend` sees to the prefix, the attention call to the tail."""
+
+    def fork(self, prefix: Prefix) -> PrefixLayer:
+        """The same layer with a copy of the tail."""
+        copy = PrefixLayer(self.index, prefix, self.states and self.states.copy())
+        copy.tail = self.tail.fork()
+        return copy
+
+    def rebase(self) -> None:
+        """The tail has joined the prefix: start an empty one."""
+        self.reset()
+
+
+class WindowLayer(TailLayer):
+    """A layer that attends to near tokens: seeded with the stored window, keeps the whole tail, so that
+    cropping stays exact. The mask holds each row to its window, or to its chunk.
+    """
+
+    is_sliding = True
+
+    def __init__(
+        self,
+        index: int,
+        prefix: Prefix,
+        sliding_window: int,
+        seed: tuple[Tensor, Tensor],
+        states: States | None = None,
+    ):
+        super().__init__(index, prefix, states)
+        self.sliding_window = sliding_window
+        self.seed = seed
+
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """Seed and tail; the mask holds every row to its window, which padding may shift."""
+        if not self.tail.length:
+            return self.seed
+        keys, values = self.tail.view()
+        seed_keys, seed_values = (part.expand(keys.shape[0], -1, -1, -1) for part in self.seed)
+        return torch.cat([seed_keys, keys], dim=2), torch.cat([seed_values, values], dim=2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask covers seed and tail."""
+        seeded = self.seed[0].shape[2]
+        return seeded + self.tail.length + query_length, self.prefix.length - seeded
+
+    def get_max_length(self) -> int:
+        """The window."""
+        return self.sliding_window
+
+    def fork(self, prefix: Prefix) -> WindowLayer:
+        """The same layer with a copy of the tail."""
+        copy = WindowLayer(
+            self.index, prefix, self.sliding_window, self.seed, self.states and self.states.copy()
+        )
+        copy.tail = self.tail.fork()
+        return copy
+
+    def rebase(self) -> None:
+        """The tail has joined the prefix: its end becomes the seed."""
+        keys, values = self.visible()
+        start = max(0, keys.shape[2] - (self.sliding_window - 1))
+        self.seed = keys[:, :, start:].clone(), values[:, :, start:].clone()
+        self.reset()
+
+
+class KeylessLayer:
+    """A layer that keeps no keys: it is recurrent, or no attention, or reads those of another layer."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    is_initialized = True
+    supports_early_init = False
+
+    def __init__(self, index: int, states: States | None = None):
+        self.index = index
+        self.states = states
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No maximum (the name of this method up to transformers 5.8)."""
+        return -1
+
+    def fork(self, prefix: Prefix) -> KeylessLayer:
+        """The same layer with a copy of its states."""
+        return KeylessLayer(self.index, self.states and self.states.copy())
+
+    def rebase(self) -> None:
+        """Nothing is kept of the tail."""

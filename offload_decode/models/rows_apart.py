@@ -1,0 +1,129 @@
+"""How recurrent layers run behind a stored prefix: without padding, and from their state on.
+
+Attention masks padding out. A recurrence does not: behind a prefix, padding would push the prefix's last
+inputs out of the convolutions and let its state decay. So rows with as much padding run together, each group
+from its first own token on. And some layers of transformers begin anew in a pass of several tokens, though
+they go on from their state in a pass of one (Mamba 1): those run token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload_decode.models.cache import PrefixCache
+from offload_decode.models.layers import KeylessLayer
+from offload_decode.models.states import States
+
+Forward = Callable[..., Tensor]
+_PROBE_TOKENS = 3
+
+
+def run_rows_apart(decoder: Any) -> None:
+    """Let the recurrent layers of a decoder run as they must behind a `PrefixCache`.
+
+    They are called with hidden states, a cache and a mask, and have no registered function that could be
+    replaced, as attention has: their `forward` is wrapped.
+    """
+    forgets: dict[type, bool] = {}
+    for module in decoder.modules():
+        if _is_mixer(module):
+            kind = type(module)
+            if kind not in forgets:
+                forgets[kind] = _forgets(module, decoder)
+            forward = partial(_by_token, module.forward) if forgets[kind] else module.forward
+            module.forward = partial(_apart, module, forward)
+
+
+def _is_mixer(module: torch.nn.Module) -> bool:
+    """It convolves its inputs, and knows its place among the layers."""
+    convolves = any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+    return convolves and isinstance(getattr(module, "layer_idx", None), int)
+
+
+def _apart(module: Any, forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    cache = _cache_of(args, kwargs)
+    length = hidden_states.shape[1]
+    padding = None if cache is None else cache.hidden(length)
+    if cache is None or padding is None:
+        return forward(hidden_states, *args, **kwargs)
+    layer = cache.layers[module.layer_idx]
+    out = torch.zeros_like(hidden_states)
+    whole = layer.states
+    for start in sorted({*padding.tolist()} - {length}):
+        rows = (padding == start).nonzero()[:, 0]
+        layer.states = whole.rows(rows)
+        part = _on_part(forward, hidden_states, args, kwargs, slice(start, None), rows)
+        out[rows.to(out.device), start:] = part
+        whole = whole.scattered(rows, layer.states)
+    layer.states = whole
+    return out
+
+
+def _by_token(forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    cache, length = _cache_of(args, kwargs), hidden_states.shape[1]
+    layer_idx = forward.__self__.layer_idx  # type: ignore[attr-defined]
+    if cache is None or length == 1 or not cache.has_previous_state(layer_idx):
+        return forward(hidden_states, *args, **kwargs)
+    tokens = (slice(token, token + 1) for token in range(length))
+    return torch.cat([_on_part(forward, hidden_states, args, kwargs, one) for one in tokens], dim=1)
+
+
+def _on_part(
+    forward: Forward,
+    hidden_states: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tokens: slice,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """`forward` of some tokens, of some rows; no padding is among them, so that no mask is needed."""
+
+    def part(given: Any) -> Any:
+        if not isinstance(given, Tensor) or given.shape[:2] != hidden_states.shape[:2]:
+            return given
+        if given.ndim == 2:
+            return None
+        return (given if rows is None else given[rows.to(given.device)])[:, tokens]
+
+    return forward(part(hidden_states), *map(part, args), **{name: part(one) for name, one in kwargs.items()})
+
+
+def _forgets(module: Any, decoder: Any) -> bool:
+    """Whether some state has no effect on a pass of several tokens: tried with another one."""
+    floating = next(p for p in module.parameters() if p.is_floating_point())
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1, 2 * _PROBE_TOKENS, decoder.config.hidden_size, generator=generator)
+    inputs = inputs.to(floating.device, floating.dtype)
+    probe = _Probe(module.layer_idx)
+    with torch.inference_mode():
+        module(inputs[:, :_PROBE_TOKENS], probe)
+        held = probe.layers[-1].states.copy()
+        expected = _probed(module, inputs, held)
+        others = (States(held.held | {name: 2 * state + 1}) for name, state in held.held.items())
+        return any(torch.equal(expected, _probed(module, inputs, other)) for other in others)
+
+
+def _probed(module: Any, inputs: Tensor, states: States) -> Tensor:
+    probe = _Probe(module.layer_idx)
+    probe.layers[-1].states = states.copy()
+    out: Tensor = module(inputs[:, _PROBE_TOKENS:], probe)
+    return out
+
+
+class _Probe(PrefixCache):
+    """Nothing but the states of one layer."""
+
+    def __init__(self, layer_idx: int):
+        layers = [KeylessLayer(index, States()) for index in range(layer_idx + 1)]
+        super().__init__(layers)
+        self.begun = (0, 0)
+
+
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PrefixCache | None:
+    given = (*args, *kwargs.values())
+    return next((one for one in given if isinstance(one, PrefixCache)), None)
