@@ -159,7 +159,7 @@ def written(folder: Path, kv: str, tokens: int, repetitions: int) -> Writing:
         shape=shape,
         n_tokens=tokens,
         token_hash=token_hash(ids),
-        kv=stored_types(kv, "float16", 128),
+        kv=stored_types(kv, "float16", shape),
         prefill={"method": "none"},
         query_samples=1024,
     )

@@ -164,12 +164,13 @@ def _show(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed)
 def _counts(planned: Plan) -> str:
     """What there is to choose from: the same model and corpus in other encodings."""
     from offload_decode.planning import sizes
-    from offload_decode.planning.request import INDEXES, KV, WEIGHTS
+    from offload_decode.planning.request import INDEXES, WEIGHTS
+    from offload_decode.store.format import kv_kinds
     from offload_decode.types import PAGE_METADATA
 
     outline, request = planned.outline, planned.request
     shape, tokens = outline.shape, request.tokens
-    kinds = [kv for kv in KV if kv != "int4-values" or shape.head_dim % 2 == 0]
+    kinds = kv_kinds(shape)
     weights = [
         (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
         for name in WEIGHTS

@@ -216,7 +216,7 @@ def _planned(
         n_tokens=len(tokens),
         token_hash=token_hash(tokens),
         query_samples=settings.query_samples,
-        kv=stored_types(settings.kv, loaded.dtype, loaded.shape.head_dim),
+        kv=stored_types(settings.kv, loaded.dtype, loaded.shape),
         prefill={"method": method.name, **asdict(method.options)}
         | ({} if loaded.weights == "auto" else {"weights": loaded.weights}),
         template=template,

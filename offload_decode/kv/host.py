@@ -42,6 +42,7 @@ class HostKV:
         self.cache_bytes = cache_bytes
         self._copied: DeviceRows | None = None
         self.length = store.manifest.n_tokens
+        self._latent = store.manifest.shape.latent
         self._keys: dict[tuple[int, int], Rows] = {}
         self._values: dict[tuple[int, int], Rows] = {}
         # Indexes, rows on a device and what was measured are shared by all that read this store.
@@ -54,7 +55,9 @@ class HostKV:
         return self._keys[layer, head]
 
     def values(self, layer: int, head: int) -> Rows:
-        """The values of one KV head, a view of the store's file."""
+        """The values of one KV head, a view of the store's file; those of latents are the keys themselves."""
+        if self._latent:
+            return self.keys(layer, head)
         if (layer, head) not in self._values:
             self._values[layer, head] = Rows(self.store.values(layer, head))
         return self._values[layer, head]
@@ -141,7 +144,9 @@ class HostKV:
             began = time.perf_counter()
             union, places = unite(ids[:, part].cpu(), self.length)
             values = copied.fetch(2 * layer + 1, self.layer_values(layer), union, stats)
-            keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats) if scores is None else None
+            keys = None if scores is not None else values
+            if keys is not None and not self._latent:
+                keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats)
             gathered = time.perf_counter()
             places = places.to(self.device)
             for head in range(heads):
@@ -199,7 +204,8 @@ class HostKV:
 
     def _count(self, tokens: int, layer: int, queries: Queries, stats: StepStats) -> None:
         """What the keys and values of so many tokens of a KV head are."""
-        moved = tokens * (self.keys(layer, 0).row_bytes + self.values(layer, 0).row_bytes)
+        values = 0 if self._latent else self.values(layer, 0).row_bytes
+        moved = tokens * (self.keys(layer, 0).row_bytes + values)
         stats.bytes_moved += moved
         stats.bus_bytes += moved if queries.rows.is_cuda else 0
 
@@ -207,7 +213,8 @@ class HostKV:
         keys, values = self.keys(layer, head), self.values(layer, head)
         for start in range(0, self.length, BLOCK_TOKENS):
             part = slice(start, start + BLOCK_TOKENS)
-            yield keys.read(part, device)[None, None], values.read(part, device)[None, None]
+            key = keys.read(part, device)[None, None]
+            yield key, key if values is keys else values.read(part, device)[None, None]
 
 
 def _on_host(selection: Selection | PageSelection) -> Selection | PageSelection:

@@ -87,14 +87,15 @@ def gather_pages(
     unions = [_union(own) for own in named]
     room = max(int((union < whole).sum()) for union in unions)
     shape, pinned = (len(keys), room * page_size + rest), device.type == "cuda"
+    parts = (keys,) if keys[0] is values[0] else (keys, values)
     staged = [
         torch.empty(*shape, part[0].raw.shape[1], dtype=part[0].raw.dtype, pin_memory=pinned)
-        for part in (keys, values)
+        for part in parts
     ]
     renumbered = torch.empty_like(named)
     for head, (union, own) in enumerate(zip(unions, named, strict=True)):
         fetch = union[union < whole]
-        for part, copy in zip((keys[head].raw, values[head].raw), staged, strict=True):
+        for part, copy in zip((side[head].raw for side in parts), staged, strict=True):
             chosen = copy[head, : len(fetch) * page_size].view(len(fetch), page_size, part.shape[1])
             stored = part[: whole * page_size].view(whole, page_size, part.shape[1])
             torch.index_select(stored, 0, fetch, out=chosen)
@@ -102,8 +103,9 @@ def gather_pages(
             copy[head, room * page_size :] = part[whole * page_size :]
         place = torch.where(own == whole, room, torch.searchsorted(union, own))
         renumbered[head] = torch.where(own < 0, -1, place)
-    raw_keys, raw_values, numbers = (part.to(device, non_blocking=True) for part in (*staged, renumbered))
-    return keys[0].floats(raw_keys), values[0].floats(raw_values), numbers
+    *raw, numbers = (part.to(device, non_blocking=True) for part in (*staged, renumbered))
+    copied = [part[0].floats(own) for part, own in zip(parts, raw, strict=True)]
+    return copied[0], copied[-1], numbers
 
 
 def _union(pages: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from offload_decode.pages.bounds import bounds_bytes
 from offload_decode.pages.dispatch import attend_pages, page_scores, top_pages
 from offload_decode.pages.reference import SCALE_PAGES, PageBounds
 from offload_decode.planning.request import Workload
-from offload_decode.planning.sizes import row_bytes
+from offload_decode.planning.sizes import pair_bytes
 from offload_decode.planning.traffic import layer_traffic
 from offload_decode.store.format import stored_types
 from offload_decode.types import ModelShape
@@ -79,16 +79,17 @@ class _Layer:
 
     def __init__(self, shape: ModelShape, dtype: str, request: Workload):
         self.shape, self.dtype, self.request = shape, dtype, request
-        sizes = row_bytes(request.kv, shape.head_dim, dtype)
-        self.n = max(1, min(request.tokens, _BYTES // sum(sizes) // shape.kv_heads))
-        stored = stored_types(request.kv, dtype, shape.head_dim)
-        self.keys, self.values = (self._heads(stored[side]) for side in ("keys", "values"))
+        pair = pair_bytes(shape, request.kv, dtype)
+        self.n = max(1, min(request.tokens, _BYTES // pair // shape.kv_heads))
+        stored = stored_types(request.kv, dtype, shape)
+        self.keys = self._heads(stored["keys"], shape.head_dim)
+        self.values = self.keys if shape.latent else self._heads(stored["values"], shape.value_dim)
         queries = torch.randn(_STEPS, shape.kv_heads, shape.group, shape.head_dim, generator=_generator())
         self.queries = list(queries)
 
-    def _heads(self, stored: str) -> list[npt.NDArray[Any]]:
+    def _heads(self, stored: str, dim: int) -> list[npt.NDArray[Any]]:
         count = self.shape.kv_heads * self.n
-        some = torch.randn(min(count, _PATTERN), self.shape.head_dim, generator=_generator())
+        some = torch.randn(min(count, _PATTERN), dim, generator=_generator())
         plain = numpy_view(some.to(DTYPES[self.dtype]))
         pattern = plain if stored == self.dtype else encodings.encode(plain, stored)
         rows = np.resize(pattern, (count, *pattern.shape[1:]))

@@ -26,11 +26,11 @@ from offload_decode.planning.plan import (
     nearest_prefill,
     plan,
 )
-from offload_decode.planning.request import INDEXES, KV, QUESTION_TOKENS, SELECTORS, Workload
+from offload_decode.planning.request import INDEXES, QUESTION_TOKENS, SELECTORS, Workload
 from offload_decode.planning.sizes import least_index
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.selectors import registry
-from offload_decode.store.format import Manifest, stored_types
+from offload_decode.store.format import Manifest, kv_kinds, stored_types
 from offload_decode.types import PAGE_METADATA
 
 _OPTION = {Medium.GPU: "--gpu-memory", Medium.RAM: "--ram"}
@@ -174,9 +174,8 @@ def free_space(path: Path) -> int:
 
 def kv_of(manifest: Manifest) -> str:
     """The `--kv` that a store was made with."""
-    dim = manifest.shape.head_dim
-    kinds = (kind for kind in KV if kind != "int4-values" or dim % 2 == 0)
-    return next(kind for kind in kinds if stored_types(kind, manifest.dtype, dim) == manifest.kv)
+    shape, dtype = manifest.shape, manifest.dtype
+    return next(kind for kind in kv_kinds(shape) if stored_types(kind, dtype, shape) == manifest.kv)
 
 
 def size(amount: float) -> str:

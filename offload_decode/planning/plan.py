@@ -14,6 +14,7 @@ from offload_decode.models.outline import Outline
 from offload_decode.planning import sizes
 from offload_decode.planning.request import KV, WEIGHTS, Workload, in_dtype
 from offload_decode.planning.traffic import Traffic, traffic
+from offload_decode.store.format import kv_kinds
 from offload_decode.types import PAGE_METADATA
 
 CUDA_BYTES = 512 << 20
@@ -115,7 +116,7 @@ class Plan:
         if self.spare_ram >= self.kv_bytes:
             return 0
         moved = self.traffic
-        row = max(sizes.row_bytes(self.request.kv, self.outline.shape.head_dim, self.outline.dtype))
+        row = max(sizes.row_bytes(self.outline.shape, self.request.kv, self.outline.dtype))
         gathered = moved.gathered * max(1, _FILE_PAGE // row)
         in_order = moved.scanned + moved.attended
         return gathered if self.spare_ram >= in_order else gathered + in_order
@@ -247,7 +248,7 @@ def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
     ladders: dict[str, list[Any]] = {
         "device_cache": list(dict.fromkeys([asked.device_cache, 0])),
         "weights": _rungs(asked.weights, outline),
-        "kv": _from(asked.kv, [kv for kv in KV if kv != "int4-values" or outline.shape.head_dim % 2 == 0]),
+        "kv": _from(asked.kv, kv_kinds(outline.shape)),
         "index": _from(asked.index, [asked.index, sizes.least_index()]),
         "metadata": _from(asked.metadata, list(PAGE_METADATA))
         if asked.selector == "quest"

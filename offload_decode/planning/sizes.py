@@ -20,7 +20,7 @@ from offload_decode.planning.request import INDEXES, QUESTION_TOKENS, Workload
 from offload_decode.selection.budgets import SELECTED_IDS, pass_tokens
 from offload_decode.store.format import Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
-from offload_decode.types import ModelShape
+from offload_decode.types import LayerShape, ModelShape
 
 # Of bitsandbytes' NF4 with quantised scales: a byte for each block, four for each 256 blocks.
 _INT4_BYTES = 1 / 2 + (1 + 4 / 256) / BLOCK
@@ -51,18 +51,30 @@ def active_weights_bytes(outline: Outline, weights: str) -> int:
     return weights_bytes(outline, weights) - idle * item
 
 
-def row_bytes(kv: str, dim: int, dtype: str) -> tuple[int, int]:
-    """Bytes of a key and of a value of one head."""
-    stored = stored_types(kv, dtype, dim)
+def row_bytes(shape: ModelShape, kv: str, dtype: str) -> tuple[int, int]:
+    """Bytes of a key and of a value of one head, which of a latent are the same bytes."""
+    stored = stored_types(kv, dtype, shape)
     keys, values = (
-        dim * itemsize(kind) if kind == dtype else encodings.row_bytes(kind, dim) for kind in stored.values()
+        dim * itemsize(kind) if kind == dtype else encodings.row_bytes(kind, dim)
+        for kind, dim in ((stored["keys"], shape.head_dim), (stored["values"], shape.value_dim))
     )
     return keys, values
 
 
+def pair_bytes(shape: ModelShape, kv: str, dtype: str) -> int:
+    """Bytes of what one head keeps of a token."""
+    key, value = row_bytes(shape, kv, dtype)
+    return key if shape.latent else key + value
+
+
 def kv_token_bytes(shape: ModelShape, kv: str, dtype: str) -> int:
     """Bytes of the keys and values of a stored token, in all layers with full attention."""
-    return len(shape.full_layers) * shape.kv_heads * sum(row_bytes(kv, shape.head_dim, dtype))
+    return len(shape.full_layers) * shape.kv_heads * pair_bytes(shape, kv, dtype)
+
+
+def _pair_dim(shape: ModelShape) -> int:
+    """Numbers of what one head keeps of a token."""
+    return shape.head_dim if shape.latent else shape.head_dim + shape.value_dim
 
 
 @lru_cache(maxsize=256)
@@ -73,7 +85,7 @@ def store_bytes(
     manifest = Manifest(
         model_id="", model_config_hash="", weights_hash="", tokenizer_hash="", token_hash="", rope={},
         dtype=dtype, shape=shape, n_tokens=tokens, prefill={"method": "dense"},
-        page_size=page_size, query_samples=query_samples, kv=stored_types(kv, dtype, shape.head_dim),
+        page_size=page_size, query_samples=query_samples, kv=stored_types(kv, dtype, shape),
     )  # fmt: skip
     total = 0
     for spec in array_specs(manifest, 1, 64):
@@ -93,7 +105,7 @@ def index_costs(
     """What the indexes of one layer take, and what a search of them for the `k` tokens of each of `rows`
     queries of a KV head reads, as the kind itself states it.
     """
-    stored = stored_types(kv, dtype, shape.head_dim)["keys"]
+    stored = stored_types(kv, dtype, shape)["keys"]
     keys = numpy_dtype(dtype) if stored == dtype else encodings.row_dtype(stored, shape.head_dim)
     one = indexes.registry.stated(kind).costs(tokens, shape.head_dim, keys, k, rows)
     return Costs(*(shape.kv_heads * size for size in (one.memory, one.file, one.read)))
@@ -113,10 +125,22 @@ def least_index() -> str:
 def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
     """Keys and values of what follows the stored tokens, on the device, with the room they grow into."""
     item, room = itemsize(dtype), max(64, 2 * tokens)  # doubled when full
-    rows = [(item * own.kv_heads * (own.key_dim + own.value_dim), own.window or 0) for own in shape.layers]
+    rows = [(item * _row_numbers(own), own.window or 0) for own in shape.layers]
     held = sum(row * (room + window) for row, window in rows)
     # A window layer joins its window and its tail anew at every step, one layer at a time.
     return held + max((row * (tokens + window) for row, window in rows if window), default=0)
+
+
+def _row_numbers(layer: LayerShape) -> int:
+    """Numbers that a layer keeps of a token."""
+    return layer.kv_heads * (layer.key_dim if layer.latent else layer.key_dim + layer.value_dim)
+
+
+def attended_numbers(shape: ModelShape) -> int:
+    """Numbers of a token's keys and values in the layer that attends to a tail. Of latents a model makes the
+    keys and values of every query head, which have no more numbers than a latent.
+    """
+    return (shape.query_heads if shape.latent else shape.kv_heads) * _pair_dim(shape)
 
 
 def state_bytes(shape: ModelShape) -> int:
@@ -129,7 +153,7 @@ def layer_bytes(outline: Outline, rows: int) -> int:
     """Activations of the layer that is being run for `rows` tokens, and the logits of one."""
     shape, item = outline.shape, 4  # attention and its merge are float32
     hidden = rows * (6 * outline.hidden + 3 * outline.intermediate) * itemsize(outline.dtype)
-    attention = rows * 8 * shape.query_heads * shape.head_dim * item
+    attention = rows * 4 * shape.query_heads * (shape.head_dim + shape.value_dim) * item
     return hidden + attention + 2 * outline.vocabulary * item
 
 
@@ -152,7 +176,7 @@ def prefill_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool) -> in
     """
     shape = outline.shape
     block = min(BLOCK_TOKENS, tokens)
-    read = 2 * block * shape.kv_heads * shape.head_dim * (itemsize(outline.dtype) + 4)
+    read = block * shape.kv_heads * _pair_dim(shape) * (itemsize(outline.dtype) + 4)
     # torch's fused CPU kernel keeps no scores; the reference, which runs on a GPU, has four such tensors.
     keys = shape.query_heads * max(block, chunk)
     scores = 4 * 4 * min(chunk * keys, max(dense.DEVICE_SCORES, keys)) if on_gpu else 0
@@ -162,8 +186,8 @@ def prefill_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool) -> in
 
 def staging_bytes(outline: Outline, chunk: int) -> int:
     """A chunk's keys and values on their way to the disk: the copies that the host makes."""
-    shape = outline.shape
-    return 3 * chunk * len(shape.layers) * 2 * shape.kv_heads * shape.head_dim * itemsize(outline.dtype)
+    numbers = sum(_row_numbers(own) for own in outline.shape.layers)
+    return 3 * chunk * numbers * itemsize(outline.dtype)
 
 
 def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:
@@ -173,18 +197,18 @@ def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:
     total = request.batch * tail_bytes(shape, request.tail, outline.dtype) + layer_bytes(outline, question)
     total += mask_bytes(question, request.tail)
     # The layer that attends widens its part of the tail.
-    total += request.batch * 2 * 4 * shape.kv_heads * shape.head_dim * request.tail
+    total += request.batch * 4 * attended_numbers(shape) * request.tail
     fetched = 0
     if largest and request.selector == "quest":
         fetched = 8 * min(_PAGE_SCORES, shape.kv_heads * question * (n // request.page_size))
         if on_gpu:
-            fetched += shape.kv_heads * largest * shape.head_dim * (4 + itemsize(outline.dtype)) * 2
+            fetched += shape.kv_heads * largest * _pair_dim(shape) * (4 + itemsize(outline.dtype))
     elif largest and on_gpu:
         fetched = _copied_bytes(outline, request)
     block = 0
     if None in request.budgets(shape).values():
         length = min(BLOCK_TOKENS, n)
-        block = 2 * length * shape.head_dim * (4 + itemsize(outline.dtype))
+        block = length * _pair_dim(shape) * (4 + itemsize(outline.dtype))
         block += 4 * 4 * min(shape.group * question * length, dense.DEVICE_SCORES) if on_gpu else 0
     return total + max(fetched, block)
 
@@ -208,7 +232,7 @@ def staged_bytes(outline: Outline, request: Workload) -> int:
     shape, k = outline.shape, _largest(request, outline.shape)
     if request.selector != "topk" or not k:
         return 0
-    key, value = row_bytes(request.kv, shape.head_dim, outline.dtype)
+    key, value = row_bytes(shape, request.kv, outline.dtype)
     _, union = _union(request, shape, k)
     kept = request.device_cache // max(key, value)
     # A kept row has its number and two neighbours, in a table that is at most half full.
@@ -219,10 +243,10 @@ def _copied_bytes(outline: Outline, request: Workload) -> int:
     """On a GPU: the values that some rows share, as they are stored and as floats, and these rows' scores."""
     shape, k = outline.shape, _largest(request, outline.shape)
     rows, union = _union(request, shape, k)
-    _, value = row_bytes(request.kv, shape.head_dim, outline.dtype)
+    _, value = row_bytes(shape, request.kv, outline.dtype)
     stored = value * (2 if request.device_cache else 1)  # what is kept is copied once more
     # Floats at most three times: of the rows before, of codes, and of codes and their scales.
-    floats = 3 * 4 * shape.head_dim
+    floats = 3 * 4 * shape.value_dim
     # Seven tensors from scores to weights, and of each selected token its place.
     return shape.kv_heads * (union * (stored + floats) + 8 * rows * k) + 7 * 4 * rows * union
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from offload_decode.models.outline import Outline
 from offload_decode.planning.request import Workload
-from offload_decode.planning.sizes import active_weights_bytes, index_costs, page_bytes, row_bytes
+from offload_decode.planning.sizes import (
+    active_weights_bytes,
+    index_costs,
+    page_bytes,
+    pair_bytes,
+    row_bytes,
+)
 from offload_decode.types import ModelShape
 
 if TYPE_CHECKING:
@@ -73,12 +79,12 @@ def traffic(outline: Outline, request: Workload, on_gpu: bool) -> Traffic:
 
 def layer_traffic(shape: ModelShape, dtype: str, request: Workload, n: int, k: int | None) -> LayerTraffic:
     """For a layer of `n` tokens of which each query row chooses `k`; None is all of them."""
-    key, value = row_bytes(request.kv, shape.head_dim, dtype)
+    pair, (_, value) = pair_bytes(shape, request.kv, dtype), row_bytes(shape, request.kv, dtype)
     if k is None:
-        return LayerTraffic(attended=shape.kv_heads * n * (key + value))
+        return LayerTraffic(attended=shape.kv_heads * n * pair)
     if request.selector == "quest":
         pages = page_bytes(shape, n, request.page_size, request.metadata, 1)
-        return LayerTraffic(pages=pages, gathered=shape.kv_heads * min(n, k) * (key + value))
+        return LayerTraffic(pages=pages, gathered=shape.kv_heads * min(n, k) * pair)
     # A group shares Quest's pages, and here what is scanned. The scores of what is found are known already.
     searched = index_costs(request.index, shape, n, request.kv, dtype, k, shape.group).read
     return LayerTraffic(scanned=searched, gathered=shape.kv_heads * min(n, shape.group * k) * value)

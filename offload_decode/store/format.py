@@ -51,13 +51,22 @@ def kv_encodings(kv: str) -> tuple[str | None, str | None]:
     return KV_KINDS[kv]
 
 
-def stored_types(kv: str, dtype: str, head_dim: int) -> dict[str, str]:
+def kv_kinds(shape: ModelShape) -> list[str]:
+    """Those of `KV_KINDS` that a model can be stored in."""
+    halves = shape.value_dim % 2 == 0 and not shape.latent
+    return [kv for kv, (_, values) in KV_KINDS.items() if halves or values != encodings.INT4]
+
+
+def stored_types(kv: str, dtype: str, shape: ModelShape) -> dict[str, str]:
     """What the manifest's `kv` is for `--kv` and a model. Raises `ConfigError`."""
     keys, values = kv_encodings(kv)
-    if encodings.INT4 in (keys, values) and head_dim % 2:
-        raise ConfigError(
-            f"kv '{kv}' keeps two channels in a byte, and this model's heads have {head_dim}: choose kv int8"
+    if kv not in kv_kinds(shape):
+        reason = (
+            "encodes values unlike keys, and this model's values are its keys"
+            if shape.latent
+            else f"keeps two channels in a byte, and this model's values have {shape.value_dim}"
         )
+        raise ConfigError(f"kv '{kv}' {reason}: choose kv int8")
     return {"keys": keys or dtype, "values": values or dtype}
 
 
@@ -173,6 +182,8 @@ class Manifest:
             shape = shape_from(data["shape"], data["format_version"], _DTYPES)
             if encodings.INT4 in data["kv"].values() and shape.value_dim % 2:
                 raise ValueError("int4 rows have an even number of channels")
+            if shape.latent and data["kv"]["keys"] != data["kv"]["values"]:
+                raise ValueError("the values of its latents are not stored as their keys")
             check_errors(data, shape, _ENCODED)
         except ValueError as error:
             raise StoreForeign(

@@ -41,7 +41,7 @@ def manifest(kv: str = "auto", tokens: int = 100_000) -> Manifest:
     return Manifest(
         model_id="demo", model_config_hash="", weights_hash="", tokenizer_hash="", dtype="float32",
         shape=shape, rope={}, n_tokens=tokens, token_hash="", prefill={"method": "dense"},
-        kv=stored_types(kv, "float32", shape.head_dim),
+        kv=stored_types(kv, "float32", shape),
     )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def test_a_longer_question_takes_smaller_passes_and_is_refused_before_it_runs():
         return admit_question(asked, caps, tokens, sequences)
 
     shape = model.shape
-    manifest_8b = replace(manifest(), dtype="float16", shape=shape, kv=stored_types("auto", "float16", 128))
+    manifest_8b = replace(manifest(), dtype="float16", shape=shape, kv=stored_types("auto", "float16", shape))
     assert admitted(None, 20_000) == PASS_TOKENS
     fits = next(ram for ram in range(16_000, 40_000, 50) if _admits(admitted, ram, 20_000))
     assert admitted(fits, 20_000) < PASS_TOKENS, "the passes shrink before a question is refused"

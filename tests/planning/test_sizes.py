@@ -67,7 +67,7 @@ def test_a_stores_size_is_that_of_a_real_one(kv, family, tmp_path):
     metadata = cost.pop("metadata and checksums")
     assert predicted == pytest.approx(sum(cost.values()) + metadata, rel=0.01)
     assert cost["keys"] + cost["values"] == n * sizes.kv_token_bytes(loaded.shape, kv, loaded.dtype)
-    assert store.manifest.kv == stored_types(kv, loaded.dtype, 64)
+    assert store.manifest.kv == stored_types(kv, loaded.dtype, loaded.shape)
 
 
 @pytest.mark.parametrize("kind", ["flat", "clusters", "faiss-ivf", "faiss-hnsw", "hnswlib"])

@@ -85,7 +85,7 @@ def make_job(
         token_hash=token_hash(tokens),
         prefill={"method": "dense", "chunk": 512},
         query_samples=query_samples,
-        kv=stored_types(kv, dtype, shape.head_dim),
+        kv=stored_types(kv, dtype, shape),
         **fields,
     )
     half = n_tokens // 2

@@ -20,6 +20,7 @@ from offload_decode.errors import ConfigError, StoreDamaged, StoreError, StoreMi
 from offload_decode.store import KVStore, layout, metadata, verify_store
 from offload_decode.store.format import stored_types
 from offload_decode.store.pages import rounded_outward
+from offload_decode.types import LayerKind, LayerShape, ModelShape
 from tests.store.jobs import FULL, SLIDING, Job, make_job, tree
 from tests.store.test_resume import Killed, kill_at, run
 
@@ -172,10 +173,17 @@ def test_values_that_are_not_finite_are_refused_and_what_was_committed_stays(
 
 def test_kinds_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="unknown kv 'int2'; known are: auto, int8, int4-values"):
-        stored_types("int2", "float16", 64)
-    with pytest.raises(ConfigError, match="heads have 3: choose kv int8"):
-        stored_types("int4-values", "float16", 3)
-    assert stored_types("int8", "float16", 3) == {"keys": "int8-rows", "values": "int8-rows"}
+        stored_types("int2", "float16", shape_of(64, 64))
+    with pytest.raises(ConfigError, match="values have 3: choose kv int8"):
+        stored_types("int4-values", "float16", shape_of(4, 3))
+    with pytest.raises(ConfigError, match="values are its keys: choose kv int8"):
+        stored_types("int4-values", "float16", shape_of(4, 4, latent=True))
+    assert stored_types("int4-values", "float16", shape_of(3, 4))["values"] == "int4-rows"
+    assert stored_types("int8", "float16", shape_of(4, 3)) == {"keys": "int8-rows", "values": "int8-rows"}
+
+
+def shape_of(key_dim: int, value_dim: int, latent: bool = False) -> ModelShape:
+    return ModelShape((LayerShape(LayerKind.FULL, 1, key_dim, value_dim, latent=latent),), 2)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
