@@ -14,7 +14,7 @@ from offload_decode.types import AttentionState
 
 
 class TailKV:
-    """Keys and values of the question and of generated tokens: `[B, Hkv, S, D]`, preallocated, grown by
+    """Keys and values of the question and of generated tokens: `[B, Hkv, S, …]`, preallocated, grown by
     doubling; with bounds of their pages once somebody asks for these.
     """
 
@@ -30,12 +30,15 @@ class TailKV:
         return None if self._keys is None else len(self._keys)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add `[B, Hkv, T, D]` at the end."""
-        end = self.length + keys.shape[2]
+        """Add keys `[B, Hkv, T, D]` and values `[B, Hkv, T, Dv]` at the end; keys that are the values too are
+        held once.
+        """
+        end, latent = self.length + keys.shape[2], values is keys
         self._keys = self._grown(self._keys, keys, end)
-        self._values = self._grown(self._values, values, end)
+        self._values = self._keys if latent else self._grown(self._values, values, end)
         self._keys[:, :, self.length : end] = keys.detach()
-        self._values[:, :, self.length : end] = values.detach()
+        if not latent:
+            self._values[:, :, self.length : end] = values.detach()
         self.length = end
 
     def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
@@ -70,7 +73,8 @@ class TailKV:
         copy = TailKV()
         if self._keys is not None and self._values is not None:
             with torch.inference_mode(False):
-                copy._keys, copy._values = self._keys.clone(), self._values.clone()
+                copy._keys = self._keys.clone()
+                copy._values = copy._keys if self._values is self._keys else self._values.clone()
             copy.length = self.length
         return copy
 
@@ -87,8 +91,12 @@ class TailKV:
         """Reorder, repeat or drop batch rows: `index` int64 over the present rows."""
         if self._keys is not None and self._values is not None:
             with torch.inference_mode(False):
-                self._keys = self._keys.index_select(0, index.to(self._keys.device))
-                self._values = self._values.index_select(0, index.to(self._values.device))
+                keys = self._keys.index_select(0, index.to(self._keys.device))
+                if self._values is not self._keys:
+                    self._values = self._values.index_select(0, index.to(self._values.device))
+                else:
+                    self._values = keys
+                self._keys = keys
         self._bounds = None
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from indexes.rows.encodings import encode
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.states import attend
 from offload_decode.errors import ConfigError
@@ -19,8 +20,18 @@ from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import wrap
 from offload_decode.pages.reference import page_tokens
 from offload_decode.selectors.registry import create, get
+from offload_decode.store.format import kv_encodings
+from offload_decode.store.memory import MemoryStore
 from offload_decode.store.reader import KVStore
-from offload_decode.types import Document, PageSelection, Selection, StepStats
+from offload_decode.types import (
+    Document,
+    LayerKind,
+    LayerShape,
+    ModelShape,
+    PageSelection,
+    Selection,
+    StepStats,
+)
 from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import VOCAB
 from tests.tiny import tiny_model
@@ -45,6 +56,19 @@ def stored(folder, tokens, heads, kv_heads, kv="auto"):
     settings = Settings(options={"chunk": 64}, kv=kv)
     prefill_tokens(wrap(model), ids, [Document("all", 0, tokens)], folder / "store", settings)
     return KVStore.open(folder / "store")
+
+
+def of_widths(tokens, heads, kv_heads, key_dim, value_dim, kv="auto", latent=False):
+    """A store of random rows whose values have a width of their own, or are their keys."""
+    full = LayerShape(LayerKind.FULL, kv_heads, key_dim, value_dim, latent=latent)
+    rng, rows = np.random.default_rng(5), (2, kv_heads, tokens)
+    keys, values = (rng.standard_normal((*rows, dim), np.float32) for dim in (key_dim, value_dim))
+    queries = rng.standard_normal((2, kv_heads, heads // kv_heads * tokens // 2, key_dim), np.float32)
+    keys, values = (
+        encode(part, encoding) if encoding else part
+        for part, encoding in zip((keys, values), kv_encodings(kv), strict=True)
+    )
+    return MemoryStore(ModelShape((full, full), heads), keys, keys if latent else values, queries=queries)
 
 
 def selected_ids(held, queries):

@@ -14,9 +14,9 @@ from offload_decode.kv import host as kv
 from offload_decode.kv.host import HostKV
 from offload_decode.kv.tail import TailKV
 from offload_decode.store.memory import MemoryStore
-from offload_decode.types import LayerKind, ModelShape, PageSelection, Selection, StepStats
+from offload_decode.types import LayerKind, LayerShape, ModelShape, PageSelection, Selection, StepStats
 
-N, HKV, R, D = 50, 2, 6, 8
+N, HKV, R, D, VALUE_D = 50, 2, 6, 8, 5
 PLACES = [
     ("cpu", "host"),
     ("cpu", "device"),  # what a device does, without pinning and streams
@@ -26,8 +26,10 @@ PLACES = [
 
 def made_store(dtype=np.float32):
     """One layer of random keys and values."""
-    keys, values = np.random.default_rng(0).standard_normal((2, 1, HKV, N, D)).astype(dtype)
-    return MemoryStore(ModelShape.uniform((LayerKind.FULL,), R, HKV, D), keys, values)
+    rng = np.random.default_rng(0)
+    keys, values = (rng.standard_normal((1, HKV, N, dim)).astype(dtype) for dim in (D, VALUE_D))
+    shape = ModelShape((LayerShape(LayerKind.FULL, HKV, D, VALUE_D),), R)
+    return MemoryStore(shape, keys, values)
 
 
 def stacked(read):
@@ -139,12 +141,12 @@ def test_a_row_shared_by_the_group_moves_once_and_keys_stay_when_scores_are_know
     monkeypatch.setattr(pool, "THREADS", 1)  # rows on several threads share nothing
     store, query = made_store(), queries()
     same = torch.arange(10).expand(HKV, R, 10)
-    for scores, arrays in ((None, 2), (torch.zeros(HKV, R, 10), 1)):
+    for scores, numbers in ((None, D + VALUE_D), (torch.zeros(HKV, R, 10), VALUE_D)):
         stats = StepStats()
         host = HostKV(store, torch.device("cpu"), place)
         host.attend(0, Queries(query, 0.4), Selection(same, scores), stats)
         assert stats.attended == {place: 1}
-        assert stats.bytes_moved == arrays * HKV * 10 * D * 4
+        assert stats.bytes_moved == HKV * 10 * numbers * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -160,13 +162,49 @@ def test_tail_grows_crops_and_forks_independently():
     tail = TailKV()
     parts = [torch.randn(2, 3, n, 4) for n in (1, 100, 5, 300)]
     for part in parts:
-        tail.append(part, -part)
+        tail.append(part, -part[..., :3])
     whole = torch.cat(parts, dim=2)
     assert torch.equal(tail.view()[0], whole)
     fork = tail.fork()
     tail.crop(50)
-    tail.append(parts[2], -parts[2])
-    assert torch.equal(fork.view()[1], -whole)
+    tail.append(parts[2], -parts[2][..., :3])
+    assert torch.equal(fork.view()[1], -whole[..., :3])
     assert torch.equal(tail.view()[0], torch.cat([whole[:, :, :50], parts[2]], dim=2))
     fork.rows(torch.tensor([1, 1, 0]))
     assert torch.equal(fork.view()[0], whole[[1, 1, 0]])
+
+
+def test_keys_that_are_the_values_too_are_held_once():
+    tail, part = TailKV(), torch.randn(2, 1, 70, 4)
+    for rows in part.split(30, dim=2):
+        tail.append(rows, rows)
+    fork = tail.fork()
+    fork.rows(torch.tensor([1]))
+    for held, whole in ((tail, part), (fork, part[1:])):
+        keys, values = held.view()
+        assert torch.equal(keys, whole)
+        assert keys.data_ptr() == values.data_ptr()
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("selection", [Selection(None), Selection(ids(7)[:1]), "pages"])
+def test_latents_are_keys_and_values_in_one_and_read_once(place, selection, monkeypatch):
+    monkeypatch.setattr(pool, "THREADS", 1)
+    rows = np.random.default_rng(0).standard_normal((1, 1, N, D)).astype(np.float32)
+    shape = ModelShape((LayerShape(LayerKind.FULL, 1, D, D, latent=True),), R)
+    store, query, tokens = MemoryStore(shape, rows, rows), queries()[:1], N
+    if selection == "pages":
+        everything = torch.arange(-(-N // 8)).expand(1, R, -1)
+        selection = PageSelection(everything, 8, torch.tensor([N + 8]), shared=False)
+    elif selection.ids is not None:
+        tokens = len(selection.ids.unique())
+    host, stats = HostKV(store, torch.device("cpu"), place), StepStats()
+    state = host.attend(0, Queries(query, 0.4), selection, stats)
+    chosen = getattr(selection, "ids", None)
+    whole = torch.from_numpy(rows)[0, 0]
+    seen = torch.ones(R, N, dtype=torch.bool)
+    if chosen is not None:
+        seen = torch.zeros(R, N, dtype=torch.bool).scatter_(1, chosen[0], True)
+    expected = attend(query[None], whole[None, None], whole[None, None], 0.4, seen[None, None])
+    torch.testing.assert_close(state.out, expected.out[0], atol=5e-6, rtol=0)
+    assert stats.bytes_moved == tokens * D * 4

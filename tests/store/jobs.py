@@ -12,7 +12,7 @@ import numpy as np
 
 from offload_decode.store.format import Manifest, stored_types, token_hash
 from offload_decode.store.writer import KVStoreWriter
-from offload_decode.types import Document, LayerKind, ModelShape
+from offload_decode.types import Document, LayerKind, LayerShape, ModelShape
 
 FULL, SLIDING = LayerKind.FULL, LayerKind.SLIDING
 Array = np.ndarray[Any, Any]
@@ -20,7 +20,9 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What a prefill hands to the writer: `keys` and `values` [L, Hkv, N, D], `queries` [L, H, N, D]."""
+    """What a prefill hands to the writer: `keys [L, Hkv, N, D]`, `values [L, Hkv, N, Dv]` and
+    `queries [L, H, N, D]`.
+    """
 
     manifest: Manifest
     tokens: Array
@@ -71,7 +73,9 @@ def make_job(
 ) -> Job:
     rng = np.random.default_rng(seed)
     if shape is None:
-        shape = ModelShape.uniform(layers, query_heads=4, kv_heads=2, head_dim=64, window=window)
+        shape = ModelShape(
+            tuple(LayerShape(kind, 2, 64, 32, window if kind is SLIDING else None) for kind in layers), 4
+        )
     tokens = rng.integers(0, 50_000, n_tokens, dtype=np.int32)
     manifest = Manifest(
         model_id="test/model",
@@ -90,7 +94,9 @@ def make_job(
     )
     half = n_tokens // 2
     documents = (Document("a.txt", 0, half), Document("b/ü.md", half, n_tokens))
-    keys, values = rng.standard_normal((2, len(layers), 2, n_tokens, 64)).astype(manifest.numpy_dtype)
+    keys, values = (
+        rng.standard_normal((len(layers), 2, n_tokens, dim)).astype(manifest.numpy_dtype) for dim in (64, 32)
+    )
     queries = rng.standard_normal((len(layers), 4, n_tokens, 64)).astype(manifest.numpy_dtype)
     return Job(manifest, tokens, documents, keys, values, queries)
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from offload_decode.errors import StoreForeign
 from offload_decode.store.format import Manifest
+from offload_decode.types import LayerKind, ModelShape
 from tests.store.jobs import make_job
 
 MANIFEST = make_job(40).manifest
@@ -28,16 +30,17 @@ def test_another_version_is_refused_by_number(version: object) -> None:
 
 
 def test_a_manifest_of_version_2_is_read() -> None:
-    own = MANIFEST.shape
     of_then = {
-        "layers": [layer.kind.value for layer in own.layers],
-        "query_heads": own.query_heads,
-        "kv_heads": own.kv_heads,
-        "head_dim": own.head_dim,
-        "sliding_window": next((layer.window for layer in own.layers if layer.local), None),
+        "layers": ["full", "sliding", "full"],
+        "query_heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "sliding_window": 33,
     }
     then = MANIFEST.to_json() | {"format_version": 2, "shape": of_then}
-    assert Manifest.from_json(then) == MANIFEST
+    kinds = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.FULL)
+    now = replace(MANIFEST, shape=ModelShape.uniform(kinds, 4, 2, 64, window=33))
+    assert Manifest.from_json(then) == now
     with pytest.raises(StoreForeign, match="window"):
         Manifest.from_json(then | {"shape": of_then | {"sliding_window": 1, "layers": ["sliding", "full"]}})
     with pytest.raises(StoreForeign, match="missing"):

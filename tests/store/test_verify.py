@@ -46,7 +46,7 @@ def test_every_bit_of_the_small_files(store: Path) -> None:
 
 
 def test_every_damaged_file_is_named(store: Path) -> None:
-    keys, values, tokens = "layers/000/keys/c.1.0.0", "layers/000/values/c.0.1.0", "tokens/c.0"
+    keys, values, tokens = "layers/000/keys/c.1.0.0", "layers/000/values/c.0.0.0", "tokens/c.0"
     data = bytearray((store / keys).read_bytes())
     data[-1] ^= 128  # the padding counts too
     (store / keys).write_bytes(data)

@@ -15,21 +15,30 @@ from offload_decode.store.memory import MemoryStore
 from offload_decode.tails import base, registry
 from offload_decode.tails.base import selected_lists
 from offload_decode.tails.sample import SampleTail, _unselected
-from offload_decode.types import AttentionState, LayerKind, ModelShape, PageSelection, Selection, StepStats
+from offload_decode.types import (
+    AttentionState,
+    LayerKind,
+    LayerShape,
+    ModelShape,
+    PageSelection,
+    Selection,
+    StepStats,
+)
 
-HKV, D, SCALING = 2, 8, 0.4
+HKV, D, VALUE_D, SCALING = 2, 8, 6, 0.4
 CPU = torch.device("cpu")
 
 
 def host_of(keys, values):
-    """A prefix `[Hkv, N, D]` in memory."""
-    shape = ModelShape.uniform((LayerKind.FULL,), HKV * 3, HKV, keys.shape[2])
-    return HostKV(MemoryStore(shape, keys[None], values[None]), CPU)
+    """A prefix of keys `[Hkv, N, D]` and values `[Hkv, N, Dv]` in memory."""
+    layer = LayerShape(LayerKind.FULL, HKV, keys.shape[2], values.shape[2])
+    return HostKV(MemoryStore(ModelShape((layer,), HKV * 3), keys[None], values[None]), CPU)
 
 
 def random_host(tokens=150, dim=D, dtype=np.float32):
     generator = np.random.default_rng(0)
-    return host_of(*generator.standard_normal((2, HKV, tokens, dim)).astype(dtype))
+    widths = (dim, VALUE_D)
+    return host_of(*(generator.standard_normal((HKV, tokens, own)).astype(dtype) for own in widths))
 
 
 def some_queries(rows=6, dim=D, softcap=None):
@@ -102,7 +111,7 @@ def test_clusters_stand_for_their_unselected_members(scored):
         keys, values = (read(0, head).array for read in (host.keys, host.values))
         for row in range(ids.shape[1]):
             left = np.setdiff1d(np.arange(host.length), ids[head, row].numpy())
-            weight, total = 0.0, np.zeros(D)
+            weight, total = 0.0, np.zeros(VALUE_D)
             for cluster in set(labels[left]):
                 members = left[labels[left] == cluster]
                 logit = SCALING * queries.rows[head, row].numpy() @ keys[members].mean(axis=0)
@@ -181,7 +190,7 @@ def test_a_budget_of_nothing_is_an_estimate_alone(option, tokens):
     assert torch.isfinite(state.lse).all()
     assert state.out.abs().max() <= both(host, host.values).abs().max() + 1e-5
     if tokens == 1:  # one token is what it is
-        expected = both(host, host.values)[:, 0].repeat_interleave(3, 0)[None, :, None].expand(2, 6, 3, D)
+        expected = both(host, host.values)[:, 0].repeat_interleave(3, 0)[None, :, None].expand(2, 6, 3, -1)
         torch.testing.assert_close(state.out, expected, atol=1e-5, rtol=0)
 
 
