@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from offload_decode.errors import UnsupportedModel
-from offload_decode.types import LayerKind, ModelShape
+from offload_decode.models import observed
+from offload_decode.types import ModelShape
 
 # Each is in the exactness suite (tests/models/test_exactness.py): equal to transformers' own generate.
 EXACT = frozenset(
@@ -41,8 +44,10 @@ def check_served(name: str) -> None:
         )
 
 
-def shape_of(config: Any) -> ModelShape:
-    """The shape of a text model from its transformers config; raises `UnsupportedModel` with the reason."""
+def shape_of(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
+    """The shape of a text model in `dtype` (None: the checkpoint's) from its transformers config; raises
+    `UnsupportedModel` with the reason.
+    """
     name = config.model_type
     check_served(name)
     parameters = rope_parameters(config)
@@ -65,36 +70,15 @@ def shape_of(config: Any) -> ModelShape:
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModel(f"this '{name}' model attends to later tokens too; use a causal model")
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if heads % kv_heads:
-        raise UnsupportedModel(
-            f"this '{name}' model has {heads} query heads for {kv_heads} KV heads, not a multiple"
-        )
-    kinds = _kinds(config, name)
     window = getattr(config, "sliding_window", None)
     if window is not None and window < 2:
         raise UnsupportedModel(
             f"this '{name}' model has a sliding window of {window}, in which no token sees an earlier one: "
             "mend its config.json, or use another model"
         )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return ModelShape.uniform(kinds, heads, kv_heads, head_dim, window)
+    return observed.shape_of(config, dtype)
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
     """RoPE parameters as the config states them: one set, or one for each layer type (Gemma 3)."""
     return dict(getattr(config, "rope_parameters", None) or {})
-
-
-def _kinds(config: Any, name: str) -> tuple[LayerKind, ...]:
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
-    known = {DynamicLayer: LayerKind.FULL, DynamicSlidingWindowLayer: LayerKind.SLIDING}
-    layers = DynamicCache(config=config).layers
-    for layer in layers:
-        if type(layer) not in known:
-            raise UnsupportedModel(
-                f"this '{name}' model has a layer that keeps no keys and values ({type(layer).__name__})"
-            )
-    return tuple(known[type(layer)] for layer in layers)

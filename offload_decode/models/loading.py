@@ -134,7 +134,7 @@ def wrap(
     `fingerprint` is the `weights_hash` of the checkpoint, where the model no longer holds its weights.
     Raises `UnsupportedModel` for an architecture that is not served exactly.
     """
-    shape = shape_of(model.config)
+    shape = shape_of(model.config, model.dtype)
     activate(model.eval())
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
