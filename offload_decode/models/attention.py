@@ -13,6 +13,7 @@ from offload_decode.attention.states import merge_states, sink_state
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kernels.dense import attend_dense
 from offload_decode.models.layers import PrefixLayer, TailLayer
+from offload_decode.models.temperature import tuned_to
 from offload_decode.types import AttentionState
 
 NAME = "offload_decode"
@@ -42,6 +43,8 @@ def prefix_attention(
     layer: TailLayer | None = getattr(key, "offload_layer", None)
     if layer is not None:
         _refuse_unknown(module, others)
+        if layer.positions is not None:
+            query = tuned_to(module, query, layer.positions, layer.get_seq_length() - query.shape[2])
     # The tail is attended to between these two, so that a device is at it while the host searches.
     finish: Callable[[], AttentionState] | None = None
     if isinstance(layer, PrefixLayer):

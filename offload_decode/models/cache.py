@@ -215,6 +215,9 @@ class PrefixCache(Cache):
     def begin(self, rows: int, tokens: int) -> None:
         """A pass of so many rows and tokens begins."""
         self.begun = (threading.get_ident(), self.tail_length)
+        own = None if self.shown is None else self.prefix_length + self.shown.long().cumsum(-1) - 1
+        for layer in self.tails:
+            layer.positions = None if own is None else own[:, -tokens:]
         if not self._recurrent:
             return
         # What is stored is of one row; a state is never written to, so that rows may share it for now.

@@ -25,6 +25,8 @@ class TailLayer(CacheLayerMixin):  # type: ignore[misc]
         self.tail = TailKV()
         self.is_initialized = True
         self.unattended = False
+        # Where the tokens of this pass stand, int64 [B, T]; None where no padding stands before them.
+        self.positions: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the tail takes the shape of what is appended first."""

@@ -68,6 +68,10 @@ def _before(
         if mask is not None:
             given["attention_mask"] = covering(mask.to(new.device, torch.bool), cache.prefix_length)
         cache.show(tokens, shown)
+    if given.get("position_ids") is None and "position_ids" in inspect.signature(decoder.forward).parameters:
+        # Some models would begin at 0.
+        first = cache.prefix_length + cache.tail_length
+        given["position_ids"] = torch.arange(first, first + tokens, device=new.device)[None]
     cache.begin(rows, tokens)
     return (), given
 

@@ -1,0 +1,146 @@
+"""Recurrent states behind a prefix: replaced and never written to, by rows, taken back where a turn began."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_decode.errors import ConfigError
+from offload_decode.models.cache import PrefixCache
+from offload_decode.models.rows_apart import _forgets
+from offload_decode.models.states import States
+from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
+
+SHAPE = ModelShape(
+    (
+        LayerShape(LayerKind.NONE, states=(StateShape("recurrent0", (2,), "float32"),)),
+        LayerShape(LayerKind.FULL, 1, 4, 4),
+    ),
+    query_heads=1,
+)
+
+
+class Stored:
+    """A prefix of ten tokens, of which nothing is read."""
+
+    remembers = False
+    length = 10
+
+
+def stored() -> PrefixCache:
+    return PrefixCache.over(Stored(), SHAPE, {}, states={0: [torch.zeros(1, 2)]})  # type: ignore[arg-type]
+
+
+def run(cache: PrefixCache, tokens: int, rows: int = 1) -> None:
+    """A pass that counts its tokens in the state."""
+    cache.begin(rows, tokens)
+    state = cache.get_recurrent_state(0)
+    assert state is not None
+    assert state.shape == (rows, 2)
+    cache.update_recurrent_state(state.add_(tokens), layer_idx=0)  # as a kernel may that writes in place
+    cache.tails[0].tail.append(torch.zeros(rows, 1, tokens, 4), torch.zeros(rows, 1, tokens, 4))
+    cache.begun = None
+
+
+def state(cache: PrefixCache) -> list[float]:
+    return cache.layers[0].states.held["recurrent0"][:, 0].tolist()
+
+
+def test_a_convolution_sees_the_inputs_before_the_pass() -> None:
+    inputs = torch.arange(12.0).reshape(1, 2, 6)
+    states = States()
+    first = states.push("conv0", inputs[..., :2], 4)
+    assert first.tolist() == [[[0, 0, 0, 1], [0, 0, 6, 7]]], "nothing came before: zeros"
+    assert torch.equal(states.push("conv0", inputs[..., 2:], 4)[..., 2:], inputs)
+    assert torch.equal(states.held["conv0"], inputs[..., -4:])
+
+
+def test_a_fork_and_its_origin_leave_each_other_alone() -> None:
+    cache = stored()
+    run(cache, 3)
+    fork = cache.fork(cache.prefix)
+    run(fork, 4)
+    run(cache, 1)
+    assert (state(cache), state(fork)) == ([4.0], [7.0])
+
+
+def test_states_are_taken_back_to_where_a_turn_began() -> None:
+    cache = stored()
+    run(cache, 3)
+    for _ in range(4):
+        run(cache, 1)
+    run(cache, 5)
+    run(cache, 1)
+    cache.cut(12)  # the last pass
+    assert state(cache) == [12.0]
+    with pytest.raises(ConfigError, match="crop to 10, 17 tokens"):
+        cache.crop(-2)
+    assert (state(cache), cache.tail_length) == ([12.0], 12), "nothing was taken back"
+    cache.crop(-5)
+    assert (state(cache), cache.tail_length) == ([7.0], 7)
+    cache.crop(-7)
+    assert state(cache) == [0.0]
+    run(cache, 2, rows=3)
+    assert state(cache) == [2.0, 2.0, 2.0]
+
+
+def test_a_pass_that_was_interrupted_is_taken_back() -> None:
+    cache = stored()
+    run(cache, 3)
+    cache.begin(1, 1)
+    cache.update_recurrent_state(torch.full((1, 2), 99.0), layer_idx=0)
+    cache.take_back()
+    assert state(cache) == [3.0]
+
+
+def test_passes_of_one_question_are_one_turn() -> None:
+    cache = stored()
+    run(cache, 3)
+    run(cache, 1)
+    for _ in range(3):
+        run(cache, 4)
+    cache.join(4)
+    assert sorted(cache.marks) == [0, 4]
+
+
+def test_rows_are_picked_and_repeated_with_their_states() -> None:
+    cache = stored()
+    run(cache, 2, rows=2)
+    cache.layers[0].states.held["recurrent0"][1] = 9.0
+    cache.batch_repeat_interleave(2)
+    assert state(cache) == [2.0, 2.0, 9.0, 9.0]
+    cache.reorder_cache(torch.tensor([3, 0]))
+    assert state(cache) == [9.0, 2.0]
+    run(cache, 1, rows=2)
+    cache.cut(2)
+    assert state(cache) == [9.0, 2.0]
+
+
+def test_padding_behind_tokens_is_refused() -> None:
+    cache = stored()
+    with pytest.raises(ConfigError, match="pad rows on the left"):
+        cache.show(3, torch.tensor([[True, True, False]]))
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_layer_that_begins_anew_is_found_out(forgets: bool) -> None:
+    class Mixer(torch.nn.Module):
+        layer_idx = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, hidden: torch.Tensor, cache: PrefixCache) -> torch.Tensor:
+            before = cache.get_recurrent_state(0)
+            if before is None or (forgets and hidden.shape[1] > 1):
+                before = torch.zeros(1, 1, hidden.shape[2])
+            sums = hidden.cumsum(1) + before
+            cache.update_recurrent_state(sums[:, -1:], layer_idx=0)
+            return sums
+
+    class Decoder:
+        class config:
+            hidden_size = 4
+
+    assert _forgets(Mixer(), Decoder()) == forgets
