@@ -54,10 +54,13 @@ def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
 
 
 def _facts(store: KVStore) -> list[tuple[str, str]]:
+    from offload_decode.models.positions import told_of
+
     manifest = store.manifest
     prefill = dict(manifest.prefill)
     told = ("method", "weights")
     details = "".join(f", {name} {value}" for name, value in prefill.items() if name not in told)
+    positions = told_of(manifest.rope, manifest.n_tokens)
     return [
         ("store", str(store.path)),
         ("digest", _short(store.store_digest)),
@@ -69,6 +72,7 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
             "tokens",
             f"{manifest.n_tokens:,} (hash {_short(manifest.token_hash)}), a {manifest.template} prompt",
         ),
+        *([("positions", positions)] if positions else []),
         ("prefill", f"{prefill['method']}{details}"),
         *_weights(manifest),
         ("stored as", f"keys {manifest.kv['keys']}, values {manifest.kv['values']}"),

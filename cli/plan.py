@@ -185,6 +185,7 @@ def _counts(planned: Plan) -> str:
         for page in (16, 32, 64)
         for metadata in PAGE_METADATA
     ]
+    positions = outline.lengths.told(outline.lengths.chosen(tokens))
     given = (shape, tokens, request.kv, outline.dtype)
     of_a_layer = {kind: sizes.index_costs(kind, *given) for kind in INDEXES}
     indexes = [
@@ -194,6 +195,7 @@ def _counts(planned: Plan) -> str:
         [
             ("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters"),
             ("corpus", f"{tokens:,} tokens, {_each(planned)} of keys and values each"),
+            *([("positions", positions)] if positions else []),
             ("weights", _listed(weights)),
             ("store", _listed(stores)),
             ("page bounds", _listed(bounds)),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import output
+from cli.counts import token_count
 from cli.failures import FAILURE, sentence
 from cli.limits import admit_prefill, caps_of
 from cli.options import Device, GpuMemory, Json, Quiet, Ram, a_path
@@ -64,6 +65,16 @@ def prefill(
         str,
         typer.Option(metavar="K", help="Keys and values as auto (the model's dtype), int8 or int4-values."),
     ] = "auto",
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="The most tokens that will follow the corpus in a conversation, for models whose rotation "
+            "depends on the length of the whole (longrope, dynamic).  [default: 4K, or what is left of the "
+            "length that needs no scaling]",
+            show_default=False,
+        ),
+    ] = None,
     glob: Annotated[
         list[str] | None,
         typer.Option(
@@ -157,7 +168,8 @@ def prefill(
     from prefill_jobs.job import prefill as run
     from prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
-    settings = Settings(method, split_pairs(option or []), query_samples, kv)
+    follow = None if context is None else token_count(context)
+    settings = Settings(method, split_pairs(option or []), query_samples, kv, follow)
     if worker_count and workers is None:
         raise ConfigError("--worker-count is of --workers: give --workers ray too, or leave it out")
     if rules != Rules() and not any(map(os.path.isdir, corpora)):

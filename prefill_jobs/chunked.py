@@ -122,7 +122,8 @@ def prefill_chunks(
         layer: [tensor_view(state)[None].to(loaded.device) for state in writer.states(layer) or ()]
         for layer in loaded.shape.state_layers
     }
-    cache = PrefixCache.over(prefix, loaded.shape, windows, states=states)
+    positions = loaded.lengths.held(writer.manifest.rope, len(tokens))
+    cache = PrefixCache.over(prefix, loaded.shape, windows, states=states, positions=positions)
     for start in range(writer.done, len(tokens), chunk):
         part = torch.from_numpy(tokens[start : start + chunk]).long()[None]
         loaded.encode(part, cache)

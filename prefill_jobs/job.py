@@ -32,20 +32,24 @@ Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 @dataclass(frozen=True)
 class Settings:
     """How a corpus is prefilled: the method and its options as users write them (`prefill_jobs.methods`), the
-    prefill queries to keep for each KV head, and how keys and values are stored (`auto`, `int8` or
-    `int4-values`).
+    prefill queries to keep for each KV head, how keys and values are stored (`auto`, `int8` or
+    `int4-values`), and the most tokens that will follow, which a model's rotation may depend on
+    (`models.positions`; None: what `Lengths.chosen` takes).
     """
 
     method: str = "dense"
     options: Mapping[str, object] = field(default_factory=dict)
     query_samples: int = 1024
     kv: str = "auto"
+    context: int | None = None
 
     def __post_init__(self) -> None:
         kv_encodings(self.kv)  # mistakes show before the model is loaded
         parse(self.method, self.options)
         if self.query_samples < 1:
             raise ConfigError(f"query-samples must be 1 or more, not {self.query_samples}")
+        if self.context is not None and self.context < 1:
+            raise ConfigError(f"context must be 1 or more tokens, not {self.context}")
 
     @property
     def chunk(self) -> int:
@@ -205,6 +209,7 @@ def _planned(
     skipped: tuple[Skipped, ...],
 ) -> Work:
     method = create(settings.method, settings.options, loaded.shape)
+    positions = loaded.lengths.chosen(len(tokens), settings.context)
     manifest = Manifest(
         model_id=loaded.model_id,
         model_config_hash=loaded.config_hash,
@@ -212,7 +217,7 @@ def _planned(
         tokenizer_hash=loaded.tokenizer_hash,
         dtype=loaded.dtype,
         shape=loaded.shape,
-        rope=loaded.rope,
+        rope=loaded.rope | positions.noted,
         n_tokens=len(tokens),
         token_hash=token_hash(tokens),
         query_samples=settings.query_samples,

@@ -99,7 +99,7 @@ def same_store(found: Found, asked: Manifest, documents: Sequence[Document], nam
 
 
 def _told(field: str) -> str:
-    return {"token_hash": "text", "n_tokens": "length"}.get(field, field)
+    return {"token_hash": "text", "n_tokens": "length", "rope": "--context"}.get(field, field)
 
 
 def _methods(found: Manifest, asked: Manifest) -> str:

@@ -21,6 +21,7 @@ def answer_batch(engine: Conversation, questions: Sequence[str], max_new_tokens:
     forked.cache.batch_repeat_interleave(len(questions))
     device, stored = engine.loaded.device, engine.length
     asked = [engine.pending + engine.question_tokens(question) for question in questions]
+    most = [forked.most_new(max_new_tokens, len(one) - len(engine.pending)) for one in asked]
     longest = max(map(len, asked))
     limit = engine.admitted(longest, len(asked))
     ids = torch.tensor([[0] * (longest - len(one)) + one for one in asked], device=device)
@@ -50,7 +51,7 @@ def answer_batch(engine: Conversation, questions: Sequence[str], max_new_tokens:
         for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
             if token not in ends:
                 tokens[row].append(token)
-                if not processors[row].append(token):
+                if not processors[row].append(token) and len(tokens[row]) < most[row]:
                     kept.append(place)
         running = [running[place] for place in kept]
         if not running:
@@ -64,8 +65,6 @@ def answer_batch(engine: Conversation, questions: Sequence[str], max_new_tokens:
             mask, ids, position = mask[: len(kept)], ids[rows], position[rows]
     stats.add(forked.prefix.take_stats())
     return [
-        Answer(
-            engine.decode(one).strip(), tuple(one), stats, "length" if len(one) == max_new_tokens else "stop"
-        )
-        for one in tokens
+        Answer(engine.decode(one).strip(), tuple(one), stats, "length" if len(one) == ends_at else "stop")
+        for one, ends_at in zip(tokens, most, strict=True)
     ]

@@ -38,6 +38,7 @@ class Conversation:
         self.loaded = loaded
         self.store = store
         self.prefix = prefix
+        self.positions = loaded.lengths.held(store.manifest.rope, store.manifest.n_tokens)
         self.cache = self._cache_behind(self.prefix) if cache is None else cache.fork(self.prefix)
         # The tokens after the stored ones that were run.
         self.tokens: list[int] = []
@@ -111,6 +112,14 @@ class Conversation:
             return self.pass_tokens
         return min(self.pass_tokens, self.admit(self.cache.tail_length + tokens, sequences))
 
+    def most_new(self, tokens: int, question: int = 0) -> int:
+        """So many tokens of an answer, or fewer where positions end; `question` tokens are run before it."""
+        if self.positions.most is None:
+            return tokens
+        # The last one is not run.
+        left = self.positions.most - self.length - len(self.pending) - question + 1
+        return max(0, min(tokens, left))
+
     def ask(self, question: str) -> Tensor:
         """Put a question: logits `[V]` after its last token. A selector that forgets starts afresh."""
         with self._taken_back_on_failure():
@@ -118,7 +127,10 @@ class Conversation:
             return self.extend(self.question_tokens(question))
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
-        """Token ids from `logits [V]` on, until an end token (which is not yielded) or `max_new_tokens`."""
+        """Token ids from `logits [V]` on, until an end token (which is not yielded), `max_new_tokens`, or the
+        last position that the store serves.
+        """
+        max_new_tokens = self.most_new(max_new_tokens)
         sampler, ends, so_far = sampler or Sampler(), self.end_tokens, self.tokens + self.pending
         processors = Processors(self.loaded.model, self.loaded.tokenizer, so_far, ends, max_new_tokens)
         for step in range(max_new_tokens):
@@ -212,7 +224,7 @@ class Conversation:
         windows = {layer: self._window(layer) for layer in shape.local_layers}
         states = {layer: self._states(layer) for layer in shape.state_layers}
         decoder, dtype = self.loaded.model.base_model, DTYPES[self.loaded.dtype]
-        return PrefixCache.over(prefix, shape, windows, decoder, dtype, states)
+        return PrefixCache.over(prefix, shape, windows, decoder, dtype, states, self.positions)
 
     def _window(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self.store.window(layer)

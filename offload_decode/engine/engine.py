@@ -95,8 +95,10 @@ class Engine(Conversation):
     def answer(self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None) -> Answer:
         """Answer one question on its own: this engine's conversation stays as it is."""
         forked = self.fork()
-        tokens = tuple(forked.generate(forked.ask(question), max_new_tokens, sampler))
-        finish = "length" if len(tokens) == max_new_tokens else "stop"
+        logits = forked.ask(question)
+        most = forked.most_new(max_new_tokens)
+        tokens = tuple(forked.generate(logits, most, sampler))
+        finish = "length" if len(tokens) == most else "stop"
         return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), finish)
 
     def answer_many(

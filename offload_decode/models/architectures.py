@@ -8,6 +8,7 @@ import torch
 
 from offload_decode.errors import UnsupportedModel
 from offload_decode.models import observed
+from offload_decode.models.positions import rope_parameters, rotations
 from offload_decode.types import ModelShape
 
 # Each is in the exactness suite (tests/models/test_exactness.py): equal to transformers' own generate.
@@ -31,9 +32,6 @@ EXACT = frozenset(
     }
 )
 
-# These rotate keys by a length that is known only at the end: a chunked prefill would store other keys.
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-
 
 def check_served(name: str) -> None:
     """`UnsupportedModel` for an architecture that is none of `EXACT`."""
@@ -50,14 +48,7 @@ def shape_of(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
     """
     name = config.model_type
     check_served(name)
-    parameters = rope_parameters(config)
-    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            raise UnsupportedModel(
-                f"this '{name}' model uses '{rope['rope_type']}' rotary positions, whose keys depend on the "
-                "final length, so a chunked prefill would not be exact; use a model with default, linear, "
-                "llama3 or yarn RoPE"
-            )
+    for rope in rotations(rope_parameters(config)):
         for field in ("rope_theta", "factor"):
             if not rope.get(field, 1.0) > 0:
                 raise UnsupportedModel(
@@ -77,8 +68,3 @@ def shape_of(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
             "mend its config.json, or use another model"
         )
     return observed.shape_of(config, dtype)
-
-
-def rope_parameters(config: Any) -> dict[str, Any]:
-    """RoPE parameters as the config states them: one set, or one for each layer type (Gemma 3)."""
-    return dict(getattr(config, "rope_parameters", None) or {})

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kv.tail import Prefix
 from offload_decode.models.layers import KeylessLayer, PrefixLayer, TailLayer, WindowLayer
+from offload_decode.models.positions import ANYWHERE, Positions
 from offload_decode.models.states import States
 from offload_decode.types import LayerKind, ModelShape
 
@@ -31,11 +32,13 @@ class PrefixCache(Cache):
         layers: Sequence[Layer],
         decoder: object = None,
         dtype: torch.dtype | None = None,
+        positions: Positions = ANYWHERE,
     ):
         super().__init__(layers=list(layers))
         self.tails = [layer for layer in layers if isinstance(layer, TailLayer)]
         self.decoder = decoder
         self.dtype = dtype
+        self.positions = positions
         # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
         self.shown: Tensor | None = None
         # The thread that runs a pass, and the length of the tail before it.
@@ -53,10 +56,12 @@ class PrefixCache(Cache):
         decoder: object = None,
         dtype: torch.dtype | None = None,
         states: Mapping[int, Sequence[Tensor]] = {},
+        positions: Positions = ANYWHERE,
     ) -> PrefixCache:
         """An empty tail behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each local layer,
         `states` what each recurrent layer has after the prefix, `[1, ...]` in the order of its shape, and
-        `decoder`, in `dtype`, is the only one that may run behind it, if one is given.
+        `decoder`, in `dtype`, is the only one that may run behind it, if one is given. `positions` are the
+        store's.
         """
         if shape.state_layers and not hasattr(Cache, "get_recurrent_state"):
             raise UnsupportedModel(
@@ -73,11 +78,12 @@ class PrefixCache(Cache):
                 layers.append(PrefixLayer(index, prefix, held))
             else:
                 layers.append(KeylessLayer(index, held))
-        return cls(layers, decoder, dtype)
+        return cls(layers, decoder, dtype, positions)
 
     def fork(self, prefix: Prefix) -> PrefixCache:
         """An independent copy that shares the stored parts."""
-        copy = PrefixCache([layer.fork(prefix) for layer in self.layers], self.decoder, self.dtype)
+        layers = [layer.fork(prefix) for layer in self.layers]
+        copy = PrefixCache(layers, self.decoder, self.dtype, self.positions)
         copy.shown = self.shown
         copy.marks, copy._last = dict(self.marks), dict(self._last)
         return copy
@@ -303,6 +309,14 @@ class PrefixCache(Cache):
                 f"this cache holds {held} rows, and {rows} came: run as many in every pass, or change what "
                 "it holds with batch_select_indices or batch_repeat_interleave"
             )
+
+    def check_room(self, tokens: int, shown: Tensor | None) -> None:
+        """Raise unless `tokens` more, `shown [B, S]` as for `show`, have positions; padding needs none."""
+        if self.positions.most is None:
+            return
+        earlier = self.tail_length if self.shown is None else int(self.shown.sum(-1).max())
+        behind = earlier + tokens if shown is None else int(shown.sum(-1).max())
+        self.positions.check(self.prefix_length + behind)
 
     def check_attended(self, tokens: int) -> None:
         """Raise if `tokens` new keys of some layer never reached the registered attention function."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from indexes.rows import pool
-from offload_decode.models.architectures import rope_parameters
+from offload_decode.models.positions import rope_parameters, rotations
+from offload_decode.models.rotation import DEPENDENT, depends_on_length
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 _BLOCK = 64 << 20  # bytes that one thread hashes at a time, and that a device's weights are copied in
@@ -34,7 +35,7 @@ _CANNOT_MATTER = frozenset(
         # Training.
         "initializer_range", "attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout",
         "router_aux_loss_coef", "router_jitter_noise",
-        # RoPE that depends on a length has it among its own parameters.
+        # Counted below for RoPE that depends on a length.
         "max_position_embeddings",
     ]
 )  # fmt: skip
@@ -115,8 +116,9 @@ def _neutral(config: Any) -> dict[str, Any]:
         if name not in _CANNOT_MATTER and (name in _KNOWN or name not in usual or value != usual[name])
     }
     fields = _BEFORE_THE_FIELD.get(config.model_type, {}) | fields
-    rope = rope_parameters(config)
-    sets = [one for one in rope.values() if isinstance(one, dict)] or [rope]
+    sets = rotations(rope_parameters(config))
+    if any(one.get("rope_type") in DEPENDENT for one in sets):
+        fields["max_position_embeddings"] = config.max_position_embeddings
     # Some releases state it twice.
     if all(one.get("partial_rotary_factor") == fields.get("partial_rotary_factor") for one in sets):
         fields.pop("partial_rotary_factor", None)
@@ -128,7 +130,9 @@ def _rotations(model: Any) -> Iterator[tuple[str, Tensor]]:
     rounds them, where loading in bfloat16 does not.
     """
     for path, module in model.named_modules():
-        held = {name: own.cpu() for name, own in module.named_buffers(recurse=False) if "inv_freq" in name}
+        # One that changes with the length of a text is known by what it changes back to.
+        kind = "original_inv_freq" if depends_on_length(module) else "inv_freq"
+        held = {name: own.cpu() for name, own in module.named_buffers(recurse=False) if kind in name}
         if not held:
             continue
         with torch.device("cpu"):

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from offload_decode.errors import ModelError
 from offload_decode.memory import lifted
-from offload_decode.models.architectures import rope_parameters, shape_of
+from offload_decode.models.architectures import shape_of
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.checkpoint import CONFIG, read_config, source_of, told, weight_files
 from offload_decode.models.devices import DTYPES, check_dtype, pick_device
 from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weights_hash
+from offload_decode.models.positions import Lengths, lengths_of, rope_parameters
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.models.remembered import remembered
@@ -39,6 +40,7 @@ class LoadedModel:
     weights_hash: str
     tokenizer_hash: str
     rope: dict[str, Any]
+    lengths: Lengths
     dtype: str
     device: torch.device
     weights: str = "auto"
@@ -148,6 +150,7 @@ def wrap(
         weights_hash=fingerprint or weights_hash(model),
         tokenizer_hash=tokenizer_hash(tokenizer),
         rope=rope_parameters(model.config),
+        lengths=lengths_of(model.config, model.base_model),
         dtype=dtype,
         device=model.device,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -14,13 +14,14 @@ import torch
 from offload_decode.errors import ModelError
 from offload_decode.models.checkpoint import CONFIG, bounded, read_config, source_of, told
 from offload_decode.models.devices import DTYPES
+from offload_decode.models.positions import NO_LENGTHS, Lengths, lengths_of
 from offload_decode.models.quantised import replaceable
 from offload_decode.models.remembered import keep, recall
 from offload_decode.store.format import FORMAT_VERSION
 from offload_decode.store.shapes import shape_from
 from offload_decode.types import ModelShape
 
-_FORM = 2
+_FORM = 3
 """Of a remembered outline: raised when what is counted changes."""
 
 
@@ -31,7 +32,7 @@ class Outline:
     `dtype` is the checkpoint's. `parameters` counts all of them, `linear` those in the linear layers that a
     weight-only quantisation takes, `linear_rows` these layers' outputs, `embeddings` those of a table that a
     token reads one row of, `experts` those in fused expert weights, of which a token reads the share
-    `active`. `hidden`, `intermediate` and `vocabulary` are widths.
+    `active`. `hidden`, `intermediate` and `vocabulary` are widths. `lengths`: of texts, at which it changes.
     """
 
     model_id: str
@@ -46,6 +47,7 @@ class Outline:
     hidden: int
     intermediate: int
     vocabulary: int
+    lengths: Lengths = NO_LENGTHS
 
 
 def outline(model_id: str) -> Outline:
@@ -69,11 +71,13 @@ def outline(model_id: str) -> Outline:
 def _parsed(model_id: str, text: str | None) -> Outline | None:
     """A remembered outline under the name that the model has now; None where it is no such thing."""
     try:
-        shape, *numbers = json.loads(text or "")
+        shape, *numbers, (switches, grows, table) = json.loads(text or "")
+        lengths = Lengths(tuple(map(int, switches)), *(one and int(one) for one in (grows, table)))
         found = Outline(model_id, shape_from(shape, FORMAT_VERSION, DTYPES), *numbers)
+        found = replace(found, lengths=lengths)
     except (TypeError, ValueError, RecursionError):
         return None
-    known = {"str": str, "int": int, "float": float, "ModelShape": ModelShape}
+    known = {"str": str, "int": int, "float": float, "ModelShape": ModelShape, "Lengths": Lengths}
     right = all(type(getattr(found, field.name)) is known[str(field.type)] for field in fields(found))
     return found if right else None
 
@@ -109,6 +113,7 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         vocabulary=config.vocab_size,
+        lengths=lengths_of(config, model.base_model),
     )
 
 

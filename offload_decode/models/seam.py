@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models.attention import NAME, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.rotation import UNSAID, depends_on_length, hold_rotations, rotate_for
 from offload_decode.models.rows_apart import run_rows_apart
 
 
@@ -30,6 +31,7 @@ def activate(model: Any) -> None:
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True)
         run_rows_apart(decoder)
+        hold_rotations(decoder)
 
 
 def _before(
@@ -38,7 +40,9 @@ def _before(
     names = inspect.signature(decoder.forward).parameters if args else ()
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = given.get("past_key_values")
+    rotate_for(None)
     if not isinstance(cache, PrefixCache):
+        _check_kept(decoder, given)
         return None
     cache.check_model(decoder)
     cache.take_back()
@@ -61,28 +65,48 @@ def _before(
         raise ConfigError("the attention mask must be 2-D, over the stored tokens and those that follow")
     if mask is not None and mask.ndim == 4:
         given["attention_mask"] = _prepared(mask, cache, rows, tokens)
+        cache.check_room(tokens, None)
         cache.show(tokens, None)
     else:
         shown = None if mask is None else _shown(mask, cache, rows, tokens)
         _check_positions(given.get("position_ids"), shown, cache, rows, tokens)
         if mask is not None:
             given["attention_mask"] = covering(mask.to(new.device, torch.bool), cache.prefix_length)
+        cache.check_room(tokens, shown)
         cache.show(tokens, shown)
     if given.get("position_ids") is None and "position_ids" in inspect.signature(decoder.forward).parameters:
         # Some models would begin at 0.
         first = cache.prefix_length + cache.tail_length
         given["position_ids"] = torch.arange(first, first + tokens, device=new.device)[None]
     cache.begin(rows, tokens)
+    rotate_for(cache.positions.length or UNSAID)
     return (), given
 
 
 def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    rotate_for(None)
     cache = kwargs.get("past_key_values")
     if isinstance(cache, PrefixCache):
         embeds = kwargs.get("inputs_embeds")
         tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
         cache.check_attended(tokens)
         cache.begun = None
+
+
+def _check_kept(decoder: torch.nn.Module, given: dict[str, Any]) -> None:
+    """Phi-3's own `generate` drops a cache where its rotation would change within the answer."""
+    ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    if ids is None or given.get("past_key_values") is not None:
+        return
+    if not any(map(depends_on_length, decoder.modules())):
+        return
+    hidden = mask is not None and mask.ndim == 2 and mask.shape[1] > ids.shape[1]
+    later = positions is not None and bool((positions.amin(-1) > 0).any())
+    if hidden or later:
+        raise UnsupportedModel(
+            "this model's own generate drops the stored prefix here, because its rotation would change: ask "
+            "through the engine (Engine.answer), which keeps to that of the store"
+        )
 
 
 def covering(mask: Tensor, tokens: int) -> Tensor:

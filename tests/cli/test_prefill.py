@@ -14,6 +14,7 @@ from offload_decode.store.reader import KVStore
 from prefill_jobs.job import PrefillReport
 from prefill_jobs.many import Job
 from tests.cli.conftest import refused, run
+from tests.tiny import text_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -212,3 +213,21 @@ def test_rules_of_folders_need_one(prefill: list[str | Path], tmp_path: Path, mo
 def test_a_store_and_a_device_are_no_corpora(home: Path, store: Path, tmp_path: Path) -> None:
     for corpus, told in ((store, "is a KV store or belongs to one"), ("/dev/zero", "is not a regular file")):
         assert told in refused(1, "prefill", corpus, "--model", home / "model", "--out", tmp_path / "s")
+
+
+def test_a_length_that_rotation_depends_on_is_chosen_and_kept_to(home: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    text_model(max_position_embeddings=512, rope_parameters=rope).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    given = ["prefill", home / "corpus.txt", "--model", tmp_path / "model", "--out", tmp_path / "store"]
+    assert run(*given, "--context", "1K").code == 0
+    tokens = json.loads(run("inspect", tmp_path / "store", "--json").out)["manifest"]["n_tokens"]
+    assert f"rotated as in a text of {tokens + 1024:,} tokens" in run("inspect", tmp_path / "store").out
+    assert f"{tokens + 4096:,} tokens" in run("plan", "--model", tmp_path / "model", "--tokens", tokens).out
+    assert "kept" in run(*given, "--context", "1024").err
+    assert "of another --context" in refused(1, *given)
+    long = refused(2, "ask", tmp_path / "store", "x" * 1024, "--max-new-tokens", "1")
+    assert "larger --context" in long
+    answer = json.loads(run("ask", tmp_path / "store", "x" * 1000, "--max-new-tokens", 100, "--json").out)
+    assert answer["tokens"] < 25
+    assert answer["finish"] == "length"

@@ -243,9 +243,6 @@ def test_architectures_that_were_not_shown_to_be_exact_are_refused_by_name():
         wrap(transformers.MambaForCausalLM(mamba))
     with pytest.raises(UnsupportedModel, match="later tokens"):
         wrap(tiny_model("gemma3", use_bidirectional_attention=True))
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    with pytest.raises(UnsupportedModel, match="dynamic"):
-        wrap(tiny_model("llama", rope_parameters=rope))
 
 
 def test_lost_keys_are_noticed(engine):

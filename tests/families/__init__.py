@@ -55,5 +55,5 @@ def _installed() -> dict[str, Family]:
 FAMILIES = _installed()
 """The families that the installed transformers has."""
 
-SERVED = [name for name, family in FAMILIES.items() if family.model_type in EXACT and name != "phi3-longrope"]
+SERVED = [name for name, family in FAMILIES.items() if family.model_type in EXACT]
 """The families that the engine opens today."""

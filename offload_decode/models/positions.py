@@ -1,0 +1,185 @@
+"""How long a text may become, and for which length its keys are rotated.
+
+`longrope` has two sets of frequencies, one for texts up to the length that the model was first trained on and
+one for longer texts; `dynamic` has a set of its own for each length beyond `max_position_embeddings`. Either
+rotates the first token by the length of the whole, so a store is rotated for one length, which is chosen
+before its prefill begins and holds for all that follows. Learned positions end with their table.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offload_decode.errors import ConfigError, StoreMismatch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CONTEXT = 4096
+"""Tokens that are expected to follow a prefix, where nobody says how many."""
+
+_NOTED = "rotated_for"
+_ROOM = 1024  # tokens to follow for which a store is kept within a length where its rotation does not change
+_TABLES = re.compile(r"(^|\.)(wpe|embed_positions|positions?_embed(ding)?s?|pos_embed(ding)?s?)$")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where the tokens of one store may stand: it is rotated as a text of `length` tokens (None: its length
+    is no matter), and holds `most` tokens with all that follow (None: as many as there is memory for).
+    """
+
+    length: int | None = None
+    most: int | None = None
+
+    @property
+    def noted(self) -> dict[str, int]:
+        """What the manifest's `rope` says of it."""
+        return {} if self.length is None else {_NOTED: self.length}
+
+    def check(self, tokens: int) -> None:
+        """ConfigError where so many tokens, the stored ones included, do not fit."""
+        if self.most is not None and tokens > self.most:
+            why = (
+                "the model has no more positions"
+                if self.length is None
+                else f"its keys are rotated as in a text of {self.length:,}: prefill again with a larger "
+                "--context"
+            )
+            raise ConfigError(
+                f"the stored tokens and those behind them would be {tokens:,}, and this store serves at most "
+                f"{self.most:,}, because {why}"
+            )
+
+
+ANYWHERE = Positions()
+"""Of models that rotate by a token's position alone."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths at which a model changes: `switches`, beyond which other frequencies hold (longrope);
+    `grows`, beyond which each length has its own (dynamic); `table`, the rows of its learned positions.
+    """
+
+    switches: tuple[int, ...] = ()
+    grows: int | None = None
+    table: int | None = None
+
+    @property
+    def matter(self) -> bool:
+        """Whether the length of a text changes how its tokens are rotated."""
+        return bool(self.switches) or self.grows is not None
+
+    def chosen(self, tokens: int, context: int | None = None) -> Positions:
+        """For a prefix of `tokens` that at most `context` tokens will follow.
+
+        None: what is left of a length within which the rotation stays the same, if that is 1,024 tokens or
+        more, else `CONTEXT`. Raises `ConfigError` where there are not so many positions.
+        """
+        if self.table is not None and tokens + (context or 1) > self.table:
+            follow = "a question" if context is None else f"the {context:,} of --context"
+            raise ConfigError(
+                f"the model has {self.table:,} learned positions, and {tokens:,} tokens and {follow} are "
+                "more: split the corpus, or use a model with rotary positions"
+            )
+        if context is None:
+            room = [length - tokens for length in self._lengths if length - tokens >= _ROOM]
+            context = min(room, default=CONTEXT)
+        return self._rotated_for(tokens + context)
+
+    def held(self, rope: Mapping[str, Any], tokens: int) -> Positions:
+        """What a manifest's `rope` says of a store of `tokens`. Raises `StoreMismatch`."""
+        if not self.matter:
+            return Positions(most=self.table)
+        noted = rope.get(_NOTED)
+        positions = self._rotated_for(noted) if type(noted) is int else Positions()
+        if positions.length != noted or noted is None or tokens > (positions.most or math.inf):
+            raise StoreMismatch(
+                "This model rotates keys by the length of the whole text, and the store does not say which "
+                "that is: prefill again."
+            )
+        return positions
+
+    def told(self, positions: Positions) -> str:
+        """A sentence's part on a store's positions; empty where there is nothing to say."""
+        length = f"{positions.length or 0:,}"
+        if positions.length is None:
+            return f"{self.table:,} learned ones, with what is asked and answered" if self.table else ""
+        if self.grows is not None:
+            return f"rotated as in a text of {length} tokens (dynamic RoPE), the most that are served"
+        if positions.most is None:
+            return f"rotated with the long factors of longrope, as in any text of {length} tokens or more"
+        return (
+            f"rotated with the short factors of longrope, as in any text of up to {length} tokens, the most "
+            "that are served"
+        )
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.switches, *([] if self.grows is None else [self.grows])}))
+
+    def _rotated_for(self, total: int) -> Positions:
+        """The shortest statement of the rotation in a text of `total` tokens: one for all lengths with it."""
+        if not self.matter:
+            return Positions(most=self.table)
+        if self.grows is not None and total > self.grows:
+            return Positions(total, min(total, self.table or total))
+        within = [length for length in self._lengths if total <= length]
+        if within:
+            return Positions(within[0], min(within[0], self.table or within[0]))
+        return Positions(self._lengths[-1] + 1, self.table)
+
+
+NO_LENGTHS = Lengths()
+"""Of a model that rotates by a token's position alone, however many there are."""
+
+
+def lengths_of(config: Any, decoder: nn.Module) -> Lengths:
+    """The lengths at which a model with this text config changes."""
+    rope = rope_parameters(config)
+    grows = int(config.max_position_embeddings) if "dynamic" in _kinds(rope) else None
+    return Lengths(_switches(rope), grows, min(_tables(decoder), default=None))
+
+
+def told_of(rope: Mapping[str, Any], tokens: int) -> str:
+    """`Lengths.told` of a store of `tokens`, by its manifest's `rope` alone. Raises `StoreMismatch`."""
+    # From where on a dynamic rotation scales is the model's to know; the stated length says all of it here.
+    lengths = Lengths(_switches(rope), 0 if "dynamic" in _kinds(rope) else None)
+    return lengths.told(lengths.held(rope, tokens))
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """RoPE parameters as the config states them: one set, or one for each layer type (Gemma 3)."""
+    return dict(getattr(config, "rope_parameters", None) or {})
+
+
+def rotations(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The one set of RoPE parameters, or the set of each layer type."""
+    return [one for one in rope.values() if isinstance(one, dict)] or [rope]
+
+
+def _kinds(rope: Mapping[str, Any]) -> set[object]:
+    return {one.get("rope_type") for one in rotations(rope)}
+
+
+def _switches(rope: Mapping[str, Any]) -> tuple[int, ...]:
+    long = [one for one in rotations(rope) if one.get("rope_type") == "longrope"]
+    return tuple(sorted({int(one["original_max_position_embeddings"]) for one in long}))
+
+
+def _tables(decoder: nn.Module) -> Iterator[int]:
+    """Positions in each table of them: an embedding, or a buffer of sines (GPT-J)."""
+    from torch import nn
+
+    for path, module in decoder.named_modules():
+        if isinstance(module, nn.Embedding) and _TABLES.search(path):
+            before = 0 if module.padding_idx is None else module.padding_idx + 1
+            yield module.num_embeddings - int(getattr(module, "offset", before))
+    for path, buffer in decoder.named_buffers():
+        if _TABLES.search(path) and buffer.ndim == 2:
+            yield len(buffer)
