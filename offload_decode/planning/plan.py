@@ -205,6 +205,8 @@ def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part
         Part("search", Medium.RAM, sizes.search_bytes(outline, request, pool.THREADS)),
         Part("store", Medium.DISK, _store_bytes(outline, request)),
     ]
+    if shape.state_layers:
+        parts.append(Part("recurrent states", device, sizes.states_bytes(shape, request.batch)))
     if on_gpu:
         parts.append(Part("device cache", Medium.GPU, request.device_cache))
         parts.append(Part("rows on their way to the GPU", Medium.RAM, sizes.staged_bytes(outline, request)))
@@ -224,7 +226,7 @@ def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[
     return (
         *_program(outline, request.weights, device, machine),
         Part("tokenizing", Medium.RAM, request.tokens * sizes.CHARACTERS * sizes.TOKENIZING_BYTES),
-        Part("a chunk and what it attends to", device, chunk),
+        Part("a chunk and what it attends to", device, chunk + sizes.states_bytes(outline.shape, 1)),
         Part("a chunk on its way to the disk", Medium.RAM, sizes.staging_bytes(outline, request.chunk)),
         Part("store", Medium.DISK, _store_bytes(outline, request)),
     )

@@ -143,10 +143,12 @@ def attended_numbers(shape: ModelShape) -> int:
     return (shape.query_heads if shape.latent else shape.kv_heads) * _pair_dim(shape)
 
 
-def state_bytes(shape: ModelShape) -> int:
-    """The recurrent states of one sequence."""
-    states = (state for own in shape.layers for state in own.states)
-    return sum(prod(state.shape) * itemsize(state.dtype) for state in states)
+def states_bytes(shape: ModelShape, sequences: int) -> int:
+    """The recurrent states behind the stored tokens, and of each sequence those that go on, those of the pass
+    before and those that a turn began with.
+    """
+    one = sum(prod(own.shape) * itemsize(own.dtype) for layer in shape.layers for own in layer.states)
+    return (1 + 3 * sequences) * one
 
 
 def layer_bytes(outline: Outline, rows: int) -> int:

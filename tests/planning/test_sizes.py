@@ -13,7 +13,7 @@ from offload_decode.planning import sizes
 from offload_decode.planning.request import KV, Workload
 from offload_decode.planning.traffic import traffic
 from offload_decode.store.format import stored_types
-from offload_decode.types import LayerKind, ModelShape
+from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 from tests.planning.outlines import llama_8b
 from tests.tiny import tiny_model
 
@@ -159,3 +159,12 @@ def test_an_outline_reads_only_the_config(tmp_path):
     found = outline(str(tmp_path))
     assert found.shape.head_dim == 16
     assert found.parameters > 0
+
+
+def test_recurrent_states_are_counted_by_sequence() -> None:
+    states = (StateShape("conv0", (6, 4), "float16"), StateShape("recurrent0", (2, 3, 5), "float32"))
+    layers = (LayerShape(LayerKind.NONE, states=states), LayerShape(LayerKind.FULL, 1, 8, 8))
+    shape = ModelShape((layers[0], layers[1], layers[0]), 1)
+    assert sizes.states_bytes(shape, 1) == 4 * 2 * (6 * 4 * 2 + 2 * 3 * 5 * 4)
+    assert sizes.states_bytes(shape, 8) == 25 * 2 * (6 * 4 * 2 + 2 * 3 * 5 * 4)
+    assert sizes.states_bytes(llama_8b().shape, 8) == 0
