@@ -31,7 +31,7 @@ def run_rows_apart(decoder: Any) -> None:
     """
     forgets: dict[type, bool] = {}
     for module in decoder.modules():
-        if _is_mixer(module):
+        if is_mixer(module):
             kind = type(module)
             if kind not in forgets:
                 forgets[kind] = _forgets(module, decoder)
@@ -39,7 +39,7 @@ def run_rows_apart(decoder: Any) -> None:
             module.forward = partial(_apart, module, forward)
 
 
-def _is_mixer(module: torch.nn.Module) -> bool:
+def is_mixer(module: torch.nn.Module) -> bool:
     """It convolves its inputs, and knows its place among the layers."""
     convolves = any(isinstance(child, torch.nn.Conv1d) for child in module.children())
     return convolves and isinstance(getattr(module, "layer_idx", None), int)
@@ -99,7 +99,7 @@ def _forgets(module: Any, decoder: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, 2 * _PROBE_TOKENS, decoder.config.hidden_size, generator=generator)
     inputs = inputs.to(floating.device, floating.dtype)
-    probe = _Probe(module.layer_idx)
+    probe = Probe(module.layer_idx)
     with torch.inference_mode():
         module(inputs[:, :_PROBE_TOKENS], probe)
         held = probe.layers[-1].states.copy()
@@ -109,13 +109,13 @@ def _forgets(module: Any, decoder: Any) -> bool:
 
 
 def _probed(module: Any, inputs: Tensor, states: States) -> Tensor:
-    probe = _Probe(module.layer_idx)
+    probe = Probe(module.layer_idx)
     probe.layers[-1].states = states.copy()
     out: Tensor = module(inputs[:, _PROBE_TOKENS:], probe)
     return out
 
 
-class _Probe(PrefixCache):
+class Probe(PrefixCache):
     """Nothing but the states of one layer."""
 
     def __init__(self, layer_idx: int):
