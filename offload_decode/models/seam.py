@@ -8,6 +8,7 @@ of the prefix, or from tokens run twice, is refused before anything is appended.
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def _before(
             given["attention_mask"] = covering(mask.to(new.device, torch.bool), cache.prefix_length)
         cache.check_room(tokens, shown)
         cache.show(tokens, shown)
-    if given.get("position_ids") is None and "position_ids" in inspect.signature(decoder.forward).parameters:
+    if given.get("position_ids") is None and _takes_positions(type(decoder)):
         # Some models would begin at 0.
         first = cache.prefix_length + cache.tail_length
         given["position_ids"] = torch.arange(first, first + tokens, device=new.device)[None]
@@ -107,6 +108,11 @@ def _check_kept(decoder: torch.nn.Module, given: dict[str, Any]) -> None:
             "this model's own generate drops the stored prefix here, because its rotation would change: ask "
             "through the engine (Engine.answer), which keeps to that of the store"
         )
+
+
+@lru_cache(maxsize=64)
+def _takes_positions(decoder: type) -> bool:
+    return "position_ids" in inspect.signature(decoder.forward).parameters  # type: ignore[attr-defined]
 
 
 def covering(mask: Tensor, tokens: int) -> Tensor:
