@@ -7,7 +7,7 @@ chunks equals one that is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from offload_decode.kernels.dense import attend_blocks
 from offload_decode.kernels.rows import Rows, numpy_view, tensor_view
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.devices import DTYPES
 from offload_decode.models.loading import LoadedModel
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import AttentionState
@@ -79,22 +80,24 @@ class StagedPrefix:
     def _chosen(self, layer: int, ids: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         ids = ids.sort(dim=1).values  # nearly sequential reads
         for start in range(0, ids.shape[1], BLOCK_TOKENS):
-            part = list(enumerate(ids[:, start : start + BLOCK_TOKENS]))
-            yield (
-                torch.stack([self.keys(layer, head).read(own, device) for head, own in part])[None],
-                torch.stack([self.values(layer, head).read(own, device) for head, own in part])[None],
-            )
+            yield self._block(layer, list(ids[:, start : start + BLOCK_TOKENS]), device)
 
     def _blocks(self, layer: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        heads = range(self.shape.kv_heads)
-        keys = [self.keys(layer, head) for head in heads]
-        values = [self.values(layer, head) for head in heads]
         for start in range(0, self.length, BLOCK_TOKENS):
             part = slice(start, min(start + BLOCK_TOKENS, self.length))
-            yield (
-                torch.stack([key.read(part, device) for key in keys])[None],
-                torch.stack([value.read(part, device) for value in values])[None],
-            )
+            yield self._block(layer, [part] * self.shape.kv_heads, device)
+
+    def _block(
+        self, layer: int, parts: Sequence[slice | Tensor], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values `[1, Hkv, S, …]` of a part of each KV head's tokens; latents are both."""
+
+        def stacked(read: Callable[[int, int], Rows]) -> Tensor:
+            rows = [read(layer, head).read(part, device) for head, part in enumerate(parts)]
+            return torch.stack(rows)[None]
+
+        keys = stacked(self.keys)
+        return keys, keys if self.shape.latent else stacked(self.values)
 
     def _sample(self, layer: int, query: Tensor) -> None:
         if self._sampled.get(layer) == self.length:
@@ -105,7 +108,8 @@ class StagedPrefix:
             rows = torch.from_numpy(positions - self.length).to(query.device)
             heads = torch.from_numpy(group_heads).to(query.device)
             grouped = query[0].reshape(self.shape.kv_heads, self.shape.group, *query.shape[2:])
-            self.writer.put_queries(layer, slots, numpy_view(grouped[:, heads, rows]))
+            kept = grouped[:, heads, rows].to(DTYPES[self.writer.manifest.dtype])
+            self.writer.put_queries(layer, slots, numpy_view(kept))
 
 
 def prefill_chunks(
@@ -129,7 +133,9 @@ def prefill_chunks(
         loaded.encode(part, cache)
         for layer in cache.tails:
             keys, values = layer.tail.view()
-            writer.append(layer.index, numpy_view(keys[0]), numpy_view(values[0]))
+            rows = numpy_view(keys[0])
+            latent = loaded.shape.layers[layer.index].latent
+            writer.append(layer.index, rows, rows if latent else numpy_view(values[0]))
         for recurrent in loaded.shape.state_layers:
             held = [numpy_view(state[0]) for state in cache.states(recurrent)]
             writer.put_states(recurrent, held)

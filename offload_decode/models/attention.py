@@ -12,7 +12,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from offload_decode.attention.states import merge_states, sink_state
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kernels.dense import attend_dense
-from offload_decode.models.layers import PrefixLayer, TailLayer
+from offload_decode.models.latent import LatentHeads, latent_of
+from offload_decode.models.layers import LatentLayer, PrefixLayer, TailLayer, updated_layer
 from offload_decode.models.temperature import tuned_to
 from offload_decode.types import AttentionState
 
@@ -41,24 +42,34 @@ def prefix_attention(
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
     layer: TailLayer | None = getattr(key, "offload_layer", None)
+    latent = None if layer is not None else latent_of(module)
+    if latent is not None:  # the keys were made of what came from the cache
+        layer = updated_layer(module.layer_idx)  # type: ignore[arg-type]
     if layer is not None:
         _refuse_unknown(module, others)
         if layer.positions is not None:
             query = tuned_to(module, query, layer.positions, layer.get_seq_length() - query.shape[2])
+    heads: LatentHeads | None = None
+    if latent is not None and isinstance(layer, LatentLayer):
+        heads = LatentHeads(module, latent, query)
+    asked = query if heads is None else heads.absorb(query)
     # The tail is attended to between these two, so that a device is at it while the host searches.
     finish: Callable[[], AttentionState] | None = None
     if isinstance(layer, PrefixLayer):
-        finish = layer.prefix.begin(layer.index, query, scaling, softcap)
+        finish = layer.prefix.begin(layer.index, asked, scaling, softcap)
     state: AttentionState | None = None
     whole = attention_mask is None or bool(attention_mask.all())  # a query that sees all of the tail
     if isinstance(layer, PrefixLayer) and whole:
-        state = layer.prefix.attend_tail(layer.index, query, layer.tail, scaling, softcap)
+        state = layer.prefix.attend_tail(layer.index, asked, layer.tail, scaling, softcap)
+    if state is not None and heads is not None:
+        state = heads.expand(state)
     if state is None:
         state = attend_dense(query, key, value, scaling, attention_mask, softcap)
     if layer is not None:
         layer.unattended = False
     if finish is not None:
-        state = merge_states(state, finish())
+        stored = finish()
+        state = merge_states(state, stored if heads is None else heads.expand(stored))
     if s_aux is not None:
         state = merge_states(state, sink_state(s_aux, state))
     out = state.out

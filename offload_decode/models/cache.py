@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kv.tail import Prefix
-from offload_decode.models.layers import KeylessLayer, PrefixLayer, TailLayer, WindowLayer
+from offload_decode.models.layers import KeylessLayer, LatentLayer, PrefixLayer, TailLayer, WindowLayer
 from offload_decode.models.positions import ANYWHERE, Positions
 from offload_decode.models.states import States
 from offload_decode.types import LayerKind, ModelShape
@@ -75,7 +75,7 @@ class PrefixCache(Cache):
             if own.window is not None:
                 layers.append(WindowLayer(index, prefix, own.window, windows[index], held))
             elif own.kind is LayerKind.FULL:
-                layers.append(PrefixLayer(index, prefix, held))
+                layers.append((LatentLayer if own.latent else PrefixLayer)(index, prefix, held))
             else:
                 layers.append(KeylessLayer(index, held))
         return cls(layers, decoder, dtype, positions)
@@ -246,7 +246,7 @@ class PrefixCache(Cache):
 
     def states(self, layer: int) -> list[Tensor]:
         """What a recurrent layer has after the last token, `[B, ...]`, in the order of its shape."""
-        return list(self._states(layer).held.values())
+        return list(self._held()[layer].held.values())
 
     def hidden(self, tokens: int) -> Tensor | None:
         """How much padding stands before each row's own of the last `tokens`, int64 `[B]`; None if nowhere

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload_decode.errors import UnsupportedModel
+from offload_decode.types import AttentionState
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ class LatentHeads:
         plain, rotary = query[..., : self.latent.plain], query[..., self.latent.plain :]
         return torch.cat([plain.float() @ self._keys, rotary.float()], dim=-1)
 
-    def expand(self, out: Tensor) -> Tensor:
-        """Attention over the rows, `[B, H, T, dim]`, as that over the heads' values: float32
-        `[B, H, T, value]`.
+    def expand(self, state: AttentionState) -> AttentionState:
+        """Attention over the rows, `out [B, H, T, dim]`, as attention over the heads' values, `[B, H, T,
+        value]`.
         """
-        return out[..., : self.latent.rank].float() @ self._values.mT
+        return AttentionState(state.out[..., : self.latent.rank] @ self._values.mT, state.lse)
 
 
 def _weight(projection: Any, rank: int, like: Tensor) -> Tensor:

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from offload_decode.kv.tail import Prefix, TailKV
 from offload_decode.models.states import States
+
+
+class _Updated(threading.local):
+    """The layer that this thread's pass appended to last, until it is attended to."""
+
+    layer: TailLayer | None = None
+
+
+_UPDATED = _Updated()
+
+
+def forget_update() -> None:
+    """A pass begins: what one that was interrupted appended to is of no more interest."""
+    _UPDATED.layer = None
+
+
+def updated_layer(index: int) -> TailLayer | None:
+    """The layer that was appended to last, if it has that index; asked once."""
+    layer, _UPDATED.layer = _UPDATED.layer, None
+    return layer if layer is not None and layer.index == index else None
 
 
 class TailLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -38,6 +60,7 @@ class TailLayer(CacheLayerMixin):  # type: ignore[misc]
         self.tail.append(key_states, value_states)
         keys, values = self.visible()
         keys.offload_layer = self  # type: ignore[attr-defined]  # read by models.attention in the very next call
+        _UPDATED.layer = self  # read there too, where what is cached is no key yet
         self.unattended = True
         return keys, values
 
@@ -79,6 +102,33 @@ class PrefixLayer(TailLayer):
     def rebase(self) -> None:
         """The tail has joined the prefix: start an empty one."""
         self.reset()
+
+
+class LatentLayer(PrefixLayer):
+    """A full-attention layer that caches latents: the tail holds each token's row (`models.latent`) once, as
+    key and value in one.
+    """
+
+    rank = 0  # of the latents, known from the first on
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append latents `[B, 1, T, rank]` and rotary parts `[B, 1, T, rotary]`; returns those so far."""
+        self.rank = key_states.shape[-1]
+        rows = torch.cat([key_states, value_states], dim=-1)
+        return super().update(rows, rows)
+
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """Latents and rotary parts, of which the model makes keys and values."""
+        rows, _ = self.tail.view()
+        return rows[..., : self.rank], rows[..., self.rank :]
+
+    def fork(self, prefix: Prefix) -> LatentLayer:
+        """The same layer with a copy of the tail."""
+        copy = LatentLayer(self.index, prefix, self.states and self.states.copy())
+        copy.tail, copy.rank = self.tail.fork(), self.rank
+        return copy
 
 
 class WindowLayer(TailLayer):

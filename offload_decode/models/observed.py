@@ -235,10 +235,10 @@ def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], 
         kind = LayerKind.CHUNKED
     latent = latent_of(seen[index][0])
     heads, key_dim, value_dim = keys.shape[1], keys.shape[-1], values.shape[-1]
-    if latent is not None:
-        heads, key_dim, value_dim = 1, latent.dim, latent.dim
+    if latent is not None and kind is LayerKind.FULL:
+        return LayerShape(kind, 1, latent.dim, latent.dim, None, states, latent=True)
     window = None if kind is LayerKind.FULL else layer.sliding_window
-    return LayerShape(kind, heads, key_dim, value_dim, window, states, latent is not None)
+    return LayerShape(kind, heads, key_dim, value_dim, window, states)
 
 
 def _is_chunked(text: Any, types: list[str], index: int) -> bool:

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models.attention import NAME, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.layers import forget_update
 from offload_decode.models.rotation import UNSAID, depends_on_length, hold_rotations, rotate_for
 from offload_decode.models.rows_apart import run_rows_apart
 
@@ -42,6 +43,7 @@ def _before(
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = given.get("past_key_values")
     rotate_for(None)
+    forget_update()
     if not isinstance(cache, PrefixCache):
         _check_kept(decoder, given)
         return None

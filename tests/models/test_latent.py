@@ -66,8 +66,9 @@ def check(module: torch.nn.Module, tolerance: float = 1e-5) -> None:
         expected = attend(query, keys, values, 0.3)
         heads = LatentHeads(module, latent, query)
         state = attend(heads.absorb(query), rows, rows, 0.3)
-        torch.testing.assert_close(heads.expand(state.out), expected.out, atol=tolerance, rtol=0)
-        torch.testing.assert_close(state.lse, expected.lse, atol=tolerance, rtol=0)
+        found = heads.expand(state)
+        torch.testing.assert_close(found.out, expected.out, atol=tolerance, rtol=0)
+        torch.testing.assert_close(found.lse, expected.lse, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
