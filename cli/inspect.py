@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cli.saved_indexes import SavedIndexes
     from offload_decode.store.format import Manifest
     from offload_decode.store.reader import KVStore
+    from offload_decode.types import ModelShape
 
 _SHOWN = 10
 
@@ -95,10 +96,17 @@ def _layers(manifest: Manifest) -> str:
     some = [f"{count} with a window of {window:,} tokens" for window, count in windows.items()]
     some += [f"{len(shape.state_layers)} with a recurrent state"] if shape.state_layers else []
     details = f" ({', '.join(some)})" if some else ""
-    return (
-        f"{len(shape.layers)}{details}, {shape.kv_heads} KV heads for {shape.query_heads} query heads, "
-        f"head dimension {shape.head_dim}, {manifest.dtype}"
-    )
+    return f"{len(shape.layers)}{details}, {_heads(shape)}, {manifest.dtype}"
+
+
+def _heads(shape: ModelShape) -> str:
+    if shape.latent:
+        numbers = f"latents of {shape.head_dim} numbers, keys and values in one"
+        return f"{numbers}, for {shape.query_heads} query heads"
+    width = f"head dimension {shape.head_dim}"
+    if shape.value_dim != shape.head_dim:
+        width = f"keys of {shape.head_dim} numbers and values of {shape.value_dim}"
+    return f"{shape.kv_heads} KV heads for {shape.query_heads} query heads, {width}"
 
 
 def _costs(store: KVStore) -> list[list[str]]:

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from offload_decode.errors import UnsupportedModel
 from offload_decode.types import AttentionState
+
+_MADE: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ def _weight(projection: Any, rank: int, like: Tensor) -> Tensor:
         weight: Tensor = projection.weight
         if weight.is_floating_point() and weight.device == like.device:
             return weight
-    # In few bits, adapted, or fetched when it is called: what it makes of every unit vector.
-    made: Tensor = projection(torch.eye(rank, dtype=like.dtype, device=like.device))
-    return made.T
+    # In few bits, adapted, or fetched when it is called: what it makes of every unit vector, kept as long as
+    # it makes the same of one vector.
+    unit = torch.eye(rank, dtype=like.dtype, device=like.device)
+    probe: Tensor = projection(torch.linspace(-1, 1, rank).to(unit)[None])
+    known = _MADE.get(projection)
+    if known is None or known[0].device != probe.device or not torch.equal(known[0], probe):
+        known = _MADE[projection] = probe, projection(unit).T
+    return known[1]

@@ -91,8 +91,11 @@ class Wrapped(torch.nn.Module):
 
 def test_a_projection_that_is_no_plain_layer_is_asked_for_its_weight():
     module = attention_of("deepseek_v3")
-    module.kv_b_proj = Wrapped(module.kv_b_proj)
-    check(module)
+    inner, module.kv_b_proj = module.kv_b_proj, Wrapped(module.kv_b_proj)
+    for _ in range(2):
+        check(module)
+        with torch.no_grad():
+            inner.weight.mul_(-0.5)  # as an adapter that is exchanged
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

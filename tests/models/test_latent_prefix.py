@@ -1,0 +1,156 @@
+"""Latents behind a stored prefix: what is kept, what is searched, and what answers equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from offload_decode.engine.engine import Engine
+from offload_decode.models import architectures
+from offload_decode.models.latent import latent_of
+from offload_decode.models.loading import wrap
+from offload_decode.selectors import quest
+from offload_decode.types import Document, PageSelection
+from prefill_jobs.job import Settings, prefill_tokens
+from tests.families import VOCAB
+from tests.tiny import tiny_model
+
+N, LAYER = 45, 1
+CLOSE = {"atol": 1e-4, "rtol": 0}
+IDS = torch.randint(3, VOCAB, (1, N + 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "EXACT", architectures.EXACT | {"deepseek_v3"})
+
+
+@pytest.fixture(scope="module")
+def plain():
+    model = tiny_model("deepseek_v3")
+    if latent_of(model.model.layers[0].self_attn) is None:
+        pytest.skip("this transformers caches expanded heads")
+    model.set_attn_implementation("eager")
+    return model
+
+
+def engine_over(folder: Path, model=None, kv: str = "auto", **options: object) -> Engine:
+    served = wrap(model or tiny_model("deepseek_v3"))
+    tokens = IDS[0, :N].numpy().astype(np.int32)
+    settings = Settings(options={"chunk": 16}, kv=kv)
+    prefill_tokens(served, tokens, [Document("all", 0, N)], folder / "store", settings)
+    return Engine.open(folder / "store", served, options={"budget": "100%", **options})
+
+
+def logits_of(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return engine.loaded.model(ids, past_key_values=engine.new_cache()).logits
+
+
+def plain_logits(model: torch.nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids, past_key_values=DynamicCache(config=model.config)).logits[:, N:]
+
+
+def test_the_store_keeps_what_the_model_caches_once(tmp_path, plain):
+    engine = engine_over(tmp_path)
+    cache = DynamicCache(config=plain.config)
+    with torch.inference_mode():
+        plain(IDS[:, :N], past_key_values=cache)
+    shape = engine.store.manifest.shape
+    assert (shape.kv_heads, shape.head_dim, shape.latent, shape.group) == (1, 32, True, 4)
+    for layer, held in enumerate(cache.layers):
+        rows = torch.cat([held.keys, held.values], dim=-1)[0, 0]
+        torch.testing.assert_close(torch.tensor(engine.store.keys(layer, 0)), rows, **CLOSE)
+        assert engine.store.values(layer, 0) is engine.store.keys(layer, 0)
+    cost = engine.store.cost()
+    assert "values" not in cost
+    assert cost["keys"] == len(shape.layers) * N * 32 * 4
+
+
+def test_sampled_queries_are_absorbed(tmp_path, plain):
+    """Their inner products with the latents make the attention of the heads that they were taken from."""
+    store = engine_over(tmp_path).store
+    with torch.inference_mode():
+        weights = plain(IDS[:, :N], output_attentions=True).attentions[LAYER][0]
+    scaling = plain.model.layers[LAYER].self_attn.scaling
+    rows, queries = (torch.tensor(part) for part in (store.keys(LAYER, 0), store.queries(LAYER, 0)))
+    for sample, position in enumerate(store.query_positions.tolist()):
+        seen = slice(None, position + 1)
+        attention = torch.softmax(scaling * rows[seen] @ queries[sample], dim=0)
+        torch.testing.assert_close(attention, weights[sample % 4, position, seen], **CLOSE)
+
+
+@pytest.mark.parametrize("selector", ["oracle", "topk", "quest+topk", "loki", "sparq"])
+def test_selectors_that_leave_little_out_answer_nearly_alike(tmp_path, plain, selector):
+    options = {"budget": str(N - 2), "dense_layers": ""}
+    served = engine_over(tmp_path).loaded
+    engine = Engine.open(tmp_path / "store", served, selector=selector, options=options)
+    off = (logits_of(engine, IDS[:, N:]) - plain_logits(plain)).abs().max()
+    assert 1e-5 < off < 0.5
+
+
+@pytest.mark.parametrize("tail", ["clusters:1", "sample:512"])
+def test_the_unselected_latents_are_estimated(tmp_path, plain, tail):
+    engine = engine_over(tmp_path, budget="9", tail=tail)
+    off = (logits_of(engine, IDS[:, N:]) - plain_logits(plain)).abs()
+    assert off.max() < (1e-4 if tail == "clusters:1" else 1.0)
+
+
+def test_a_long_conversation_is_attended_to_by_pages(tmp_path, plain, monkeypatch):
+    chosen = []
+
+    def every_page(self, layer, queries, tail):
+        chosen.append(queries.rows.shape)
+        pages = torch.arange(-(-tail.length // 4)).expand(1, 1, -1)
+        return PageSelection(pages, 4, torch.tensor([tail.length + 4]), shared=True)
+
+    monkeypatch.setattr(quest.Quest, "select_tail", every_page)
+    served = engine_over(tmp_path).loaded
+    engine = Engine.open(tmp_path / "store", served, selector="quest", options={"budget": "100%"})
+    cache = engine.new_cache()
+    with torch.inference_mode():
+        served.model(IDS[:, N:-1], past_key_values=cache)
+        last = served.model(IDS[:, -1:], past_key_values=cache).logits
+    assert chosen[-1] == (1, 4, 32), "an absorbed query of each head"
+    torch.testing.assert_close(last, plain_logits(plain)[:, -1:], **CLOSE)
+
+
+def test_latents_in_bytes_say_what_that_costs(tmp_path, plain):
+    engine = engine_over(tmp_path, kv="int8")
+    errors = engine.store.manifest.kv_error
+    assert list(errors) == ["keys"]
+    assert all(0 < entry["relative_rms"] < 0.01 for entry in errors["keys"])
+    assert (logits_of(engine, IDS[:, N:]) - plain_logits(plain)).abs().max() < 0.2
+
+
+def test_an_interrupted_pass_leaves_nothing_to_the_next(tmp_path, plain, monkeypatch):
+    engine = engine_over(tmp_path)
+    model, attention = engine.loaded.model, engine.loaded.model.model.layers[0].self_attn
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "expand_kv", interrupt)  # between the cache and the attention
+        with pytest.raises(KeyboardInterrupt):
+            logits_of(engine, IDS[:, N:])
+    with torch.inference_mode():
+        alone = model(IDS[:, N:], past_key_values=DynamicCache(config=model.config)).logits
+        torch.testing.assert_close(alone, plain(IDS[:, N:]).logits, **CLOSE)
+    torch.testing.assert_close(logits_of(engine, IDS[:, N:]), plain_logits(plain), **CLOSE)
+
+
+def test_a_model_in_few_bits_attends_as_it_does_itself(tmp_path, plain):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from offload_decode.models.quantised import quantise
+
+    given = {"hidden_size": 64, "kv_lora_rank": 64, "q_lora_rank": None}
+    few = quantise(tiny_model("deepseek_v3", **given), "int4", torch.device("cpu"))
+    expected = plain_logits(few)
+    engine = engine_over(tmp_path, few)
+    torch.testing.assert_close(logits_of(engine, IDS[:, N:]), expected, atol=1e-3, rtol=0)
