@@ -8,7 +8,19 @@ from pathlib import Path
 
 PROJECT = "offload-decode"
 LIBRARIES = ("torch", "transformers", "numpy", "numba", "zarr")
-OPTIONAL = ("hnswlib", "triton", "matplotlib", "pypdf", "python-docx", "obstore", "ray", "bitsandbytes")
+OPTIONAL = (
+    "hnswlib",
+    "triton",
+    "matplotlib",
+    "pypdf",
+    "python-docx",
+    "obstore",
+    "ray",
+    "bitsandbytes",
+    "accelerate",
+    "compressed-tensors",
+    "gguf",
+)
 # All of these provide the module `faiss`: one may be installed.
 FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu12", "faiss-gpu-cu11")
 ABSENT = "not installed"

@@ -47,7 +47,9 @@ Store = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        metavar="M", help="Model id or folder, if not the one that the store names.", show_default=False
+        metavar="M",
+        help="Model id, folder or .gguf file, if not the one that the store names.",
+        show_default=False,
     ),
 ]
 Selector = Annotated[

@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +30,8 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            metavar="M", help="'demo' (shipped), a transformers id, or a folder; only its config is read."
+            metavar="M",
+            help="'demo' (shipped), a transformers id, a folder or a .gguf file; only its config is read.",
         ),
     ],
     tokens: Annotated[
@@ -163,19 +164,26 @@ def _show(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed)
 
 def _counts(planned: Plan) -> str:
     """What there is to choose from: the same model and corpus in other encodings."""
+    from offload_decode.models.formats import FORMATS
     from offload_decode.planning import sizes
-    from offload_decode.planning.request import INDEXES, WEIGHTS
+    from offload_decode.planning.request import INDEXES
     from offload_decode.store.format import kv_kinds
     from offload_decode.types import PAGE_METADATA
 
     outline, request = planned.outline, planned.request
     shape, tokens = outline.shape, request.tokens
     kinds = kv_kinds(shape)
-    weights = [
-        (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
-        for name in WEIGHTS
-        if name != "fp16"
-    ]
+    if outline.packed:
+        whole = replace(outline, format="")
+        weights = [
+            (FORMATS[outline.format].said, outline.packed),
+            (outline.dtype, sizes.weights_bytes(whole, "auto")),
+        ]
+    else:
+        weights = [
+            (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
+            for name in ("auto", "int8", "int4")
+        ]
     stores = [(kv, sizes.store_bytes(shape, tokens, kv, outline.dtype)) for kv in kinds]
     bounds = [
         (

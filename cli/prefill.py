@@ -36,7 +36,10 @@ def prefill(
         ),
     ],
     model: Annotated[
-        str, typer.Option(metavar="M", help="'demo' (shipped), a transformers id, or a model's folder.")
+        str,
+        typer.Option(
+            metavar="M", help="'demo' (shipped), a transformers id, a model's folder, or a .gguf file."
+        ),
     ],
     out: Annotated[
         str,

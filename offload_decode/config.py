@@ -18,11 +18,11 @@ WEIGHTS = ("auto", "full", "int8", "int4")
 class EngineConfig:
     """How a store is asked. Raises `ConfigError` for a value that cannot be.
 
-    model: an id or a folder, where it is not the one that the store names. selector, options: which stored
-    tokens a step attends to, options as users write them. device: `auto`, `cpu`, `cuda` or `cuda:N`. weights:
-    `auto` (as prefilled), `full` (the checkpoint's own), `int8` or `int4`. attend: stored tokens on the
-    `host`, on the `device`, or `auto`, where it is faster. device_cache: bytes of the device that keep the
-    stored rows used last.
+    model: an id, a folder or a .gguf file, where it is not the one that the store names. selector, options:
+    which stored tokens a step attends to, options as users write them. device: `auto`, `cpu`, `cuda` or
+    `cuda:N`. weights: `auto` (as prefilled), `full` (the checkpoint's own), `int8` or `int4`. attend: stored
+    tokens on the `host`, on the `device`, or `auto`, where it is faster. device_cache: bytes of the device
+    that keep the stored rows used last.
     """
 
     model: str | None = None

@@ -15,9 +15,11 @@ from typing import Any, NoReturn
 from offload_decode.errors import ConfigError, ModelError, OffloadDecodeError
 from offload_decode.memory import is_out_of_memory
 from offload_decode.models.architectures import check_served, shape_of
+from offload_decode.models.formats import GGUF, check_packages, quantization_of
+from offload_decode.models.gguf import SUFFIX, check_gguf
 from offload_decode.types import ModelShape
 
-WAY_OUT = "give 'demo', a folder, or a transformers id"
+WAY_OUT = "give 'demo', a folder, a .gguf file, or a transformers id"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 _MIB = 1 << 20
@@ -55,21 +57,41 @@ _OPTIONAL = frozenset(["num_key_value_heads", "head_dim", "moe_intermediate_size
 
 
 def source_of(model_id: str) -> str:
-    """What transformers is to load: the shipped model's folder for `demo`. Raises `ConfigError`, and
-    `ModelError` for a folder that is not there.
+    """What is to be loaded: the shipped model's folder for `demo`, and a GGUF file where a folder holds just
+    that. Raises `ConfigError`, and `ModelError` for a folder that is not there.
     """
     if not model_id.strip():
         raise ConfigError(f"the model is empty: {WAY_OUT}")
     if model_id == "demo":
         return str(files("offload_decode") / "demo_model")
     looks_local = model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1
+    if model_id.endswith(SUFFIX) and os.path.lexists(model_id):
+        return model_id
     if (looks_local or os.path.lexists(model_id)) and not Path(model_id).is_dir():
         raise ModelError(f"there is no folder {model_id}: {WAY_OUT}")
-    return model_id
+    return _gguf_in(Path(model_id)) or model_id
+
+
+def _gguf_in(folder: Path) -> str | None:
+    """The GGUF file of a folder that has no other weights; `ModelError` where there are several."""
+    if any((folder / name).exists() for name in (WEIGHTS, INDEX)):
+        return None
+    found = sorted(folder.glob(f"*{SUFFIX}"))
+    if len(found) > 1:
+        raise ModelError(f"{folder} holds {len(found)} GGUF files: name one, such as {found[0]}")
+    return str(found[0]) if found else None
+
+
+def located(source: str) -> tuple[str, dict[str, str]]:
+    """A source as `from_pretrained` takes it: a folder or an id, and which GGUF file of it."""
+    if not source.endswith(SUFFIX):
+        return source, {}
+    path = Path(source).absolute()
+    return str(path.parent), {"gguf_file": path.name}
 
 
 def read_config(model_id: str) -> tuple[Any, ModelShape]:
-    """The transformers config of `demo`, a folder or a transformers id, and the model's shape.
+    """The transformers config of `demo`, a folder, a .gguf file or a transformers id, and the model's shape.
 
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
@@ -78,10 +100,16 @@ def read_config(model_id: str) -> tuple[Any, ModelShape]:
 
     source = source_of(model_id)
     with told(f"cannot read the config of '{model_id}'"):
-        folder = Path(source) if Path(source).is_dir() else Path(str(cached_file(source, CONFIG))).parent
-        _check_files(folder)
-        _check_sizes(_parsed(folder / CONFIG))
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if source.endswith(SUFFIX):
+            check_gguf(Path(source))
+            check_packages(GGUF)
+        else:
+            folder = Path(source) if Path(source).is_dir() else Path(str(cached_file(source, CONFIG))).parent
+            _check_files(folder)
+            _check_sizes(_parsed(folder / CONFIG))
+        where, which = located(source)
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False, **which)
+        quantization_of(config)
         return config, shape_of(config)
 
 
@@ -92,10 +120,13 @@ def bounded(config: Path) -> bytes:
 
 
 def weight_files(source: str) -> list[Path]:
-    """The safetensors files of a folder or transformers id, with their index where there are several.
+    """The safetensors files of a folder or transformers id, with their index where there are several; or a
+    GGUF file.
 
     Raises `ModelError` where there are none: pickled weights are not read.
     """
+    if source.endswith(SUFFIX):
+        return [Path(source)]
     if Path(source).is_dir():
         folder, found = Path(source), next((n for n in (WEIGHTS, INDEX) if (Path(source) / n).exists()), None)
     else:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +29,8 @@ _CANNOT_MATTER = frozenset(
         # Names, and what the file was written with. The dtype is compared by itself.
         "_name_or_path", "architectures", "transformers_version", "auto_map", "dtype", "torch_dtype",
         "problem_type", "id2label", "label2id", "num_labels",
+        # How the weights are kept: they are hashed with it.
+        "quantization_config",
         # How a model is called, and what it returns beside the logits.
         "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
         "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
@@ -74,7 +79,35 @@ def weights_hash(model: Any) -> str:
 
     Two weights that share their memory are read once. Tells apart models of which one number differs.
     """
-    weights = [(name, weight, _blocks(weight)) for name, weight in sorted(model.state_dict().items())]
+    whole = _hashed(sorted(_plain_tensors(model.state_dict())))
+    for name, rotation in _rotations(model):
+        whole.update(f"{name} {rotation.dtype}\n".encode() + rotation.float().numpy().tobytes())
+    return f"{FINGERPRINT_VERSION}:{whole.hexdigest()}"
+
+
+def files_hash(files: Sequence[Path], quantization: dict[str, Any]) -> str:
+    """SHA-256 of every byte of the safetensors of a checkpoint in few bits, with names, shapes and dtypes,
+    and of what its config says of them: one wherever it is read, and however its weights are widened there.
+    """
+    from safetensors import safe_open
+
+    with ExitStack() as opened:
+        maps = [
+            opened.enter_context(safe_open(path, "pt")) for path in files if path.suffix == ".safetensors"
+        ]
+        whole = _hashed(sorted((name, one.get_tensor(name)) for one in maps for name in one.keys()))  # noqa: SIM118
+    whole.update(_json(quantization).encode())
+    return f"{FINGERPRINT_VERSION}:{whole.hexdigest()}"
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a GGUF file: its weights, and what it says of them."""
+    whole = _hashed([("", torch.from_numpy(np.memmap(path, np.uint8, "c")))])
+    return f"{FINGERPRINT_VERSION}:{whole.hexdigest()}"
+
+
+def _hashed(named: Sequence[tuple[str, Tensor]]) -> Any:
+    weights = [(name, weight, _blocks(weight)) for name, weight in named]
     blocks = {_place(block): block for _, _, own in weights for block in own}
     digests: dict[tuple[Any, ...], bytes] = {}
 
@@ -88,9 +121,17 @@ def weights_hash(model: Any) -> str:
         whole.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         for block in own:
             whole.update(digests[_place(block)])
-    for name, rotation in _rotations(model):
-        whole.update(f"{name} {rotation.dtype}\n".encode() + rotation.float().numpy().tobytes())
-    return f"{FINGERPRINT_VERSION}:{whole.hexdigest()}"
+    return whole
+
+
+def _plain_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, those that are made of others (torchao's) in their parts."""
+    for name, weight in state.items():
+        if hasattr(weight, "__tensor_flatten__"):
+            parts, _ = weight.__tensor_flatten__()
+            yield from _plain_tensors({f"{name}.{part}": getattr(weight, part) for part in parts})
+        elif isinstance(weight, Tensor):
+            yield name, weight
 
 
 def tokenizer_hash(tokenizer: Any | None) -> str:

@@ -14,11 +14,14 @@ from offload_decode.errors import ModelError
 from offload_decode.memory import lifted
 from offload_decode.models.architectures import shape_of
 from offload_decode.models.cache import PrefixCache
-from offload_decode.models.checkpoint import CONFIG, read_config, source_of, told, weight_files
+from offload_decode.models.checkpoint import CONFIG, located, read_config, source_of, told, weight_files
 from offload_decode.models.devices import DTYPES, check_dtype, pick_device
 from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weights_hash
+from offload_decode.models.formats import check_packages, check_weights_of, quantization_of
+from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.positions import Lengths, lengths_of, rope_parameters
 from offload_decode.models.prompt import Prompt, prompt_for
+from offload_decode.models.published import read_gguf, read_packed, whole_model
 from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.models.remembered import remembered
 from offload_decode.models.seam import activate
@@ -101,11 +104,12 @@ class LoadedModel:
 
 
 def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str = "auto") -> LoadedModel:
-    """Load `demo` (the shipped model), a folder, or a transformers id, with its tokenizer.
+    """Load `demo` (the shipped model), a folder, a .gguf file or a transformers id, with its tokenizer.
 
     `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
     `float32`. `weights` is `auto` (in that dtype), `int8` or `int4` (`models.quantised`): the model's hash is
-    that of the checkpoint, so that it opens what the checkpoint prefilled. On the CPU the checkpoint is a map
+    that of the checkpoint, so that it opens what the checkpoint prefilled. A checkpoint in few bits
+    (`models.formats`) is read as it is published, and takes no `weights`. On the CPU the checkpoint is a map
     of its files while it is read, copied only where `dtype` is another. Raises `ModelError`,
     `UnsupportedModel` or `ConfigError`.
     """
@@ -117,15 +121,23 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     chosen_device = pick_device(device)
     config, _ = read_config(model_id)
     source = source_of(model_id)
+    if (quantization := quantization_of(config)) is not None:
+        check_weights_of(quantization["quant_method"], weights)
+        check_packages(quantization["quant_method"])
+    where, which = located(source)
     with told(f"cannot load the model '{model_id}'"):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         logging.disable_progress_bar()  # a bar of its own would tear the one that the caller shows
-        with lifted(lambda: _checkpoint_bytes(config)):
-            model, fingerprint = _read_weights(source, config, dtype)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **which)
+        found = weight_files(source)
+        with lifted(lambda: sum(path.stat().st_size for path in found)):
+            if which:
+                model, fingerprint = read_gguf(found[0], config, dtype, chosen_device)
+            elif quantization is not None:
+                model, fingerprint = read_packed(source, found, config, quantization, dtype, chosen_device)
+            else:
+                model, fingerprint = _read_weights(source, found, config, dtype)
             model = model.to(chosen_device) if weights == "auto" else quantise(model, weights, chosen_device)
-    # A store must find its model again from any folder.
-    known_as = str(Path(model_id).resolve()) if model_id != "demo" and Path(model_id).is_dir() else model_id
-    return replace(wrap(model, tokenizer, known_as, fingerprint), weights=weights)
+    return replace(wrap(model, tokenizer, _known_as(model_id, source), fingerprint), weights=weights)
 
 
 def wrap(
@@ -156,33 +168,17 @@ def wrap(
     )
 
 
-def _read_weights(source: str, config: Any, dtype: str) -> tuple[Any, str]:
+def _read_weights(source: str, found: list[Path], config: Any, dtype: str) -> tuple[Any, str]:
     """The model on the CPU, all of whose weights are in its files, and their fingerprint."""
-    from transformers import AutoModelForCausalLM, __version__
+    from transformers import __version__
 
-    found = weight_files(source)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        source,
-        config=config,
-        dtype=DTYPES.get(dtype, "auto"),
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(
-            f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "
-            f"{missing[0]} among them: fetch the checkpoint again"
-        )
+    model = whole_model(source, config=config, dtype=DTYPES.get(dtype, "auto"))
     how = f"weights {FINGERPRINT_VERSION} {config.model_type} {model.dtype} {__version__}"
     return model, remembered([*found, found[0].with_name(CONFIG)], how, lambda: weights_hash(model))
 
 
-def _checkpoint_bytes(config: Any) -> int:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return sum(
-            weight.numel() * weight.element_size()
-            for weight in AutoModelForCausalLM.from_config(config).parameters()
-        )
+def _known_as(model_id: str, source: str) -> str:
+    """A name by which a store finds its model again from any folder."""
+    if model_id != "demo" and Path(model_id).is_dir():
+        return str(Path(model_id).resolve())
+    return str(Path(source).absolute()) if source.endswith(SUFFIX) else model_id

@@ -14,6 +14,9 @@ import torch
 from offload_decode.errors import ModelError
 from offload_decode.models.checkpoint import CONFIG, bounded, read_config, source_of, told
 from offload_decode.models.devices import DTYPES
+from offload_decode.models.formats import GGUF, quantization_of, runs_packed, unquantised
+from offload_decode.models.gguf import SUFFIX
+from offload_decode.models.packed import packed_bytes
 from offload_decode.models.positions import NO_LENGTHS, Lengths, lengths_of
 from offload_decode.models.quantised import replaceable
 from offload_decode.models.remembered import keep, recall
@@ -33,6 +36,8 @@ class Outline:
     weight-only quantisation takes, `linear_rows` these layers' outputs, `embeddings` those of a table that a
     token reads one row of, `experts` those in fused expert weights, of which a token reads the share
     `active`. `hidden`, `intermediate` and `vocabulary` are widths. `lengths`: of texts, at which it changes.
+    `format`: of a checkpoint in few bits (`models.formats`), else empty; `packed` are the bytes of its
+    weights, `packed_experts` those of its fused expert weights among them.
     """
 
     model_id: str
@@ -47,11 +52,18 @@ class Outline:
     hidden: int
     intermediate: int
     vocabulary: int
+    format: str = ""
+    packed: int = 0
+    packed_experts: int = 0
     lengths: Lengths = NO_LENGTHS
+
+    def runs_packed(self, on_gpu: bool) -> bool:
+        """Whether the weights stay in the few bits of the checkpoint there."""
+        return bool(self.format) and runs_packed(self.format, on_gpu)
 
 
 def outline(model_id: str) -> Outline:
-    """The outline of `demo`, a folder, or a transformers id; only the config is read.
+    """The outline of `demo`, a folder, a .gguf file or a transformers id; only the config is read.
 
     To count parameters takes seconds of imports: the outline of a folder is remembered by its config's bytes.
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
@@ -87,8 +99,19 @@ def _counted(model_id: str) -> Outline:
 
     config, shape = read_config(model_id)
     with told(f"cannot read the config of '{model_id}'"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return outline_of(model, model_id, shape)
+        model = AutoModelForCausalLM.from_config(unquantised(config))
+    found = outline_of(model, model_id, shape)
+    if (quantization := quantization_of(config)) is None:
+        return replace(found, format=GGUF) if source_of(model_id).endswith(SUFFIX) else found
+    packed = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)
+    return replace(
+        found,
+        linear=0,
+        linear_rows=0,
+        format=quantization["quant_method"],
+        packed=packed[0],
+        packed_experts=packed[1],
+    )
 
 
 def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:

@@ -243,13 +243,12 @@ def _what_fits(asked: Plan, parts: tuple[Part, ...]) -> str | None:
 
 def _the_least(asked: Plan, parts: tuple[Part, ...]) -> str:
     """The caps that would be enough for the smallest way to do it."""
+    fewest, given = ("auto", "") if asked.source.packed else ("int4", "--weights int4 ")
     if parts is asked.prefilling:
-        smallest = replace(asked.request, chunk=LEAST_CHUNK, weights="int4")
+        smallest = replace(asked.request, chunk=LEAST_CHUNK, weights=fewest)
         needs = plan(asked.source, smallest, asked.machine)
-        return (
-            f"with --weights int4 -o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
-        )
-    least = replace(asked.request, weights="int4", selector="topk", device_cache=0)
+        return f"with {given}-o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
+    least = replace(asked.request, weights=fewest, selector="topk", device_cache=0)
     needs = min(
         (
             plan(asked.source, replace(least, index=index), asked.machine)
@@ -257,7 +256,7 @@ def _the_least(asked: Plan, parts: tuple[Part, ...]) -> str:
         ),
         key=lambda needs: needs.need(Medium.RAM),
     )
-    return f"with --weights int4 -s topk, the least, it is {_needs(needs, needs.asking)}"
+    return f"with {given}-s topk, the least, it is {_needs(needs, needs.asking)}"
 
 
 def _needs(asked: Plan, parts: tuple[Part, ...]) -> str:

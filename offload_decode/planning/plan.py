@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from indexes.rows import pool
+from offload_decode.models.formats import FORMATS, check_weights_of
 from offload_decode.models.outline import Outline
 from offload_decode.planning import sizes
 from offload_decode.planning.request import KV, WEIGHTS, Workload, in_dtype
@@ -123,7 +124,10 @@ class Plan:
 
 
 def plan(outline: Outline, request: Workload, machine: Machine) -> Plan:
-    """Count what the request takes on that machine."""
+    """Count what the request takes on that machine. Raises `ConfigError` for weights that the model's
+    checkpoint cannot be quantised to.
+    """
+    check_weights_of(outline.format, request.weights)
     run = in_dtype(outline, request.weights)
     asking, prefilling = (parts(run, request, machine) for parts in (_asking, _prefilling))
     return Plan(outline, run, request, machine, asking, prefilling)
@@ -233,12 +237,19 @@ def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[
 
 
 def _program(outline: Outline, weights: str, device: Medium, machine: Machine) -> list[Part]:
+    on_gpu = device is Medium.GPU
     parts = [
         Part("program", Medium.RAM, machine.held + PROGRAM_BYTES),
-        Part(f"weights ({weights if weights != 'auto' else outline.dtype})", device,
-             sizes.weights_bytes(outline, weights)),
+        Part(f"weights ({_weights_named(outline, weights, on_gpu)})", device,
+             sizes.weights_bytes(outline, weights, on_gpu)),
     ]  # fmt: skip
-    return [Part("CUDA", Medium.GPU, CUDA_BYTES), *parts] if device is Medium.GPU else parts
+    return [Part("CUDA", Medium.GPU, CUDA_BYTES), *parts] if on_gpu else parts
+
+
+def _weights_named(outline: Outline, weights: str, on_gpu: bool) -> str:
+    if weights != "auto":
+        return weights
+    return FORMATS[outline.format].said if outline.runs_packed(on_gpu) else outline.dtype
 
 
 def _store_bytes(outline: Outline, request: Workload) -> int:
@@ -269,7 +280,9 @@ def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
 
 
 def _rungs(weights: str, outline: Outline) -> list[str]:
-    """These weights, and those in fewer bits."""
+    """These weights, and those in fewer bits where the model's can be quantised."""
+    if outline.packed:
+        return [weights]
     return _from(weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"])
 
 

@@ -33,8 +33,12 @@ def itemsize(dtype: str) -> int:
     return numpy_dtype(dtype).itemsize
 
 
-def weights_bytes(outline: Outline, weights: str) -> int:
-    """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype."""
+def weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
+    """A model's weights; int8 and int4 apply to the linear layers, the others stay in the model's dtype. A
+    checkpoint in few bits is as its format runs there.
+    """
+    if outline.runs_packed(on_gpu):
+        return outline.packed
     item = itemsize(outline.dtype)
     rest = (outline.parameters - outline.linear) * item
     if weights == "int8":
@@ -44,11 +48,12 @@ def weights_bytes(outline: Outline, weights: str) -> int:
     return outline.parameters * item
 
 
-def active_weights_bytes(outline: Outline, weights: str) -> int:
+def active_weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
     """The weights that one token reads: of the embeddings one row, of the experts those it is sent to."""
     item = itemsize(outline.dtype)
-    idle = outline.embeddings + round(outline.experts * (1 - outline.active))
-    return weights_bytes(outline, weights) - idle * item
+    experts = outline.packed_experts if outline.runs_packed(on_gpu) else outline.experts * item
+    idle = outline.embeddings * item + round(experts * (1 - outline.active))
+    return weights_bytes(outline, weights, on_gpu) - idle
 
 
 def row_bytes(shape: ModelShape, kv: str, dtype: str) -> tuple[int, int]:

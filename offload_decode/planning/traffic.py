@@ -71,7 +71,7 @@ def traffic(outline: Outline, request: Workload, on_gpu: bool) -> Traffic:
     ]
     whole = LayerTraffic(*(sum(parts) for parts in zip(*layers, strict=True)))
     return Traffic(
-        weights=active_weights_bytes(outline, request.weights),
+        weights=active_weights_bytes(outline, request.weights, on_gpu),
         bus=whole.gathered + whole.attended if on_gpu else 0,
         **whole._asdict(),
     )

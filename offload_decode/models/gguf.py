@@ -1,0 +1,140 @@
+"""The header of a GGUF file, looked at before a library reads it: bounded, of one piece, of sane sizes.
+
+The form is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from offload_decode.errors import ModelError
+from offload_decode.plain_files import NotPlain, open_plain
+
+SUFFIX = ".gguf"
+_STRING, _ARRAY = 8, 9
+_NUMBERS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_MOST_PAIRS, _MOST_TENSORS = 1 << 16, 1 << 20
+_MOST_TEXT, _MOST_LISTED, _MOST_BYTES = 1 << 26, 1 << 24, 1 << 29  # of a text, a list, all that is said
+_MOST_SIZE = {
+    "block_count": 1024,
+    "embedding_length": 1 << 20,
+    "feed_forward_length": 1 << 22,
+    "expert_feed_forward_length": 1 << 22,
+    "attention.head_count": 1 << 14,
+    "attention.head_count_kv": 1 << 14,
+    "attention.key_length": 1 << 14,
+    "attention.value_length": 1 << 14,
+    "vocab_size": 1 << 26,
+    "expert_count": 1 << 14,
+    "expert_used_count": 1 << 14,
+}
+
+
+def check_gguf(path: Path) -> None:
+    """`ModelError` for a file that is no GGUF, one piece of several, cut off, or of absurd sizes."""
+    try:
+        with os.fdopen(open_plain(path, follow=True), "rb") as file:
+            header = _Header(file, path.stat().st_size)
+            said = header.pairs()
+            _check_sizes(said)
+            header.check_tensors()
+    except (NotPlain, ValueError, struct.error) as error:
+        raise ModelError(f"{path} cannot be read as GGUF, because {error}: fetch it again") from error
+    if said.get("split.count", 0) > 1:
+        raise ModelError(
+            f"{path} is one of {said['split.count']} pieces: join them with llama-gguf-split --merge, and "
+            "give the whole"
+        )
+
+
+class _Header:
+    """Reads from the start of a file on; ValueError where it says more than it holds."""
+
+    def __init__(self, file: Any, size: int) -> None:
+        self.file, self.left = file, min(size, _MOST_BYTES)
+        self.size = size
+
+    def pairs(self) -> dict[str, Any]:
+        """What the file says of itself; of lists of texts only how many there are."""
+        if self._take(4) != b"GGUF":
+            raise ValueError("it does not begin like one")
+        version, self.tensors, pairs = self._unpack("<IQQ")
+        if version not in (2, 3):
+            raise ValueError(f"it is of version {version}, and 2 and 3 are read")
+        if pairs > _MOST_PAIRS or self.tensors > _MOST_TENSORS:
+            raise ValueError("it says that it holds too many entries")
+        return {self._text(): self._value(self._unpack("<I")[0]) for _ in range(pairs)}
+
+    def check_tensors(self) -> None:
+        """See that every tensor begins within the file."""
+        for _ in range(self.tensors):
+            self._text()
+            (dimensions,) = self._unpack("<I")
+            if dimensions > 4:
+                raise ValueError("a tensor has more than four dimensions")
+            *_, offset = self._unpack(f"<{dimensions}QIQ")
+            if offset >= self.size:
+                raise ValueError("it is cut off")
+
+    def _value(self, kind: int) -> Any:
+        if kind in _NUMBERS:
+            return self._unpack(_NUMBERS[kind])[0]
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            raise ValueError(f"it holds a value of the unknown type {kind}")
+        inner, count = self._unpack("<IQ")
+        if count > _MOST_LISTED:
+            raise ValueError("it holds a list that is too long")
+        if inner in _NUMBERS:
+            return list(self._unpack(f"<{count}{_NUMBERS[inner][1]}"))
+        if inner != _STRING:
+            raise ValueError(f"it holds a list of the unknown type {inner}")
+        for _ in range(count):
+            self._take(self._unpack("<Q")[0])
+        return count
+
+    def _text(self) -> str:
+        (length,) = self._unpack("<Q")
+        if length > _MOST_TEXT:
+            raise ValueError("it holds a text that is too long")
+        return self._take(length).decode("utf-8", "replace")
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(form, self._take(struct.calcsize(form)))
+
+    def _take(self, count: int) -> bytes:
+        if count > self.left:
+            raise ValueError("it is cut off, or says too much of itself")
+        self.left -= count
+        taken: bytes = self.file.read(count)
+        if len(taken) < count:
+            raise ValueError("it is cut off")
+        return taken
+
+
+def _check_sizes(said: dict[str, Any]) -> None:
+    """Beyond these a model could not even be outlined: see `checkpoint`."""
+    architecture = said.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ValueError("it names no architecture")
+    for name, most in _MOST_SIZE.items():
+        found = said.get(f"{architecture}.{name}", 1)
+        for value in found if isinstance(found, list) else [found]:
+            if type(value) is not int or not 0 <= value <= most:
+                raise ValueError(f"its {name} is {value!s:.40}, and that is a whole number up to {most:,}")

@@ -1,0 +1,91 @@
+"""Reading the weights of checkpoints, those in few bits as their format has them, with their fingerprints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_decode.errors import ModelError
+from offload_decode.models.checkpoint import CONFIG, located
+from offload_decode.models.devices import DTYPES
+from offload_decode.models.fingerprints import file_hash, files_hash
+from offload_decode.models.formats import GGUF, hushed, in_dtype, reading, run_once
+from offload_decode.models.remembered import remembered
+from offload_decode.store.format import FINGERPRINT_VERSION
+
+
+def whole_model(source: str, **told: Any) -> Any:
+    """The model of a folder or an id, all of whose weights are in its safetensors or GGUF file; `told` is for
+    `from_pretrained`. Raises `ModelError` where some are missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    where, which = located(source)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        where, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **which, **told
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "
+            f"{missing[0]} among them: fetch the checkpoint again"
+        )
+    return model
+
+
+def read_packed(
+    source: str,
+    found: list[Path],
+    config: Any,
+    quantization: dict[str, Any],
+    dtype: str,
+    device: torch.device,
+) -> tuple[Any, str]:
+    """A checkpoint in few bits on its device, and its fingerprint, which is that of its files."""
+    with hushed():
+        how = reading(quantization, device)
+        if quantization["quant_method"] == "fp8" and "quantization_config" in how:
+            _check_blocks(found, quantization)
+        # In the checkpoint's own first: transformers brings only some of such weights to another.
+        model = whole_model(source, config=config, dtype="auto", **how)
+        in_dtype(model, DTYPES.get(dtype, model.dtype))
+        run_once(model)
+    known = f"files {FINGERPRINT_VERSION} {quantization['quant_method']}"
+    files = [*found, found[0].with_name(CONFIG)]
+    return model, remembered(files, known, lambda: files_hash(found, quantization))
+
+
+def read_gguf(path: Path, config: Any, dtype: str, device: torch.device) -> tuple[Any, str]:
+    """The model of a GGUF file, widened to `dtype` (float32 for `auto`), and its fingerprint."""
+    import transformers
+
+    wide: dict[str, Any] = {"dtype": DTYPES.get(dtype, torch.float32), "device_map": {"": device}}
+    if hasattr(
+        transformers, "GgufConfig"
+    ):  # later releases would keep the blocks, and fetch kernels for them
+        wide["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with hushed():
+        model = whole_model(str(path), config=config, **wide)
+    return model, remembered([path], f"file {FINGERPRINT_VERSION} {GGUF}", lambda: file_hash(path))
+
+
+def _check_blocks(found: list[Path], quantization: dict[str, Any]) -> None:
+    """Transformers would widen a matrix that is not made of whole blocks with scales of the wrong rows."""
+    from safetensors import safe_open
+
+    block = quantization.get("weight_block_size") or ()
+    for path in found:
+        if path.suffix != ".safetensors":
+            continue
+        with safe_open(path, "pt") as file:
+            for name in (name for name in file.keys() if name.endswith("_scale_inv")):  # noqa: SIM118
+                sizes = file.get_slice(name.removesuffix("_scale_inv")).get_shape()
+                scales = file.get_slice(name).get_shape()
+                for size, one, step in zip(sizes[-2:], scales[-2:], block, strict=False):
+                    if one > 1 and size != one * step:
+                        raise ModelError(
+                            f"its FP8 weight {name.removesuffix('_scale_inv')} is not of whole blocks, and "
+                            "such are read on a GPU of compute capability 8.9 or later alone, with kernels: "
+                            "pip install kernels"
+                        )

@@ -1,0 +1,247 @@
+"""Tiny checkpoints in few bits, as they are published: of one model, packed by hand or by their libraries."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.tiny import text_model, tiny_tokenizer
+
+GROUP = 32
+_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def plain(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+    """The whole weights, of rows that hold whole blocks."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.05}
+    text_model(family=family, **sizes).to(dtype).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def bitsandbytes(folder: Path, **settings: Any) -> Path:
+    """In 4 or 8 bits, by transformers itself."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    source = plain(folder.with_name(f"{folder.name}-whole"))
+    asked = BitsAndBytesConfig(**settings)
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=asked, device_map={"": "cpu"})
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def fp8(folder: Path) -> Path:
+    """Fine-grained: a scale for each block of 32 by 32."""
+
+    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if "proj" not in name:
+            return {name: weight}
+        rows, columns = (size // GROUP for size in weight.shape)
+        blocks = weight.float().view(rows, GROUP, columns, GROUP)
+        scales = blocks.abs().amax((1, 3)) / 448
+        packed = (blocks / scales[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+        return {name: packed, f"{name}_scale_inv": scales}
+
+    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}
+    return _packed(plain(folder, dtype=torch.bfloat16), pack, stated)
+
+
+def mxfp4(folder: Path) -> Path:
+    """gpt-oss: the experts in blocks of 32 with a power of two for each."""
+
+    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            return {name: weight}
+        blocks = weight.float().transpose(1, 2).unflatten(-1, (-1, GROUP))
+        powers = blocks.abs().amax(-1).log2().floor() - 2
+        codes = ((blocks / powers.exp2()[..., None])[..., None] - _FP4).abs().argmin(-1).to(torch.uint8)
+        pairs = codes[..., 0::2] | codes[..., 1::2] << 4
+        return {f"{name}_blocks": pairs.contiguous(), f"{name}_scales": (powers + 127).to(torch.uint8)}
+
+    whole = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    stated = {"quant_method": "mxfp4", "modules_to_not_convert": whole}
+    return _packed(plain(folder, "gpt-oss", torch.bfloat16), pack, stated)
+
+
+def compressed(folder: Path) -> Path:
+    """compressed-tensors in 4 bits, packed, with a scale for each group of 32."""
+
+    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if "proj" not in name:
+            return {name: weight}
+        codes, scales = _codes(weight)
+        of = name.removesuffix("weight")
+        return {
+            f"{of}weight_packed": _joined(codes, range(8)),
+            f"{of}weight_scale": scales,
+            f"{of}weight_shape": torch.tensor(weight.shape),
+        }
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
+    stated = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    return _packed(plain(folder), pack, stated)
+
+
+def gptq(folder: Path) -> Path:
+    """In 4 bits with a scale for each group of 32 inputs."""
+
+    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if "proj" not in name:
+            return {name: weight}
+        codes, scales = _codes(weight)
+        of, zeros = name.removesuffix("weight"), torch.full_like(scales, 7, dtype=torch.int64)
+        return {
+            f"{of}qweight": _joined(codes, range(8)).t().contiguous(),
+            f"{of}qzeros": _joined(zeros.t(), range(8)),
+            f"{of}scales": scales.half().t().contiguous(),
+            f"{of}g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
+        }
+
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+    return _packed(plain(folder, dtype=torch.float16), pack, stated | {"checkpoint_format": "gptq"})
+
+
+def awq(folder: Path) -> Path:
+    """In 4 bits, eight outputs in an order of their own."""
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if "proj" not in name:
+            return {name: weight}
+        codes, scales = _codes(weight)
+        of, zeros = name.removesuffix("weight"), torch.full_like(scales, 8, dtype=torch.int64)
+        return {
+            f"{of}qweight": _joined(codes.t(), order),
+            f"{of}qzeros": _joined(zeros.t(), order),
+            f"{of}scales": scales.half().t().contiguous(),
+        }
+
+    stated = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    return _packed(plain(folder, dtype=torch.float16), pack, stated)
+
+
+def torchao(folder: Path) -> Path:
+    """In int8, by transformers itself."""
+    from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    source = plain(folder.with_name(f"{folder.name}-whole"))
+    asked = TorchAoConfig(Int8WeightOnlyConfig())
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=asked).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def gguf(folder: Path) -> Path:
+    """A file in Q8_0 with its tokenizer; the vocabulary has two merges, without which there is none."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    model, merges = text_model(hidden_size=64, intermediate_size=64, initializer_range=0.05), ["a b", "c d"]
+    words = sorted(tiny_tokenizer().get_vocab().items(), key=lambda item: item[1])
+    vocabulary = [word for word, _ in words] + [merge.replace(" ", "") for merge in merges]
+    folder.mkdir(parents=True)
+    file = GGUFWriter(folder / "tiny-Q8_0.gguf", "llama")
+    file.add_vocab_size(len(vocabulary))
+    file.add_context_length(4096)
+    file.add_embedding_length(64)
+    file.add_block_count(3)
+    file.add_feed_forward_length(64)
+    file.add_head_count(4)
+    file.add_head_count_kv(2)
+    file.add_key_length(16)
+    file.add_value_length(16)
+    file.add_rope_dimension_count(16)
+    file.add_layer_norm_rms_eps(1e-6)
+    file.add_rope_freq_base(1e4)
+    file.add_tokenizer_model("gpt2")
+    file.add_tokenizer_pre("default")
+    file.add_token_list(vocabulary)
+    file.add_token_types([3] * 3 + [1] * (len(vocabulary) - 3))
+    file.add_token_merges(merges)
+    file.add_bos_token_id(1)
+    file.add_eos_token_id(2)
+    file.add_pad_token_id(0)
+    for name, weight in model.state_dict().items():
+        array, form = _as_gguf(name, weight), GGMLQuantizationType.Q8_0
+        if array.ndim == 2:
+            file.add_tensor(_gguf_name(name), quants.quantize(array, form), raw_dtype=form)
+        else:
+            file.add_tensor(_gguf_name(name), array)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    return folder / "tiny-Q8_0.gguf"
+
+
+def _packed(folder: Path, pack: Callable[[str, Tensor], dict[str, Tensor]], stated: dict[str, Any]) -> Path:
+    """Replace a checkpoint's weights by what `pack` makes of each, and its config says so."""
+    file = folder / "model.safetensors"
+    whole = {name: weight.clone() for name, weight in load_file(file).items()}
+    shutil.move(file, folder / "whole")
+    tensors = {name: one for own, weight in whole.items() for name, one in pack(own, weight).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "whole").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    return folder
+
+
+def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of 0 to 15 around 8 `[out, in]`, and scales `[out, groups]`."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1) / 7
+    return ((groups / scales[..., None]).round() + 8).clamp(0, 15).flatten(1).long(), scales
+
+
+def _joined(codes: Tensor, order: Any) -> Tensor:
+    """Eight codes of a row in an int32, the first in its lowest bits."""
+    words = sum(codes[:, place::8] << 4 * bits for bits, place in enumerate(order))
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).contiguous()
+
+
+def _as_gguf(name: str, weight: Tensor) -> np.ndarray:
+    """As llama.cpp has it: rotary pairs side by side, and rows for the merged tokens."""
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weight = torch.cat([weight, weight[-2:]])
+    heads = 4 if "q_proj" in name else 2 if "k_proj" in name else 0
+    if heads:
+        weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.numpy()
+
+
+def _gguf_name(name: str) -> str:
+    parts = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "model.layers": "blk",
+    }
+    for ours, theirs in parts.items():
+        name = name.replace(ours, theirs)
+    return name
