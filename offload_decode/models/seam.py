@@ -77,7 +77,7 @@ def _before(
             given["attention_mask"] = covering(mask.to(new.device, torch.bool), cache.prefix_length)
         cache.check_room(tokens, shown)
         cache.show(tokens, shown)
-    if given.get("position_ids") is None and _takes_positions(type(decoder)):
+    if given.get("position_ids") is None and _takes_positions(type(decoder)):  # type: ignore[arg-type]
         # Some models would begin at 0.
         first = cache.prefix_length + cache.tail_length
         given["position_ids"] = torch.arange(first, first + tokens, device=new.device)[None]
