@@ -11,6 +11,7 @@ import numpy as np
 
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
+from offload_decode.models.latent import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import prompt_for
 from offload_decode.planning.sizes import TOKENIZING_BYTES
@@ -209,6 +210,7 @@ def _planned(
     skipped: tuple[Skipped, ...],
 ) -> Work:
     method = create(settings.method, settings.options, loaded.shape)
+    tell_of_indexer(loaded.model.config, len(tokens))
     positions = loaded.lengths.chosen(len(tokens), settings.context)
     manifest = Manifest(
         model_id=loaded.model_id,

@@ -18,6 +18,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.kv.placement import check_placement
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.latent import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load, wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Answer
@@ -65,6 +66,7 @@ class Engine(Conversation):
             shape=loaded.shape,
         )
         check_placement(config.attend, config.device_cache, loaded.device)
+        tell_of_indexer(loaded.model.config, opened.manifest.n_tokens)
         host = HostKV(opened, loaded.device, config.attend, config.device_cache)
         return cls(loaded, opened, StoredPrefix.over(host, loaded.shape, config.selector, config.options))
 

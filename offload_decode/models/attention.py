@@ -46,6 +46,8 @@ def prefix_attention(
     if latent is not None:  # the keys were made of what came from the cache
         layer = updated_layer(module.layer_idx)  # type: ignore[arg-type]
     if layer is not None:
+        if isinstance(layer, LatentLayer):
+            others.pop("indices", None)  # of the tokens that a model's own indexer would attend to
         _refuse_unknown(module, others)
         if layer.positions is not None:
             query = tuned_to(module, query, layer.positions, layer.get_seq_length() - query.shape[2])

@@ -9,6 +9,7 @@ its keys. These are what transformers caches, but for its older releases, which 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from offload_decode.errors import UnsupportedModel
+from offload_decode.errors import OffloadDecodeWarning, UnsupportedModel
 from offload_decode.types import AttentionState
 
 _MADE: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
@@ -54,6 +55,22 @@ def latent_of(module: Any) -> Latent | None:
             f"{type(module).__name__} expands latents in another way than by kv_b_proj without a bias"
         )
     return Latent(*widths)  # type: ignore[arg-type]
+
+
+def tell_of_indexer(config: Any, tokens: int) -> None:
+    """Warn where a model would attend to fewer of so many stored tokens than behind a prefix, because it
+    chooses them with an indexer of its own.
+    """
+    most = getattr(config, "index_topk", None)
+    if isinstance(most, int) and tokens > most:
+        warnings.warn(
+            OffloadDecodeWarning(
+                f"This model was trained to attend to the {most:,} tokens that an indexer of its own chooses."
+                " Here the indexer is not asked: a prefill attends to all tokens, and an answer to those that "
+                "the selector chooses."
+            ),
+            stacklevel=3,
+        )
 
 
 class LatentHeads:

@@ -119,6 +119,13 @@ class LatentLayer(PrefixLayer):
         rows = torch.cat([key_states, value_states], dim=-1)
         return super().update(rows, rows)
 
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """What the indexer of a model (DeepSeek-V3.2) scores, `[B, S, D]`: zeros, for its choice is not asked
+        for behind a prefix.
+        """
+        batch, _, dim = indexer_key_states.shape
+        return indexer_key_states.new_zeros(()).expand(batch, self.tail.length, dim)
+
     def visible(self) -> tuple[Tensor, Tensor]:
         """Latents and rotary parts, of which the model makes keys and values."""
         rows, _ = self.tail.view()

@@ -41,6 +41,7 @@ _OWN_CODE = (
 # By the class of transformers' cache layer, where it holds keys after the pass.
 _KINDS = {
     "DynamicLayer": LayerKind.FULL,
+    "DynamicIndexedLayer": LayerKind.FULL,
     "DynamicSlidingWindowLayer": LayerKind.SLIDING,
     "LinearAttentionLayer": LayerKind.NONE,
     "LinearAttentionAndFullAttentionLayer": LayerKind.FULL,

@@ -10,10 +10,12 @@ import torch
 from transformers import DynamicCache
 
 from offload_decode.engine.engine import Engine
+from offload_decode.errors import OffloadDecodeWarning
 from offload_decode.models import architectures
 from offload_decode.models.latent import latent_of
 from offload_decode.models.loading import wrap
 from offload_decode.selectors import quest
+from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, PageSelection
 from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import VOCAB
@@ -26,7 +28,7 @@ IDS = torch.randint(3, VOCAB, (1, N + 20), generator=torch.Generator().manual_se
 
 @pytest.fixture(autouse=True)
 def _served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architectures, "EXACT", architectures.EXACT | {"deepseek_v3"})
+    monkeypatch.setattr(architectures, "EXACT", architectures.EXACT | {"deepseek_v3", "deepseek_v32"})
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,7 @@ def engine_over(folder: Path, model=None, kv: str = "auto", **options: object) -
     served = wrap(model or tiny_model("deepseek_v3"))
     tokens = IDS[0, :N].numpy().astype(np.int32)
     settings = Settings(options={"chunk": 16}, kv=kv)
+    folder.mkdir(exist_ok=True)
     prefill_tokens(served, tokens, [Document("all", 0, N)], folder / "store", settings)
     return Engine.open(folder / "store", served, options={"budget": "100%", **options})
 
@@ -143,6 +146,30 @@ def test_an_interrupted_pass_leaves_nothing_to_the_next(tmp_path, plain, monkeyp
         alone = model(IDS[:, N:], past_key_values=DynamicCache(config=model.config)).logits
         torch.testing.assert_close(alone, plain(IDS[:, N:]).logits, **CLOSE)
     torch.testing.assert_close(logits_of(engine, IDS[:, N:]), plain_logits(plain), **CLOSE)
+
+
+def test_an_indexer_of_the_models_own_is_not_asked(tmp_path, plain):
+    """Which is said, where it would have left something out."""
+    expected = plain_logits(tiny_model("deepseek_v32", index_topk=4096))
+    with pytest.warns(OffloadDecodeWarning, match="attend to the 8 tokens that an indexer"):
+        engine = engine_over(tmp_path / "few", tiny_model("deepseek_v32", index_topk=8))
+    torch.testing.assert_close(logits_of(engine, IDS[:, N:]), expected, **CLOSE)
+    whole = engine_over(tmp_path / "all", tiny_model("deepseek_v32", index_topk=N))
+    torch.testing.assert_close(logits_of(whole, IDS[:, N:]), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("method", ["quoka", "sample", "window"])
+def test_chunks_choose_among_latents(tmp_path, plain, method):
+    """A budget of everything is a dense prefill; a smaller one leaves something out."""
+    rows = {}
+    for budget in ("100%", "25%"):
+        settings = Settings(method=method, options={"chunk": 16, "budget": budget})
+        tokens, path = IDS[0, :N].numpy().astype(np.int32), tmp_path / budget.strip("%")
+        prefill_tokens(wrap(tiny_model("deepseek_v3")), tokens, [Document("all", 0, N)], path, settings)
+        rows[budget] = torch.tensor(KVStore.open(path).keys(2, 0))
+    dense = torch.tensor(engine_over(tmp_path).store.keys(2, 0))
+    torch.testing.assert_close(rows["100%"], dense, **CLOSE)
+    assert (rows["25%"] - dense).abs().max() > 1e-3
 
 
 def test_a_model_in_few_bits_attends_as_it_does_itself(tmp_path, plain):

@@ -49,6 +49,19 @@ def test_page_bounds_and_bus_traffic_of_an_8b_model_with_a_million_tokens():
     assert traffic(model, one_percent, on_gpu=True).bus == pytest.approx(1.4e9, rel=0.03)
 
 
+def test_the_latents_of_deepseek_v3():
+    """576 numbers a token and layer (arXiv 2412.19437), which are keys and values in one."""
+    layer = LayerShape(LayerKind.FULL, 1, 576, 576, latent=True)
+    shape, heads = ModelShape((layer,) * 61, 128), ModelShape.uniform((LayerKind.FULL,) * 61, 128, 128, 192)
+    assert sizes.kv_token_bytes(shape, "auto", "bfloat16") == 61 * 576 * 2
+    assert sizes.kv_token_bytes(shape, "int8", "bfloat16") == 61 * 580
+    assert sizes.store_bytes(shape, 10**6, "auto", "bfloat16") == pytest.approx(61 * 576 * 2e6, rel=0.14)
+    model = replace(llama_8b(), shape=shape)
+    request = Workload(10**6, selector="quest", budget="1024", dense_layers="")
+    assert traffic(model, request, on_gpu=True).bus == 61 * 1024 * 576 * 2
+    assert sizes.tail_bytes(shape, 1000, "bfloat16") < sizes.tail_bytes(heads, 1000, "bfloat16") / 80
+
+
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("family", ["llama", "cohere2"])
 def test_a_stores_size_is_that_of_a_real_one(kv, family, tmp_path):
