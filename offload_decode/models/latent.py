@@ -65,9 +65,9 @@ def tell_of_indexer(config: Any, tokens: int) -> None:
     if isinstance(most, int) and tokens > most:
         warnings.warn(
             OffloadDecodeWarning(
-                f"This model was trained to attend to the {most:,} tokens that an indexer of its own chooses."
-                " Here the indexer is not asked: a prefill attends to all tokens, and an answer to those that "
-                "the selector chooses."
+                f"This model learned to attend to the {most:,} tokens that an indexer of its own chooses. "
+                "Here it is not asked: a prefill attends to all tokens, and an answer to those that the "
+                "selector chooses."
             ),
             stacklevel=3,
         )
