@@ -57,7 +57,10 @@ LATENT = {
     "v_head_dim": 10,
 }
 INDEXED = {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4096}
+# Smaller weights: a recurrence multiplies its rounding.
+CALM = {"initializer_range": 0.1}
 DELTA = {
+    **CALM,
     "num_hidden_layers": 3,
     "layer_types": [LINEAR, FULL, LINEAR],
     "linear_conv_kernel_dim": 4,
@@ -67,6 +70,7 @@ DELTA = {
     "linear_num_value_heads": 4,
 }
 MAMBA2 = {
+    **CALM,
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
     "mamba_n_groups": 2,

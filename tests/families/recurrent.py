@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.families.common import (
+    CALM,
     DELTA,
     EXPERTS,
     FULL,
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": usual("olmo_hybrid", **{**DELTA, "linear_num_key_heads": 4}),
     "kimi_linear": usual(
         "kimi_linear",
+        **CALM,
         **{**LATENT, "q_lora_rank": None},
         num_experts=4,
         num_experts_per_token=2,
@@ -57,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "bailing_hybrid": usual(
         "bailing_hybrid",
+        **CALM,
         **{**LATENT, "q_lora_rank": None},
         num_experts=4,
         num_experts_per_token=2,
@@ -86,6 +89,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron_h": usual(
         "nemotron_h",
+        **CALM,
         **HEADS,
         without=("num_hidden_layers",),
         layers_block_type=["mamba", "moe", "attention", "mamba"],
@@ -105,6 +109,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "jamba": usual(
         "jamba",
+        **CALM,
         num_hidden_layers=4,
         attn_layer_period=2,
         attn_layer_offset=1,
@@ -120,6 +125,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "zamba": usual(
         "zamba",
+        **CALM,
         num_key_value_heads=4,
         attention_head_dim=16,
         attention_hidden_size=64,
@@ -134,9 +140,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "zamba2": usual(
         "zamba2",
+        initializer_range=0.05,
         without=("num_key_value_heads",),
         num_hidden_layers=4,
-        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        layers_block_type=["mamba", "mamba", "hybrid", "hybrid"],
         n_mamba_heads=8,
         mamba_ngroups=2,
         mamba_d_state=6,
