@@ -63,11 +63,6 @@ class PrefixCache(Cache):
         `decoder`, in `dtype`, is the only one that may run behind it, if one is given. `positions` are the
         store's.
         """
-        if shape.state_layers and not hasattr(Cache, "get_recurrent_state"):
-            raise UnsupportedModel(
-                "this model has recurrent layers, which forget their state between passes in this release of "
-                "transformers: pip install -U transformers"
-            )
         layers: list[Layer] = []
         for index, own in enumerate(shape.layers):
             names = [state.name for state in own.states]
@@ -246,7 +241,8 @@ class PrefixCache(Cache):
 
     def states(self, layer: int) -> list[Tensor]:
         """What a recurrent layer has after the last token, `[B, ...]`, in the order of its shape."""
-        return list(self._held()[layer].held.values())
+        held = self._held()[layer].held
+        return [held[name] for name in sorted(held)]
 
     def hidden(self, tokens: int) -> Tensor | None:
         """How much padding stands before each row's own of the last `tokens`, int64 `[B]`; None if nowhere

@@ -194,6 +194,11 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
     ]
     # Older releases hold nothing for the last layers where these read the keys of others.
     layers += [LayerShape(LayerKind.NONE)] * (len(types) - len(layers))
+    if any(own.states for own in layers) and not hasattr(cache, "get_recurrent_state"):
+        raise UnsupportedModel(
+            f"the recurrent layers of this '{name}' model forget their state between passes in this release "
+            "of transformers: pip install -U transformers"
+        )
     keeping = [i for i, own in enumerate(layers) if own.kind is not LayerKind.NONE]
     if not keeping:
         raise UnsupportedModel(

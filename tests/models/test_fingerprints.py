@@ -20,7 +20,7 @@ from offload_decode.store.format import fingerprint_version
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
 from prefill_jobs.job import prefill_tokens
-from tests.families import SERVED
+from tests.families import PLAIN
 from tests.tiny import tiny_model, tiny_tokenizer
 
 # The same under transformers 5.5 and 5.23. A change of any of them makes every store of that family another
@@ -135,7 +135,7 @@ def test_one_element_of_one_row_counts(dtype):
     assert weights_hash(model) == before
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", PLAIN)
 def test_rotary_frequencies_count_where_they_are_not_those_of_the_config(family, tmp_path):
     """`to` rounds them to a dtype that a model loaded in it does not round them to."""
     tiny_model(family).save_pretrained(tmp_path)

@@ -14,7 +14,7 @@ from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
 from prefill_jobs.job import prefill_tokens
-from tests.families import SERVED
+from tests.families import PLAIN
 from tests.tiny import text_model, tiny_model, tiny_tokenizer
 
 N, NEW = 30, 5
@@ -329,7 +329,7 @@ def test_gradients_are_refused_and_not_wrong(engine):
         logits.sum().backward()
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", PLAIN)
 def test_without_a_cache_of_ours_gradients_are_right_or_refused(family):
     ours, theirs = wrap(tiny_model(family)).model, tiny_model(family)
     theirs.set_attn_implementation("eager")
@@ -386,7 +386,7 @@ def test_cropping_a_cache_removes_from_the_end_only(engine):
             cache.crop(wrong)
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", PLAIN)
 @pytest.mark.parametrize("left", [True, False])
 def test_without_a_cache_of_ours_attention_is_plain(family, left):
     rows = [list(range(5, 5 + length)) for length in (12, 1, 9)]

@@ -1,0 +1,93 @@
+"""What the exactness suite compares: answers from a store with k = N, and transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload_decode.engine.engine import Engine
+from offload_decode.models.loading import wrap
+from offload_decode.types import Document
+from prefill_jobs.job import Settings, prefill_tokens
+from tests.families import VOCAB
+from tests.tiny import tiny_model
+
+PREFIX, NEW = 45, 6
+# Neither the prefix nor a window is a multiple of it.
+CHUNK = 16
+
+
+class Case:
+    """One family: a plain model to compare with, and an engine over a store of its first `prefix` tokens."""
+
+    def __init__(self, family: str, folder: Path, prefix: int = PREFIX):
+        self.prefix = prefix
+        self.plain = tiny_model(family)
+        self.plain.set_attn_implementation("eager")  # older releases' default leaves Gemma 2's soft cap out
+        served = wrap(tiny_model(family))
+        self.ids = torch.randint(3, VOCAB, (1, prefix + 40), generator=torch.Generator().manual_seed(1))
+        prefill_tokens(
+            served,
+            self.ids[0, :prefix].numpy().astype(np.int32),
+            [Document("all", 0, prefix)],
+            folder / "store",
+            Settings(options={"chunk": CHUNK}),
+        )
+        self.engine = Engine.open(folder / "store", served, options={"budget": str(prefix)})
+
+    def question(self, start: int, tokens: int) -> Tensor:
+        """Ids `[1, T]` of a text after the prefix."""
+        return self.ids[:, self.prefix + start : self.prefix + start + tokens]
+
+    def whole(self, *after: Tensor) -> Tensor:
+        """The prefix and what follows it."""
+        return torch.cat([self.ids[:, : self.prefix], *after], dim=1)
+
+    def plain_logits(self, ids: Tensor, first: int = 0) -> Tensor:
+        """Of all tokens, in one pass without a cache; the first stands at position `first`."""
+        positions = torch.arange(first, first + ids.shape[1])[None]
+        with torch.inference_mode():
+            return self.plain(ids, position_ids=positions).logits  # type: ignore[no-any-return]
+
+    def plain_answer(self, ids: Tensor) -> list[int]:
+        """transformers' own greedy answer."""
+        out = self.plain.generate(
+            ids, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(ids)
+        )
+        return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+    def logits(self, asked: Tensor) -> Tensor:
+        """Of every token of a question behind the stored prefix."""
+        with torch.inference_mode():
+            cache = self.engine.new_cache()
+            return self.engine.loaded.model(asked, past_key_values=cache).logits  # type: ignore[no-any-return]
+
+    def answer(self, asked: Tensor) -> list[int]:
+        """The greedy answer through `generate`, of the new ids and a mask that covers the stored ones."""
+        out = self.engine.loaded.model.generate(
+            asked,
+            attention_mask=torch.ones(1, self.prefix + asked.shape[1], dtype=torch.bool),
+            past_key_values=self.engine.new_cache(),
+            max_new_tokens=NEW,
+            do_sample=False,
+        )
+        return out[0, asked.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+    def ragged_answers(self, rows: list[Tensor]) -> list[list[int]]:
+        """The greedy answers to questions of several lengths, padded on the left."""
+        most = max(row.shape[1] for row in rows)
+        padded = [torch.nn.functional.pad(row, (most - row.shape[1], 0)) for row in rows]
+        mask = torch.ones(len(rows), self.prefix + most, dtype=torch.bool)
+        for place, row in enumerate(rows):
+            mask[place, self.prefix : self.prefix + most - row.shape[1]] = False
+        out = self.engine.loaded.model.generate(
+            torch.cat(padded),
+            attention_mask=mask,
+            past_key_values=self.engine.new_cache(),
+            max_new_tokens=NEW,
+            do_sample=False,
+        )
+        return out[:, most:].tolist()  # type: ignore[no-any-return]
