@@ -76,7 +76,7 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
         *([("positions", positions)] if positions else []),
         ("prefill", f"{prefill['method']}{details}"),
         *_weights(manifest),
-        ("stored as", f"keys {manifest.kv['keys']}, values {manifest.kv['values']}"),
+        ("stored as", _stored_as(manifest)),
         (
             "extras",
             f"pages of {manifest.page_size} tokens, {manifest.n_samples:,} sampled queries for each KV head",
@@ -97,6 +97,11 @@ def _layers(manifest: Manifest) -> str:
     some += [f"{len(shape.state_layers)} with a recurrent state"] if shape.state_layers else []
     details = f" ({', '.join(some)})" if some else ""
     return f"{len(shape.layers)}{details}, {_heads(shape)}, {manifest.dtype}"
+
+
+def _stored_as(manifest: Manifest) -> str:
+    keys, values = manifest.kv["keys"], manifest.kv["values"]
+    return f"latents {keys}" if manifest.shape.latent else f"keys {keys}, values {values}"
 
 
 def _heads(shape: ModelShape) -> str:

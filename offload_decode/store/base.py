@@ -11,7 +11,7 @@ from offload_decode.store.format import Array, Manifest
 class Store(Protocol):
     """Implemented by `KVStore`, on disk, and `MemoryStore`, over arrays. Arrays are read-only.
 
-    N tokens, D channels; all but `window` and `states` are of full-attention layers alone.
+    N tokens, keys of D channels and values of Dv; all but `window` and `states` are of full-attention layers alone.
     """
 
     @property
@@ -34,7 +34,7 @@ class Store(Protocol):
         """Post-RoPE keys `[N, D]`, or encoded `[N]` (`indexes.rows.encodings`)."""
 
     def values(self, layer: int, kv_head: int) -> Array:
-        """Values `[N, D]`, or encoded `[N]`."""
+        """Values `[N, Dv]`, or encoded `[N]`; those of latents are their keys."""
 
     def key_norms(self, layer: int, kv_head: int) -> Array:
         """Lengths of the keys, float32 `[N]`."""

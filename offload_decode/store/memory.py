@@ -32,7 +32,7 @@ class MemoryStore:
 
     keys, values: `keys[layer][head]` is `[N, D]` in float16, bfloat16 (`ml_dtypes`) or float32, or `[N]` as
     `indexes.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
-    `[layers, Hkv, N, D]`. Contiguous rows are not copied. Sliding layers are plain, and only their last
+    `[layers, Hkv, N, D]`. The values of latents are their keys. Contiguous rows are not copied. Sliding layers are plain, and only their last
     window is read. queries: `queries[layer][head]` is `[n, D]`, those that `sample_plan(N, G, n)` asks for.
     dtype: the model's, where the keys are encoded.
 
@@ -116,8 +116,9 @@ class MemoryStore:
         return self._heads[layer, kv_head].keys
 
     def values(self, layer: int, kv_head: int) -> Array:
-        """Values `[N, D]` of a full-attention layer, or encoded `[N]`."""
-        return self._heads[layer, kv_head].values
+        """Values `[N, Dv]` of a full-attention layer, or encoded `[N]`; of latents their keys."""
+        head = self._heads[layer, kv_head]
+        return head.keys if self.manifest.shape.latent else head.values
 
     def key_norms(self, layer: int, kv_head: int) -> Array:
         """Lengths of the keys, float32 `[N]`."""
