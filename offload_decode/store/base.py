@@ -11,7 +11,8 @@ from offload_decode.store.format import Array, Manifest
 class Store(Protocol):
     """Implemented by `KVStore`, on disk, and `MemoryStore`, over arrays. Arrays are read-only.
 
-    N tokens, keys of D channels and values of Dv; all but `window` and `states` are of full-attention layers alone.
+    N tokens, keys of D channels, values of Dv; all but `window` and `states` are of full-attention layers
+    alone.
     """
 
     @property

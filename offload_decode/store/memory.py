@@ -32,9 +32,10 @@ class MemoryStore:
 
     keys, values: `keys[layer][head]` is `[N, D]` in float16, bfloat16 (`ml_dtypes`) or float32, or `[N]` as
     `indexes.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
-    `[layers, Hkv, N, D]`. The values of latents are their keys. Contiguous rows are not copied. Sliding layers are plain, and only their last
-    window is read. queries: `queries[layer][head]` is `[n, D]`, those that `sample_plan(N, G, n)` asks for.
-    dtype: the model's, where the keys are encoded.
+    `[layers, Hkv, N, D]`. Values have a width of their own; those of latents are their keys. Contiguous rows
+    are not copied. Sliding layers are plain, and only their last window is read. queries:
+    `queries[layer][head]` is `[n, D]`, those that `sample_plan(N, G, n)` asks for. dtype: the model's, where
+    the keys are encoded.
 
     Raises `ConfigError` where the arrays do not fit the shape.
     """
