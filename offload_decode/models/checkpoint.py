@@ -65,7 +65,9 @@ def source_of(model_id: str) -> str:
     if model_id == "demo":
         return str(files("offload_decode") / "demo_model")
     looks_local = model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1
-    if model_id.endswith(SUFFIX) and os.path.lexists(model_id):
+    if model_id.endswith(SUFFIX):
+        if not os.path.lexists(model_id):
+            raise ModelError(f"there is no file {model_id}: {WAY_OUT}")
         return model_id
     if (looks_local or os.path.lexists(model_id)) and not Path(model_id).is_dir():
         raise ModelError(f"there is no folder {model_id}: {WAY_OUT}")
@@ -125,6 +127,8 @@ def weight_files(source: str) -> list[Path]:
 
     Raises `ModelError` where there are none: pickled weights are not read.
     """
+    from transformers.utils import cached_file
+
     if source.endswith(SUFFIX):
         return [Path(source)]
     if Path(source).is_dir():
@@ -144,6 +148,8 @@ def weight_files(source: str) -> list[Path]:
     shards = set(named.values()) if isinstance(named, dict) else set()
     if not shards or not all(isinstance(n, str) and re.fullmatch(r"[^/\\]+\.safetensors", n) for n in shards):
         raise ModelError(f"{folder / INDEX} names files that are no safetensors: fetch the checkpoint again")
+    if not Path(source).is_dir():
+        return [folder / INDEX, *(Path(str(cached_file(source, name))) for name in sorted(shards))]
     return [folder / INDEX, *(folder / name for name in sorted(shards))]
 
 

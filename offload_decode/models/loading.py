@@ -131,12 +131,16 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
         found = weight_files(source)
         with lifted(lambda: sum(path.stat().st_size for path in found)):
             if which:
-                model, fingerprint = read_gguf(found[0], config, dtype, chosen_device)
+                first = chosen_device if weights == "auto" else torch.device("cpu")
+                model, fingerprint = read_gguf(found[0], config, dtype, first)
             elif quantization is not None:
                 model, fingerprint = read_packed(source, found, config, quantization, dtype, chosen_device)
             else:
                 model, fingerprint = _read_weights(source, found, config, dtype)
-            model = model.to(chosen_device) if weights == "auto" else quantise(model, weights, chosen_device)
+            if weights != "auto":
+                model = quantise(model, weights, chosen_device)
+            elif model.device != chosen_device:
+                model = model.to(chosen_device)
     return replace(wrap(model, tokenizer, _known_as(model_id, source), fingerprint), weights=weights)
 
 

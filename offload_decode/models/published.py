@@ -50,7 +50,8 @@ def read_packed(
         # In the checkpoint's own first: transformers brings only some of such weights to another.
         model = whole_model(source, config=config, dtype="auto", **how)
         in_dtype(model, DTYPES.get(dtype, model.dtype))
-        run_once(model)
+        if "quantization_config" not in how:
+            run_once(model)
     known = f"files {FINGERPRINT_VERSION} {quantization['quant_method']}"
     files = [*found, found[0].with_name(CONFIG)]
     return model, remembered(files, known, lambda: files_hash(found, quantization))
