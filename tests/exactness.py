@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,20 @@ class Case:
             do_sample=False,
         )
         return out[0, asked.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+    def beams(self, asked: Tensor) -> list[int]:
+        """The best of three beams, through `generate` with all ids."""
+        return self._best(
+            self.engine.loaded.model, self.whole(asked), past_key_values=self.engine.new_cache()
+        )
+
+    def plain_beams(self, ids: Tensor) -> list[int]:
+        """transformers' own best of three beams."""
+        return self._best(self.plain, ids, attention_mask=torch.ones_like(ids))
+
+    def _best(self, model: Any, ids: Tensor, **given: Any) -> list[int]:
+        out = model.generate(ids, max_new_tokens=NEW, do_sample=False, num_beams=3, **given)
+        return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
     def ragged_answers(self, rows: list[Tensor]) -> list[list[int]]:
         """The greedy answers to questions of several lengths, padded on the left."""

@@ -67,11 +67,8 @@ def test_generate_with_the_full_ids(case: Case) -> None:
 
 @kinds
 def test_beams(case: Case) -> None:
-    full = case.whole(case.question(0, 9))
-    settings = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 3}
-    expected = case.plain.generate(full, attention_mask=torch.ones_like(full), **settings)
-    ours = case.engine.loaded.model.generate(full, past_key_values=case.engine.new_cache(), **settings)
-    assert ours.tolist() == expected.tolist()
+    asked = case.question(0, 9)
+    assert case.beams(asked) == case.plain_beams(case.whole(asked))
 
 
 @kinds
@@ -108,8 +105,11 @@ def test_batch_of_ragged_questions(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix", LENGTHS)
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize(
+    ("family", "prefix"),
+    # Longrope rotates short texts in another way; a store serves texts of one kind.
+    [(family, prefix) for family in SERVED for prefix in LENGTHS if prefix > 32 or family != "phi3-longrope"],
+)
 def test_prefixes_around_windows_and_blocks(family: str, prefix: int, tmp_path: Path) -> None:
     case = Case(family, tmp_path, prefix)
     for test in (
