@@ -81,6 +81,7 @@ EXACT = frozenset(
         "mellum",
         "mimo_v2_flash",
         "minicpm3",
+        "minimax",
         "minimax_m2",
         "minimax_m3_vl_text",
         "ministral",
@@ -117,6 +118,7 @@ EXACT = frozenset(
         "youtu",
         "zamba",
         "zamba2",
+        "zaya",
     }
 )
 

@@ -75,6 +75,15 @@ class PrefixCache(Cache):
                 layers.append(KeylessLayer(index, held))
         return cls(layers, decoder, dtype, positions)
 
+    def __len__(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    def be(self, kind: type[Cache]) -> None:
+        """Also be a cache of the class that a decoder insists on."""
+        if not isinstance(self, kind):
+            self.__class__ = type(PrefixCache.__name__, (PrefixCache, kind), {})
+
     def fork(self, prefix: Prefix) -> PrefixCache:
         """An independent copy that shares the stored parts."""
         layers = [layer.fork(prefix) for layer in self.layers]
@@ -127,6 +136,14 @@ class PrefixCache(Cache):
     ) -> Tensor:
         """`States.put`."""
         return self._states(layer_idx).put(f"recurrent{state_idx}", recurrent_states)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The state of a recurrence, as MiniMax asks for it."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """`States.put`."""
+        self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether a recurrent layer, the last one where none is given, has seen a token."""

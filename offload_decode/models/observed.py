@@ -6,17 +6,19 @@ formula.
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
+from functools import cache
 from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -117,7 +119,7 @@ def _observed(text: Any) -> ModelShape:
     try:
         with torch.device("meta"), torch.no_grad():
             model = text_model(text, attn_implementation=_NAME)
-            cache = _cache(text)
+            cache = _cache(text, model.base_model)
             with _WithoutData():  # type: ignore[no-untyped-call]
                 model.base_model(
                     input_ids=torch.zeros(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True
@@ -142,12 +144,25 @@ def _attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
 
-def _cache(text: Any) -> Any:
+@cache
+def cache_class(decoder: Any) -> Any:
+    """The class of caches that a decoder of this class asks for: transformers' own, or one of its model's
+    (MiniMax).
+    """
+    from transformers import Cache, DynamicCache
+
+    asked = inspect.signature(decoder.forward).parameters["past_key_values"].annotation
+    kinds = [kind for kind in (asked, *get_args(asked)) if isinstance(kind, type) and issubclass(kind, Cache)]
+    return next((kind for kind in kinds if hasattr(kind, "get_linear_cache")), DynamicCache)
+
+
+def _cache(text: Any, decoder: Any) -> Any:
     """transformers' own cache for a config, which notes the layer that was updated last."""
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=text)
-    if not cache.layers:
+    kind = cache_class(type(decoder))
+    cache = DynamicCache(config=text) if kind is DynamicCache else kind()
+    if not cache.layers and kind is DynamicCache:
         # Where no layers share keys, older releases take all of them for sharing ones.
         plain = SimpleNamespace(**{k: v for k, v in text.to_dict().items() if k != "num_kv_shared_layers"})
         plain.get_text_config = lambda **_: plain
@@ -194,7 +209,12 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
     ]
     # Older releases hold nothing for the last layers where these read the keys of others.
     layers += [LayerShape(LayerKind.NONE)] * (len(types) - len(layers))
-    if any(own.states for own in layers) and not hasattr(cache, "get_recurrent_state"):
+    for index, state in enumerate(getattr(cache, "linear_cache", ())):
+        if isinstance(state, torch.Tensor):
+            layers[index] = LayerShape(LayerKind.NONE, states=(_state("recurrent0", state),))
+    if any(own.states for own in layers) and not (
+        hasattr(cache, "get_recurrent_state") or hasattr(cache, "get_linear_cache")
+    ):
         raise UnsupportedModel(
             f"the recurrent layers of this '{name}' model forget their state between passes in this release "
             "of transformers: pip install -U transformers"
@@ -261,6 +281,9 @@ def _states(layer: Any) -> tuple[StateShape, ...]:
         numbered = held.items() if isinstance(held, dict) else [(0, held)]
         for number, state in numbered:
             if state is not None:
-                dtype = str(state.dtype).removeprefix("torch.")
-                found.append(StateShape(f"{sort}{number}", tuple(state.shape[1:]), dtype))
+                found.append(_state(f"{sort}{number}", state))
     return tuple(found)
+
+
+def _state(name: str, state: torch.Tensor) -> StateShape:
+    return StateShape(name, tuple(state.shape[1:]), str(state.dtype).removeprefix("torch."))

@@ -8,6 +8,7 @@ they go on from their state in a pass of one (Mamba 1): those run token by token
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from offload_decode.models.cache import PrefixCache
 from offload_decode.models.layers import KeylessLayer
 from offload_decode.models.states import States
 
-Forward = Callable[..., Tensor]
+Forward = Callable[..., Any]
 _PROBE_TOKENS = 3
 
 
@@ -40,31 +41,41 @@ def run_rows_apart(decoder: Any) -> None:
 
 
 def is_mixer(module: torch.nn.Module) -> bool:
-    """It convolves its inputs, and knows its place among the layers."""
+    """It convolves its inputs or lets a state decay (lightning attention), and knows its place among the
+    layers.
+    """
     convolves = any(isinstance(child, torch.nn.Conv1d) for child in module.children())
-    return convolves and isinstance(getattr(module, "layer_idx", None), int)
+    decays = isinstance(getattr(module, "slope_rate", None), Tensor)
+    return (convolves or decays) and isinstance(getattr(module, "layer_idx", None), int)
 
 
-def _apart(module: Any, forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _apart(module: Any, forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     cache = _cache_of(args, kwargs)
     length = hidden_states.shape[1]
     padding = None if cache is None else cache.hidden(length)
     if cache is None or padding is None:
         return forward(hidden_states, *args, **kwargs)
     layer = cache.layers[module.layer_idx]
-    out = torch.zeros_like(hidden_states)
+    out: list[Any] = []
     whole = layer.states
     for start in sorted({*padding.tolist()} - {length}):
         rows = (padding == start).nonzero()[:, 0]
         layer.states = whole.rows(rows)
         part = _on_part(forward, hidden_states, args, kwargs, slice(start, None), rows)
-        out[rows.to(out.device), start:] = part
+        several = isinstance(part, tuple)
+        parts = part if several else (part,)
+        out = out or [one.new_zeros(len(padding), length, *one.shape[2:]) for one in parts]
+        for own, one in zip(out, parts, strict=True):
+            if one.shape[1] == length - start:  # else no sequence
+                own[rows.to(own.device), start:] = one
         whole = whole.scattered(rows, layer.states)
     layer.states = whole
-    return out
+    if not out:
+        return torch.zeros_like(hidden_states)
+    return tuple(out) if several else out[0]
 
 
-def _by_token(forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _by_token(forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     cache, length = _cache_of(args, kwargs), hidden_states.shape[1]
     layer_idx = forward.__self__.layer_idx  # type: ignore[attr-defined]
     if cache is None or length == 1 or not cache.has_previous_state(layer_idx):
@@ -80,7 +91,7 @@ def _on_part(
     kwargs: dict[str, Any],
     tokens: slice,
     rows: Tensor | None = None,
-) -> Tensor:
+) -> Any:
     """`forward` of some tokens, of some rows; no padding is among them, so that no mask is needed."""
 
     def part(given: Any) -> Any:
@@ -101,18 +112,26 @@ def _forgets(module: Any, decoder: Any) -> bool:
     inputs = inputs.to(floating.device, floating.dtype)
     probe = Probe(module.layer_idx)
     with torch.inference_mode():
-        module(inputs[:, :_PROBE_TOKENS], probe)
+        _run(module, inputs[:, :_PROBE_TOKENS], probe)
         held = probe.layers[-1].states.copy()
         expected = _probed(module, inputs, held)
         others = (States(held.held | {name: 2 * state + 1}) for name, state in held.held.items())
-        return any(torch.equal(expected, _probed(module, inputs, other)) for other in others)
+        return any(all(map(torch.equal, expected, _probed(module, inputs, other))) for other in others)
 
 
-def _probed(module: Any, inputs: Tensor, states: States) -> Tensor:
+def _probed(module: Any, inputs: Tensor, states: States) -> tuple[Tensor, ...]:
     probe = Probe(module.layer_idx)
     probe.layers[-1].states = states.copy()
-    out: Tensor = module(inputs[:, _PROBE_TOKENS:], probe)
-    return out
+    return _run(module, inputs[:, _PROBE_TOKENS:], probe)
+
+
+def _run(module: Any, inputs: Tensor, probe: Probe) -> tuple[Tensor, ...]:
+    """What a mixer gives, with nothing but a cache beside its inputs."""
+    _, *others = inspect.signature(module.forward).parameters.values()
+    given = {own.name: None for own in others if own.default is own.empty and own.kind is not own.VAR_KEYWORD}
+    name = next(name for name in ("cache_params", "past_key_values") if name in {own.name for own in others})
+    out = module(inputs, **{**given, name: probe})
+    return out if isinstance(out, tuple) else (out,)
 
 
 class Probe(PrefixCache):

@@ -19,6 +19,7 @@ from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models.attention import NAME, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.layers import forget_update
+from offload_decode.models.observed import cache_class
 from offload_decode.models.rotation import UNSAID, depends_on_length, hold_rotations, rotate_for
 from offload_decode.models.rows_apart import run_rows_apart
 
@@ -47,6 +48,7 @@ def _before(
     if not isinstance(cache, PrefixCache):
         _check_kept(decoder, given)
         return None
+    cache.be(cache_class(type(decoder)))
     cache.check_model(decoder)
     cache.take_back()
     _check_settings(decoder, given)

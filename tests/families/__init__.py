@@ -56,12 +56,12 @@ FAMILIES = _installed()
 
 # Served by no release, each for its own reason: attention in code of their own (falcon to mpt), keys or
 # values made anew of what the cache returned (diffllama, jetmoe), scores of more than queries and keys (doge,
-# inkling), caches or states of their own (deepseek_v4, minimax, recurrent_gemma, zaya), an indexer's keys
+# inkling), caches or states of their own (deepseek_v4, recurrent_gemma), an indexer's keys
 # beside the others, or no keys at all (mamba).
 REFUSED = {
     *("falcon", "falcon-alibi", "gpt_neo", "gptj", "codegen", "gpt_neox_japanese", "xglm", "bloom", "mpt"),
     *("opt", "diffllama", "jetmoe", "doge", "inkling", "inkling2"),
-    *("deepseek_v4", "minimax", "recurrent_gemma", "zaya", "mamba", "mamba2"),
+    *("deepseek_v4", "recurrent_gemma", "mamba", "mamba2"),
     *("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "qwen4_exp"),
 }
 # transformers 5.5 has recurrent layers that forget their state between passes, and Nemotron with attention in
@@ -91,5 +91,6 @@ PLAIN = [
 KINDS = [
     *("llama", "gemma2", "mistral-sliding", "gpt-oss", "phi3-longrope", "gemma4", "llama4", "mimo_v2_flash"),
     *("deepseek_v3", "qwen3_next", "kimi_linear", "granitemoehybrid", "falcon_h1", "jamba", "lfm2", "gpt2"),
+    *("minimax", "zaya"),
 ]
 """A family of each kind of layer."""
