@@ -14,13 +14,16 @@ from typing import Any, NoReturn
 
 from offload_decode.errors import ConfigError, ModelError, OffloadDecodeError
 from offload_decode.memory import is_out_of_memory
-from offload_decode.models.architectures import check_served, shape_of
+from offload_decode.models.architectures import shape_of
 from offload_decode.models.formats import GGUF, check_packages, quantization_of
 from offload_decode.models.gguf import SUFFIX, check_gguf
+from offload_decode.models.wrappers import class_of, text_of
 from offload_decode.types import ModelShape
 
 WAY_OUT = "give 'demo', a folder, a .gguf file, or a transformers id"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+TEMPLATE = "chat_template.json"
 
 _MIB = 1 << 20
 # The largest that are known have a tenth of it.
@@ -32,6 +35,7 @@ _MOST_BYTES = {
     "special_tokens_map.json": _SMALL,
     "added_tokens.json": _SMALL,
     "chat_template.jinja": _SMALL,
+    TEMPLATE: _SMALL,
     INDEX: _LARGE,
     "tokenizer.json": _LARGE,
     "tokenizer.model": _LARGE,
@@ -53,7 +57,19 @@ _MOST = {
     "num_local_experts": 1 << 14,
     "num_experts_per_tok": 1 << 14,
 }
-_OPTIONAL = frozenset(["num_key_value_heads", "head_dim", "moe_intermediate_size"])
+_OPTIONAL = frozenset(
+    [
+        "num_key_value_heads",
+        "head_dim",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+    ]
+)
+
+
+_BY_LAYER = frozenset(["intermediate_size", "num_key_value_heads"])
 
 
 def source_of(model_id: str) -> str:
@@ -93,7 +109,8 @@ def located(source: str) -> tuple[str, dict[str, str]]:
 
 
 def read_config(model_id: str) -> tuple[Any, ModelShape]:
-    """The transformers config of `demo`, a folder, a .gguf file or a transformers id, and the model's shape.
+    """The transformers config of `demo`, a folder, a .gguf file or a transformers id, and the model's shape:
+    of a multimodal model the config of its text alone.
 
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
@@ -110,9 +127,20 @@ def read_config(model_id: str) -> tuple[Any, ModelShape]:
             _check_files(folder)
             _check_sizes(_parsed(folder / CONFIG))
         where, which = located(source)
-        config = AutoConfig.from_pretrained(where, trust_remote_code=False, **which)
+        config = text_of(AutoConfig.from_pretrained(where, trust_remote_code=False, **which))
+        _check_numbers({name: getattr(config, name) for name in _MOST if hasattr(config, name)})
         quantization_of(config)
+        class_of(config)
         return config, shape_of(config)
+
+
+def template_of(source: str) -> str | None:
+    """The chat template that a multimodal checkpoint has beside its tokenizer; None where there is none."""
+    from transformers.utils import cached_file
+
+    found = cached_file(source, TEMPLATE, _raise_exceptions_for_missing_entries=False)
+    template = _parsed(Path(found)).get("chat_template") if found else None
+    return template if isinstance(template, str) else None
 
 
 def bounded(config: Path) -> bytes:
@@ -151,6 +179,16 @@ def weight_files(source: str) -> list[Path]:
     if not Path(source).is_dir():
         return [folder / INDEX, *(Path(str(cached_file(source, name))) for name in sorted(shards))]
     return [folder / INDEX, *(folder / name for name in sorted(shards))]
+
+
+def weight_names(found: list[Path]) -> list[str]:
+    """The names of the weights in the files of `weight_files`, none of which is read."""
+    from safetensors import safe_open
+
+    if found[0].name == INDEX:
+        return list(_parsed(found[0])["weight_map"])
+    with safe_open(found[0], "pt") as file:
+        return list(file.keys())
 
 
 def _fetched(model_id: str) -> tuple[Path, str | None]:
@@ -224,17 +262,30 @@ def _finite(number: str) -> float:
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
-    name = config.get("model_type")
-    if not isinstance(name, str):
+    if not isinstance(config.get("model_type"), str):
         raise ModelError("its config.json names no model_type: fetch the checkpoint again")
-    check_served(name)
     if "transformers_weights" in config:
         raise ModelError(f"its config.json names weights of its own: save the model anew, as {WEIGHTS}")
+    for own in (config, *_text_parts(config)):
+        _check_numbers(own)
+
+
+def _text_parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a wrapper's config says of its text model."""
+    for name in ("text_config", "thinker_config"):
+        if isinstance(own := config.get(name), dict):
+            yield own
+            yield from _text_parts(own)
+
+
+def _check_numbers(config: dict[str, Any]) -> None:
     for field, most in _MOST.items():
         value = config.get(field, most)
         if value is None and field in _OPTIONAL:
             continue
-        if type(value) is not int or not 1 <= value <= most:
+        listed = field in _BY_LAYER and isinstance(value, list) and len(value) <= _MOST["num_hidden_layers"]
+        each = value if listed else [value]
+        if not all(type(one) is int and 1 <= one <= most for one in each):
             raise ModelError(
                 f"its config.json says that {field} is {json.dumps(value)[:40]}, and that is a whole number "
                 f"from 1 to {most:,}: mend the config, or fetch the checkpoint again"

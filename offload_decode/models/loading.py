@@ -14,7 +14,15 @@ from offload_decode.errors import ModelError
 from offload_decode.memory import lifted
 from offload_decode.models.architectures import shape_of
 from offload_decode.models.cache import PrefixCache
-from offload_decode.models.checkpoint import CONFIG, located, read_config, source_of, told, weight_files
+from offload_decode.models.checkpoint import (
+    CONFIG,
+    located,
+    read_config,
+    source_of,
+    template_of,
+    told,
+    weight_files,
+)
 from offload_decode.models.devices import DTYPES, check_dtype, pick_device
 from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weights_hash
 from offload_decode.models.formats import check_packages, check_weights_of, quantization_of
@@ -128,6 +136,8 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     with told(f"cannot load the model '{model_id}'"):
         logging.disable_progress_bar()  # a bar of its own would tear the one that the caller shows
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **which)
+        if tokenizer.chat_template is None and not which:
+            tokenizer.chat_template = template_of(source)
         found = weight_files(source)
         with lifted(lambda: sum(path.stat().st_size for path in found)):
             if which:

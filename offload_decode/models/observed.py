@@ -11,11 +11,9 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
-from importlib import import_module
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -27,6 +25,7 @@ from offload_decode.errors import UnsupportedModel
 from offload_decode.models.devices import DTYPES
 from offload_decode.models.latent import latent_of
 from offload_decode.models.remembered import keep, recall
+from offload_decode.models.wrappers import class_of, text_of
 from offload_decode.store.format import FORMAT_VERSION
 from offload_decode.store.shapes import shape_from
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
@@ -78,7 +77,7 @@ def shape_of(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
 
 def text_config(config: Any) -> Any:
     """A copy of the text model's part of a config, as of a checkpoint that is not quantised."""
-    text = deepcopy(config.get_text_config(decoder=True))
+    text = text_of(config)
     if hasattr(text, "quantization_config"):
         del text.quantization_config
     return text
@@ -88,14 +87,7 @@ def text_model(config: Any, **arguments: Any) -> Any:
     """The causal model of a text config with fresh weights, in evaluation mode; `arguments` as for
     `AutoModelForCausalLM.from_config`.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM.from_config(config, **arguments).eval()
-    # Text models that transformers builds within a wrapper alone (Mistral 4).
-    module = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    name = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
-    return getattr(module, name)._from_config(config, **arguments).eval()
+    return class_of(config)._from_config(config, **arguments).eval()
 
 
 def _parsed(text: str | None) -> ModelShape | None:

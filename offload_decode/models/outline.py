@@ -20,6 +20,7 @@ from offload_decode.models.packed import packed_bytes
 from offload_decode.models.positions import NO_LENGTHS, Lengths, lengths_of
 from offload_decode.models.quantised import replaceable
 from offload_decode.models.remembered import keep, recall
+from offload_decode.models.wrappers import class_of
 from offload_decode.store.format import FORMAT_VERSION
 from offload_decode.store.shapes import shape_from
 from offload_decode.types import ModelShape
@@ -95,11 +96,9 @@ def _parsed(model_id: str, text: str | None) -> Outline | None:
 
 
 def _counted(model_id: str) -> Outline:
-    from transformers import AutoModelForCausalLM
-
     config, shape = read_config(model_id)
     with told(f"cannot read the config of '{model_id}'"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(unquantised(config))
+        model = class_of(config)._from_config(unquantised(config))
     found = outline_of(model, model_id, shape)
     if (quantization := quantization_of(config)) is None:
         return replace(found, format=GGUF) if source_of(model_id).endswith(SUFFIX) else found

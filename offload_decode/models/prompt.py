@@ -9,7 +9,7 @@ whatever follows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,21 +88,30 @@ def prompt_for(tokenizer: Any) -> Prompt:
         turn, after = f"{seam.gap}Question: ", "\nAnswer:"
         return Prompt("plain", _opening(tokenizer), "", seam, "Question: ", after, turn, after, False)
 
-    def rendered(*contents: str) -> str:
-        roles = ("user", "assistant", "user")
-        turns = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-
-    asked = _CORPUS + seam.gap + _QUESTION
     try:
-        before, after = rendered(asked).split(asked)
-        turn, again = rendered(asked, _ANSWER, _NEXT).split(_ANSWER)[1].split(_NEXT)
-        trims = f" \n{asked}" not in rendered(f" \n{asked}")
-    except Exception as error:  # a template is a program, and raises what it likes
+        try:
+            return _chat(tokenizer, seam, lambda text: text)
+        except Exception:  # noqa: BLE001  # a template is a program, and raises what it likes
+            return _chat(tokenizer, seam, lambda text: [{"type": "text", "text": text}])
+    except Exception as error:
         raise ModelError(
             "the chat template of this tokenizer fails or changes the user's text, so the corpus cannot "
             "be prefilled before the question; use a tokenizer without a chat template or with another one"
         ) from error
+
+
+def _chat(tokenizer: Any, seam: Seam, content: Callable[[str], Any]) -> Prompt:
+    """A chat template split around the corpus, where `content` is how it takes a text."""
+
+    def rendered(*texts: str) -> str:
+        roles = ("user", "assistant", "user")
+        turns = [{"role": role, "content": content(text)} for role, text in zip(roles, texts, strict=False)]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    asked = _CORPUS + seam.gap + _QUESTION
+    before, after = rendered(asked).split(asked)
+    turn, again = rendered(asked, _ANSWER, _NEXT).split(_ANSWER)[1].split(_NEXT)
+    trims = f" \n{asked}" not in rendered(f" \n{asked}")
     return Prompt("chat", (), before, seam, "", after, turn, again, trims)
 
 

@@ -8,30 +8,62 @@ from typing import Any
 import torch
 
 from offload_decode.errors import ModelError
-from offload_decode.models.checkpoint import CONFIG, located
+from offload_decode.models.checkpoint import CONFIG, located, weight_files, weight_names
 from offload_decode.models.devices import DTYPES
 from offload_decode.models.fingerprints import file_hash, files_hash
-from offload_decode.models.formats import GGUF, hushed, in_dtype, reading, run_once
+from offload_decode.models.formats import (
+    GGUF,
+    hushed,
+    in_dtype,
+    quantization_of,
+    reading,
+    run_once,
+    unquantised,
+)
 from offload_decode.models.remembered import remembered
+from offload_decode.models.wrappers import Names, class_of, names_of, unknown_text
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 
-def whole_model(source: str, **told: Any) -> Any:
-    """The model of a folder or an id, all of whose weights are in its safetensors or GGUF file; `told` is for
-    `from_pretrained`. Raises `ModelError` where some are missing.
+def whole_model(source: str, config: Any, **told: Any) -> Any:
+    """The model of a text config, all of whose weights are in a folder's or id's safetensors, or in a GGUF
+    file; `told` is for `from_pretrained`. Raises `ModelError` where some are missing, or are not the text's.
     """
-    from transformers import AutoModelForCausalLM
-
     where, which = located(source)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        where, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **which, **told
-    )
+    found = weight_files(source)
+    names = None if which else _names(found, config)
+    mapping = None if names is None else names.mapping or None
+    with hushed():  # what sees and hears is no news
+        model, report = class_of(config).from_pretrained(
+            where,
+            config=config,
+            key_mapping=mapping,
+            use_safetensors=True,
+            output_loading_info=True,
+            **which,
+            **told,
+        )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "
             f"{missing[0]} among them: fetch the checkpoint again"
         )
+    if names is not None and quantization_of(config) is None:
+        if unknown := unknown_text(report["unexpected_keys"], names, weight_names(found), model):
+            raise ModelError(
+                f"the weights of {source} hold {len(unknown)} that its config.json knows nothing of, "
+                f"{unknown[0]} among them: fetch the checkpoint again"
+            )
+        output = model.get_output_embeddings()
+        model.config.tie_word_embeddings = output.weight is model.get_input_embeddings().weight
     return model
+
+
+def _names(found: list[Path], config: Any) -> Names:
+    """How the text model's weights are named in a checkpoint."""
+    with torch.device("meta"):
+        model = class_of(config)._from_config(unquantised(config))
+    return names_of(weight_names(found), model)
 
 
 def read_packed(

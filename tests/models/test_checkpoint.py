@@ -160,9 +160,22 @@ def test_an_empty_model_is_refused(model):
             read(model)
 
 
-def test_another_architecture_is_refused_before_its_config_is_built(folder):
-    changed(folder, model_type="gpt2", num_hidden_layers=10**9)
-    with pytest.raises(UnsupportedModel, match="'gpt2' is not served"):
+def test_sizes_are_looked_at_under_whatever_name_a_family_has_them(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 10**9}))
+    with pytest.raises(ModelError, match="num_hidden_layers is 1000000000"):
+        outline(str(folder))
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_an_encoder_decoder_model_is_refused(folder, name):
+    (folder / "config.json").write_text(json.dumps({"model_type": name}))
+    with pytest.raises(UnsupportedModel, match=f"'{name}' is an encoder-decoder model"):
+        outline(str(folder))
+
+
+def test_a_model_that_writes_no_text_is_refused(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "siglip_vision_model"}))
+    with pytest.raises(UnsupportedModel, match="no language model"):
         outline(str(folder))
 
 

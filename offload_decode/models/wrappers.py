@@ -1,0 +1,135 @@
+"""Multimodal checkpoints for text alone: the text model's own config and class, and its weights by the names
+that a checkpoint of the text model alone has. What else such a checkpoint holds is never read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from offload_decode.errors import UnsupportedModel
+
+# Text models of wrappers that are a family of their own but for images: where all tokens are text, the three
+# positions of a token are one.
+_SAME = {
+    "glm4v_text": "glm4",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved", "type")
+
+
+def text_of(config: Any) -> Any:
+    """The text model's config (a copy) of a config, which may be a wrapper's. Raises `UnsupportedModel`."""
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(
+            f"'{config.model_type}' is an encoder-decoder model, whose answers attend to what an encoder "
+            "made of a text: use a model that is a decoder alone"
+        )
+    text = deepcopy(config.get_text_config(decoder=True))
+    if text.model_type in _SAME:
+        text = _plain(text, _SAME[text.model_type])
+    if text.model_type == config.model_type:
+        return text
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"):
+        if getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    # The wrapper's class has the output layer, and ties it or not.
+    if getattr(config, "tie_word_embeddings", None) is not None:
+        text.tie_word_embeddings = config.tie_word_embeddings
+    if text.dtype is None:
+        text.dtype = config.dtype
+    text._name_or_path = config._name_or_path
+    return text
+
+
+def class_of(text: Any) -> Any:
+    """transformers' causal language model of a text config. Raises `UnsupportedModel`."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    # Text models that transformers builds within a wrapper alone (Mistral 4).
+    module = import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
+    name = type(text).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
+    if not hasattr(module, name):
+        raise UnsupportedModel(
+            f"'{text.model_type}' is no language model that writes text from left to right"
+        )
+    return getattr(module, name)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a checkpoint has the text model's weights: below `base` and, those of the output layer, below
+    `head`; `mapping` is transformers' `key_mapping` to the names of the text model alone.
+    """
+
+    base: str
+    head: str | None
+    mapping: dict[str, str] = field(default_factory=dict)
+
+
+def names_of(checkpoint: Collection[str], model: Any) -> Names:
+    """How the weights of the text `model` are named in a checkpoint that has weights of these names."""
+    base, there = _base(model), set(checkpoint)
+    inner = [name.removeprefix(base) for name in model.state_dict() if name.startswith(base)]
+    below = {name.removesuffix(inner[0]) for name in there if f".{name}".endswith(f".{inner[0]}")}
+    own = max(sorted(below), key=lambda prefix: sum(prefix + name in there for name in inner), default=base)
+    heads = [name for name in checkpoint if re.search(r"(^|\.)lm_head\.weight$", name)]
+    head = max(heads, key=lambda name: _shared(name, own), default=None)
+    mapping = {}
+    if own not in ("", base):
+        mapping[f"^{re.escape(own)}"] = base
+    if head is not None and head != "lm_head.weight":
+        mapping[f"^{re.escape(head.removesuffix('weight'))}"] = "lm_head."
+    return Names(own, head, mapping)
+
+
+def unknown_text(
+    unexpected: Iterable[str], names: Names, checkpoint: Collection[str], model: Any
+) -> list[str]:
+    """Of the weights that `model` has no place for those that belong to its text."""
+    base, there = _base(model), set(checkpoint)
+    parts = {name for name, _ in model.get_submodule(base.rstrip(".")).named_children()}
+    layers = model.config.num_hidden_layers
+    found = []
+    for name in unexpected:
+        own = name.removeprefix(base)
+        part, _, rest = own.partition(".")
+        if part in parts or (names.base not in ("", base) and names.base + own in there):
+            # Layers beyond the last predict further tokens, which nobody asks for here.
+            number = rest.partition(".")[0] if part == "layers" else ""
+            if not number.isdecimal() or int(number) < layers:
+                found.append(name)
+    return sorted(found)
+
+
+def _base(model: Any) -> str:
+    """What the names of all weights but the output layer's begin with, such as `model.`."""
+    table = model.get_input_embeddings()
+    path: str = next(path for path, module in model.named_modules() if module is table)
+    return path[: path.rfind(".") + 1]
+
+
+def _shared(one: str, other: str) -> int:
+    """Letters in common from the start."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _plain(text: Any, family: str) -> Any:
+    """The config of a family without images."""
+    from transformers import CONFIG_MAPPING
+
+    known = CONFIG_MAPPING[family]
+    fields = {name: value for name, value in text.to_dict().items() if name in known().to_dict()}
+    rope = text.rope_parameters or {}
+    fields["rope_parameters"] = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
+    fields.pop("model_type")
+    return known(**fields)
