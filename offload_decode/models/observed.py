@@ -143,8 +143,9 @@ def cache_class(decoder: Any) -> Any:
     """
     from transformers import Cache, DynamicCache
 
-    asked = inspect.signature(decoder.forward).parameters["past_key_values"].annotation
-    kinds = [kind for kind in (asked, *get_args(asked)) if isinstance(kind, type) and issubclass(kind, Cache)]
+    asked = inspect.signature(decoder.forward).parameters.get("past_key_values")
+    stated = [] if asked is None else [asked.annotation, *get_args(asked.annotation)]
+    kinds = [kind for kind in stated if isinstance(kind, type) and issubclass(kind, Cache)]
     return next((kind for kind in kinds if hasattr(kind, "get_linear_cache")), DynamicCache)
 
 
@@ -152,7 +153,7 @@ def _cache(text: Any, decoder: Any) -> Any:
     """transformers' own cache for a config, which notes the layer that was updated last."""
     from transformers import DynamicCache
 
-    kind = cache_class(type(decoder))
+    kind = cache_class(type(decoder))  # type: ignore[arg-type]
     cache = DynamicCache(config=text) if kind is DynamicCache else kind()
     if not cache.layers and kind is DynamicCache:
         # Where no layers share keys, older releases take all of them for sharing ones.

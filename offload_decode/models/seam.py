@@ -48,7 +48,7 @@ def _before(
     if not isinstance(cache, PrefixCache):
         _check_kept(decoder, given)
         return None
-    cache.be(cache_class(type(decoder)))
+    cache.be(cache_class(type(decoder)))  # type: ignore[arg-type]
     cache.check_model(decoder)
     cache.take_back()
     _check_settings(decoder, given)

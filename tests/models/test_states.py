@@ -131,12 +131,12 @@ def test_a_layer_that_begins_anew_is_found_out(forgets: bool) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(1))
 
-        def forward(self, hidden: torch.Tensor, cache: PrefixCache) -> torch.Tensor:
-            before = cache.get_recurrent_state(0)
+        def forward(self, hidden: torch.Tensor, cache_params: PrefixCache) -> torch.Tensor:
+            before = cache_params.get_recurrent_state(0)
             if before is None or (forgets and hidden.shape[1] > 1):
                 before = torch.zeros(1, 1, hidden.shape[2])
             sums = hidden.cumsum(1) + before
-            cache.update_recurrent_state(sums[:, -1:], layer_idx=0)
+            cache_params.update_recurrent_state(sums[:, -1:], layer_idx=0)
             return sums
 
     class Decoder:
