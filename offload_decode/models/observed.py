@@ -127,8 +127,12 @@ def _observed(text: Any) -> ModelShape:
     return _shape(name, text, cache, _pass.seen)
 
 
-def _attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any = None, *_: Any, **__: Any
+) -> tuple[Any, None]:
     """The attention function of an observed pass: notes who called it behind which layer of the cache."""
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError("its attention adds numbers to the scores")
     if _pass.updated is not None:
         _pass.seen.setdefault(_pass.updated, (module, query.shape[1]))
         _pass.updated = None

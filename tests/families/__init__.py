@@ -56,19 +56,19 @@ FAMILIES = _installed()
 
 # Served by no release, each for its own reason: attention in code of their own (falcon to mpt), keys or
 # values made anew of what the cache returned (diffllama, jetmoe), scores of more than queries and keys (doge,
-# inkling), caches or states of their own (deepseek_v4, recurrent_gemma), an indexer's keys
-# beside the others, or no keys at all (mamba).
+# inkling), caches or states of their own (deepseek_v4, qwen4_exp, recurrent_gemma), or no keys (mamba).
 REFUSED = {
     *("falcon", "falcon-alibi", "gpt_neo", "gptj", "codegen", "gpt_neox_japanese", "xglm", "bloom", "mpt"),
     *("opt", "diffllama", "jetmoe", "doge", "inkling", "inkling2"),
     *("deepseek_v4", "recurrent_gemma", "mamba", "mamba2"),
-    *("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "qwen4_exp"),
+    "qwen4_exp",
 }
-# transformers 5.5 has recurrent layers that forget their state between passes, and Nemotron with attention in
-# code of its own.
+# transformers 5.5 has recurrent layers that forget their state between passes, Nemotron with attention in
+# code of its own, and an indexer that keeps its keys outside the cache.
 _REFUSED_IN_5_5 = {
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1"),
     *("nemotron_h", "jamba", "zamba", "zamba2", "lfm2", "lfm2_moe", "nemotron"),
+    "glm_moe_dsa",
 }
 
 
