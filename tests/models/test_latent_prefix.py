@@ -11,7 +11,6 @@ from transformers import DynamicCache
 
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import OffloadDecodeWarning
-from offload_decode.models import architectures
 from offload_decode.models.latent import latent_of
 from offload_decode.models.loading import wrap
 from offload_decode.selectors import quest
@@ -24,11 +23,6 @@ from tests.tiny import tiny_model
 N, LAYER = 45, 1
 CLOSE = {"atol": 1e-4, "rtol": 0}
 IDS = torch.randint(3, VOCAB, (1, N + 20), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def _served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architectures, "EXACT", architectures.EXACT | {"deepseek_v3", "deepseek_v32"})
 
 
 @pytest.fixture(scope="module")

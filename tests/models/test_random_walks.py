@@ -21,7 +21,7 @@ from tests.tiny import text_model, tiny_tokenizer
 
 N, VOCAB = 37, 259
 CLOSE = {"atol": 1e-4, "rtol": 0}
-SHORT = ["llama-mha", "gemma2", "mistral-sliding", "gpt-oss"]
+SHORT = ["llama-mha", "deepseek_v3", "gemma2", "mistral-sliding", "gpt-oss"]
 
 
 class World:
