@@ -33,6 +33,7 @@ from offload_decode.models.published import read_gguf, read_packed, whole_model
 from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.models.remembered import remembered
 from offload_decode.models.seam import activate
+from offload_decode.models.wrappers import check_alone
 from offload_decode.store.format import FINGERPRINT_VERSION
 from offload_decode.types import ModelShape
 
@@ -160,8 +161,9 @@ def wrap(
     """Take a transformers model that is loaded already; its attention is switched to the registered function.
 
     `fingerprint` is the `weights_hash` of the checkpoint, where the model no longer holds its weights.
-    Raises `UnsupportedModel` for an architecture that is not served exactly.
+    Raises `UnsupportedModel` for an architecture that is not served exactly, and for a multimodal model.
     """
+    check_alone(model.config)
     shape = shape_of(model.config, model.dtype)
     activate(model.eval())
     dtype = str(model.dtype).removeprefix("torch.")

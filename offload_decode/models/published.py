@@ -21,7 +21,7 @@ from offload_decode.models.formats import (
     unquantised,
 )
 from offload_decode.models.remembered import remembered
-from offload_decode.models.wrappers import Names, class_of, names_of, unknown_text
+from offload_decode.models.wrappers import Names, by_own_names, class_of, names_of, unknown_text
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 
@@ -33,6 +33,9 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
     found = weight_files(source)
     names = None if which else _names(found, config)
     mapping = None if names is None else names.mapping or None
+    quantization = quantization_of(config)
+    if names is not None and quantization is not None:
+        config.quantization_config = by_own_names(quantization, names)
     with hushed():  # what sees and hears is no news
         model, report = class_of(config).from_pretrained(
             where,
@@ -48,7 +51,7 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
             f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "
             f"{missing[0]} among them: fetch the checkpoint again"
         )
-    if names is not None and quantization_of(config) is None:
+    if names is not None and quantization is None:
         if unknown := unknown_text(report["unexpected_keys"], names, weight_names(found), model):
             raise ModelError(
                 f"the weights of {source} hold {len(unknown)} that its config.json knows nothing of, "

@@ -48,6 +48,15 @@ def text_of(config: Any) -> Any:
     return text
 
 
+def check_alone(config: Any) -> None:
+    """`UnsupportedModel` for the config of a multimodal model that is loaded already."""
+    if text_of(config).model_type != config.model_type:
+        raise UnsupportedModel(
+            f"this '{config.model_type}' model is loaded with what it sees or hears by: give its folder or "
+            "its transformers id instead, of which the text model alone is loaded"
+        )
+
+
 def class_of(text: Any) -> Any:
     """transformers' causal language model of a text config. Raises `UnsupportedModel`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -89,6 +98,22 @@ def names_of(checkpoint: Collection[str], model: Any) -> Names:
     if head is not None and head != "lm_head.weight":
         mapping[f"^{re.escape(head.removesuffix('weight'))}"] = "lm_head."
     return Names(own, head, mapping)
+
+
+def by_own_names(quantization: dict[str, Any], names: Names) -> dict[str, Any]:
+    """What a checkpoint says of its weights in few bits, where it lists layers: by the text model's names."""
+
+    def own(listed: str) -> str:
+        for pattern, name in names.mapping.items():
+            listed = re.sub(pattern, name, f"{listed}.").removesuffix(".")
+        return listed
+
+    return {
+        name: [own(one) if isinstance(one, str) else one for one in value]
+        if isinstance(value, list)
+        else value
+        for name, value in quantization.items()
+    }
 
 
 def unknown_text(

@@ -5,6 +5,7 @@ model's own checkpoint, and nothing of what sees or hears is loaded.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ModelError
-from offload_decode.models.architectures import EXACT
+from offload_decode.errors import ModelError, UnsupportedModel
 from offload_decode.models.fingerprints import config_hash, weights_hash
-from offload_decode.models.loading import load
+from offload_decode.models.loading import load, wrap
 from offload_decode.models.outline import outline
 from offload_decode.models.published import whole_model
 from offload_decode.models.wrappers import class_of, text_of
 from prefill_jobs.corpus import TextDocument
 from prefill_jobs.job import prefill_texts
+from tests.models import few_bits
 from tests.multimodal import VOCAB, WRAPPERS, tiny_wrapper
 from tests.tiny import tiny_tokenizer
 
@@ -194,5 +195,39 @@ def test_end_tokens_and_chat_template_of_the_wrapper(tmp_path: Path) -> None:
     assert engine.tokenizer.decode(engine.question_tokens("Who?")).endswith("Who?")
 
 
-def test_every_family_is_served_whose_text_is() -> None:
-    assert EXACT & {text_of(tiny_wrapper(name).config).model_type for name in WRAPPERS}
+def test_a_multimodal_model_in_memory_is_refused_with_the_way_out() -> None:
+    with pytest.raises(UnsupportedModel, match="'gemma3' model is loaded with what it sees"):
+        wrap(tiny_wrapper("gemma3"))
+
+
+def test_layers_that_are_listed_by_a_wrappers_names_are_known_by_their_own(tmp_path: Path) -> None:
+    """compressed-tensors lists the layers that it leaves whole."""
+    pytest.importorskip("compressed_tensors")
+    pytest.importorskip("accelerate")
+    packed = few_bits.compressed(tmp_path / "text")
+    whole = "model.layers.0.mlp.down_proj"
+    weights = load_file(packed / "model.safetensors")
+    weights = {name: own for name, own in weights.items() if not name.startswith(whole)}
+    weights[f"{whole}.weight"] = torch.randn(64, 64)
+    config = json.loads((packed / "config.json").read_text())
+    stated = config.pop("quantization_config")
+
+    def published(folder: Path, own: dict[str, Any], before: str) -> Any:
+        shutil.copytree(packed, folder)
+        named = {before + name: weight for name, weight in weights.items()}
+        save_file(named, folder / "model.safetensors", {"format": "pt"})
+        listed = {"ignore": [f"{before}lm_head", before + whole]}
+        (folder / "config.json").write_text(json.dumps(own | {"quantization_config": stated | listed}))
+        return load(str(folder), "cpu").model
+
+    wrapper = {
+        "model_type": "llava",
+        "text_config": config,
+        "vision_config": WRAPPERS["llava"]["vision_config"],
+    }
+    alone = published(tmp_path / "alone", config, "")
+    within = published(tmp_path / "within", wrapper, "language_model.")
+    ids = torch.arange(3, 20)[None]
+    with torch.inference_mode():
+        ours, theirs = (model(ids, use_cache=False).logits for model in (within, alone))
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
