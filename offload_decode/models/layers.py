@@ -32,7 +32,23 @@ def updated_layer(index: int) -> TailLayer | None:
     return layer if layer is not None and layer.index == index else None
 
 
-class TailLayer(CacheLayerMixin):  # type: ignore[misc]
+class _Stateful:
+    """What the mixers of transformers 5.5 read of their layer."""
+
+    states: States | None
+
+    @property
+    def conv_states(self) -> Tensor | None:
+        """The last inputs of a convolution."""
+        return None if self.states is None else self.states.get("conv0")
+
+    @property
+    def recurrent_states(self) -> Tensor | None:
+        """The state of a recurrence."""
+        return None if self.states is None else self.states.get("recurrent0")
+
+
+class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
     """What both kinds of layer share: a tail behind `prefix.length` tokens that are kept elsewhere."""
 
     is_compileable = False
@@ -190,7 +206,7 @@ class WindowLayer(TailLayer):
         self.reset()
 
 
-class KeylessLayer:
+class KeylessLayer(_Stateful):
     """A layer that keeps no keys: it is recurrent, or no attention, or reads those of another layer."""
 
     is_compileable = False

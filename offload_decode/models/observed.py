@@ -209,13 +209,6 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
     for index, state in enumerate(getattr(cache, "linear_cache", ())):
         if isinstance(state, torch.Tensor):
             layers[index] = LayerShape(LayerKind.NONE, states=(_state("recurrent0", state),))
-    if any(own.states for own in layers) and not (
-        hasattr(cache, "get_recurrent_state") or hasattr(cache, "get_linear_cache")
-    ):
-        raise UnsupportedModel(
-            f"the recurrent layers of this '{name}' model forget their state between passes in this release "
-            "of transformers: pip install -U transformers"
-        )
     keeping = [i for i, own in enumerate(layers) if own.kind is not LayerKind.NONE]
     if not keeping:
         raise UnsupportedModel(

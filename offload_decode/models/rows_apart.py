@@ -95,17 +95,21 @@ def _on_part(
     """`forward` of some tokens, of some rows; no padding is among them, so that no mask is needed."""
 
     def part(given: Any) -> Any:
-        if not isinstance(given, Tensor) or given.shape[:2] != hidden_states.shape[:2]:
+        if not isinstance(given, Tensor) or len(given) != len(hidden_states):
             return given
-        if given.ndim == 2:
+        if given.ndim == 2:  # a mask, in transformers 5.5 over the prefix too
             return None
+        if given.shape[1] != hidden_states.shape[1]:
+            return given
         return (given if rows is None else given[rows.to(given.device)])[:, tokens]
 
     return forward(part(hidden_states), *map(part, args), **{name: part(one) for name, one in kwargs.items()})
 
 
 def _forgets(module: Any, decoder: Any) -> bool:
-    """Whether some state has no effect on a pass of several tokens: tried with another one."""
+    """Whether some state has no effect on a pass of several tokens, tried with another one, or such a pass
+    takes one token alone.
+    """
     floating = next(p for p in module.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, 2 * _PROBE_TOKENS, decoder.config.hidden_size, generator=generator)
@@ -114,7 +118,12 @@ def _forgets(module: Any, decoder: Any) -> bool:
     with torch.inference_mode():
         _run(module, inputs[:, :_PROBE_TOKENS], probe)
         held = probe.layers[-1].states.copy()
-        expected = _probed(module, inputs, held)
+        try:
+            expected = _probed(module, inputs, held)
+        except (IndexError, RuntimeError, ValueError):
+            return True
+        if expected[0].shape[1] != _PROBE_TOKENS:
+            return True
         others = (States(held.held | {name: 2 * state + 1}) for name, state in held.held.items())
         return any(all(map(torch.equal, expected, _probed(module, inputs, other))) for other in others)
 

@@ -33,7 +33,9 @@ class States:
         return state
 
     def push(self, name: str, inputs: Tensor, kernel_size: int | None) -> Tensor:
-        """Take the inputs `[B, C, T]` of a convolution; returns them behind those that came before."""
+        """Take the inputs `[B, C, T]` of a convolution; returns them behind those that came before, or, as
+        transformers 5.5 has it, which names no kernel size, the last ones alone.
+        """
         before = self.held.get(name)
         if before is None:
             size = kernel_size or inputs.shape[-1]
@@ -41,8 +43,8 @@ class States:
         else:
             size = before.shape[-1]
             whole = torch.cat([before, inputs], dim=-1)
-        self.held[name] = whole[..., -size:].detach().clone()
-        return whole
+        last = self.held[name] = whole[..., -size:].detach().clone()
+        return last if kernel_size is None else whole
 
     def rows(self, index: Tensor) -> States:
         """These rows of the batch; of one that all rows share, as many of it."""
