@@ -84,8 +84,9 @@ class Case:
         )
 
     def plain_beams(self, ids: Tensor) -> list[int]:
-        """transformers' own best of three beams, without a cache: MiniMax's does not follow the beams."""
-        return self._best(self.plain, ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        """transformers' own best of three beams."""
+        followed = self.plain.config.model_type != "minimax"  # whose states do not follow the beams
+        return self._best(self.plain, ids, attention_mask=torch.ones_like(ids), use_cache=followed)
 
     def _best(self, model: Any, ids: Tensor, **given: Any) -> list[int]:
         out = model.generate(ids, max_new_tokens=NEW, do_sample=False, num_beams=3, **given)

@@ -94,6 +94,7 @@ EXACT = frozenset(
         "mistral",
         "mistral4",
         "mixtral",
+        "modernbert-decoder",
         "nanochat",
         "nemotron",
         "nemotron_h",

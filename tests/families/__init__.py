@@ -63,9 +63,9 @@ REFUSED = {
     *("deepseek_v4", "recurrent_gemma", "mamba", "mamba2"),
     "qwen4_exp",
 }
-# transformers 5.5 has Nemotron with attention in code of its own, OLMo Hybrid with a cache of its own, scans of
-# blocks whose first tokens depend on how many follow (Nemotron-H, Zamba2), and an indexer that keeps its keys
-# outside the cache.
+# transformers 5.5 has Nemotron with attention in code of its own, OLMo Hybrid with a cache of its own, scans
+# of blocks whose first tokens depend on how many follow (Nemotron-H, Zamba2), and an indexer that keeps its
+# keys outside the cache.
 _REFUSED_IN_5_5 = {"nemotron", "olmo_hybrid", "nemotron_h", "zamba2", "glm_moe_dsa"}
 
 
