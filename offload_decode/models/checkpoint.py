@@ -128,7 +128,7 @@ def read_config(model_id: str) -> tuple[Any, ModelShape]:
             _check_sizes(_parsed(folder / CONFIG))
         where, which = located(source)
         config = text_of(AutoConfig.from_pretrained(where, trust_remote_code=False, **which))
-        _check_numbers({name: getattr(config, name) for name in _MOST if hasattr(config, name)})
+        _check_numbers(config.to_dict())
         quantization_of(config)
         class_of(config)
         return config, shape_of(config)
