@@ -133,10 +133,18 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
         experts=sum(weight.numel() for weight in weights if weight.ndim == 3),
         active=min(1.0, getattr(config, "num_experts_per_tok", 1) / count) if count else 1.0,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=_intermediate(config),
         vocabulary=config.vocab_size,
         lengths=lengths_of(config, model.base_model),
     )
+
+
+def _intermediate(config: Any) -> int:
+    """The width between a layer's two projections: the widest where layers differ, and what families that do
+    not state it take.
+    """
+    stated = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(max(stated) if isinstance(stated, list) else stated)
 
 
 def _dtype(config: Any) -> str:
