@@ -182,7 +182,7 @@ def _counts(planned: Plan) -> str:
     else:
         weights = [
             (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
-            for name in ("auto", "int8", "int4")
+            for name in (("auto", "int8", "int4") if outline.linear else ("auto",))
         ]
     stores = [(kv, sizes.store_bytes(shape, tokens, kv, outline.dtype)) for kv in kinds]
     bounds = [

@@ -38,7 +38,7 @@ class Outline:
     token reads one row of, `experts` those in fused expert weights, of which a token reads the share
     `active`. `hidden`, `intermediate` and `vocabulary` are widths. `lengths`: of texts, at which it changes.
     `format`: of a checkpoint in few bits (`models.formats`), else empty; `packed` are the bytes of its
-    weights, `packed_experts` those of its fused expert weights among them.
+    weights (0 where they are always widened), `packed_experts` those of its fused expert weights among them.
     """
 
     model_id: str
@@ -60,7 +60,7 @@ class Outline:
 
     def runs_packed(self, on_gpu: bool) -> bool:
         """Whether the weights stay in the few bits of the checkpoint there."""
-        return bool(self.format) and runs_packed(self.format, on_gpu)
+        return self.packed > 0 and runs_packed(self.format, on_gpu)
 
 
 def outline(model_id: str) -> Outline:

@@ -15,8 +15,10 @@ _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
 
 def packed_bytes(model: Any, quantization: dict[str, Any], item: int) -> tuple[int, int]:
     """Bytes of all weights, and of the fused expert weights alone. `model` is that of whole weights, on any
-    device; a number of those that are not packed takes `item` bytes.
+    device; a number of those that are not packed takes `item` bytes. 0 where none stay packed anywhere.
     """
+    if quantization.get("linear_class") == "autobitlinear":  # BitNet, unpacked as it is read
+        return 0, 0
     total = experts = 0.0
     packed = {id(weight) for weight in _packed(model, quantization)}
     for weight in model.parameters():

@@ -12,6 +12,7 @@ from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.memory import limit_memory, total_memory
 from offload_decode.models.devices import check_dtype, pick_device
+from offload_decode.models.formats import GGUF
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import check_weights
 from offload_decode.planning.plan import (
@@ -243,7 +244,7 @@ def _what_fits(asked: Plan, parts: tuple[Part, ...]) -> str | None:
 
 def _the_least(asked: Plan, parts: tuple[Part, ...]) -> str:
     """The caps that would be enough for the smallest way to do it."""
-    fewest, given = ("auto", "") if asked.source.packed else ("int4", "--weights int4 ")
+    fewest, given = ("auto", "") if asked.source.format not in ("", GGUF) else ("int4", "--weights int4 ")
     if parts is asked.prefilling:
         smallest = replace(asked.request, chunk=LEAST_CHUNK, weights=fewest)
         needs = plan(asked.source, smallest, asked.machine)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from indexes.rows import pool
-from offload_decode.models.formats import FORMATS, check_weights_of
+from offload_decode.models.formats import FORMATS, GGUF, check_weights_of
 from offload_decode.models.outline import Outline
 from offload_decode.planning import sizes
 from offload_decode.planning.request import KV, WEIGHTS, Workload, in_dtype
@@ -281,7 +281,7 @@ def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
 
 def _rungs(weights: str, outline: Outline) -> list[str]:
     """These weights, and those in fewer bits where the model's can be quantised."""
-    if outline.packed:
+    if outline.format not in ("", GGUF):
         return [weights]
     return _from(weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"])
 

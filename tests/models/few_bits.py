@@ -136,6 +136,22 @@ def awq(folder: Path) -> Path:
     return _packed(plain(folder, dtype=torch.float16), pack, stated)
 
 
+def bitnet(folder: Path, linear: str = "bitlinear") -> Path:
+    """Weights of -1, 0 and 1, four in a byte, with a scale for each matrix."""
+
+    def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if "proj" not in name:
+            return {name: weight}
+        scale = weight.float().abs().mean()
+        codes = (weight.float() / scale).round().clamp(-1, 1).to(torch.uint8) + 1
+        first, second, third, fourth = codes.chunk(4)
+        packed = first | second << 2 | third << 4 | fourth << 6
+        return {name: packed, name.replace("weight", "weight_scale"): scale.to(weight.dtype)[None]}
+
+    stated = {"quant_method": "bitnet", "linear_class": linear, "quantization_mode": "offline"}
+    return _packed(plain(folder, dtype=torch.bfloat16), pack, stated)
+
+
 def torchao(folder: Path) -> Path:
     """In int8, by transformers itself."""
     from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]

@@ -19,7 +19,6 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
 from offload_decode.models import formats
 from offload_decode.models.fingerprints import weights_hash
-from offload_decode.models.formats import unquantised
 from offload_decode.models.loading import load, wrap
 from offload_decode.models.outline import outline
 from offload_decode.planning import sizes
@@ -48,6 +47,7 @@ MADE: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "fp8": (few_bits.fp8, ("accelerate",)),
     "mxfp4": (few_bits.mxfp4, ("accelerate",)),
     "compressed-tensors": (few_bits.compressed, ("accelerate", "compressed_tensors")),
+    "bitnet": (few_bits.bitnet, ("accelerate",)),
     "gguf": (few_bits.gguf, ("accelerate", "gguf")),
     "gptq": (few_bits.gptq, ("accelerate", "optimum", "gptqmodel")),
     "awq": (few_bits.awq, ("accelerate", "gptqmodel")),
@@ -55,6 +55,10 @@ MADE: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 }
 
 
+# torch compiles BitNet's layers when they first run.
+KINDS = [pytest.param(kind, marks=[pytest.mark.slow] if kind == "bitnet" else []) for kind in MADE]
+ROUNDED = ("bitsandbytes-8", "bitnet")
+"""They round their inputs to 8 bits too, so that what is near turns either way."""
 PACKED = (
     "v_proj.weight",
     "v_proj.qweight",
@@ -87,7 +91,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_behind_a_stored_prefix_it_equals_plain_generation(
     made: Callable[[str], Path], corpus: Path, kind: str, tmp_path: Path
 ) -> None:
@@ -105,8 +109,8 @@ def test_behind_a_stored_prefix_it_equals_plain_generation(
     with torch.inference_mode():
         expected = theirs(prompt).logits[0, -1]
         generated = theirs.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    if kind == "bitsandbytes-8":  # it rounds its inputs too, and a chunk's as the largest of them asks for
-        assert (logits - expected).abs().max() < 0.05
+    if kind in ROUNDED:
+        assert (logits - expected).norm() < 0.1 * expected.norm()
         return
     assert (logits - expected).abs().max() < 1e-4
     assert list(answer.tokens) == generated[0, prompt.shape[1] :].tolist()
@@ -125,7 +129,7 @@ def transformers_own(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, device_map={"": "cpu"}, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_its_fingerprint_is_its_own_and_stable(
     made: Callable[[str], Path], kind: str, tmp_path: Path
 ) -> None:
@@ -197,6 +201,15 @@ def found_family(kind: str) -> str:
     return "gpt-oss" if kind == "mxfp4" else "llama"
 
 
+def test_weights_that_are_unpacked_as_they_are_read_are_counted_so(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    folder = few_bits.bitnet(tmp_path / "bitnet", "autobitlinear")
+    found = outline(str(folder))
+    assert not found.runs_packed(on_gpu=False)
+    assert sizes.weights_bytes(found, "auto") == found.parameters * 2
+    assert load(str(folder), "cpu").model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+
+
 def test_nothing_in_fewer_bits_is_proposed_for_it(made: Callable[[str], Path]) -> None:
     found = outline(str(made("bitsandbytes-4")))
     tight = plan(found, Workload(1024), Machine(None, 1 << 20, 1 << 30, 0))
@@ -263,14 +276,6 @@ def test_a_quantised_model_in_memory_has_a_fingerprint(made: Callable[[str], Pat
     assert wrap(first).weights_hash != weights_hash(
         AutoModelForCausalLM.from_pretrained(few_bits.plain(made("torchao").with_name("other")))
     )
-
-
-def test_a_config_says_nothing_of_few_bits_where_its_model_is_outlined(made: Callable[[str], Path]) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(made("fp8"))
-    assert not hasattr(unquantised(config), "quantization_config")
-    assert config.quantization_config["quant_method"] == "fp8", "the one that is given stays as it is"
 
 
 def _state(folder: Path, stated: Any) -> None:
