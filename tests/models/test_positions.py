@@ -259,3 +259,17 @@ def test_learned_positions_end_with_their_table() -> None:
                 lengths.chosen(tokens, context)
         with pytest.raises(ConfigError, match="no more positions"):
             lengths.held({}, 45).check(51)
+
+
+def test_a_store_of_learned_positions_serves_as_many_as_there_are(tmp_path: Path) -> None:
+    served = wrap(tiny_model("gpt2", n_positions=ORIGINAL))
+    with pytest.raises(ConfigError, match="64 learned positions"):
+        stored(served, tmp_path / "store", ORIGINAL - PREFIX + 1)
+    assert not list(tmp_path.iterdir())
+    engine = stored(served, tmp_path / "store", None)
+    asked = text(ORIGINAL)[0]
+    with pytest.raises(ConfigError, match="no more positions"):
+        engine.fork().extend(asked[: ORIGINAL - PREFIX + 1])
+    answered = engine.fork()
+    logits = answered.extend(asked[:QUESTION])
+    assert len(list(answered.generate(logits, 100))) == ORIGINAL - PREFIX - QUESTION + 1

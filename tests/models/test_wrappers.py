@@ -83,7 +83,9 @@ def test_a_text_only_checkpoint_of_the_same_weights_is_the_same_model(name: str,
     assert weights_hash(alone) == weights_hash(wrapper)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral3", "llava", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "gemma4", "mistral3", "llama4", "llava", "lfm2_vl", "qwen3_vl", "glm4v"]
+)
 def test_a_store_of_the_one_is_opened_by_the_other(family: str, tmp_path: Path) -> None:
     whole = tiny_wrapper(family)
     folder = saved(whole, tmp_path / "wrapper")
