@@ -7,6 +7,7 @@ import torch
 
 from offload_decode.errors import ConfigError
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.layers import KeylessLayer
 from offload_decode.models.rows_apart import _forgets
 from offload_decode.models.states import States
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
@@ -122,25 +123,45 @@ def test_padding_behind_tokens_is_refused() -> None:
         cache.show(3, torch.tensor([[True, True, False]]))
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_a_layer_that_begins_anew_is_found_out(forgets: bool) -> None:
-    class Mixer(torch.nn.Module):
-        layer_idx = 0
+class Sums(torch.nn.Module):
+    """A recurrent layer, and how those of some releases treat a state in a pass of several tokens."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1))
+    layer_idx = 0
 
-        def forward(self, hidden: torch.Tensor, cache_params: PrefixCache) -> torch.Tensor:
-            before = cache_params.get_recurrent_state(0)
-            if before is None or (forgets and hidden.shape[1] > 1):
-                before = torch.zeros(1, 1, hidden.shape[2])
-            sums = hidden.cumsum(1) + before
-            cache_params.update_recurrent_state(sums[:, -1:], layer_idx=0)
-            return sums
+    def __init__(self, several: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.several = several
 
+    def forward(self, hidden: torch.Tensor, cache_params: PrefixCache) -> torch.Tensor:
+        before = cache_params.get_recurrent_state(0)
+        if before is not None and hidden.shape[1] > 1:
+            if self.several == "fails":
+                raise RuntimeError("one token alone")
+            if self.several == "takes one":
+                hidden = hidden[:, -1:]
+            if self.several == "forgets":
+                before = None
+        sums = hidden.cumsum(1) + (torch.zeros(1, 1, hidden.shape[2]) if before is None else before)
+        cache_params.update_recurrent_state(sums[:, -1:], layer_idx=0)
+        return sums
+
+
+@pytest.mark.parametrize("several", ["goes on", "forgets", "takes one", "fails"])
+def test_a_layer_that_does_not_go_on_from_its_state_is_found_out(several: str) -> None:
     class Decoder:
         class config:
             hidden_size = 4
 
-    assert _forgets(Mixer(), Decoder()) == forgets
+    assert _forgets(Sums(several), Decoder()) == (several != "goes on")
+
+
+def test_a_convolution_gets_the_inputs_that_its_release_asks_for() -> None:
+    columns = torch.arange(5.0).reshape(1, 1, 5)
+    states = States()
+    assert states.push("conv0", columns[..., :2], 3).tolist() == [[[0, 0, 1]]]
+    assert states.push("conv0", columns[..., 2:4], 3).tolist() == [[[0, 0, 1, 2, 3]]]
+    assert states.push("conv0", columns[..., 4:], None).tolist() == [[[2, 3, 4]]]
+    layer = KeylessLayer(0, states)
+    assert layer.conv_states.tolist() == [[[2, 3, 4]]]
+    assert layer.recurrent_states is None
