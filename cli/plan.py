@@ -343,6 +343,7 @@ def _as_json(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Spe
 
     return {
         "model": planned.outline.model_id,
+        "positions": asdict(planned.outline.lengths.chosen(planned.request.tokens)),
         "machine": asdict(planned.machine),
         "asked": one(planned),
         "proposed": one(proposed),

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload_decode.errors import ConfigError, StoreMismatch
+from offload_decode.errors import ConfigError, StoreMismatch, UnsupportedModel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +23,7 @@ CONTEXT = 4096
 """Tokens that are expected to follow a prefix, where nobody says how many."""
 
 _NOTED = "rotated_for"
+_MOST = 1 << 40  # tokens of any text
 _ROOM = 1024  # tokens to follow for which a store is kept within a length where its rotation does not change
 _TABLES = re.compile(r"(^|\.)(wpe|embed_positions|positions?_embed(ding)?s?|pos_embed(ding)?s?)$")
 
@@ -97,8 +98,9 @@ class Lengths:
         if not self.matter:
             return Positions(most=self.table)
         noted = rope.get(_NOTED)
-        positions = self._rotated_for(noted) if type(noted) is int else Positions()
-        if positions.length != noted or noted is None or tokens > (positions.most or math.inf):
+        known = noted if type(noted) is int and 0 < noted <= _MOST else 0
+        positions = self._rotated_for(known)
+        if not known or positions.length != noted or tokens > (positions.most or math.inf):
             raise StoreMismatch(
                 "This model rotates keys by the length of the whole text, and the store does not say which "
                 "that is: prefill again."
@@ -147,7 +149,9 @@ def lengths_of(config: Any, decoder: nn.Module) -> Lengths:
 
 
 def told_of(rope: Mapping[str, Any], tokens: int) -> str:
-    """`Lengths.told` of a store of `tokens`, by its manifest's `rope` alone. Raises `StoreMismatch`."""
+    """`Lengths.told` of a store of `tokens`, by its manifest's `rope` alone. Raises `StoreMismatch`, and
+    `UnsupportedModel` for parameters that are none.
+    """
     # From where on a dynamic rotation scales is the model's to know; the stated length says all of it here.
     lengths = Lengths(_switches(rope), 0 if "dynamic" in _kinds(rope) else None)
     return lengths.told(lengths.held(rope, tokens))
@@ -163,13 +167,22 @@ def rotations(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one for one in rope.values() if isinstance(one, dict)] or [rope]
 
 
-def _kinds(rope: Mapping[str, Any]) -> set[object]:
-    return {one.get("rope_type") for one in rotations(rope)}
+def _kinds(rope: Mapping[str, Any]) -> list[object]:
+    return [one.get("rope_type") for one in rotations(rope)]
 
 
 def _switches(rope: Mapping[str, Any]) -> tuple[int, ...]:
-    long = [one for one in rotations(rope) if one.get("rope_type") == "longrope"]
-    return tuple(sorted({int(one["original_max_position_embeddings"]) for one in long}))
+    found = set()
+    for one in rotations(rope):
+        if one.get("rope_type") == "longrope":
+            length = one.get("original_max_position_embeddings")
+            if type(length) is not int or not 0 < length <= _MOST:
+                raise UnsupportedModel(
+                    "longrope parameters must state the length that the model was first trained on "
+                    "(original_max_position_embeddings), and these do not: mend config.json"
+                )
+            found.add(length)
+    return tuple(sorted(found))
 
 
 def _tables(decoder: nn.Module) -> Iterator[int]:

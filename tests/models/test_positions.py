@@ -16,7 +16,7 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, StoreMismatch, UnsupportedModel
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.models.positions import Lengths, Positions
+from offload_decode.models.positions import Lengths, Positions, told_of
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
 from prefill_jobs.job import Settings, prefill_tokens
@@ -273,3 +273,20 @@ def test_a_store_of_learned_positions_serves_as_many_as_there_are(tmp_path: Path
     answered = engine.fork()
     logits = answered.extend(asked[:QUESTION])
     assert len(list(answered.generate(logits, 100))) == ORIGINAL - PREFIX - QUESTION + 1
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "longrope"},
+        {"rope_type": "longrope", "original_max_position_embeddings": "64", "rotated_for": 64},
+        {"rope_type": "longrope", "original_max_position_embeddings": 10**5000, "rotated_for": 64},
+        {"rope_type": "dynamic", "rotated_for": 10**5000},
+        {"rope_type": "dynamic", "rotated_for": True},
+        {"full_attention": {"rope_type": "dynamic"}},
+    ],
+)
+def test_a_manifest_with_odd_parameters_is_a_sentence(rope: dict[str, Any]) -> None:
+    with pytest.raises((StoreMismatch, UnsupportedModel)):
+        told_of(rope, PREFIX)
+    assert told_of({"rope_type": ["longrope"]}, PREFIX) == told_of({}, PREFIX) == ""
