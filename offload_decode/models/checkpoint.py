@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from offload_decode.errors import ConfigError, ModelError, OffloadDecodeError
 from offload_decode.memory import is_out_of_memory
-from offload_decode.models.architectures import shape_of
 from offload_decode.models.formats import GGUF, check_packages, quantization_of
+from offload_decode.models.gate import shape_of
 from offload_decode.models.gguf import SUFFIX, check_gguf
 from offload_decode.models.wrappers import class_of, text_of
 from offload_decode.types import ModelShape

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from offload_decode.errors import ModelError
 from offload_decode.memory import lifted
-from offload_decode.models.architectures import shape_of
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.checkpoint import (
     CONFIG,
@@ -26,6 +25,7 @@ from offload_decode.models.checkpoint import (
 from offload_decode.models.devices import DTYPES, check_dtype, pick_device
 from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weights_hash
 from offload_decode.models.formats import check_packages, check_weights_of, quantization_of
+from offload_decode.models.gate import shape_of
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.positions import Lengths, lengths_of, rope_parameters
 from offload_decode.models.prompt import Prompt, prompt_for

@@ -109,7 +109,7 @@ def _observed(text: Any) -> ModelShape:
     text._experts_implementation = "batched_mm"  # the one that asks no tensor for its numbers
     _pass.updated, _pass.seen = None, {}
     try:
-        with torch.device("meta"), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), torch.device("meta"):
             model = text_model(text, attn_implementation=_NAME)
             cache = _cache(text, model.base_model)
             with _WithoutData():  # type: ignore[no-untyped-call]

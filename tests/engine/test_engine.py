@@ -235,7 +235,7 @@ def test_a_model_without_a_tokenizer_takes_tokens_but_no_questions(folder):
         engine.answer("Who?")
 
 
-def test_architectures_that_were_not_shown_to_be_exact_are_refused_by_name():
+def test_models_that_are_not_proved_to_be_exact_are_refused_by_name():
     import transformers
 
     mamba = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20)

@@ -1,0 +1,191 @@
+"""A model is served if its twin equals plain generation behind a stored prefix, and refused with the reason
+if it does not.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer
+from transformers.models.llama import modeling_llama
+
+from offload_decode.errors import UnsupportedModel
+from offload_decode.models import observed, proof
+from offload_decode.models.cache import PrefixCache
+from offload_decode.models.checkpoint import read_config
+from offload_decode.models.gate import shape_of
+from offload_decode.models.loading import load, wrap
+from offload_decode.models.outline import outline
+from offload_decode.models.proof import CLOSE, Proof, prove
+from tests.families import FAMILIES, KINDS, SERVED, config_of
+from tests.tiny import tiny_model
+
+
+@pytest.fixture
+def afresh(tmp_path, monkeypatch):
+    """Nothing is remembered of an earlier proof, and nothing of this one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(observed, "_known", {})
+    monkeypatch.setattr(proof, "_known", {})
+
+
+@pytest.fixture
+def tried(afresh, monkeypatch):
+    """The seeds of twins that were run."""
+    seeds, run = [], proof._tried
+    monkeypatch.setattr(proof, "_tried", lambda twin, seed: seeds.append(seed) or run(twin, seed))
+    return seeds
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+def test_what_is_proved_is_what_the_exactness_suite_serves(family):
+    try:
+        shape_of(config_of(family))
+    except UnsupportedModel:
+        assert family not in SERVED
+        return
+    assert family in SERVED
+    assert 0 < prove(config_of(family)).difference <= CLOSE
+
+
+def refused(family: str, reason: str) -> None:
+    """Nothing opens such a model."""
+    model = tiny_model(family)
+    with pytest.raises(UnsupportedModel, match=reason):
+        wrap(model)
+    with pytest.raises(UnsupportedModel, match=reason):
+        shape_of(model.config)
+
+
+def test_an_attention_that_depends_on_its_pass_is_refused(afresh, monkeypatch):
+    attend = modeling_llama.LlamaAttention.forward
+
+    def patched(self, hidden_states, *args, **kwargs):
+        out, weights = attend(self, hidden_states, *args, **kwargs)
+        return out * (1 + 1e-3 * (hidden_states.shape[1] < 70)), weights
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", patched)
+    refused("llama", r"in one token, LlamaAttention of layer 0 gives other numbers")
+
+
+def test_an_attention_that_never_calls_the_registered_function_is_refused(afresh, monkeypatch):
+    def own(self, hidden_states, position_embeddings, past_key_values=None, **_):
+        keys, values = (
+            part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.k_proj, self.v_proj)
+        )
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        return self.o_proj(self.q_proj(hidden_states)), None
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", own)
+    refused("llama", r"layer 0 of this 'llama' model attends in code of its own")
+
+
+def test_a_layer_type_that_is_not_known_is_refused(afresh, monkeypatch):
+    class Compressed(DynamicLayer):
+        """Keeps something else."""
+
+    for name in ("DYNAMIC_LAYER_TYPE_MAPPING",):
+        if hasattr(cache_utils, name):
+            monkeypatch.setitem(getattr(cache_utils, name), "full_attention", Compressed)
+    monkeypatch.setattr(cache_utils, "DynamicLayer", Compressed)
+    refused("qwen2", r"layer 0 of this 'qwen2' model keeps more than .*\(Compressed\)")
+
+
+def test_a_mixer_that_keeps_its_state_to_itself_is_refused():
+    refused("recurrent_gemma", r"RecurrentGemmaAttention of layer \d|code of its own")
+
+
+@pytest.mark.skipif("qwen3_next" not in SERVED, reason="this transformers forgets states itself")
+def test_a_mixer_that_forgets_its_state_is_refused(afresh, monkeypatch):
+    mixer = transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet
+    run = mixer.forward
+
+    def forgetful(self, hidden_states, cache_params=None, **kwargs):
+        out = run(self, hidden_states, cache_params=cache_params, **kwargs)
+        if isinstance(cache_params, PrefixCache):
+            states = cache_params.layers[self.layer_idx].states
+            states.put("recurrent0", torch.zeros_like(states.held["recurrent0"]))
+        return out
+
+    monkeypatch.setattr(mixer, "forward", forgetful)
+    refused("qwen3_next", r"in one token, Qwen3Next\w+ of layer \d gives other numbers")
+
+
+def test_a_model_that_looks_at_no_earlier_token_proves_nothing(afresh, monkeypatch):
+    attend = modeling_llama.LlamaAttention.forward
+
+    def blind(self, hidden_states, *args, **kwargs):
+        out, weights = attend(self, hidden_states, *args, **kwargs)
+        return out * 0, weights
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", blind)
+    refused("llama", "do not depend on what stands before")
+
+
+def test_what_fails_within_a_pass_is_told_with_the_layer(afresh, monkeypatch):
+    attend = modeling_llama.LlamaAttention.forward
+
+    def failing(self, hidden_states, *args, past_key_values=None, **kwargs):
+        if self.layer_idx == 1 and len(hidden_states) == 2:
+            raise RuntimeError("no batches")
+        return attend(self, hidden_states, *args, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", failing)
+    refused("llama", r"in a padded batch, LlamaAttention of layer 1: RuntimeError: no batches")
+
+
+def test_a_proof_is_remembered_in_the_process_and_between_processes(tried, monkeypatch):
+    first = prove(config_of("llama"))
+    assert prove(config_of("llama")) == first
+    proof._known.clear()
+    assert prove(config_of("llama")) == first
+    assert tried == [0]
+    proof._known.clear()
+    monkeypatch.setattr(proof, "_versions", lambda: ("another release",))
+    assert prove(config_of("llama")) == first
+    assert tried == [0, 0]
+
+
+def test_models_with_one_twin_share_its_proof(tried):
+    prove(transformers.LlamaConfig(hidden_size=2048, num_hidden_layers=4))
+    prove(transformers.LlamaConfig(hidden_size=1024, num_hidden_layers=6, intermediate_size=99))
+    assert tried == [0]
+
+
+def test_what_fails_with_one_set_of_weights_is_tried_with_another(afresh, monkeypatch):
+    found = [Proof(1.0, "a tie"), Proof(1e-6)]
+    monkeypatch.setattr(proof, "_tried", lambda twin, seed: found[seed])
+    assert prove(config_of("llama")) == found[1]
+
+
+@pytest.mark.parametrize("kept", ["", "[]", "{}", '{"difference": "0", "reason": ""}', "[" * 5000])
+def test_what_is_no_proof_is_proved_anew(tried, tmp_path, kept):
+    first = prove(config_of("llama"))
+    for file in (path for path in tmp_path.rglob("*") if path.is_file()):
+        file.write_text(kept)
+    proof._known.clear()
+    assert prove(config_of("llama")) == first
+    assert tried == [0, 0]
+
+
+def test_a_proof_changes_no_random_numbers(afresh):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    prove(config_of("llama"))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_nothing_opens_a_model_that_is_not_proved(afresh, monkeypatch, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(proof, "_tried", lambda twin, seed: Proof(0.5, "in one token, it differs"))
+    for opened in (load, read_config, outline):
+        with pytest.raises(UnsupportedModel, match=r"'llama' .* in one token, it differs; use"):
+            opened(str(tmp_path / "model"))
