@@ -202,12 +202,10 @@ def found_family(kind: str) -> str:
 
 
 def test_weights_that_are_unpacked_as_they_are_read_are_counted_so(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     folder = few_bits.bitnet(tmp_path / "bitnet", "autobitlinear")
     found = outline(str(folder))
     assert not found.runs_packed(on_gpu=False)
     assert sizes.weights_bytes(found, "auto") == found.parameters * 2
-    assert load(str(folder), "cpu").model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
 def test_nothing_in_fewer_bits_is_proposed_for_it(made: Callable[[str], Path]) -> None:
