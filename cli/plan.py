@@ -267,13 +267,17 @@ def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
 
 def _prefill_verdict(planned: Plan, what: str) -> str:
     from offload_decode.planning.caps import described
-    from offload_decode.planning.plan import changes, nearest_prefill
+    from offload_decode.planning.plan import changes, nearest_prefill, plan
 
     fits = nearest_prefill(planned)
     if fits is None:
         return f"{what} cannot be prefilled here: do that on a larger machine, and bring the store."
-    settings = described(changes(planned.request, fits.request))
-    return f"{what} can be prefilled here{f' with {settings}' if settings else ''}."
+    chosen = changes(planned.request, fits.request)
+    few = fits.request.weights in ("int8", "int4")
+    settings = described(({"weights": fits.request.weights} if few else {}) | chosen)
+    full = plan(fits.source, replace(fits.request, weights="auto"), fits.machine)
+    also = ", or with full weights" if few and full.prefill_fits else ""
+    return f"{what} can be prefilled here{f' with {settings}' if settings else ''}{also}."
 
 
 def _paging(planned: Plan) -> list[str]:

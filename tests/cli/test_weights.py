@@ -62,3 +62,11 @@ def test_several_corpora_are_prefilled_with_such_weights(home: Path, small: Path
 def test_unknown_weights_are_refused(home: Path, tmp_path: Path) -> None:
     asked = ("prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv")
     assert "choose one of: auto, int8, int4" in refused(2, *asked, "--weights", "int3")
+
+
+def test_plan_counts_the_prefill_with_the_weights_that_are_asked_for(home: Path) -> None:
+    planned = ("plan", "--model", "demo", "--tokens", "20000", "--gpu", "none", "--ram", "16GiB")
+    small = run(*planned, "--weights", "int4").out
+    assert "prefill: weights (int4)" in small
+    assert "can be prefilled here with --weights int4, or with full weights." in small
+    assert "It can be prefilled here.\n" in run(*planned).out

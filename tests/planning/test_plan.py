@@ -18,6 +18,7 @@ from offload_decode.planning.plan import (
     least_machine,
     most_tokens,
     nearest,
+    nearest_prefill,
     plan,
     prefill_chunk,
 )
@@ -137,6 +138,25 @@ def test_an_8b_model_on_16_gib_is_asked_in_int8():
     assert held is not None
     assert changes(proposed.request, held.request) == {"kv": "int4-values"}
     assert held.from_disk == 0
+
+
+def test_a_prefill_whose_weights_are_too_large_is_given_fewer_bits():
+    machine = Machine(14 * GIB, 64 * GIB, 500 * GIB, 300 << 20)
+    asked = plan(llama_8b(), Workload(1 << 17, chunk=256), machine)
+    assert prefill_chunk(asked) is None
+    fits = nearest_prefill(asked)
+    assert fits is not None
+    assert fits.prefill_fits
+    assert changes(asked.request, fits.request)["weights"] == "int8"
+
+
+def test_a_store_that_is_there_is_not_asked_in_another_dtype():
+    model = replace(llama_8b(), dtype="float32")
+    asked = plan(model, Workload(1 << 17), Machine(20 * GIB, 64 * GIB, 500 * GIB, 300 << 20))
+    anew, there = nearest(asked), nearest(asked, kinds=("auto",))
+    assert anew is not None
+    assert there is not None
+    assert (anew.request.weights, there.request.weights) == ("fp16", "int8")
 
 
 def test_a_prefill_too_large_is_given_a_smaller_chunk():
