@@ -16,7 +16,7 @@ from indexes import files
 from indexes.base import Hits, StrPath, VectorIndex, check_recall_options
 from indexes.errors import IndexDamaged
 from indexes.flat import FlatIndex
-from indexes.keys import Float32, Keys, check_keys, check_queries, keys_digest
+from indexes.keys import Float32, Keys, check_keys, check_more, check_queries, keys_digest
 from indexes.rows import encodings
 from indexes.tuning import tune
 
@@ -69,6 +69,15 @@ class ApproximateIndex(VectorIndex):
         index.recall = tune(index, index.flat, queries, k, target_recall)
         return index
 
+    def extended(self, keys: Keys, queries: npt.NDArray[Any] | None = None, *, digest: str) -> Self:
+        check_more(self.keys, keys)
+        if self.recall is None:  # it has no keys
+            return self.build(keys, queries, digest=digest)
+        index = type(self)(keys, digest)
+        index._native = index._extend_native(self)
+        index.recall = tune(index, index.flat, queries, self.recall.k, self.recall.target)
+        return index
+
     def _search(self, queries: Float32, k: int) -> Hits:
         assert self.recall is not None, "an index with keys is tuned, or refused when it is loaded"
         growth = max(1.0, k / self.recall.k)
@@ -97,6 +106,12 @@ class ApproximateIndex(VectorIndex):
     @abstractmethod
     def _build_native(self) -> Any:
         """The native index over all keys. Raises InvalidIndexInput for keys that are not finite."""
+
+    @abstractmethod
+    def _extend_native(self, earlier: Self) -> Any:
+        """The native index over all keys, made of that of `earlier`, which is of the first of them and stays
+        as it is. Raises as `_build_native`.
+        """
 
     @abstractmethod
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:

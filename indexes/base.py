@@ -136,6 +136,15 @@ class VectorIndex(ABC):
         Raises InvalidIndexInput for wrong shapes, dtypes, options or values that are not finite.
         """
 
+    @abstractmethod
+    def extended(self, keys: Keys, queries: npt.NDArray[Any] | None = None, *, digest: str) -> Self:
+        """An index over `keys`, the first of which are this one's: what it learned of them is taken over, and
+        the further ones are added. Its search parameter is chosen anew on `queries`, for the same target and
+        k. This index stays as it is.
+
+        Raises as `build`.
+        """
+
     def search(self, queries: npt.NDArray[Any], k: int) -> Hits:
         """The `k` best keys for each of `queries [G, D]`; padded where `k` exceeds the number of keys."""
         queries, k = check_queries(queries, self.dim), check_count(k)

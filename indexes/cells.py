@@ -95,6 +95,18 @@ def build(keys: Keys) -> Cells:
     return Cells(starts, counts, means, variances, codes, scales, ids)
 
 
+def joined(first: Cells, more: Cells) -> Cells:
+    """The cells of keys, and those of the keys that follow them."""
+    n = int(first.counts.sum(dtype=np.int64))
+    together = {
+        name: np.concatenate([one, other])
+        for name, one, other in zip(Cells._fields, first, more, strict=True)
+    }
+    together["starts"] = np.concatenate([first.starts, first.starts[-1] + more.starts[1:]])
+    together["ids"] = np.concatenate([first.ids, np.where(more.ids < 0, -1, more.ids + np.int32(n))])
+    return Cells(**together)
+
+
 def made_up(n: int, dim: int) -> Cells:
     """Cells of n keys of no meaning, made quickly: as many and as large as those of real keys."""
     count = max(1, n // KEYS_PER_CELL)

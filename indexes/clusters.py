@@ -17,7 +17,7 @@ import numpy.typing as npt
 from indexes import arrays
 from indexes.approximate import ApproximateIndex
 from indexes.base import FROM_KEYS, Costs, Hits, RecallRecord, VectorIndex, check_heads
-from indexes.cells import KEYS_PER_CELL, Cells, build, check, made_up
+from indexes.cells import KEYS_PER_CELL, Cells, build, check, joined, made_up
 from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
@@ -118,6 +118,10 @@ class ClusteredIndex(ApproximateIndex):
 
     def _build_native(self) -> Any:
         return _Searchable(build(self.keys), self.keys)
+
+    def _extend_native(self, earlier: Self) -> Any:
+        """The further keys form cells of their own."""
+        return _Searchable(joined(earlier.cells, build(self.keys[len(earlier) :])), self.keys)
 
     def _write_native(self, file: str) -> None:
         parts = self.cells

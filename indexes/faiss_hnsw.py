@@ -7,7 +7,7 @@ every key to the few longest ones, and where a head's keys share an offset its r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from indexes import arrays, backends, faiss_storage
 from indexes.approximate import ApproximateIndex
 from indexes.base import Costs, Hits
 from indexes.faiss_storage import faiss
-from indexes.keys import Float32, float32_blocks
+from indexes.keys import Float32, Keys, float32_blocks
 from indexes.rescoring import asked_for, rescored
 from indexes.rows.encodings import row_size
 from indexes.tuning import geometric
@@ -60,9 +60,17 @@ class FaissHNSW(ApproximateIndex):
         return [*geometric(k, self.scan_from), len(self)]
 
     def _build_native(self) -> Any:
-        graph = self._empty(faiss.METRIC_L2)
+        return self._linked(self._empty(faiss.METRIC_L2), self.keys)
+
+    def _extend_native(self, earlier: Self) -> Any:
+        """The further keys are linked into the graph."""
+        graph = earlier._assembled(*_links(earlier._native), faiss.METRIC_L2)
+        return self._linked(graph, self.keys[len(earlier) :])
+
+    def _linked(self, graph: Any, keys: Keys) -> Any:
+        """The graph with `keys`, the last ones, linked into it."""
         graph.hnsw.efConstruction = CONSTRUCTION_EF
-        for _, block in float32_blocks(self.keys):
+        for _, block in float32_blocks(keys):
             graph.add(block)
         return self._assembled(*_links(graph))
 
@@ -74,9 +82,11 @@ class FaissHNSW(ApproximateIndex):
         graph.is_trained = graph.storage.is_trained = True  # 16-bit floats have nothing to learn
         return graph
 
-    def _assembled(self, entry: int, levels: Int32, neighbours: Int32) -> Any:
-        """A graph of the keys, walked by inner product whatever made its links; see `_links`."""
-        graph = self._empty(faiss.METRIC_INNER_PRODUCT)
+    def _assembled(self, entry: int, levels: Int32, neighbours: Int32, metric: Any = None) -> Any:
+        """A graph of the keys, walked by inner product whatever made its links; see `_links`. By another
+        metric it can be added to.
+        """
+        graph = self._empty(faiss.METRIC_INNER_PRODUCT if metric is None else metric)
         for _, block in float32_blocks(self.keys):
             graph.storage.add(block)
         graph.ntotal = len(self)

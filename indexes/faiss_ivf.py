@@ -7,7 +7,7 @@ by inner product with their centroids. Inner-product k-means, faiss' default for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from indexes import arrays, backends, faiss_storage
 from indexes.approximate import ApproximateIndex
 from indexes.base import Costs, Hits
 from indexes.faiss_storage import faiss
-from indexes.keys import Float32, drawn, float32_blocks
+from indexes.keys import Float32, Keys, drawn, float32_blocks
 from indexes.rescoring import asked_for, rescored
 from indexes.rows.encodings import row_size
 from indexes.tuning import geometric
@@ -35,10 +35,12 @@ class FaissIVF(ApproximateIndex):
     parameter: ClassVar[str] = "nprobe"
     suffix: ClassVar[str] = ".faiss"
 
-    @property
-    def nlist(self) -> int:
-        """Number of lists: `4 sqrt(N)`, fewer where that would leave lists short of training keys."""
-        return _lists(len(self))
+    def __init__(self, keys: Keys, digest: str) -> None:
+        super().__init__(keys, digest)
+        self.nlist = _lists(len(keys))
+        """Number of lists: `4 sqrt(N)` of the keys that they were formed of, fewer where that would leave
+        lists short of training keys.
+        """
 
     @classmethod
     def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
@@ -60,10 +62,17 @@ class FaissIVF(ApproximateIndex):
 
     def _build_native(self) -> Any:
         centroids = self._train()
-        nearest = _euclidean(self.dim)
-        nearest.add(centroids)
-        parts = [nearest.search(block, 1)[1].ravel() for _, block in float32_blocks(self.keys)]
-        return self._assembled(centroids, np.concatenate([np.empty(0, np.int64), *parts]))
+        return self._assembled(centroids, _nearest(centroids, self.keys))
+
+    def _extend_native(self, earlier: Self) -> Any:
+        """The further keys join the lists that there are. Of four times the keys, new ones are formed."""
+        if self.nlist > 2 * earlier.nlist:
+            return self._build_native()
+        self.nlist = earlier.nlist
+        centroids, lists = earlier._lists()
+        return self._assembled(
+            centroids, np.concatenate([lists, _nearest(centroids, self.keys[len(lists) :])])
+        )
 
     def _assembled(self, centroids: Float32, lists: npt.NDArray[Any]) -> Any:
         """Inverted lists around `centroids [L, D]`, key by key in those that `lists [N]` says."""
@@ -101,23 +110,28 @@ class FaissIVF(ApproximateIndex):
         _, ids = self._native.search(queries, asked_for(k, len(self)), params=options)
         return rescored(self.keys, queries, ids, k)
 
-    def _write_native(self, file: str) -> None:
-        centroids = self._native.quantizer.reconstruct_n(0, self.nlist)
+    def _lists(self) -> tuple[Float32, npt.NDArray[np.int32]]:
+        """The centroids `[L, D]`, and the list of each key `[N]`."""
         lists, inverted = np.empty(len(self), np.int32), self._native.invlists
         for number in range(self.nlist):
             if size := inverted.list_size(number):
                 lists[faiss.rev_swig_ptr(inverted.get_ids(number), size)] = number
+        return self._native.quantizer.reconstruct_n(0, self.nlist), lists
+
+    def _write_native(self, file: str) -> None:
+        centroids, lists = self._lists()
         arrays.write(file, [_MAGIC, len(self), self.dim, self.nlist], [centroids, lists])
 
     def _read_native(self, file: str) -> Any:
         """Faiss itself reads no file: it would trust sizes and ids. Its lists are filled from the keys."""
 
         def layout(numbers: Sequence[int]) -> arrays.Layout:
-            if list(numbers) != [_MAGIC, len(self), self.dim, self.nlist]:
+            if list(numbers[:3]) != [_MAGIC, len(self), self.dim] or not 0 < numbers[3] <= self.nlist:
                 raise RuntimeError(f"it is no file of lists of {len(self)} x {self.dim}")
-            return {"centroids": (np.float32, (self.nlist, self.dim)), "lists": (np.int32, (len(self),))}
+            return {"centroids": (np.float32, (numbers[3], self.dim)), "lists": (np.int32, (len(self),))}
 
-        _, found = arrays.read(file, 4, layout)
+        numbers, found = arrays.read(file, 4, layout)
+        self.nlist = numbers[3]
         centroids, lists = found["centroids"], found["lists"]
         if not np.isfinite(centroids).all():
             raise RuntimeError("a centroid is not finite")
@@ -132,6 +146,14 @@ class FaissIVF(ApproximateIndex):
 
 def _lists(n: int) -> int:
     return max(1, min(int(4 * n**0.5), n // _KEYS_PER_LIST))
+
+
+def _nearest(centroids: Float32, keys: Keys) -> npt.NDArray[np.int64]:
+    """The list of each of the keys."""
+    nearest = _euclidean(centroids.shape[1])
+    nearest.add(centroids)
+    parts = [nearest.search(block, 1)[1].ravel() for _, block in float32_blocks(keys)]
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def _euclidean(dim: int) -> Any:

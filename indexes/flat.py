@@ -10,7 +10,7 @@ import numpy.typing as npt
 from indexes import files
 from indexes.base import Costs, Hits, StrPath, VectorIndex, check_recall_options
 from indexes.errors import InvalidIndexInput
-from indexes.keys import Float32, Keys, check_keys, float32_blocks, keys_digest
+from indexes.keys import Float32, Keys, check_keys, check_more, float32_blocks, keys_digest
 from indexes.rows import pool, scan
 from indexes.rows.encodings import row_size
 
@@ -60,6 +60,11 @@ class FlatIndex(VectorIndex):
                 pass
             digest = keys_digest(keys)
         return cls(keys, digest)
+
+    def extended(self, keys: Keys, queries: npt.NDArray[Any] | None = None, *, digest: str) -> Self:
+        """It holds nothing that could be taken over."""
+        check_more(self.keys, keys)
+        return type(self)(keys, digest)
 
     def _search(self, queries: Float32, k: int) -> Hits:
         hits = Hits.empty(len(queries), k)

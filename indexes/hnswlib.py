@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -62,12 +62,21 @@ class HnswlibIndex(ApproximateIndex):
     def _build_native(self) -> Any:
         graph = hnswlib.Index(space="l2", dim=self.dim)
         graph.init_index(max_elements=max(1, len(self)), M=LINKS, ef_construction=CONSTRUCTION_EF)
-        for first, block in float32_blocks(self.keys):
+        return self._linked(graph, 0)
+
+    def _extend_native(self, earlier: Self) -> Any:
+        """The further keys are linked into the graph."""
+        graph = _walked(earlier._native, "l2")
+        graph.resize_index(max(1, len(self)))
+        return self._linked(graph, len(earlier))
+
+    def _linked(self, graph: Any, begin: int) -> Any:
+        """The graph with the keys from `begin` on linked into it."""
+        for first, block in float32_blocks(self.keys[begin:]):
+            numbers = np.arange(begin + first, begin + first + len(block))
             # One thread: several link the keys in another order each time, and no build would equal another.
-            graph.add_items(block, np.arange(first, first + len(block)), num_threads=1)
-        # A graph of Euclidean neighbours, to be walked by inner product: the reason is given in faiss_hnsw.
-        parts = graph.__getstate__()[0]
-        return hnswlib.Index(params=parts | {"space": "ip"})
+            graph.add_items(block, numbers, num_threads=1)
+        return _walked(graph, "ip")
 
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
         asked = asked_for(k, len(self))
@@ -93,3 +102,10 @@ class HnswlibIndex(ApproximateIndex):
     @property
     def nbytes(self) -> int:
         return int(self._native.index_file_size())
+
+
+def _walked(graph: Any, space: str) -> Any:
+    """A copy of the graph that is walked by another metric: it links Euclidean neighbours and is searched by
+    inner product, for the reason given in faiss_hnsw.
+    """
+    return hnswlib.Index(params=graph.__getstate__()[0] | {"space": space})

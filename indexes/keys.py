@@ -41,6 +41,15 @@ def check_keys(keys: Keys) -> Keys:
     return keys
 
 
+def check_more(keys: Keys, more: Keys) -> None:
+    """Refuses keys that cannot be `keys` and further ones; that they are the same is not looked at."""
+    check_keys(more)
+    if more.dtype != keys.dtype or more.shape[1:] != keys.shape[1:] or len(more) < len(keys):
+        raise InvalidIndexInput(
+            f"An index of {len(keys):,} keys cannot be extended to fewer of them, or to others."
+        )
+
+
 def check_queries(queries: npt.NDArray[Any], dim: int) -> Float32:
     """`queries [G, D]` as contiguous float32 (16-bit floats are widened), all of them finite."""
     if not isinstance(queries, np.ndarray) or queries.ndim != 2 or queries.shape[1] != dim:

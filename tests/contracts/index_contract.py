@@ -46,6 +46,10 @@ def foreign_queries(count: int, seed: int = 1) -> Array:
     return (offset + 3 * noise).astype(np.float32)
 
 
+def keys_as_queries(keys: Array) -> Array:
+    return np.asarray(encodings.decode(keys), np.float32)
+
+
 def exact_scores(queries: Array, keys: Array) -> Array:
     return queries.astype(np.float64) @ encodings.decode(keys).astype(np.float64).T
 
@@ -196,6 +200,53 @@ class IndexContract:
         for queries in (None, np.zeros((0, DIM), np.float32)):
             index = self.cls.build(keys, queries, k=16)
             assert index.exhaustive or (index.recall is not None and index.recall.source == "keys")
+
+    # More keys
+
+    @pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
+    def test_an_extended_index_holds_its_target(self, dtype: Any, tmp_path: Path) -> None:
+        keys, queries = clustered_keys(3000, dtype), near_queries(64, seed=6)
+        first = self.cls.build(keys[:2200], near_queries(256, seed=3), target_recall=0.9, k=16)
+        first.save(tmp_path / "first")
+        first = self.cls.load(tmp_path / "first", keys[:2200])
+        before = first.search(queries, 16)
+        index = first.extended(keys, near_queries(512, seed=5), digest="all")
+        assert (len(index), index.digest) == (3000, "all")
+        hits = index.search(queries, 16)
+        assert_well_formed(hits, 64, 16, 3000)
+        assert_truthful(hits, queries, keys)
+        assert recall_of(hits, queries, keys, 16) >= 0.86
+        assert (
+            recall_of(index.search(keys_as_queries(keys[2200:]), 1), keys_as_queries(keys[2200:]), keys, 1)
+            >= 0.86
+        )
+        if not index.exhaustive:
+            assert index.recall is not None
+            assert (index.recall.target, index.recall.k, index.recall.queries) == (0.9, 16, 256)
+        assert (first.search(queries, 16).ids == before.ids).all(), "the earlier index stays as it is"
+        index.save(tmp_path / "all")
+        loaded = self.cls.load(tmp_path / "all", keys, digest="all")
+        assert loaded.recall == index.recall
+        np.testing.assert_array_equal(loaded.search(queries, 16).ids, hits.ids)
+
+    @pytest.mark.parametrize(
+        ("n", "more"), [(0, 0), (0, 50), (1, 1), (1, 2), (40, 2000), (500, 500), (500, 501)]
+    )
+    def test_few_keys_are_extended(self, n: int, more: int) -> None:
+        keys, queries = clustered_keys(more), foreign_queries(3)
+        index = self.cls.build(keys[:n], foreign_queries(8)).extended(keys, foreign_queries(8), digest="d")
+        hits = index.search(queries, more + 1)
+        assert_well_formed(hits, 3, more + 1, more)
+        assert (np.sort(hits.ids[:, :more], axis=1) == np.arange(more)).all()
+
+    def test_other_keys_cannot_extend_it(self, index: VectorIndex, keys: Array) -> None:
+        for other in (keys[:-1], keys.astype(np.float32), encodings.encode(keys, encodings.INT8)):
+            with pytest.raises(InvalidIndexInput, match="cannot be extended"):
+                index.extended(other, digest="d")
+        odd = np.concatenate([keys[:500], np.full((1, DIM), np.inf, keys.dtype)])
+        first = self.cls.build(keys[:500], k=16)
+        with pytest.raises(InvalidIndexInput, match="infinite"):
+            first.extended(odd, digest="d").search(foreign_queries(1), 4)
 
     # Files
 

@@ -207,3 +207,28 @@ def test_recall_counts_ties_and_ignores_padding() -> None:
     short = Hits(np.array([[4, 5, -1]]), np.array([[3, 1, -np.inf]], np.float32))
     assert recall(tied, truth) == 1
     assert recall(short, truth) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_extended_native_index_finds_as_much_as_a_new_one(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same parameter, without the exact scan's help."""
+    keys, queries = clustered_keys(6000), near_queries(128, seed=9)
+    new, grown = build(kind, keys), build(kind, keys[:3000])
+    for end in (4500, 6000):
+        grown = grown.extended(keys[:end], near_queries(256, seed=3), digest=f"first {end}")
+    found = []
+    for index in (new, grown):
+        without_scan(index, monkeypatch)
+        found.append(recall_of(index._search_native(queries, 10, 16), queries, keys, 10))
+    assert found[1] >= found[0] - 0.05, found
+
+
+def test_lists_are_formed_anew_of_four_times_the_keys() -> None:
+    keys = clustered_keys(9000)
+    index = build("faiss-ivf", keys[:2000])
+    lists = index.nlist  # type: ignore[attr-defined]
+    few = index.extended(keys[:4000], digest="few")
+    assert few.nlist == lists  # type: ignore[attr-defined]
+    assert few.extended(keys, digest="many").nlist > 2 * lists  # type: ignore[attr-defined]
