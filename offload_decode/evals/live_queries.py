@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -106,15 +108,18 @@ def _call(layer: int, queries: Queries) -> Call:
     return Call(layer, query, queries.scaling, queries.softcap)
 
 
-def sampled_tokens(store: Store) -> range:
-    """The tokens of `sampled_calls`: token i is made of the store's samples `i · G` to `i · G + G - 1`.
+def sampled_tokens(store: Store) -> npt.NDArray[np.int64]:
+    """The tokens of `sampled_calls`: the samples `[tokens, G]`, one of each head of a group, that each
+    is made of.
 
-    At least one; none where the store keeps fewer than G queries.
+    At least one; none where the store keeps no query of some head.
     """
-    group, positions = store.manifest.shape.group, store.query_positions
-    tokens = len(positions) // group
-    late = positions[: tokens * group : group] >= (1 - SAMPLE_SHARE) * store.manifest.n_tokens
-    return range(min(int((~late).sum()), max(0, tokens - 1)), tokens)
+    heads, positions = store.query_heads, store.query_positions
+    own = [np.flatnonzero(heads == head) for head in range(store.manifest.shape.group)]
+    begin = (1 - SAMPLE_SHARE) * store.manifest.n_tokens
+    late = min(int((positions[samples] >= begin).sum()) for samples in own)
+    tokens = min(max(1, late), *map(len, own))
+    return np.stack([samples[len(samples) - tokens :] for samples in own], axis=1)
 
 
 def sampled_calls(host: HostKV, like: Sequence[Call]) -> tuple[Call, ...]:
@@ -122,11 +127,10 @@ def sampled_calls(host: HostKV, like: Sequence[Call]) -> tuple[Call, ...]:
 
     They are put to the whole store. A query of position p never saw the keys after it, so that only the last
     ones are near to what a decoding step asks: at most that share of the keys is younger. A store keeps one
-    query head at a position, in turns: the G neighbouring samples that hold each head of a group once stand
-    for one token. `like` gives the layers with their scaling.
+    query head at a position: samples of each head of a group, near to each other, stand for one token. `like`
+    gives the layers with their scaling.
     """
-    shape, tokens = host.store.manifest.shape, sampled_tokens(host.store)
-    group = shape.group
+    shape = host.store.manifest.shape
     forms = {call.layer: call for call in like}
     stored = {
         layer: torch.stack([tensor_view(host.store.queries(layer, h)) for h in range(shape.kv_heads)])
@@ -137,11 +141,11 @@ def sampled_calls(host: HostKV, like: Sequence[Call]) -> tuple[Call, ...]:
     return tuple(
         Call(
             layer,
-            stored[layer][:, token * group : (token + 1) * group].reshape(1, -1, 1, shape.head_dim),
+            stored[layer][:, torch.from_numpy(token)].reshape(1, -1, 1, shape.head_dim),
             form.scaling,
             form.softcap,
         )
-        for token in tokens
+        for token in sampled_tokens(host.store)
         for layer, form in forms.items()
     )
 

@@ -25,7 +25,11 @@ class Store(Protocol):
 
     @property
     def query_positions(self) -> Array:
-        """Token positions of the sampled queries, int64 `[n]`; sample j is of head `j % G` of its group."""
+        """Token positions of the sampled queries, int64 `[n]`, in order."""
+
+    @property
+    def query_heads(self) -> Array:
+        """Which head of its group each of the sampled queries is of, int64 `[n]`."""
 
     @property
     def store_digest(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class Encoder:
     def __init__(self, manifest: Manifest, errors: dict[str, EncodingLoss]):
         self.manifest = manifest
         self.errors = errors
+        self.at_seam = dict(errors)
 
     def block(self, layer: int, kind: str, rows: Array) -> Block:
         """`rows [Hkv, T, D]` of `keys` or `values`. Raises `StoreError` for numbers that have no code."""
@@ -69,15 +70,25 @@ class Encoder:
             name = f"{layer_name(layer)}/{kind}"
             self.errors[name] = self.errors[name].after(rows, block.stored)
 
-    def cost(self) -> dict[str, list[dict[str, float]]]:
+    def cost(self) -> dict[str, list[dict[str, Any]]]:
         """What the manifest says of the errors."""
-        cost: dict[str, list[dict[str, float]]] = {}
+        cost: dict[str, list[dict[str, Any]]] = {}
         for name, (squares, power, largest) in self.errors.items():
             _, layer, kind = name.split("/")
             relative = sqrt(squares / power) if power else 0.0
-            entry = {"layer": int(layer), "relative_rms": relative, "largest": largest}
+            sums = list(self.at_seam[name])
+            entry = {"layer": int(layer), "relative_rms": relative, "largest": largest, "sums": sums}
             cost.setdefault(kind, []).append(entry)
         return cost
+
+
+def errors_at_seam(manifest: Manifest) -> dict[str, EncodingLoss]:
+    """Those of a written store, over the tokens up to its seam."""
+    return {
+        f"{layer_name(entry['layer'])}/{kind}": EncodingLoss(*entry["sums"])
+        for kind, entries in manifest.kv_error.items()
+        for entry in entries
+    }
 
 
 def no_errors(manifest: Manifest) -> dict[str, EncodingLoss]:

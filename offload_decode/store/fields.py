@@ -23,6 +23,8 @@ def check_fields(data: Mapping[str, Any], dtypes: Collection[str], encodings: Co
     for name in ("n_tokens", "page_size"):
         count(name, data[name], MOST_TOKENS)
     count("query_samples", data["query_samples"], 2**63 - 1)
+    if data["format_version"] != 2 or data["seam"] is not None:
+        count("seam", data["seam"], data["n_tokens"], least=0)
     one_of("dtype", data["dtype"], dtypes)
     one_of("template", data["template"], ("chat", "plain"))
     for name in ("rope", "prefill"):
@@ -52,9 +54,21 @@ def check_errors(data: Mapping[str, Any], shape: ModelShape, encodings: Collecti
             raise ValueError(f"{name} is not a list with an entry a full-attention layer")
         for entry, layer in zip(entries, full, strict=True):
             plain_object(name, entry)
-            just_names(name, entry, ("layer", "relative_rms", "largest"))
+            sums = () if data["seam"] is None else ("sums",)
+            just_names(name, entry, ("layer", "relative_rms", "largest", *sums))
             if type(entry["layer"]) is not int or entry["layer"] != layer:
                 raise ValueError(f"{name} has no entry of layer {layer} in its place")
             for part in ("relative_rms", "largest"):
-                if type(entry[part]) not in (int, float) or not 0 <= entry[part] < float("inf"):
+                if not _is_size(entry[part]):
                     raise ValueError(f"{name} has a {part} that is no number of 0 or more")
+            for part in sums:
+                if (
+                    not isinstance(entry[part], list)
+                    or len(entry[part]) != 3
+                    or not all(map(_is_size, entry[part]))
+                ):
+                    raise ValueError(f"{name} has {part} that are not three numbers of 0 or more")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < float("inf")

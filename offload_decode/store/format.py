@@ -88,7 +88,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return _DTYPES[name] if name in _DTYPES else np.dtype(name)
 
 
-def _software() -> str:
+def running_software() -> str:
+    """This release, as a manifest names it."""
     try:
         return f"offload-decode {version('offload-decode')}"
     except PackageNotFoundError:  # run from a checkout that was never installed
@@ -108,7 +109,9 @@ class Manifest:
     `kv` says how `keys` and `values` are stored: in `dtype`, or as rows of `indexes.rows.encodings`.
     `kv_error` is what encoding cost, measured as they were written and empty until then: for `keys` and
     `values` a list with an entry a layer, of the error's root mean square relative to that of the numbers,
-    and the largest error.
+    and the largest error; and the sums that these are made of (`store.encoded.EncodingLoss`) at the seam.
+    `seam` tokens are those of whole forward chunks, after which an append goes on: windows and states there
+    are kept too. 0 where there are none; None in stores of format version 2.
     """
 
     model_id: str
@@ -126,7 +129,8 @@ class Manifest:
     kv_error: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     page_size: int = 16
     query_samples: int = 1024
-    software: str = field(default_factory=_software)
+    seam: int | None = 0
+    software: str = field(default_factory=running_software)
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -166,6 +170,16 @@ class Manifest:
         assert layer.window is not None, "it is a local layer"
         return min(self.n_tokens, layer.window - 1)
 
+    def kept_window(self, layer: LayerShape) -> int:
+        """Tokens of which the store has them: from the first that is in the window at the seam."""
+        assert layer.window is not None, "it is a local layer"
+        return self.n_tokens - max(0, (self.seam or self.n_tokens) - (layer.window - 1))
+
+    @property
+    def keeps_seam(self) -> bool:
+        """Whether the states at the seam are others than those at the end."""
+        return bool(self.seam) and self.seam != self.n_tokens
+
     def to_json(self) -> dict[str, Any]:
         """JSON values in one order, whatever the order of the inner dicts was."""
         values = {f.name: getattr(self, f.name) for f in fields(self)} | {"shape": asdict(self.shape)}
@@ -176,6 +190,8 @@ class Manifest:
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
         """The manifest of a store; StoreForeign names a version or field that this release does not know."""
         check_version(data)
+        if data["format_version"] == 2:
+            data = {"seam": None, **data}
         _same_names("manifest", data, {f.name for f in fields(cls)})
         try:
             check_fields(data, _DTYPES, _ENCODED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,6 +19,8 @@ CHUNK_TOKENS = 65_536
 MAX_CHUNKS = 32
 MAX_KV_MAPS, MAX_PAGE_MAPS = 40_960, 10_240
 """Linux lets a process have 65,530 memory maps: a whole store stays under that, with room for the rest."""
+SEAM = "_seam"
+"""Ends the name of a state at the seam (`Manifest.seam`)."""
 ALIGNMENT = 64 * 1024
 """Chunk files that are mapped one after another end on a page of the machine, which has 4 to 64 KiB."""
 
@@ -82,8 +84,22 @@ def layer_name(layer: int) -> str:
     return f"layers/{layer:03d}"
 
 
-def array_specs(manifest: Manifest, n_documents: int, name_bytes: int) -> Iterator[ArraySpec]:
-    """Every array of a store that is to be written."""
+def grown_rows(rows: int, earlier: ArraySpec, most: int) -> int | None:
+    """Rows of a chunk of a head that begins as an `earlier` array: as many as there, so that its chunk files
+    can be shared, or twice as many for as long as there would be more than `most`. None where it has but one.
+    """
+    size = earlier.chunk[1]
+    if size >= earlier.shape[1]:
+        return None
+    while -(-rows // size) > most:
+        size *= 2
+    return size
+
+
+def array_specs(
+    manifest: Manifest, n_documents: int, name_bytes: int, earlier: Mapping[str, ArraySpec] | None = None
+) -> Iterator[ArraySpec]:
+    """Every array of a store that is to be written; `earlier` are those of the store that it begins as."""
     for name, length, dtype in (
         ("tokens", manifest.n_tokens, "int32"),
         ("documents/offsets", n_documents + 1, "int64"),
@@ -96,28 +112,33 @@ def array_specs(manifest: Manifest, n_documents: int, name_bytes: int) -> Iterat
         if own.local:
             yield from _window(manifest, layer_name(layer), own)
         elif own.kind is LayerKind.FULL:
-            yield from _whole(manifest, layer_name(layer), own)
+            yield from _whole(manifest, layer_name(layer), own, earlier or {})
         for state in own.states:
             length = math.prod(state.shape)
-            yield ArraySpec(f"{layer_name(layer)}/{state.name}", (length,), (length,), state.dtype)
+            for name in (state.name, state.name + SEAM) if manifest.keeps_seam else (state.name,):
+                yield ArraySpec(f"{layer_name(layer)}/{name}", (length,), (length,), state.dtype)
 
 
 def _window(manifest: Manifest, group: str, own: LayerShape) -> Iterator[ArraySpec]:
-    length = manifest.window(own)
+    length = manifest.kept_window(own)
     for kind, dim in (("keys", own.key_dim), ("values", own.value_dim)):
         yield ArraySpec(
             f"{group}/window_{kind}", (own.kv_heads, length, dim), (1, length, dim), manifest.dtype
         )
 
 
-def _whole(manifest: Manifest, group: str, own: LayerShape) -> Iterator[ArraySpec]:
+def _whole(
+    manifest: Manifest, group: str, own: LayerShape, earlier: Mapping[str, ArraySpec]
+) -> Iterator[ArraySpec]:
     heads = own.kv_heads
     streams = 2 * heads * len(manifest.shape.full_layers)
 
     def rows(name: str, length: int, dim: int, maps: int | None, dtype: str = manifest.dtype) -> ArraySpec:
         width = dim if dtype == manifest.dtype else encodings.row_bytes(dtype, dim)
         most = max(1, min(MAX_CHUNKS, maps // streams)) if maps else 1
-        size = chunk_rows(length, width * numpy_dtype(dtype).itemsize, most=most)
+        before = earlier.get(f"{group}/{name}")
+        size = before and grown_rows(length, before, most)
+        size = size or chunk_rows(length, width * numpy_dtype(dtype).itemsize, most=most)
         return ArraySpec(f"{group}/{name}", (heads, length, width), (1, size, width), dtype)
 
     tokens, pages = manifest.n_tokens, -(-manifest.n_tokens // manifest.page_size)

@@ -99,9 +99,12 @@ class MemoryStore:
     @cached_property
     def query_positions(self) -> Array:
         """Token positions of the sampled queries, int64 `[n]`; `ConfigError` if none were given."""
-        self._sampled()
-        own = self.manifest
-        return _read_only(sample_plan(own.n_tokens, own.shape.group, own.n_samples)[0])
+        return _read_only(self._plan[0])
+
+    @cached_property
+    def query_heads(self) -> Array:
+        """Which head of its group each is of, int64 `[n]`; `ConfigError` if none were given."""
+        return _read_only(self._plan[1])
 
     @cached_property
     def store_digest(self) -> str:
@@ -154,6 +157,12 @@ class MemoryStore:
 
     def check_mapped(self, layer: int) -> None:
         """Nothing to check: memory does not shrink."""
+
+    @cached_property
+    def _plan(self) -> tuple[Array, Array]:
+        self._sampled()
+        own = self.manifest
+        return sample_plan(own.n_tokens, own.shape.group, own.n_samples)
 
     def _sampled(self) -> Layers:
         if self._queries is None:

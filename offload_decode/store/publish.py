@@ -10,9 +10,11 @@ from pathlib import Path
 
 from offload_decode.errors import StoreBusy, StoreExists
 from offload_decode.store.checksums import SEAL, SUMS, Report, hash_files, render, seal_of
+from offload_decode.store.exchange import exchange
 from offload_decode.store.staging import (
     LOCK,
     PROGRESS,
+    REPLACED,
     STORE,
     WINDOWS,
     locked,
@@ -38,11 +40,8 @@ def refuse_existing(path: Path) -> None:
             raise StoreExists(f"{parent} is a store itself: choose a path outside of it.")
 
 
-def publish(partial: Path, path: Path, files: Iterable[str], progress: Report | None = None) -> None:
-    """Give the store that lies whole in the staging folder its name, and remove the folder.
-
-    A crash at any point leaves either the staging folder, from which this can be done again, or the store.
-    """
+def seal(partial: Path, files: Iterable[str], progress: Report | None = None) -> None:
+    """Put the checksums of all files into the store in the staging folder, and flush it to the disk."""
     root = partial / STORE
     sums = render(hash_files(root, files, progress, sync=True))
     for name, data in ((SUMS, sums), (SEAL, seal_of(sums))):
@@ -50,12 +49,30 @@ def publish(partial: Path, path: Path, files: Iterable[str], progress: Report | 
         os.replace(partial / name, root / name)
     for folder, _, _ in os.walk(root):
         sync_folder(folder)
-    refuse_existing(path)
-    os.rename(root, path)
+
+
+def publish(partial: Path, path: Path, *, replacing: bool = False) -> None:
+    """Give the sealed store in the staging folder its name, `replacing` the one that has it, and remove the
+    folder.
+
+    A crash at any point leaves the staging folder, from which this can be done again, or the store; where one
+    is replaced, the earlier store has its name until the new one has it.
+    """
+    if replacing:
+        exchange(partial / STORE, path, aside=partial / REPLACED)
+    else:
+        refuse_existing(path)
+        os.rename(partial / STORE, path)
     sync_folder(path.parent)
+    clear(partial)
+
+
+def clear(partial: Path) -> None:
+    """Remove a staging folder that is done with."""
+    (partial / PROGRESS).unlink(missing_ok=True)
+    for folder in (WINDOWS, STORE, REPLACED):
+        shutil.rmtree(partial / folder, ignore_errors=True)
     # The lock goes last: as long as it is there, what is left is known to be ours.
-    (partial / PROGRESS).unlink()
-    shutil.rmtree(partial / WINDOWS)
     shutil.rmtree(partial)
 
 

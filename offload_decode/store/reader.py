@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,8 @@ from offload_decode.errors import (
 from offload_decode.store import checksums, metadata
 from offload_decode.store.files import check_folders, check_sizes, read_regular
 from offload_decode.store.format import Array, Manifest, check_version, fingerprint_version, token_hash
-from offload_decode.store.layout import ArraySpec, layer_name
+from offload_decode.store.layout import SEAM, ArraySpec, layer_name
+from offload_decode.store.sampling import sample_plan
 from offload_decode.store.staging import LOCK, STORE, Committed, partial_path
 from offload_decode.store.streams import head_view, list_view
 from offload_decode.types import Document, ModelShape
@@ -51,6 +52,7 @@ class KVStore:
         self.manifest = manifest
         self._specs = specs
         self._sums = sums
+        self._identity = _identity(path)
         self._views: dict[tuple[str, int], Array] = {}
         self._mapped: dict[int, list[tuple[str, int]]] = {}  # files of each layer, with their sizes
 
@@ -107,11 +109,24 @@ class KVStore:
 
     @cached_property
     def query_positions(self) -> Array:
-        """Token positions of the sampled queries, int64 `[n]`; sample j is of head `j % G` of its group."""
+        """Token positions of the sampled queries, int64 `[n]`, in order."""
         positions = self._small("query_positions")
         if positions.min() < 0 or positions.max() >= self.manifest.n_tokens:
             raise self._contradiction()
         return positions
+
+    @cached_property
+    def query_heads(self) -> Array:
+        """Which head of its group each of the sampled queries is of, int64 `[n]`."""
+        own, group = self.manifest, self.manifest.shape.group
+        if own.seam is None:
+            return np.arange(own.n_samples) % group
+        return sample_plan(own.n_tokens, group, own.n_samples)[1]
+
+    @property
+    def specs(self) -> Mapping[str, ArraySpec]:
+        """Its arrays, by name."""
+        return self._specs
 
     def keys(self, layer: int, kv_head: int) -> Array:
         """Post-RoPE keys `[N, D]` of a full-attention layer, or encoded `[N]` (`indexes.rows.encodings`)."""
@@ -135,19 +150,32 @@ class KVStore:
 
     def window(self, layer: int) -> tuple[Array, Array]:
         """Keys and values `[Hkv, w, …]` of the last `w = min(N, window - 1)` tokens of a local layer."""
-        heads = range(self.manifest.shape.layers[layer].kv_heads)
+        if not (own := self.manifest.shape.layers[layer]).local:
+            raise KeyError(layer)
+        seen = self.manifest.window(own)
         keys, values = (
-            np.stack([self._rows(layer, name, head) for head in heads])
+            np.stack([self._rows(layer, name, head)[-seen:] for head in range(own.kv_heads)])
             for name in ("window_keys", "window_values")
         )
         return keys, values
 
     def states(self, layer: int) -> tuple[Array, ...]:
         """The recurrent states of a layer after the last token, in the order of its shape."""
-        return tuple(
-            self._small(f"{layer_name(layer)}/{own.name}").reshape(own.shape)
-            for own in self.manifest.shape.layers[layer].states
+        return self._states(layer, "")
+
+    def window_at_seam(self, layer: int) -> tuple[Array, Array]:
+        """As `window`, of the last tokens before the seam (`Manifest.seam`), as copies."""
+        own, seam = self.manifest.shape.layers[layer], self.manifest.seam or 0
+        begin = self.manifest.n_tokens - self.manifest.kept_window(own)
+        keys, values = (
+            np.stack([self._rows(layer, name, head)[: seam - begin] for head in range(own.kv_heads)])
+            for name in ("window_keys", "window_values")
         )
+        return keys, values
+
+    def states_at_seam(self, layer: int) -> tuple[Array, ...]:
+        """As `states`, at the seam."""
+        return self._states(layer, SEAM if self.manifest.keeps_seam else "")
 
     def check_mapped(self, layer: int) -> None:
         """StoreDamaged where a mapped file of a layer has changed its size, before its views are read again:
@@ -155,7 +183,21 @@ class KVStore:
 
         A microsecond a file. One that shrinks while it is being read is still fatal.
         """
-        check_sizes(self._mapped.get(layer, ()))
+        try:
+            check_sizes(self._mapped.get(layer, ()))
+        except StoreDamaged:
+            self.check_same()
+            raise
+
+    def check_same(self) -> None:
+        """StoreMismatch where another store has taken the place of this one, as an append does."""
+        if _identity(self.path) == self._identity:
+            return
+        with _surfaced(self.path):
+            if read_regular(self.path / checksums.SEAL) != checksums.seal_of(checksums.render(self._sums)):
+                raise StoreMismatch(
+                    f"{self.path} is another store now than when it was opened: open it again."
+                )
 
     def digest(self, layer: int, kv_head: int) -> str:
         """SHA-256 over the checksums of one head's key files: names the keys without reading them."""
@@ -171,7 +213,7 @@ class KVStore:
         """Bytes on disk by kind of array."""
         cost: dict[str, int] = {}
         for spec in self._specs.values():
-            name = spec.name.rpartition("/")[2]
+            name = spec.name.rpartition("/")[2].removesuffix(SEAM)
             kind = _KINDS.get(name, "states" if name.rstrip("0123456789") in STATES else name)
             cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * sum(1 for _ in spec.files())
         small = [name for name in self._sums if name.endswith("zarr.json")] + [checksums.SUMS, checksums.SEAL]
@@ -219,8 +261,15 @@ class KVStore:
             check_sizes(files)
         else:
             self._views[name, kv_head] = head_view(self.path, spec, kv_head)
+            self.check_same()
             self._mapped.setdefault(layer, []).extend(files)
         return self._views[name, kv_head]
+
+    def _states(self, layer: int, suffix: str) -> tuple[Array, ...]:
+        return tuple(
+            self._small(f"{layer_name(layer)}/{own.name}{suffix}").reshape(own.shape)
+            for own in self.manifest.shape.layers[layer].states
+        )
 
     def _small(self, name: str) -> Array:
         return list_view(self.path, self._specs[name])
@@ -287,6 +336,15 @@ def _readable_header(root: Path) -> dict[str, object] | None:
             f"{root} is not a KV store: give the path of one that `offload-decode prefill` made."
         )
     return header
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells the folder of a store from another one that takes its name; None where it is gone."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @contextmanager

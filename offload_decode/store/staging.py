@@ -24,7 +24,7 @@ from offload_decode.errors import StoreBusy, StoreDamaged, StoreError, StoreFore
 from offload_decode.store.files import read_regular
 from offload_decode.store.mapping import require_posix
 
-LOCK, PROGRESS, STORE, WINDOWS = "lock", "progress.json", "store", "windows"
+LOCK, PROGRESS, STORE, WINDOWS, REPLACED = "lock", "progress.json", "store", "windows", "replaced"
 
 
 def partial_path(path: Path) -> Path:
@@ -68,16 +68,18 @@ class Segment(NamedTuple):
 class Committed:
     """What is committed: the first `tokens` tokens.
 
-    `crcs` are CRC-32 of the rows of each head, by array; `segments` are by local
-    layer, `states` by recurrent layer; `errors` are the
-    running `store.encoded.EncodingLoss` of each encoded array. The file ends with a CRC-32 of itself.
+    `crcs` are CRC-32 of the rows of each head, by array; `segments` are by local layer, `states` by recurrent
+    layer; `errors` are the running `store.encoded.EncodingLoss` of each encoded array; `seam_states` and
+    `seam_errors` are those at the seam, once it is reached. The file ends with a CRC-32 of itself.
     """
 
     tokens: int = 0
     crcs: dict[str, list[int]] = field(default_factory=dict)
     segments: dict[str, list[Segment]] = field(default_factory=dict)
     states: dict[str, Segment] = field(default_factory=dict)
+    seam_states: dict[str, Segment] = field(default_factory=dict)
     errors: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    seam_errors: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
     def save(self, partial: Path) -> None:
         body = asdict(self)
@@ -91,8 +93,11 @@ class Committed:
             if data.pop("crc") != _crc(data):
                 raise ValueError("it has changed")
             segments = {layer: [Segment(*s) for s in found] for layer, found in data.pop("segments").items()}
-            states = {layer: Segment(*found) for layer, found in data.pop("states").items()}
-            return cls(**data, segments=segments, states=states)
+            states, at_seam = (
+                {layer: Segment(*found) for layer, found in data.pop(name).items()}
+                for name in ("states", "seam_states")
+            )
+            return cls(**data, segments=segments, states=states, seam_states=at_seam)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise staging_damaged(partial, PROGRESS) from error
 

@@ -19,13 +19,14 @@ from offload_decode.types import StateShape
 
 
 class StateLog:
-    """The states of one layer after the tokens so far: a file a commit, the one before it removed.
+    """The states of one layer after the tokens so far, and at the seam: a file a commit, the others removed.
 
     Files are never changed once they are committed, so a killed process cannot have spoilt them.
     """
 
     def __init__(self, folder: Path, layer: int, shapes: Sequence[StateShape]) -> None:
         self.segment: Segment | None = None
+        self.at_seam: Segment | None = None
         self._folder, self._layer, self._shapes = folder, layer, tuple(shapes)
 
     @property
@@ -33,13 +34,15 @@ class StateLog:
         """Tokens that the states are after."""
         return self.segment.stop if self.segment else 0
 
-    def restore(self, segment: Segment | None) -> bool:
-        """Go on after `segment`, if its file is what the checksum says."""
-        self.segment = segment
-        if segment is None:
-            return True
-        file = self._file(segment.stop)
-        return file.is_file() and zlib.crc32(read_regular(file)) == segment.crc
+    def restore(self, segment: Segment | None, at_seam: Segment | None) -> bool:
+        """Go on after `segment`, if the files are what the checksums say."""
+        self.segment, self.at_seam = segment, at_seam
+        kept = [(own.crc, self._file(own.stop)) for own in (segment, at_seam) if own]
+        return all(file.is_file() and zlib.crc32(read_regular(file)) == crc for crc, file in kept)
+
+    def keep(self) -> None:
+        """These are the states at the seam."""
+        self.at_seam = self.segment
 
     def put(self, stop: int, states: Sequence[Array]) -> None:
         """The states after the first `stop` tokens, in the order and of the shapes of the layer."""
@@ -54,11 +57,12 @@ class StateLog:
         os.replace(temporary, file)
         self.segment = Segment(0, stop, zlib.crc32(data))
 
-    def states(self) -> tuple[Array, ...] | None:
-        """The states, as copies; None before the first token."""
-        if self.segment is None:
+    def states(self, at_seam: bool = False) -> tuple[Array, ...] | None:
+        """The states, as copies; None before the first token, or before the seam."""
+        segment = self.at_seam if at_seam else self.segment
+        if segment is None:
             return None
-        data = np.frombuffer(read_regular(self._file(self.segment.stop)), np.uint8)
+        data = np.frombuffer(read_regular(self._file(segment.stop)), np.uint8)
         sizes = [prod(own.shape) * numpy_dtype(own.dtype).itemsize for own in self._shapes]
         parts = np.split(data, list(accumulate(sizes))[:-1])
         return tuple(
@@ -68,8 +72,9 @@ class StateLog:
 
     def trim(self) -> None:
         """Remove the files of earlier commits, and of one that was begun and not made."""
+        kept = [self._file(own.stop) for own in (self.segment, self.at_seam) if own]
         for file in self._folder.glob(f"state-{self._layer:03d}-*"):
-            if self.segment is None or file != self._file(self.segment.stop):
+            if file not in kept:
                 file.unlink(missing_ok=True)
 
     def _file(self, stop: int) -> Path:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from indexes.rows import encodings
 from offload_decode.store.files import check_sizes
-from offload_decode.store.format import Array
+from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layout import ArraySpec
 from offload_decode.store.mapping import map_files
 
@@ -66,11 +67,31 @@ class RowStream:
             data, position = data[len(piece) :], position + len(piece)
 
 
+KINDS = ("keys", "values", "key_norms", "page_min", "page_max", "queries")
+"""The arrays of a layer that grow with the tokens."""
+
+
+def kind_of(spec: ArraySpec) -> str | None:
+    """One of `KINDS`; None for an array that is written at once."""
+    kind = spec.name.rpartition("/")[2]
+    return kind if kind in KINDS else None
+
+
+def rows_at(manifest: Manifest, positions: Array, tokens: int) -> dict[str, int]:
+    """Rows of each of `KINDS` when `tokens` tokens are written; `positions` are those of the samples."""
+    size, last = manifest.page_size, tokens == manifest.n_tokens
+    pages = -(-tokens // size) if last else tokens // size
+    rows = (tokens, tokens, tokens, pages, pages, int(np.searchsorted(positions, tokens)))
+    return dict(zip(KINDS, rows, strict=True))
+
+
 def allocate(root: Path, spec: ArraySpec) -> None:
-    """Make the chunk files of an array at their full size, as zeros that take no space yet."""
+    """Make the chunk files of an array at their full size, as zeros that take no space yet; those that are
+    there stay as they are.
+    """
     for name in spec.files():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        with open(root / name, "wb") as file:
+        with suppress(FileExistsError), open(root / name, "xb") as file:
             file.truncate(spec.chunk_bytes)
 
 

@@ -42,15 +42,16 @@ class WindowLog:
             f.is_file() and zlib.crc32(f.read_bytes()) == s.crc for f, s in zip(files, segments, strict=True)
         )
 
-    def append(self, keys: Array, values: Array) -> None:
-        """Append keys `[heads, T, Dk]` and values `[heads, T, Dv]`."""
+    def append(self, keys: Array, values: Array, start: int | None = None) -> None:
+        """Append keys `[heads, T, Dk]` and values `[heads, T, Dv]`; the first may begin at any token."""
         own, block = self._shape, np.concatenate([keys, values], axis=2)
         assert (len(keys), keys.shape[2], values.shape[2]) == (own.kv_heads, own.key_dim, own.value_dim), (
             f"layer {self._layer}: {keys.shape} and {values.shape} for its window"
         )
         assert block.dtype == self._dtype, f"layer {self._layer}: {block.dtype} for {self._dtype}"
         data = as_bytes(block)
-        segment = Segment(self.rows, self.rows + keys.shape[1], zlib.crc32(data))
+        start = self.rows if start is None else start
+        segment = Segment(start, start + keys.shape[1], zlib.crc32(data))
         with open(self._file(segment), "wb") as out:
             out.write(data)
         self.segments.append(segment)

@@ -22,10 +22,11 @@ from offload_decode.store.checksums import Report
 from offload_decode.store.encoded import Encoder, EncodingLoss, no_errors
 from offload_decode.store.files import open_regular
 from offload_decode.store.format import Array, Manifest, token_hash
-from offload_decode.store.layout import ArraySpec, array_specs, layer_name
+from offload_decode.store.growth import Growth
+from offload_decode.store.layout import SEAM, ArraySpec, array_specs, layer_name
 from offload_decode.store.norms import row_norms
 from offload_decode.store.pages import OpenPage, fold_pages, rounded_outward
-from offload_decode.store.publish import publish, refuse_existing
+from offload_decode.store.publish import publish, refuse_existing, seal
 from offload_decode.store.sampling import sample_plan
 from offload_decode.store.staging import (
     PROGRESS,
@@ -38,7 +39,7 @@ from offload_decode.store.staging import (
     surfaced,
 )
 from offload_decode.store.states import StateLog
-from offload_decode.store.streams import RowStream, allocate, as_bytes, write_array
+from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, rows_at, write_array
 from offload_decode.store.windows import WindowLog
 from offload_decode.types import Document
 
@@ -51,10 +52,12 @@ class KVStoreWriter:
     `done`, the tokens of its last commit, and ends with the same bytes.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, growth: Growth | None = None) -> None:
         self.path = path
         self.manifest = manifest
+        self.growth = growth
         self.done = 0
+        self._sealed = False
         self._stack = ExitStack()
         self._partial = partial_path(path)
         self._root = self._partial / STORE
@@ -70,25 +73,35 @@ class KVStoreWriter:
 
     @classmethod
     def open(
-        cls, path: str | Path, manifest: Manifest, tokens: Array, documents: Sequence[Document]
+        cls,
+        path: str | Path,
+        manifest: Manifest,
+        tokens: Array,
+        documents: Sequence[Document],
+        growth: Growth | None = None,
     ) -> KVStoreWriter:
         """Begin the store at `path`, or go on with the one that was begun there.
 
         `tokens [N]` and `documents`, which follow each other without gaps, are those of the whole corpus.
-        StoreExists, StoreBusy, or StoreMismatch where something else was begun there; StoreDamaged where what
-        was begun has changed on disk.
+        With `growth` the store that lies there is the beginning of this one, and is replaced by it when it is
+        published. StoreExists, StoreBusy, or StoreMismatch where something else was begun there; StoreDamaged
+        where what was begun, or the earlier store, has changed on disk.
         """
-        path = Path(os.path.abspath(path))
+        path = Path(os.path.realpath(path) if growth else os.path.abspath(path))
         tokens = np.ascontiguousarray(tokens, dtype="<i4")
         assert tokens.shape == (manifest.n_tokens,), "the manifest counts the tokens"
         assert token_hash(tokens) == manifest.token_hash, "the manifest is of these tokens"
         assert all(a.end == b.start for a, b in pairwise(documents)), "documents follow each other"
         with ExitStack() as stack:
-            refuse_existing(path)
-            with _surfaced(partial_path(path), 0):
+            if growth is None:
+                refuse_existing(path)
+            writer = cls(path, manifest, growth)
+            with writer._surfaced():
                 stack.enter_context(locked(partial_path(path)))
-                refuse_existing(path)  # it may have been published while the lock was waited for
-                writer = cls(path, manifest)
+                if growth is None:
+                    refuse_existing(path)  # it may have been published while the lock was waited for
+                else:
+                    growth.begin(partial_path(path))
                 writer._begin(tokens, documents)
             writer._stack = stack.pop_all()
         return writer
@@ -158,7 +171,9 @@ class KVStoreWriter:
 
     def window(self, layer: int) -> tuple[Array, Array]:
         """Keys and values `[Hkv, w, …]` of the last tokens that a local layer can still see, as copies."""
-        return self._windows[layer].window()
+        seen = self.manifest.window(self.manifest.shape.layers[layer])
+        keys, values = self._windows[layer].window()
+        return keys[:, -seen:], values[:, -seen:]
 
     def put_states(self, layer: int, states: Sequence[Array]) -> None:
         """The states of a recurrent layer after the tokens that are committed next."""
@@ -181,12 +196,19 @@ class KVStoreWriter:
             for layer, states in self._next_states.items():
                 self._states[layer].put(tokens, states)
             self._next_states = {}
+            if tokens == self.manifest.seam:
+                self._encoder.at_seam = dict(self._encoder.errors)
+                if self.manifest.keeps_seam:
+                    for log in self._states.values():
+                        log.keep()
             Committed(
                 tokens=tokens,
                 crcs={name: stream.crcs for name, stream in self._streams.items()},
-                segments={str(layer): log.live() for layer, log in self._windows.items()},
+                segments={str(layer): window.live() for layer, window in self._windows.items()},
                 states={str(layer): log.segment for layer, log in self._states.items() if log.segment},
+                seam_states={str(layer): log.at_seam for layer, log in self._states.items() if log.at_seam},
                 errors=self._encoder.errors,
+                seam_errors=self._encoder.at_seam,
             ).save(self._partial)
             self.done = tokens
             for window in self._windows.values():
@@ -196,6 +218,17 @@ class KVStoreWriter:
 
     def publish(self, progress: Report | None = None) -> None:
         """Checksum everything, flush it to the disk, and give the store its name; then close."""
+        self.seal(progress)
+        with self._surfaced():
+            publish(self._partial, self.path, replacing=self.growth is not None)
+        self.close()
+
+    def seal(self, progress: Report | None = None) -> Path:
+        """Checksum everything and flush it to the disk: the store is whole at the path that is returned, and
+        has not got its name yet.
+        """
+        if self._sealed:
+            return self._root
         if self.done != self.manifest.n_tokens:
             raise StoreIncomplete(
                 f"{self._partial} holds {self.done:,} of {self.manifest.n_tokens:,} tokens: finish it first."
@@ -204,16 +237,19 @@ class KVStoreWriter:
             for layer, log in self._windows.items():
                 for name, block in zip(("window_keys", "window_values"), log.window(), strict=True):
                     write_array(self._root, self._specs[f"{layer_name(layer)}/{name}"], block)
-            for layer in self._states:
+            for layer, states in self._states.items():
                 shapes = self.manifest.shape.layers[layer].states
-                for own, state in zip(shapes, self.states(layer) or (), strict=True):
-                    write_array(self._root, self._specs[f"{layer_name(layer)}/{own.name}"], state.reshape(-1))
+                for suffix in ("", SEAM) if self.manifest.keeps_seam else ("",):
+                    for own, state in zip(shapes, states.states(at_seam=bool(suffix)) or (), strict=True):
+                        spec = self._specs[f"{layer_name(layer)}/{own.name}{suffix}"]
+                        write_array(self._root, spec, state.reshape(-1))
             metadata.record(self._partial, self._root, replace(self.manifest, kv_error=self._encoder.cost()))
             files = metadata.group_files(self.manifest)
             for spec in self._specs.values():
                 files += [spec.metadata_file, *spec.files()]
-            publish(self._partial, self.path, files, progress)
-        self.close()
+            seal(self._partial, files, progress)
+        self._sealed = True
+        return self._root
 
     def close(self) -> None:
         """Let go of the staging folder; what was committed stays."""
@@ -246,29 +282,37 @@ class KVStoreWriter:
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir()
-        specs = list(
-            array_specs(self.manifest, len(given["documents/offsets"]) - 1, len(given["documents/names"]))
-        )
+        earlier = self.growth.specs if self.growth else None
+        sizes = len(given["documents/offsets"]) - 1, len(given["documents/names"])
+        specs = list(array_specs(self.manifest, *sizes, earlier))
         metadata.create_group(self._root, self.manifest, specs)
+        committed = Committed(
+            crcs={s.name: [0] * s.shape[0] for s in specs if kind_of(s)},
+            segments={str(layer): [] for layer in self.manifest.shape.local_layers},
+            errors=no_errors(self.manifest),
+            seam_errors=no_errors(self.manifest),
+        )
+        if self.growth:
+            try:
+                committed = self.growth.seed(self._partial, self.manifest, specs, committed)
+            except BaseException:
+                shutil.rmtree(self._root)  # what was copied would only fill the disk
+                raise
         for spec in specs:
             allocate(self._root, spec)
             if spec.name in given:
                 write_array(self._root, spec, given[spec.name])
-        Committed(
-            crcs={s.name: [0] * s.shape[0] for s in specs if _is_stream(s)},
-            segments={str(layer): [] for layer in self.manifest.shape.local_layers},
-            errors=no_errors(self.manifest),
-        ).save(self._partial)
+        committed.save(self._partial)
 
     def _resume(self, given: dict[str, Array]) -> None:
         self._refuse_other_job(given)
         progress = Committed.load(self._partial)
         self._specs = metadata.read_specs(self._root, self.manifest)
-        self._streams = {n: RowStream(self._root, s) for n, s in self._specs.items() if _is_stream(s)}
+        self._streams = {n: RowStream(self._root, s) for n, s in self._specs.items() if kind_of(s)}
         shape, folder, dtype = self.manifest.shape, self._partial / WINDOWS, self.manifest.numpy_dtype
         for layer, own in enumerate(shape.layers):
             if own.local:
-                self._windows[layer] = WindowLog(folder, layer, self.manifest.window(own), own, dtype)
+                self._windows[layer] = WindowLog(folder, layer, self.manifest.kept_window(own), own, dtype)
             if own.states:
                 self._states[layer] = StateLog(folder, layer, own.states)
         for name, rows in self._rows_at(progress.tokens).items():
@@ -278,9 +322,11 @@ class KVStoreWriter:
             if not log.restore(progress.segments.get(str(layer), [])) or log.rows != progress.tokens:
                 raise staging_damaged(self._partial, f"The window of layer {layer}")
         for layer, states in self._states.items():
-            if not states.restore(progress.states.get(str(layer))) or states.rows != progress.tokens:
+            kept = progress.states.get(str(layer)), progress.seam_states.get(str(layer))
+            if not states.restore(*kept) or states.rows != progress.tokens:
                 raise staging_damaged(self._partial, f"The state of layer {layer}")
         self._encoder.errors = {name: EncodingLoss(*found) for name, found in progress.errors.items()}
+        self._encoder.at_seam = {name: EncodingLoss(*found) for name, found in progress.seam_errors.items()}
         for layer in shape.full_layers:
             self._open_pages[layer] = self._reopened_page(layer)
         self.done = progress.tokens
@@ -297,8 +343,8 @@ class KVStoreWriter:
             others = ["list of documents"]
         if others:
             raise StoreMismatch(
-                f"{self._partial} was begun with another {' and another '.join(others)}: "
-                "remove it to begin again, or choose another path."
+                f"{self._partial} was begun with another {' and another '.join(others)}: remove it to begin "
+                f"again{', or go on with the same corpus' if self.growth else ', or choose another path'}."
             )
         if changed:
             raise staging_damaged(self._partial, changed[0])
@@ -324,33 +370,12 @@ class KVStoreWriter:
 
     def _rows_at(self, tokens: int) -> dict[str, int]:
         """Rows of each stream when `tokens` tokens are committed."""
-        size, last = self.manifest.page_size, tokens == self.manifest.n_tokens
-        pages = -(-tokens // size) if last else tokens // size
-        queries = int(np.searchsorted(self._samples[0], tokens))
-        rows = {
-            "keys": tokens,
-            "values": tokens,
-            "key_norms": tokens,
-            "page_min": pages,
-            "page_max": pages,
-            "queries": queries,
-        }
-        return {name: rows[_kind(name)] for name in self._streams}
+        rows = rows_at(self.manifest, self._samples[0], tokens)
+        return {name: rows[kind_of(stream.spec) or ""] for name, stream in self._streams.items()}
 
     def _stream(self, layer: int, kind: str) -> RowStream:
         return self._streams[f"{layer_name(layer)}/{kind}"]
 
     def _surfaced(self) -> AbstractContextManager[None]:
-        return _surfaced(self._partial, self.done)
-
-
-def _surfaced(partial: Path, done: int) -> AbstractContextManager[None]:
-    return surfaced(partial, f"its first {done:,} tokens", "prefill")
-
-
-def _kind(name: str) -> str:
-    return name.rpartition("/")[2]
-
-
-def _is_stream(spec: ArraySpec) -> bool:
-    return _kind(spec.name) in ("keys", "values", "key_norms", "page_min", "page_max", "queries")
+        command = "append" if self.growth else "prefill"
+        return surfaced(self._partial, f"its first {self.done:,} tokens", command)

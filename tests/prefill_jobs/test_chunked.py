@@ -76,7 +76,7 @@ def test_the_sampled_queries_are_those_of_the_model(tmp_path):
                 torch.from_numpy(store.keys(layer, head).copy()),
             )
             for sample, position in enumerate(store.query_positions.tolist()):
-                own = head * shape.group + sample % shape.group
+                own = head * shape.group + int(store.query_heads[sample])
                 scores = queries[sample] @ keys[: position + 1].T * shape.head_dim**-0.5
                 expected = patterns[layer][0, own, position, : position + 1]
                 torch.testing.assert_close(scores.softmax(-1), expected, atol=1e-5, rtol=0)

@@ -50,6 +50,7 @@ def test_every_answer_is_that_of_the_store_on_disk(tmp_path, dtype, kv, tokens):
     for name in KNOWN:
         assert getattr(memory.manifest, name) == getattr(disk.manifest, name)
     assert_same(memory.query_positions, disk.query_positions)
+    np.testing.assert_array_equal(memory.query_heads, disk.query_heads)
     digests = set()
     for layer in (0, 2):
         memory.check_mapped(layer)

@@ -1,0 +1,165 @@
+"""A store that begins as another one: what a prefill of the longer corpus would have committed at the seam.
+
+The seam is the end of the last whole forward chunk, so that what follows runs in the chunks of one prefill.
+All that a resumed prefill restores is seeded here, and nowhere else: rows, windows, states, sums of errors.
+"""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+
+import numpy as np
+
+from offload_decode.store import metadata
+from offload_decode.store.encoded import errors_at_seam
+from offload_decode.store.format import Manifest
+from offload_decode.store.layout import ArraySpec
+from offload_decode.store.reader import KVStore
+from offload_decode.store.sampling import sample_plan
+from offload_decode.store.sharing import copy_range, link
+from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed, Segment
+from offload_decode.store.states import StateLog
+from offload_decode.store.streams import RowStream, allocate, as_bytes, head_view, kind_of, rows_at
+from offload_decode.store.windows import WindowLog
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Growth:
+    """The store that another one begins as, and bytes of it that were shared and copied in this run."""
+
+    earlier: KVStore
+    progress: Progress
+    shared: int = 0
+    copied: int = 0
+
+    @property
+    def specs(self) -> Mapping[str, ArraySpec]:
+        """The arrays of the earlier store."""
+        return self.earlier.specs
+
+    def begin(self, partial: Path) -> None:
+        """Raise where the earlier store is another one now, and forget a staging folder that it came from."""
+        self.earlier.check_same()
+        if is_left(partial, self.earlier.manifest):
+            (partial / PROGRESS).unlink(missing_ok=True)
+            if (partial / REPLACED).exists():
+                shutil.rmtree(partial / REPLACED)
+
+    def seed(
+        self, partial: Path, manifest: Manifest, specs: Sequence[ArraySpec], empty: Committed
+    ) -> Committed:
+        """Put what the earlier store holds up to its seam into the staging folder, where only metadata lies:
+        what is committed then. Every byte of the earlier store is checked first.
+        """
+        own, seam = self.earlier.manifest, self.earlier.manifest.seam
+        assert seam is not None, "a store that keeps no seam is refused"
+        self.earlier.verify(lambda done, total: self.progress("verify", done, total))
+        if not seam:
+            return empty
+        root, crcs = partial / STORE, {}
+        positions = sample_plan(manifest.n_tokens, manifest.shape.group, manifest.query_samples)[0]
+        rows = rows_at(manifest, positions, seam)
+        for number, spec in enumerate(specs):
+            self.progress("copy", number, len(specs))
+            kind = kind_of(spec)
+            if kind == "queries":
+                crcs[spec.name] = self._queries(root, spec, manifest)
+            elif kind:
+                self._rows(root, spec, rows[kind])
+                heads = (head_view(root, spec, head) for head in range(spec.shape[0]))
+                crcs[spec.name] = [zlib.crc32(as_bytes(head[: rows[kind]])) for head in heads]
+        states = self._states(partial / WINDOWS, manifest, seam)
+        errors = errors_at_seam(own)
+        reached = seam == manifest.seam
+        return replace(
+            empty,
+            tokens=seam,
+            crcs=crcs,
+            segments=self._windows(partial / WINDOWS, manifest, seam),
+            states=states,
+            seam_states=states if reached and manifest.keeps_seam else {},
+            errors=errors,
+            seam_errors=errors if reached else empty.seam_errors,
+        )
+
+    def _rows(self, root: Path, spec: ArraySpec, rows: int) -> None:
+        """The first `rows` rows of every head. Only files that hold nothing else are links: what is written
+        later goes to others.
+        """
+        before = self.specs[spec.name]
+        same = rows // spec.chunk[1] if spec.chunk == before.chunk else 0
+        files = [(spec.head_files(head), before.head_files(head)) for head in range(spec.shape[0])]
+        (root / spec.name).mkdir(parents=True, exist_ok=True)
+        links = [self._linked(root, zip(theirs[:same], ours, strict=False)) for ours, theirs in files]
+        self.shared += sum(links) * spec.chunk_bytes
+        allocate(root, spec)
+        for (ours, theirs), linked in zip(files, links, strict=True):
+            place, end = linked * spec.chunk_bytes, rows * spec.row_bytes
+            while place < end:
+                (number, at), (source, start) = (divmod(place, own.chunk_bytes) for own in (spec, before))
+                count = min(end - place, spec.chunk_bytes - at, before.chunk_bytes - start)
+                shared = copy_range(self.earlier.path / theirs[source], start, root / ours[number], at, count)
+                self.shared, self.copied = self.shared + shared, self.copied + count - shared
+                place += count
+
+    def _linked(self, root: Path, files: Iterable[tuple[str, str]]) -> int:
+        """How many of these files are links now, until one could not be."""
+        return sum(
+            1 for _ in takewhile(lambda both: link(self.earlier.path / both[0], root / both[1]), files)
+        )
+
+    def _queries(self, root: Path, spec: ArraySpec, manifest: Manifest) -> list[int]:
+        """The samples of the longer corpus up to the seam, all of which the shorter one has."""
+        own, group = self.earlier.manifest, manifest.shape.group
+        layer = int(spec.name.split("/")[1])
+        theirs, ours = (
+            positions * group + heads
+            for positions, heads in (
+                sample_plan(each.n_tokens, group, each.query_samples) for each in (own, manifest)
+            )
+        )
+        wanted = ours[ours < (own.seam or 0) * group]
+        slots = np.searchsorted(theirs, wanted)
+        assert (theirs[slots] == wanted).all(), "samples of a longer corpus are samples of a shorter one"
+        allocate(root, spec)
+        stream = RowStream(root, spec)
+        block = np.stack([self.earlier.queries(layer, head)[slots] for head in range(spec.shape[0])])
+        stream.write(block)
+        stream.advance(block)
+        return stream.crcs
+
+    def _windows(self, folder: Path, manifest: Manifest, seam: int) -> dict[str, list[Segment]]:
+        logs = {}
+        for layer in manifest.shape.local_layers:
+            own = manifest.shape.layers[layer]
+            log = WindowLog(folder, layer, manifest.kept_window(own), own, manifest.numpy_dtype)
+            keys, values = self.earlier.window_at_seam(layer)
+            log.append(keys, values, start=seam - keys.shape[1])
+            logs[str(layer)] = log.segments
+        return logs
+
+    def _states(self, folder: Path, manifest: Manifest, seam: int) -> dict[str, Segment]:
+        kept = {}
+        for layer in manifest.shape.state_layers:
+            log = StateLog(folder, layer, manifest.shape.layers[layer].states)
+            log.put(seam, [np.array(state) for state in self.earlier.states_at_seam(layer)])
+            assert log.segment is not None
+            kept[str(layer)] = log.segment
+        return kept
+
+
+def is_left(partial: Path, manifest: Manifest) -> bool:
+    """Whether the staging folder is what an append left that was killed when its store, of this `manifest`,
+    had its name: what lies there then is the store that was replaced, or some of it.
+    """
+    staged = metadata.read_header(partial / STORE) or {}
+    tokens = staged.get("n_tokens")
+    begun = (partial / PROGRESS).exists() and type(tokens) is int and tokens > manifest.n_tokens
+    return (partial / REPLACED).exists() or not begun
