@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import completion, output
 from cli.options import Json, Quiet, Store
 from cli.progress import Progress
+
+if TYPE_CHECKING:
+    from prefill_jobs.build import BuildReport
 
 
 def index(
@@ -48,15 +51,7 @@ def index(
         report = build_indexes(store, kind, recall=recall, k=k, progress=progress)
     if as_json:
         output.answer_json(asdict(report))
-    kept = f", {report.reused:,} kept" if report.reused else ""
-    tuned = "; ".join(f"{name} {_span(value)}" for name, value in report.parameters.items())
-    output.note(
-        f"{report.folder}: {report.heads:,} heads ({report.built:,} built{kept}), "
-        f"{output.size(report.bytes)}, in {output.duration(report.seconds)}; "
-        f"recall@{k} {report.recall:.3f} on average, {report.lowest_recall:.3f} for the worst head"
-        f"{f'; {tuned}' if tuned else ''}",
-        quiet,
-    )
+    output.note(f"{made(report)}{recalled(report)}", quiet)
     if report.full_scans:
         some = "every head" if report.full_scans == report.heads else output.count(report.full_scans, "head")
         output.note(
@@ -66,6 +61,25 @@ def index(
         )
     if report.lowest_recall < recall:
         output.note(f"some heads stay below the recall of {recall} that was asked for", quiet)
+
+
+def made(report: BuildReport, verb: str = "built") -> str:
+    """Which indexes were made, for people."""
+    kept = f", {report.reused:,} kept" if report.reused else ""
+    return (
+        f"{report.folder}: {report.heads:,} heads ({report.built:,} {verb}{kept}), "
+        f"{output.size(report.bytes)}, in {output.duration(report.seconds)}"
+    )
+
+
+def recalled(report: BuildReport) -> str:
+    """Their recall, and what it took."""
+    at = f"@{report.k}" if report.k else ""
+    tuned = "; ".join(f"{name} {_span(value)}" for name, value in report.parameters.items())
+    return (
+        f"; recall{at} {report.recall:.3f} on average, {report.lowest_recall:.3f} for the worst head"
+        f"{f'; {tuned}' if tuned else ''}"
+    )
 
 
 def _span(value: object) -> str:

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from cli import (
+    append,
     ask,
     batch,
     chat,
@@ -78,6 +79,7 @@ def offload_decode(
 
 
 app.command("prefill")(prefill.prefill)
+app.command("append")(append.append)
 app.command("plan")(plan.plan)
 app.command("index")(index.index)
 app.command("ask")(ask.ask)

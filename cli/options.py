@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +15,9 @@ from cli import completion
 from cli.counts import byte_count
 from offload_decode.errors import ConfigError, CorpusError
 from prefill_jobs.plain_files import read_bounded
+
+if TYPE_CHECKING:
+    from prefill_jobs.folders import Rules
 
 
 def a_path(text: str) -> Path:
@@ -117,6 +122,22 @@ DeviceCache = Annotated[
         show_default=False,
     ),
 ]
+Glob = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Of folders, read only the files that this names, as a .gitignore would: *.md, /docs/*.rst; "
+        "repeatable.",
+        show_default=False,
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN", help="Of folders, leave out what this names; repeatable.", show_default=False
+    ),
+]
+FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Of folders, read what links lead to.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress and no notes on stderr.")]
 
@@ -142,3 +163,17 @@ def question_from(text: str) -> str:
     if not question:
         raise ConfigError("the question is empty: give one, or - to read it from standard input")
     return question
+
+
+def rules_of(
+    glob: list[str] | None, exclude: list[str] | None, follow_links: bool, corpora: Sequence[str]
+) -> Rules:
+    """What is read of the folders among the corpora. Raises `ConfigError` where there are none to rule."""
+    from prefill_jobs.folders import Rules
+
+    if "" in corpora:
+        raise ConfigError("an empty corpus names nothing: give a file, a folder, or - for standard input")
+    rules = Rules(tuple(glob or ()), tuple(exclude or ()), follow_links)
+    if rules != Rules() and not any(map(os.path.isdir, corpora)):
+        raise ConfigError("--glob, --exclude and --follow-links are of folders, and none is given")
+    return rules

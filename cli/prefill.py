@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,18 @@ from cli import output
 from cli.counts import token_count
 from cli.failures import FAILURE, sentence
 from cli.limits import admit_prefill, caps_of
-from cli.options import Device, GpuMemory, Json, Quiet, Ram, a_path
+from cli.options import (
+    Device,
+    Exclude,
+    FollowLinks,
+    Glob,
+    GpuMemory,
+    Json,
+    Quiet,
+    Ram,
+    a_path,
+    rules_of,
+)
 from cli.progress import Progress
 from cli.push import summary
 from offload_decode.errors import ConfigError
@@ -78,26 +88,9 @@ def prefill(
             show_default=False,
         ),
     ] = None,
-    glob: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Of folders, read only the files that this names, as a .gitignore would: *.md, /docs/*.rst; "
-            "repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Of folders, leave out what this names; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    follow_links: Annotated[
-        bool, typer.Option("--follow-links", help="Of folders, read what links lead to.")
-    ] = False,
+    glob: Glob = None,
+    exclude: Exclude = None,
+    follow_links: FollowLinks = False,
     query_samples: Annotated[
         int,
         typer.Option(
@@ -159,11 +152,9 @@ def prefill(
     end.
     """
     from offload_decode.config import split_pairs
-    from prefill_jobs.folders import Rules, check_corpus
+    from prefill_jobs.folders import check_corpus
 
-    if "" in corpora:
-        raise ConfigError("an empty corpus names nothing: give a file, a folder, or - for standard input")
-    rules = Rules(tuple(glob or ()), tuple(exclude or ()), follow_links)
+    rules = rules_of(glob, exclude, follow_links, corpora)
     if len(corpora) == 1:  # of several, one that cannot be read does not stop the others
         check_corpus(corpora[0])
 
@@ -175,8 +166,6 @@ def prefill(
     settings = Settings(method, split_pairs(option or []), query_samples, kv, follow)
     if worker_count and workers is None:
         raise ConfigError("--worker-count is of --workers: give --workers ray too, or leave it out")
-    if rules != Rules() and not any(map(os.path.isdir, corpora)):
-        raise ConfigError("--glob, --exclude and --follow-links are of folders, and none is given")
     several = is_folder(corpora, out)
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {
@@ -250,7 +239,7 @@ def _made(report: PrefillReport) -> str:
     if report.resumed_from and not report.kept:
         held += f", resumed after {report.resumed_from:,}"
     held += f", {output.count(report.documents, 'document')}, {output.size(report.bytes)}"
-    lines = [_skipped(report.skipped)] if report.skipped else []
+    lines = [skipped_files(report.skipped)] if report.skipped else []
     if report.kept:
         lines.append(f"{report.store}: kept, it is there already: {held}")
     elif not report.seconds:  # all that was left was to push it
@@ -271,7 +260,7 @@ def _next(report: PrefillReport) -> str:
     return f'ask it something: offload-decode ask {report.store} "…"'
 
 
-def _skipped(skipped: tuple[Skipped, ...]) -> str:
+def skipped_files(skipped: tuple[Skipped, ...]) -> str:
     """The first few, those that nobody asked to leave out before the others."""
     from prefill_jobs.folders import LEFT_OUT, LINK
 

@@ -20,6 +20,7 @@ _UNITS = {
     "prefill": "tokens",
     "index": "heads",
     "verify": "bytes",
+    "copy": "arrays",
     "hash indexes": "bytes",
     "check": "bytes",
     "push": "bytes",

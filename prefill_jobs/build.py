@@ -31,7 +31,8 @@ Progress = Callable[[str, int, int], None]
 class BuildReport:
     """What was built: sizes in bytes, time in seconds, recall@k measured on held-out prefill queries.
 
-    `recall` is the mean over heads and `lowest_recall` the worst head; both are 1 for an exhaustive index.
+    `k` is None where nothing was measured, `recall` is the mean over heads and `lowest_recall` the worst
+    head; both are 1 for an exhaustive index.
     `parameters` gives the lowest and the highest search parameter that the recall target took, `full_scans`
     the number of heads that it took a full scan of the keys for.
     """
@@ -43,6 +44,7 @@ class BuildReport:
     reused: int
     seconds: float
     bytes: int
+    k: int | None
     recall: float
     lowest_recall: float
     parameters: dict[str, object]
@@ -96,15 +98,23 @@ def build_indexes(
         elif staging.exists():
             shutil.rmtree(staging)
         tidy(folder)
+    return report_of(kind, folder, records, built, began)
+
+
+def report_of(
+    kind: str, folder: Path, records: list[RecallRecord | None], built: int, began: float
+) -> BuildReport:
+    """What was built into a folder since the time `began`; `records` are of every head."""
     measured = [1.0 if record is None else record.measured for record in records]
     return BuildReport(
         kind=kind,
         folder=folder,
-        heads=len(heads),
+        heads=len(records),
         built=built,
-        reused=len(heads) - built,
+        reused=len(records) - built,
         seconds=time.perf_counter() - began,
         bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        k=next((record.k for record in records if record is not None), None),
         recall=sum(measured) / len(measured),
         lowest_recall=min(measured),
         parameters=_parameters(records),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,12 +49,30 @@ def encode_corpus(
     The spans tile the tokens: what opens the prompt belongs to the first. Several documents are each headed
     by their name. Special tokens that a text spells out (`</s>`) are its letters, not the tokens.
     """
-    headed = len(documents) > 1
-    texts = (f"Document: {one.name}\n{one.text}" if headed else one.text for one in documents)
+    texts = map(headed, documents) if len(documents) > 1 else (one.text for one in documents)
+    return _laid_out(documents, prompt.corpus(tokenizer, texts), 0)
+
+
+def encode_further(
+    tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument], begin: int
+) -> tuple[NDArray[np.int32], list[Document]]:
+    """As `encode_corpus`, of documents that follow `begin` tokens of others: each is headed by its name."""
+    return _laid_out(documents, prompt.further(tokenizer, map(headed, documents)), begin)
+
+
+def headed(document: TextDocument) -> str:
+    """Its text under its name."""
+    return f"Document: {document.name}\n{document.text}"
+
+
+def _laid_out(
+    documents: Sequence[TextDocument], encoded: Iterable[list[int]], begin: int
+) -> tuple[NDArray[np.int32], list[Document]]:
     tokens: list[int] = []
     spans = []
-    for document, own in zip(documents, prompt.corpus(tokenizer, texts), strict=True):
-        spans.append(Document(document.name, len(tokens), len(tokens) + len(own)))
+    for document, own in zip(documents, encoded, strict=True):
+        start = begin + len(tokens)
+        spans.append(Document(document.name, start, start + len(own)))
         tokens += own
     return np.array(tokens, np.int32), spans
 

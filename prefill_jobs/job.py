@@ -154,7 +154,7 @@ def prepare(
 ) -> Work:
     """Tokenize documents. Raises `ConfigError` for settings that the model cannot be prefilled with."""
     prompt = prompt_for(loaded.tokenizer)
-    _admit(sum(len(document.text) for document in texts))
+    admit_text(sum(len(document.text) for document in texts))
     with Peak() as peak:
         tokens, documents = encode_corpus(loaded.tokenizer, prompt, texts)
     give_back()
@@ -162,7 +162,7 @@ def prepare(
     return replace(work, peak_memory=peak.bytes)
 
 
-def _admit(characters: int) -> None:
+def admit_text(characters: int) -> None:
     """Refuse what cannot be tokenized under the cap: a tokenizer whose allocation fails ends the process."""
     need, left = characters * TOKENIZING_BYTES, room()
     if left is not None and need > left:
@@ -224,6 +224,7 @@ def _planned(
         token_hash=token_hash(tokens),
         query_samples=settings.query_samples,
         kv=stored_types(settings.kv, loaded.dtype, loaded.shape),
+        seam=len(tokens) // method.options.chunk * method.options.chunk,
         prefill={"method": method.name, **asdict(method.options)}
         | ({} if loaded.weights == "auto" else {"weights": loaded.weights}),
         template=template,

@@ -8,6 +8,7 @@ whatever follows.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -53,16 +54,20 @@ class Prompt:
 
     def corpus(self, tokenizer: Any, documents: Iterable[str]) -> Iterator[list[int]]:
         """Token ids of what stands before any question, document by document."""
-        stored, kept = self._gap
-        for number, text in enumerate(documents):
-            document = Piece(text.rstrip(), users=True)
-            if number:
-                yield encode_after(tokenizer, stored, [Piece(kept), document, Piece(stored)])
-                continue
-            if self.trims:
-                document = Piece(text.strip(), users=True)
+        stored, _ = self._gap
+        rest = iter(documents)
+        for text in itertools.islice(rest, 1):
+            document = Piece(text.strip() if self.trims else text.rstrip(), users=True)
             first = encode_first(tokenizer, [Piece(self.before), document, Piece(stored)])
             yield [*self.opening, *first]
+        yield from self.further(tokenizer, rest)
+
+    def further(self, tokenizer: Any, documents: Iterable[str]) -> Iterator[list[int]]:
+        """Token ids of documents that follow others."""
+        stored, kept = self._gap
+        for text in documents:
+            document = Piece(text.rstrip(), users=True)
+            yield encode_after(tokenizer, stored, [Piece(kept), document, Piece(stored)])
 
     def first(self, tokenizer: Any, question: str) -> list[int]:
         """Token ids of what follows the corpus."""

@@ -294,7 +294,13 @@ def _import_all() -> None:
     torch.set_num_threads(1)
     for module in ("zarr", "numba", "transformers.models.gemma2", "cli.main", "prefill_jobs.job"):
         importlib.import_module(module)
-    for module in ("prefill_jobs.build", "cli.faults", "cli.saved_indexes", "indexes.clusters"):
+    for module in (
+        "prefill_jobs.append",
+        "prefill_jobs.build",
+        "cli.faults",
+        "cli.saved_indexes",
+        "indexes.clusters",
+    ):
         importlib.import_module(module)
     from offload_decode.store import layout
 

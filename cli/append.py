@@ -1,0 +1,113 @@
+"""`offload-decode append`: more documents for a store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import index, output
+from cli.limits import admit_prefill
+from cli.options import (
+    Device,
+    Exclude,
+    FollowLinks,
+    Glob,
+    GpuMemory,
+    Json,
+    Model,
+    Quiet,
+    Ram,
+    Store,
+    rules_of,
+)
+from cli.prefill import skipped_files
+from cli.progress import Progress
+
+if TYPE_CHECKING:
+    from prefill_jobs.append import AppendReport
+
+_SHOWN = 5
+
+
+def append(
+    store: Store,
+    corpus: Annotated[
+        str,
+        typer.Argument(
+            metavar="CORPUS",
+            help="A text file, a folder of them, or - for standard input.",
+            show_default=False,
+        ),
+    ],
+    model: Model = None,
+    glob: Glob = None,
+    exclude: Exclude = None,
+    follow_links: FollowLinks = False,
+    device: Device = "auto",
+    gpu_memory: GpuMemory = None,
+    ram: Ram = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Add documents to a store.
+
+    The prefill goes on where the store ends, with its model, method and settings, and the result is that of
+    one prefill of all of it. Until then the store stays as it is and can be asked. The indexes beside it are
+    extended, and their recall is measured again.
+
+    The same command resumes an append that was interrupted. Documents that the store has already are passed
+    over; one that has changed since is refused, because a store only grows. What CORPUS may be is said at
+    prefill.
+    """
+    from prefill_jobs.folders import check_corpus
+
+    rules = rules_of(glob, exclude, follow_links, [corpus])
+    check_corpus(corpus)
+
+    from cli.faults import end_with_a_sentence
+    from prefill_jobs.append import append as run
+    from prefill_jobs.append import method_of, opened
+
+    end_with_a_sentence()
+    earlier = opened(store)
+    manifest = earlier.manifest
+    chunk = method_of(earlier).options.chunk
+    named = manifest.model_id if model is None else model
+    admit_prefill(named, chunk, device, manifest.dtype, manifest.weights, gpu_memory, ram)
+    del earlier
+    with Progress(quiet) as progress:
+        report = run(store, corpus, model=model, device=device, rules=rules, progress=progress)
+    if as_json:
+        skipped = [one._asdict() for one in report.skipped]
+        output.answer_json(asdict(report) | {"kept": report.kept, "skipped": skipped})
+    for line in _told(report):
+        output.note(line, quiet)
+
+
+def _told(report: AppendReport) -> list[str]:
+    lines = [skipped_files(report.skipped)] if report.skipped else []
+    if report.known:
+        lines.append(f"in the store already: {_named(report.known)}")
+    if report.kept:
+        return [*lines, f"{report.store}: kept as it is, with {report.n_tokens:,} tokens: nothing is new"]
+    held = f"{report.added_tokens:,} tokens more, in {output.count(len(report.added), 'document')}"
+    if report.resumed_from:
+        held += f", resumed after {report.resumed_from:,}"
+    lines.append(
+        f"{report.store}: {held}, in {output.duration(report.seconds)} "
+        f"({report.tokens_per_second:,.0f} tokens/s, peak memory {output.size(report.peak_memory)}); "
+        f"now {report.n_tokens:,} tokens, {output.count(report.documents, 'document')}, "
+        f"{output.size(report.bytes)}"
+    )
+    if report.shared or report.copied:
+        shared = f"{output.size(report.shared)} are shared with it, " if report.shared else ""
+        lines.append(f"of the earlier store {shared}{output.size(report.copied)} were copied")
+    lines += [f"{index.made(kind, 'extended')}{index.recalled(kind)}" for kind in report.indexes]
+    return [*lines, *report.left, f'ask it something: offload-decode ask {report.store} "…"']
+
+
+def _named(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more (--json lists them)" if len(names) > _SHOWN else ""
+    return f"{', '.join(map(output.one_line, names[:_SHOWN]))}{more}"

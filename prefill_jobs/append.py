@@ -1,0 +1,287 @@
+"""Documents for a finished store: the prefill goes on, and the longer store takes its place.
+
+The result is that of one prefill of all tokens in the same chunks: the last chunk of the earlier store, where
+it was not whole, runs again with what follows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from offload_decode.errors import (
+    ConfigError,
+    CorpusError,
+    DoesNotFit,
+    StoreBusy,
+    StoreForeign,
+    StoreMismatch,
+)
+from offload_decode.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory
+from offload_decode.models.latent import tell_of_indexer
+from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.prompt import Prompt
+from offload_decode.store.exchange import restore
+from offload_decode.store.format import running_software, token_hash
+from offload_decode.store.growth import Growth, is_left
+from offload_decode.store.publish import clear
+from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
+from offload_decode.store.writer import KVStoreWriter
+from offload_decode.types import Document
+from prefill_jobs.build import BuildReport
+from prefill_jobs.chunked import prefill_chunks
+from prefill_jobs.corpus import TextDocument, encode_corpus, encode_further, read_corpus
+from prefill_jobs.extend import Extended, extend_indexes, publish_indexes
+from prefill_jobs.folders import EVERYTHING, Rules, Skipped
+from prefill_jobs.job import Tokens, admit_text
+from prefill_jobs.methods.base import Method
+from prefill_jobs.methods.registry import METHODS, create
+from prefill_jobs.places import Progress
+
+
+@dataclass(frozen=True)
+class AppendReport:
+    """What an append did: sizes in bytes, times in seconds, speed over the tokens of this run alone.
+
+    `added` and `known` name the documents that are new, and those that were in the store already. Of
+    `n_tokens`, `added_tokens` are new; `repeated` ones of the earlier store ran again. `shared` and `copied`
+    are bytes of the earlier store, where this run put them into the new one. `left` says of each kind of
+    index that was not extended why not.
+    """
+
+    store: Path
+    n_tokens: int
+    added_tokens: int
+    repeated: int
+    documents: int
+    added: tuple[str, ...]
+    known: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+    resumed_from: int
+    seconds: float
+    tokens_per_second: float
+    bytes: int
+    shared: int
+    copied: int
+    peak_memory: int
+    indexes: tuple[BuildReport, ...] = ()
+    left: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> bool:
+        """Whether the store had all of it already."""
+        return not self.added
+
+
+def append(
+    store: Path,
+    corpus: str,
+    *,
+    model: str | None = None,
+    device: str = "auto",
+    rules: Rules = EVERYTHING,
+    progress: Progress = lambda stage, done, total: None,
+) -> AppendReport:
+    """Add the documents of `corpus` (a file, a folder, or `-`) to a store, with the model, the method and the
+    settings that it was made with; `model` is where that model is now. `rules` say what of a folder is read.
+
+    An append that was interrupted is resumed by the same call; the earlier store stays in its place until the
+    longer one takes it. Documents that are in the store already are passed over. Raises `CorpusError`,
+    `ModelError`, `StoreError`, `ConfigError`, `DoesNotFit` and `indexes.errors.VectorIndexError`.
+    """
+    manifest = opened(store).manifest
+    texts, skipped = read_corpus(corpus, rules)
+    loaded = load(model or manifest.model_id, device, manifest.dtype, manifest.weights)
+    progress("tokenize", 0, len(texts))
+    return append_texts(loaded, texts, store, skipped=tuple(skipped), progress=progress)
+
+
+def append_texts(
+    loaded: LoadedModel,
+    texts: Sequence[TextDocument],
+    store: Path,
+    *,
+    skipped: tuple[Skipped, ...] = (),
+    progress: Progress = lambda stage, done, total: None,
+) -> AppendReport:
+    """`append` for documents that are read and a model that is loaded already."""
+    earlier = opened(store)
+    _check_model(earlier, loaded)
+    prompt = loaded.prompt
+    if prompt.template != earlier.manifest.template:
+        raise StoreMismatch(
+            f"{store} was prefilled in a {earlier.manifest.template} prompt, and this tokenizer makes a "
+            f"{prompt.template} one: use the tokenizer that it was made with, or prefill all of it again."
+        )
+    admit_text(sum(len(document.text) for document in texts))
+    with Peak() as peak:
+        fresh = [text for text in texts if not _is_known(earlier, loaded, prompt, text)]
+        tokens, documents = encode_further(loaded.tokenizer, prompt, fresh, earlier.manifest.n_tokens)
+    give_back()
+    known = tuple(text.name for text in texts if text not in fresh)
+    try:
+        report = append_tokens(loaded, tokens, documents, store, progress=progress)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFit(OUT_OF_MEMORY) from error
+    return replace(report, known=known, skipped=skipped, peak_memory=max(peak.bytes, report.peak_memory))
+
+
+def append_tokens(
+    loaded: LoadedModel,
+    tokens: Tokens,
+    documents: Sequence[Document],
+    store: Path,
+    *,
+    progress: Progress = lambda stage, done, total: None,
+) -> AppendReport:
+    """`append` for documents that are tokens already: the first begins where the store ends."""
+    earlier = opened(store)
+    _check_model(earlier, loaded)
+    before = earlier.manifest.n_tokens
+    began = time.perf_counter()
+    growth = Growth(earlier, progress)
+    extended = Extended()
+    seam = resumed_from = _seam_of(earlier)
+    with Peak() as peak:
+        if documents:
+            method = method_of(earlier)
+            loaded.lengths.held(earlier.manifest.rope, before).check(before + len(tokens) + 1)
+            tell_of_indexer(loaded.model.config, before + len(tokens))
+            whole = np.concatenate([earlier.tokens, np.asarray(tokens, np.int32)])
+            chunk = method.options.chunk
+            manifest = replace(
+                earlier.manifest,
+                n_tokens=len(whole),
+                token_hash=token_hash(whole),
+                kv_error={},
+                seam=len(whole) // chunk * chunk,
+                software=running_software(),
+            )
+            listed = [*earlier.documents, *documents]
+            with KVStoreWriter.open(store, manifest, whole, listed, growth) as writer:
+                resumed_from = writer.done
+                progress("prefill", resumed_from, len(whole))
+                prefill_chunks(
+                    loaded, writer, whole, method, lambda done: progress("prefill", done, len(whole))
+                )
+                progress("publish", 0, 1)
+                grown = KVStore.open(writer.seal())
+                extended = extend_indexes(earlier, grown, progress)
+                writer.publish()
+        else:
+            _tidy(earlier)
+        after = KVStore.open(store)
+        publish_indexes(after)
+    seconds, total = time.perf_counter() - began, after.manifest.n_tokens
+    ran = total - resumed_from if documents else 0
+    return AppendReport(
+        store=store,
+        n_tokens=total,
+        added_tokens=total - before,
+        repeated=before - seam if documents else 0,
+        documents=len(after.documents),
+        added=tuple(document.name for document in documents),
+        known=(),
+        skipped=(),
+        resumed_from=resumed_from if resumed_from > seam else 0,
+        seconds=seconds,
+        tokens_per_second=ran / seconds,
+        bytes=sum(after.cost().values()),
+        shared=growth.shared,
+        copied=growth.copied,
+        peak_memory=peak.bytes,
+        indexes=extended.reports,
+        left=extended.left,
+    )
+
+
+def opened(path: Path) -> KVStore:
+    """The store at `path`, if documents can be added to it. Raises `StoreError`."""
+    where = Path(os.path.realpath(path))
+    if (partial_path(where) / REPLACED).exists():
+        with locked(partial_path(where)):
+            restore(where, partial_path(where) / REPLACED)
+    store = KVStore.open(path)
+    _seam_of(store)
+    return store
+
+
+def method_of(store: KVStore) -> Method:
+    """The method that a store was prefilled with, with its options. Raises `ConfigError` for one that this
+    release does not know.
+    """
+    found = store.manifest.prefill
+    name = str(found["method"])
+    if name not in METHODS:
+        raise ConfigError(f"{store.path} was prefilled by a method '{name}' that this release does not know")
+    known = {option.name for option in fields(METHODS[name].options_type)}
+    options = {key: value for key, value in found.items() if key in known}
+    return create(name, options, store.manifest.shape)
+
+
+def _seam_of(store: KVStore) -> int:
+    if store.manifest.seam is None:
+        raise StoreForeign(
+            f"{store.path} was made by an earlier release ({store.manifest.software}), whose stores keep too "
+            "little for a prefill to go on from: prefill all of it again."
+        )
+    return store.manifest.seam
+
+
+def _check_model(store: KVStore, loaded: LoadedModel) -> None:
+    store.check_model(
+        config_hash=loaded.config_hash,
+        weights_hash=loaded.weights_hash,
+        tokenizer_hash=loaded.tokenizer_hash,
+        dtype=loaded.dtype,
+        shape=loaded.shape,
+    )
+    if loaded.weights != store.manifest.weights:
+        raise StoreMismatch(
+            f"{store.path} was prefilled with {store.manifest.weights} weights, and this model has "
+            f"{loaded.weights} ones: load it with the same."
+        )
+
+
+def _is_known(store: KVStore, loaded: LoadedModel, prompt: Prompt, text: TextDocument) -> bool:
+    """Whether a document of that name and text is in the store. Raises `CorpusError` for another text."""
+    named = [document for document in store.documents if document.name == text.name]
+    if not named:
+        return False
+    stored = [store.tokens[document.start : document.end] for document in named]
+    forms = _forms(loaded, prompt, text, first=named[0] == store.documents[0])
+    if any(np.array_equal(form, own) for form in forms for own in stored):
+        return True
+    raise CorpusError(
+        f"{text.name} is in {store.path} already, with another text, and a store only grows: leave it out "
+        "(--exclude) or give it another name, or prefill all of it again"
+    )
+
+
+def _forms(loaded: LoadedModel, prompt: Prompt, text: TextDocument, first: bool) -> Iterator[Tokens]:
+    """The tokens that a document may be in a store. The `first` one opens the prompt, and is headed by its
+    name if others came with it.
+    """
+    if first:
+        yield encode_corpus(loaded.tokenizer, prompt, [text])[0]
+        both, (own, _) = encode_corpus(loaded.tokenizer, prompt, [text, TextDocument("", "")])
+        yield both[: own.end]
+    else:
+        yield encode_further(loaded.tokenizer, prompt, [text], 0)[0]
+
+
+def _tidy(store: KVStore) -> None:
+    """Remove what an append left that was killed when its store had its name."""
+    partial = partial_path(Path(os.path.realpath(store.path)))
+    if (partial / LOCK).exists() and is_left(partial, store.manifest):
+        with suppress(StoreBusy), locked(partial):
+            clear(partial)

@@ -1,0 +1,295 @@
+"""Documents added to a store: what is equal to what, which are refused, and the indexes beside it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_decode.engine.engine import Engine
+from offload_decode.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
+from offload_decode.kv.head_indexes import HeadIndexes, index_path, kind_folder, staging_folder
+from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.store.reader import KVStore
+from prefill_jobs import append as append_module
+from prefill_jobs import extend
+from prefill_jobs.append import append_texts
+from prefill_jobs.build import build_indexes
+from prefill_jobs.corpus import TextDocument
+from prefill_jobs.job import Settings, prefill_texts
+from tests.prefill_jobs.killing import tree
+from tests.tiny import text_model, tiny_tokenizer
+
+CHAT = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+TEXTS = [TextDocument(f"{name}.txt", f"{name} has {n}. " * (9 + 5 * n)) for n, name in enumerate("abcde")]
+
+
+def loaded(family: str = "gemma2", template: str | None = None, **changes: Any) -> LoadedModel:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return wrap(text_model(family=family, **changes), tokenizer, "tiny")
+
+
+def settings(method: str = "dense", kv: str = "auto", **options: object) -> Settings:
+    return Settings(method, {"chunk": 16, **options}, query_samples=64, kv=kv)
+
+
+def grown(model: LoadedModel, folder: Path, parts: Sequence[Sequence[TextDocument]], how: Settings) -> Path:
+    store = folder / "grown.kv"
+    prefill_texts(model, parts[0], store, how)
+    for part in parts[1:]:
+        append_texts(model, part, store)
+    return store
+
+
+FAMILIES = ["llama", "gemma2", "gpt-oss", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v3", "llama4"]
+
+
+@pytest.mark.parametrize(
+    ("family", "template"), [*((family, None) for family in FAMILIES), ("llama", CHAT), ("gemma2", CHAT)]
+)
+def test_two_appends_are_one_prefill(tmp_path: Path, family: str, template: str | None) -> None:
+    """Windows, chunks of attention, recurrent states and latents included."""
+    model = loaded(family, template)
+    store = grown(model, tmp_path, [TEXTS[:2], TEXTS[2:3], TEXTS[3:]], settings())
+    prefill_texts(model, TEXTS, tmp_path / "whole.kv", settings())
+    assert tree(store) == tree(tmp_path / "whole.kv")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        settings("quoka", budget="20", queries=4),
+        settings("sample", budget="30%"),
+        settings("window", budget="25%"),
+        settings(kv="int8"),
+        settings("quoka", kv="int4-values", budget="50%"),
+        settings(chunk=1),
+        settings(chunk=5000),
+    ],
+    ids=str,
+)
+def test_with_every_method_and_encoding(tmp_path: Path, how: Settings) -> None:
+    model = loaded()
+    store = grown(model, tmp_path, [TEXTS[:2], TEXTS[2:4], TEXTS[4:]], how)
+    prefill_texts(model, TEXTS, tmp_path / "whole.kv", how)
+    assert tree(store) == tree(tmp_path / "whole.kv")
+
+
+def test_a_store_of_one_document_has_no_heading_and_the_others_have(tmp_path: Path) -> None:
+    model = loaded()
+    store = KVStore.open(grown(model, tmp_path, [TEXTS[:1], TEXTS[1:3]], settings()))
+    first, *rest = (model.tokenizer.decode(store.tokens[d.start : d.end]) for d in store.documents)
+    assert first.startswith("<s>a has 0")
+    assert [text.strip().partition("\n")[0] for text in rest] == ["Document: b.txt", "Document: c.txt"]
+
+
+def test_it_answers_as_a_fresh_one(tmp_path: Path) -> None:
+    model = loaded()
+    store = grown(model, tmp_path, [TEXTS[:2], TEXTS[2:]], settings())
+    prefill_texts(model, TEXTS, tmp_path / "whole.kv", settings())
+    answers = [
+        Engine.open(path, model, selector="topk", options={"budget": "40"}).answer(
+            "Who has 3?", max_new_tokens=8
+        )
+        for path in (store, tmp_path / "whole.kv")
+    ]
+    assert answers[0].tokens == answers[1].tokens
+
+
+def test_the_report_says_what_was_done(tmp_path: Path) -> None:
+    model = loaded()
+    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
+    before = KVStore.open(tmp_path / "s.kv").manifest.n_tokens
+    report = append_texts(model, TEXTS[1:4], tmp_path / "s.kv")
+    after = KVStore.open(tmp_path / "s.kv")
+    assert (report.added, report.known) == (("c.txt", "d.txt"), ("b.txt",))
+    assert report.n_tokens == before + report.added_tokens == after.manifest.n_tokens
+    assert report.repeated == before % 16
+    assert report.copied > 0
+    assert report.bytes == sum(after.cost().values())
+    assert not report.resumed_from
+    assert not report.kept
+
+
+def test_documents_that_are_there_are_passed_over(tmp_path: Path) -> None:
+    model = loaded()
+    for store, first in (("one.kv", TEXTS[:1]), ("two.kv", TEXTS[:2])):
+        prefill_texts(model, first, tmp_path / store, settings())
+        append_texts(model, TEXTS[2:4], tmp_path / store)
+        before = tree(tmp_path)
+        again = append_texts(model, [*first, *TEXTS[2:4]], tmp_path / store)
+        assert again.kept
+        assert (again.added_tokens, again.repeated, len(again.known)) == (0, 0, len(first) + 2)
+        assert tree(tmp_path) == before
+    with pytest.raises(CorpusError, match=r"c\.txt is in .* already, with another text"):
+        append_texts(model, [TEXTS[4], TextDocument("c.txt", "something else")], tmp_path / "one.kv")
+    with pytest.raises(CorpusError, match=r"a\.txt is in"):
+        append_texts(model, [TextDocument("a.txt", "a has")], tmp_path / "one.kv")
+    assert tree(tmp_path) == before
+
+
+def test_lengths_that_a_store_was_not_rotated_for_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = loaded("llama", rope_parameters=rope, max_position_embeddings=256)
+    how = Settings("dense", {"chunk": 16}, query_samples=64, context=300)
+    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", how)
+    append_texts(model, TEXTS[2:3], tmp_path / "s.kv")
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError, match="prefill again with a larger --context"):
+        append_texts(model, TEXTS[3:], tmp_path / "s.kv")
+    assert tree(tmp_path) == before
+
+
+def test_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
+    model = loaded()
+    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
+    before = tree(tmp_path)
+    for other in (loaded(seed=1), loaded("llama"), loaded(sliding_window=9), loaded(template=CHAT)):
+        with pytest.raises(StoreMismatch):
+            append_texts(other, TEXTS[2:], tmp_path / "s.kv")
+    half = wrap(text_model(family="gemma2").half(), tiny_tokenizer(), "tiny")
+    with pytest.raises(StoreMismatch, match="dtype"):
+        append_texts(half, TEXTS[2:], tmp_path / "s.kv")
+    assert tree(tmp_path) == before
+
+
+def test_a_store_of_an_earlier_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded()
+    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
+    real = KVStore.open(tmp_path / "s.kv")
+    object.__setattr__(real.manifest, "seam", None)
+    monkeypatch.setattr(append_module.KVStore, "open", lambda path: real)
+    with pytest.raises(StoreForeign, match=r"earlier release .* prefill all of it again"):
+        append_texts(model, TEXTS[2:], tmp_path / "s.kv")
+    assert real.query_heads.tolist() == [0, 1] * 32, "as its stores have them"
+
+
+def test_a_method_that_nobody_knows(tmp_path: Path) -> None:
+    model = loaded()
+    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
+    store = KVStore.open(tmp_path / "s.kv")
+    store.manifest.prefill["method"] = "psychic"
+    with pytest.raises(ConfigError, match="'psychic'"):
+        append_module.method_of(store)
+
+
+def test_a_failed_append_leaves_the_store_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded()
+    prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
+    prefill_texts(model, TEXTS, tmp_path / "whole.kv", settings())
+    before = tree(tmp_path / "s.kv")
+    seen: list[int] = []
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "prefill":
+            seen.append(done)
+            if len(seen) == 5:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        append_texts(model, TEXTS[2:], tmp_path / "s.kv", progress=stop)
+    assert tree(tmp_path / "s.kv") == before
+    report = append_texts(model, TEXTS[2:], tmp_path / "s.kv")
+    assert report.resumed_from == seen[4]
+    assert tree(tmp_path / "s.kv") == tree(tmp_path / "whole.kv")
+
+
+def test_a_store_behind_a_link(tmp_path: Path) -> None:
+    model = loaded()
+    (tmp_path / "disk").mkdir()
+    prefill_texts(model, TEXTS[:2], tmp_path / "disk/s.kv", settings())
+    (tmp_path / "link.kv").symlink_to("disk/s.kv")
+    build_indexes(tmp_path / "link.kv", "clusters", k=8)
+    report = append_texts(model, TEXTS[2:], tmp_path / "link.kv")
+    assert (tmp_path / "link.kv").is_symlink()
+    assert [each.kind for each in report.indexes] == ["clusters"]
+    assert HeadIndexes(KVStore.open(tmp_path / "link.kv"), "auto").kind == "clusters"
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["s.kv"]
+
+
+# Indexes
+
+
+def test_indexes_are_extended_and_their_recall_is_stated(tmp_path: Path) -> None:
+    model, store = loaded(), tmp_path / "s.kv"
+    prefill_texts(model, TEXTS[:2], store, settings())
+    kinds = ("clusters", "faiss-hnsw", "faiss-ivf", "flat", "hnswlib")
+    for kind in kinds:
+        build_indexes(store, kind, recall=0.9, k=8)
+    report = append_texts(model, TEXTS[2:], store)
+    opened = KVStore.open(store)
+    assert [each.kind for each in report.indexes] == list(kinds)
+    assert not report.left
+    for each in report.indexes:
+        assert (each.heads, each.built, each.folder) == (2, 2, kind_folder(store, each.kind))
+        assert each.bytes == sum(file.stat().st_size for file in each.folder.iterdir())
+        assert not staging_folder(store, each.kind).exists()
+        indexes = HeadIndexes(opened, each.kind)
+        found = [indexes.get(1, head).recall for head in (0, 1)]
+        if each.kind == "flat":
+            assert (each.recall, found) == (1.0, [None, None])
+            continue
+        measured = [record.measured for record in found if record is not None]
+        assert (each.recall, each.lowest_recall) == (sum(measured) / 2, min(measured))
+        assert all(record is not None and (record.target, record.k) == (0.9, 8) for record in found)
+        again = build_indexes(store, each.kind, recall=0.9, k=8)
+        assert (again.built, again.reused) == (0, 2), "nothing is left to build"
+
+
+def test_an_index_that_cannot_be_extended_is_named_and_the_store_grows(tmp_path: Path) -> None:
+    model, store = loaded(), tmp_path / "s.kv"
+    prefill_texts(model, TEXTS[:2], store, settings())
+    for kind in ("clusters", "hnswlib", "faiss-ivf"):
+        build_indexes(store, kind, k=8)
+    kind_folder(store, "clusters").joinpath("layer-001-head-001.json").unlink()
+    damaged = index_path(kind_folder(store, "hnswlib"), 1, 0).with_suffix(".hnsw")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    shutil.copytree(kind_folder(store, "faiss-ivf"), kind_folder(store, "annoy"))
+    report = append_texts(model, TEXTS[2:], store)
+    assert [each.kind for each in report.indexes] == ["faiss-ivf"]
+    told = dict(zip(("annoy", "clusters", "hnswlib"), report.left, strict=True))
+    assert "no index kind 'annoy'" in told["annoy"]
+    assert "unfinished (1 of 2 heads)" in told["clusters"]
+    assert "not those that were written" in told["hnswlib"]
+    assert len(KVStore.open(store).documents) == 5
+
+
+def test_indexes_that_were_extended_but_not_published_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed when the store had its name, and its indexes had not."""
+    model, store = loaded(), tmp_path / "s.kv"
+    prefill_texts(model, TEXTS[:2], store, settings())
+    build_indexes(store, "clusters", k=8)
+    with monkeypatch.context() as patched:
+        patched.setattr(append_module, "publish_indexes", lambda store: None)
+        append_texts(model, TEXTS[2:], store)
+    assert staging_folder(store, "clusters").exists()
+    monkeypatch.setattr(extend, "_extend", None)  # nothing is extended again
+    assert append_texts(model, TEXTS[2:], store).kept
+    assert HeadIndexes(KVStore.open(store), "auto").kind == "clusters"
+    assert not staging_folder(store, "clusters").exists()
+
+
+def test_only_one_append_at_a_time(tmp_path: Path) -> None:
+    model, store = loaded(), tmp_path / "s.kv"
+    prefill_texts(model, TEXTS[:2], store, settings())
+    busy: list[str] = []
+
+    def second(stage: str, done: int, total: int) -> None:
+        if stage == "publish":
+            with pytest.raises(StoreBusy) as refused:
+                append_texts(model, TEXTS[3:], store)
+            busy.append(str(refused.value))
+
+    append_texts(model, TEXTS[2:3], store, progress=second)
+    assert len(busy) == 1
