@@ -190,7 +190,9 @@ class EvictingContract(SelectorContract):
         with LargestTensor() as largest:
             held.select(LAYER, queries)
         shape = store.manifest.shape
-        gap = -(-3 * tokens // (2 * samples))  # the last one, and half a gap behind it
+        ends = np.append(np.unique(store.query_positions)[:-1] + 1, tokens)  # all of the rest, at the last
+        gap = int(np.diff(ends, prepend=0).max())
+        assert gap <= 4 * tokens // samples
         assert 0 < largest.numel <= shape.kv_heads * shape.head_dim * max(samples, k + gap + 1)
 
         with LargestTensor() as again:
