@@ -22,6 +22,7 @@ from cli import (
     index,
     inspect,
     installed,
+    models,
     output,
     plan,
     prefill,
@@ -85,6 +86,7 @@ app.command("index")(index.index)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
 app.command("batch")(batch.batch)
+app.command("models")(models.models)
 app.command("selectors")(selectors.selectors)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)

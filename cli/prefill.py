@@ -12,6 +12,7 @@ from cli import output
 from cli.counts import token_count
 from cli.failures import FAILURE, sentence
 from cli.limits import admit_prefill, caps_of
+from cli.models import proved
 from cli.options import (
     Device,
     Exclude,
@@ -196,7 +197,7 @@ def prefill(
     else:
         if as_json:
             output.answer_json(_as_json(report))
-        output.note(f"{_made(report)}\n{_next(report)}", quiet)
+        output.note(f"{_made(report)}\n{proved(model)}\n{_next(report)}", quiet)
 
 
 def _report_all(results: Results, as_json: bool, quiet: bool) -> None:

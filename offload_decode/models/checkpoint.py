@@ -109,8 +109,18 @@ def located(source: str) -> tuple[str, dict[str, str]]:
 
 
 def read_config(model_id: str) -> tuple[Any, ModelShape]:
-    """The transformers config of `demo`, a folder, a .gguf file or a transformers id, and the model's shape:
-    of a multimodal model the config of its text alone.
+    """`stated_config`, and the shape of the model, which is proved to be served.
+
+    Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
+    """
+    config = stated_config(model_id)
+    with told(f"cannot read the config of '{model_id}'"):
+        return config, shape_of(config)
+
+
+def stated_config(model_id: str) -> Any:
+    """The transformers config of `demo`, a folder, a .gguf file or a transformers id, served or not: of a
+    multimodal model that of its text alone.
 
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
@@ -131,7 +141,7 @@ def read_config(model_id: str) -> tuple[Any, ModelShape]:
         _check_numbers(config.to_dict())
         quantization_of(config)
         class_of(config)
-        return config, shape_of(config)
+        return config
 
 
 def template_of(source: str) -> str | None:

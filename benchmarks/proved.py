@@ -1,0 +1,50 @@
+"""Writes what `offload-decode models` lists for the installed transformers: `python -m benchmarks.proved`.
+
+Every family of the test-suite that is proved, with the kinds of layers that its tiny config has and what is
+kept of them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import __version__
+
+import cli
+from offload_decode.errors import UnsupportedModel
+from offload_decode.models.gate import shape_of
+from offload_decode.types import LayerShape
+from tests.families import FAMILIES, config_of
+
+PLACE = Path(cli.__file__).with_name("families.json")
+
+
+def kept(own: LayerShape) -> str:
+    """In words that hold for any size."""
+    of = {"full": "keys and values", "sliding": "a window", "chunked": "a chunk"}
+    told = ["latents"] if own.latent else [of[own.kind]] if own.kind in of else []
+    return " and ".join([*told, *(["states"] if own.states else [])])
+
+
+def proved() -> dict[str, list[str]]:
+    """What is kept of the layers of each family that is proved."""
+    found: dict[str, set[str]] = {}
+    for name, family in FAMILIES.items():
+        try:
+            shape = shape_of(config_of(name))
+        except UnsupportedModel:
+            continue
+        words = {kept(own) for own in shape.layers} - {""}
+        found[family.model_type] = found.get(family.model_type, set()) | words
+    return {name: sorted(words) for name, words in sorted(found.items())}
+
+
+def main() -> None:
+    known = json.loads(PLACE.read_text()) if PLACE.exists() else {}
+    known[__version__] = proved()
+    PLACE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`offload-decode models`: which models are served, and what a store keeps of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from importlib.metadata import version
+from importlib.resources import files
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli import output
+from cli.failures import FAILURE
+from cli.options import Json
+
+if TYPE_CHECKING:
+    from offload_decode.models.proof import Proof
+    from offload_decode.types import LayerShape, ModelShape
+
+
+def models(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[M]",
+            help="'demo' (shipped), a transformers id, a folder or a .gguf file; only its config is read.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which models are served exactly, and what is kept of them.
+
+    Without M: the families that the test-suite proves, and what a store keeps of each. With M: the proof for
+    this model. A tiny twin of it, made from its config, runs behind a stored prefix, and its logits must be
+    those of plain generation. Exit code 1 says that it is not served.
+    """
+    if model is None:
+        _families(as_json)
+    else:
+        _one(model, as_json)
+
+
+def _families(as_json: bool) -> None:
+    release, families = _listed()
+    if as_json:
+        output.answer_json({"transformers": release, "families": families})
+        return
+    rows = [[name, ", ".join(kept)] for name, kept in sorted(families.items())]
+    width = max(len(name) for name, _ in rows)
+    output.answer(
+        f"{len(rows)} families, proved with transformers {release}; others are served if their "
+        "proof holds: offload-decode models M"
+    )
+    output.answer("\n".join(f"{name.ljust(width)}  {kept}" for name, kept in rows))
+
+
+def _listed() -> tuple[str, dict[str, list[str]]]:
+    """The release of transformers that is nearest to the installed one and not newer, and its families."""
+    from packaging.version import Version
+
+    text = files("cli").joinpath("families.json").read_text(encoding="utf-8")
+    known: dict[str, dict[str, list[str]]] = json.loads(text)
+    installed = Version(version("transformers"))
+    older = [release for release in known if Version(release) <= installed]
+    release = max(older or known, key=Version)
+    return release, known[release]
+
+
+def _one(model: str, as_json: bool) -> None:
+    from offload_decode.errors import UnsupportedModel
+    from offload_decode.models.checkpoint import stated_config
+    from offload_decode.models.gate import claimed_shape
+    from offload_decode.models.proof import prove
+
+    config = stated_config(model)
+    shape: ModelShape | None = None
+    proof: Proof | None = None
+    try:
+        shape = claimed_shape(config)
+        proof = prove(config)
+        reason = proof.reason
+    except UnsupportedModel as error:
+        reason = str(error)
+    kept = [] if shape is None else kept_of(shape)
+    if as_json:
+        difference = None if proof is None or proof.difference == float("inf") else proof.difference
+        output.answer_json(
+            {
+                "model": model,
+                "family": config.model_type,
+                "served": not reason,
+                "reason": reason,
+                "difference": difference,
+                "transformers": version("transformers"),
+                "kept": kept,
+            }
+        )
+    else:
+        facts = [("model", model), ("family", config.model_type), ("served", "no" if reason else "yes")]
+        facts += [("reason", reason)] if reason else []
+        if proof is not None and proof.difference != float("inf"):
+            facts.append(("difference", f"{proof.difference:.1e} of the spread of the logits, at most"))
+        output.answer(output.facts([*facts, *((one["layers"], one["keeps"]) for one in kept)]))
+    if reason:
+        raise typer.Exit(FAILURE)
+
+
+def proved(model: str) -> str:
+    """The proof of a model that is served, in a line."""
+    from offload_decode.models.checkpoint import stated_config
+    from offload_decode.models.proof import prove
+
+    difference = prove(stated_config(model)).difference
+    return f"{model}: proved to equal plain generation, to {difference:.0e} of the spread of the logits"
+
+
+def kept_of(shape: ModelShape) -> list[dict[str, Any]]:
+    """What a store keeps of each kind of layer: in words, and in numbers a token and a sequence."""
+    found = Counter(shape.layers)
+    return [_kept(own, count) for own, count in found.items()]
+
+
+def _kept(own: LayerShape, count: int) -> dict[str, Any]:
+    numbers = own.key_dim if own.latent else own.kv_heads * (own.key_dim + own.value_dim)
+    states = sum(prod(state.shape) for state in own.states)
+    told = []
+    if own.latent:
+        told.append(f"a latent of {numbers:,} numbers for each token")
+    elif numbers:
+        told.append(f"{numbers:,} numbers of keys and values for each token")
+    if own.window is not None:
+        told[-1] += f", of the last {own.window:,}"
+    if states:
+        told.append(f"a state of {states:,} numbers")
+    return {
+        "layers": f"{count} {own.kind}",
+        "keeps": " and ".join(told) or "nothing",
+        "numbers_per_token": 0 if own.window is not None else numbers * count,
+        "numbers_per_sequence": count * (states + numbers * ((own.window or 1) - 1)),
+    }
