@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kv.tail import Prefix
+from offload_decode.models.devices import DTYPES
 from offload_decode.models.layers import KeylessLayer, LatentLayer, PrefixLayer, TailLayer, WindowLayer
 from offload_decode.models.positions import ANYWHERE, Positions
 from offload_decode.models.states import States
@@ -65,8 +66,8 @@ class PrefixCache(Cache):
         """
         layers: list[Layer] = []
         for index, own in enumerate(shape.layers):
-            names = [state.name for state in own.states]
-            held = States(dict(zip(names, states.get(index, ()), strict=False))) if names else None
+            dtypes = {state.name: DTYPES[state.dtype] for state in own.states}
+            held = States(dict(zip(dtypes, states.get(index, ()), strict=False)), dtypes) if dtypes else None
             if own.window is not None:
                 layers.append(WindowLayer(index, prefix, own.window, windows[index], held))
             elif own.kind is LayerKind.FULL:

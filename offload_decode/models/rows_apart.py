@@ -2,14 +2,14 @@
 
 Attention masks padding out. A recurrence does not: behind a prefix, padding would push the prefix's last
 inputs out of the convolutions and let its state decay. So rows with as much padding run together, each group
-from its first own token on. And some layers of transformers begin anew in a pass of several tokens, though
-they go on from their state in a pass of one (Mamba 1): those run token by token.
+from its first own token on. And some layers of transformers go on from their state in a pass of one token
+alone, and begin anew, or see a part of it, in a pass of several (Mamba 1): those run token by token.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from offload_decode.models.states import States
 
 Forward = Callable[..., Any]
 _PROBE_TOKENS = 3
+_ROUNDING = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of a probe's largest number
 
 
 def run_rows_apart(decoder: Any) -> None:
@@ -30,13 +31,15 @@ def run_rows_apart(decoder: Any) -> None:
     They are called with hidden states, a cache and a mask, and have no registered function that could be
     replaced, as attention has: their `forward` is wrapped.
     """
-    forgets: dict[type, bool] = {}
+    alone: dict[type, bool] = {}
     for module in decoder.modules():
         if is_mixer(module):
             kind = type(module)
-            if kind not in forgets:
-                forgets[kind] = _forgets(module, decoder)
-            forward = partial(_by_token, module.forward) if forgets[kind] else module.forward
+            forward = partial(_in_sequence, module.forward)
+            if kind not in alone:
+                alone[kind] = _takes_one_token(module, decoder)
+            if alone[kind]:
+                forward = partial(_by_token, module.layer_idx, forward)
             module.forward = partial(_apart, module, forward)
 
 
@@ -75,9 +78,15 @@ def _apart(module: Any, forward: Forward, hidden_states: Tensor, *args: Any, **k
     return tuple(out) if several else out[0]
 
 
-def _by_token(forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _in_sequence(forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`[B, 1, D]` of one token also where the layer gives `[B, D]` (Falcon-H1 with a norm)."""
+    out = forward(hidden_states, *args, **kwargs)
+    flat = isinstance(out, Tensor) and out.ndim == 2 and hidden_states.shape[1] == 1
+    return out[:, None] if flat else out
+
+
+def _by_token(layer_idx: int, forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     cache, length = _cache_of(args, kwargs), hidden_states.shape[1]
-    layer_idx = forward.__self__.layer_idx  # type: ignore[attr-defined]
     if cache is None or length == 1 or not cache.has_previous_state(layer_idx):
         return forward(hidden_states, *args, **kwargs)
     tokens = (slice(token, token + 1) for token in range(length))
@@ -106,41 +115,51 @@ def _on_part(
     return forward(part(hidden_states), *map(part, args), **{name: part(one) for name, one in kwargs.items()})
 
 
-def _forgets(module: Any, decoder: Any) -> bool:
-    """Whether some state has no effect on a pass of several tokens, tried with another one, or such a pass
-    takes one token alone.
+def _takes_one_token(module: Any, decoder: Any) -> bool:
+    """Whether a pass of several tokens is another than theirs one by one, tried behind several states, or
+    some state has no effect on it.
     """
     floating = next(p for p in module.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, 2 * _PROBE_TOKENS, decoder.config.hidden_size, generator=generator)
-    inputs = inputs.to(floating.device, floating.dtype)
+    first, rest = inputs.to(floating.device, floating.dtype).chunk(2, dim=1)
     probe = Probe(module.layer_idx)
     with torch.inference_mode():
-        _run(module, inputs[:, :_PROBE_TOKENS], probe)
+        _run(module, first, probe)
         held = probe.layers[-1].states.copy()
+        others = [States(held.held | {name: 2 * state + 1}) for name, state in held.held.items()]
         try:
-            expected = _probed(module, inputs, held)
+            wholes = [_probed(module, [rest], states) for states in (held, *others)]
         except (IndexError, RuntimeError, ValueError):
             return True
-        if expected[0].shape[1] != _PROBE_TOKENS:
+        if any(torch.equal(wholes[0], whole) for whole in wholes[1:]):
             return True
-        others = (States(held.held | {name: 2 * state + 1}) for name, state in held.held.items())
-        return any(all(map(torch.equal, expected, _probed(module, inputs, other))) for other in others)
+        stepped = (_probed(module, rest.chunk(_PROBE_TOKENS, dim=1), states) for states in (held, *others))
+        return not all(map(_agree, wholes, stepped))
 
 
-def _probed(module: Any, inputs: Tensor, states: States) -> tuple[Tensor, ...]:
+def _agree(whole: Tensor, stepped: Tensor) -> bool:
+    if whole.shape != stepped.shape:
+        return False
+    most = _ROUNDING.get(whole.dtype, 5e-2) * stepped.abs().max()
+    return bool((whole - stepped).abs().max() <= most)
+
+
+def _probed(module: Any, passes: Sequence[Tensor], states: States) -> Tensor:
+    """What a mixer gives for passes that begin with these states, `[1, T, D]`."""
     probe = Probe(module.layer_idx)
     probe.layers[-1].states = states.copy()
-    return _run(module, inputs[:, _PROBE_TOKENS:], probe)
+    return torch.cat([_run(module, inputs, probe) for inputs in passes], dim=1)
 
 
-def _run(module: Any, inputs: Tensor, probe: Probe) -> tuple[Tensor, ...]:
+def _run(module: Any, inputs: Tensor, probe: Probe) -> Tensor:
     """What a mixer gives, with nothing but a cache beside its inputs."""
     _, *others = inspect.signature(module.forward).parameters.values()
     given = {own.name: None for own in others if own.default is own.empty and own.kind is not own.VAR_KEYWORD}
     name = next(name for name in ("cache_params", "past_key_values") if name in {own.name for own in others})
-    out = module(inputs, **{**given, name: probe})
-    return out if isinstance(out, tuple) else (out,)
+    out = _in_sequence(module, inputs, **{**given, name: probe})
+    first: Tensor = out[0] if isinstance(out, tuple) else out
+    return first
 
 
 class Probe(PrefixCache):

@@ -8,7 +8,7 @@ import torch
 from offload_decode.errors import ConfigError
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.layers import KeylessLayer
-from offload_decode.models.rows_apart import _forgets
+from offload_decode.models.rows_apart import _in_sequence, _takes_one_token
 from offload_decode.models.states import States
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
@@ -54,6 +54,19 @@ def test_a_convolution_sees_the_inputs_before_the_pass() -> None:
     assert first.tolist() == [[[0, 0, 0, 1], [0, 0, 6, 7]]], "nothing came before: zeros"
     assert torch.equal(states.push("conv0", inputs[..., 2:], 4)[..., 2:], inputs)
     assert torch.equal(states.held["conv0"], inputs[..., -4:])
+
+
+def test_states_are_kept_as_the_models_own_cache_keeps_them() -> None:
+    kept = StateShape("conv0", (2, 3), "bfloat16"), StateShape("recurrent0", (2,), "float32")
+    layers = LayerShape(LayerKind.NONE, states=kept), LayerShape(LayerKind.FULL, 1, 4, 4)
+    cache = PrefixCache.over(Stored(), ModelShape(layers, 1), {})  # type: ignore[arg-type]
+    for rows in (1, 2):
+        cache.begin(rows, 1)
+        assert cache.update_conv_state(torch.ones(rows, 2, 1), 0, conv_kernel_size=3).dtype == torch.bfloat16
+        assert cache.update_recurrent_state(torch.ones(rows, 2).half(), 0).dtype == torch.float32
+        assert [own.dtype for own in cache.states(0)] == [torch.bfloat16, torch.float32]
+        cache = cache.fork(cache.prefix)
+        cache.batch_select_indices(torch.zeros(2, dtype=torch.long))
 
 
 def test_a_fork_and_its_origin_leave_each_other_alone() -> None:
@@ -142,18 +155,29 @@ class Sums(torch.nn.Module):
                 hidden = hidden[:, -1:]
             if self.several == "forgets":
                 before = None
+            if self.several == "sees the last alone":
+                hidden = hidden[:, -1:].expand_as(hidden) / hidden.shape[1]
         sums = hidden.cumsum(1) + (torch.zeros(1, 1, hidden.shape[2]) if before is None else before)
         cache_params.update_recurrent_state(sums[:, -1:], layer_idx=0)
         return sums
 
 
-@pytest.mark.parametrize("several", ["goes on", "forgets", "takes one", "fails"])
+@pytest.mark.parametrize("several", ["goes on", "forgets", "takes one", "sees the last alone", "fails"])
 def test_a_layer_that_does_not_go_on_from_its_state_is_found_out(several: str) -> None:
     class Decoder:
         class config:
             hidden_size = 4
 
-    assert _forgets(Sums(several), Decoder()) == (several != "goes on")
+    assert _takes_one_token(Sums(several), Decoder()) == (several != "goes on")
+
+
+def test_an_output_without_its_one_token_is_given_it_back() -> None:
+    def squeezed(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[:, 0] if hidden.shape[1] == 1 else hidden
+
+    for tokens in (1, 3):
+        hidden = torch.rand(2, tokens, 4)
+        assert torch.equal(_in_sequence(squeezed, hidden), hidden)
 
 
 def test_a_convolution_gets_the_inputs_that_its_release_asks_for() -> None:
