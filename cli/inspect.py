@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from cli import output
@@ -41,11 +42,17 @@ def inspect(store: Store, as_json: Json = False) -> None:
 
 
 def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
+    from offload_decode.models.proved import noted
+
     cost = store.cost()
     return {
         "store": str(store.path),
         "digest": store.store_digest,
         "manifest": store.manifest.to_json(),
+        "proof": {
+            "difference": noted(store.manifest.model_config_hash),
+            "transformers": version("transformers"),
+        },
         "documents": [asdict(document) for document in store.documents],
         "bytes": sum(cost.values()),
         "bytes_per_token": sum(cost.values()) / store.manifest.n_tokens,
@@ -69,6 +76,7 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
         ("model", f"{manifest.model_id} (configuration {_short(manifest.model_config_hash)})"),
         ("tokenizer", _short(manifest.tokenizer_hash)),
         ("layers", _layers(manifest)),
+        ("proof", _proof(manifest)),
         (
             "tokens",
             f"{manifest.n_tokens:,} (hash {_short(manifest.token_hash)}), a {manifest.template} prompt",
@@ -88,6 +96,16 @@ def _weights(manifest: Manifest) -> list[tuple[str, str]]:
     if manifest.weights == "auto":
         return []
     return [("weights", f"{manifest.weights}: the keys and values are the quantised model's")]
+
+
+def _proof(manifest: Manifest) -> str:
+    from offload_decode.models.proved import noted
+
+    release = f"transformers {version('transformers')}"
+    difference = noted(manifest.model_config_hash)
+    if difference is None:
+        return f"not run here with {release}: offload-decode models {manifest.model_id} runs it"
+    return f"equal to plain generation, to {difference:.0e} of the spread of the logits ({release})"
 
 
 def _layers(manifest: Manifest) -> str:

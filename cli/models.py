@@ -72,8 +72,10 @@ def _listed() -> tuple[str, dict[str, list[str]]]:
 def _one(model: str, as_json: bool) -> None:
     from offload_decode.errors import UnsupportedModel
     from offload_decode.models.checkpoint import stated_config
+    from offload_decode.models.fingerprints import config_hash
     from offload_decode.models.gate import claimed_shape
     from offload_decode.models.proof import prove
+    from offload_decode.models.proved import note
 
     config = stated_config(model)
     shape: ModelShape | None = None
@@ -82,6 +84,8 @@ def _one(model: str, as_json: bool) -> None:
         shape = claimed_shape(config)
         proof = prove(config)
         reason = proof.reason
+        if proof.served:
+            note(config_hash(config), proof.difference)
     except UnsupportedModel as error:
         reason = str(error)
     kept = [] if shape is None else kept_of(shape)
@@ -123,6 +127,12 @@ def kept_of(shape: ModelShape) -> list[dict[str, Any]]:
     return [_kept(own, count) for own, count in found.items()]
 
 
+def _named(own: LayerShape) -> str:
+    if own.states:
+        return "recurrent" if own.kind == "none" else f"{own.kind} and recurrent"
+    return "without keys" if own.kind == "none" else own.kind
+
+
 def _kept(own: LayerShape, count: int) -> dict[str, Any]:
     numbers = own.key_dim if own.latent else own.kv_heads * (own.key_dim + own.value_dim)
     states = sum(prod(state.shape) for state in own.states)
@@ -136,7 +146,7 @@ def _kept(own: LayerShape, count: int) -> dict[str, Any]:
     if states:
         told.append(f"a state of {states:,} numbers")
     return {
-        "layers": f"{count} {own.kind}",
+        "layers": f"{count} {_named(own)}",
         "keeps": " and ".join(told) or "nothing",
         "numbers_per_token": 0 if own.window is not None else numbers * count,
         "numbers_per_sequence": count * (states + numbers * ((own.window or 1) - 1)),

@@ -29,6 +29,8 @@ from offload_decode.models.gate import shape_of
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.positions import Lengths, lengths_of, rope_parameters
 from offload_decode.models.prompt import Prompt, prompt_for
+from offload_decode.models.proof import prove
+from offload_decode.models.proved import note
 from offload_decode.models.published import read_gguf, read_packed, whole_model
 from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.models.remembered import remembered
@@ -169,12 +171,14 @@ def wrap(
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"a model in {dtype} cannot be stored; load it as one of: {', '.join(DTYPES)}")
+    hashed = config_hash(model.config)
+    note(hashed, prove(model.config).difference)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         model_id=model_id or model.config._name_or_path or model.config.model_type,
         shape=shape,
-        config_hash=config_hash(model.config),
+        config_hash=hashed,
         weights_hash=fingerprint or weights_hash(model),
         tokenizer_hash=tokenizer_hash(tokenizer),
         rope=rope_parameters(model.config),
