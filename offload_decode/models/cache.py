@@ -157,7 +157,7 @@ class PrefixCache(Cache):
         return self._tail_of(layer_idx).get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Of the layer, or of one with keys where it has none."""
+        """Of the layer; of the first full one in place of a layer without keys, as transformers takes it."""
         return self._tail_of(layer_idx).get_mask_sizes(query_length)
 
     def crop(self, tokens: int) -> None:
@@ -374,7 +374,9 @@ class PrefixCache(Cache):
 
     def _tail_of(self, layer_idx: int) -> TailLayer:
         layer = self.layers[layer_idx]
-        return layer if isinstance(layer, TailLayer) else self.tails[0]
+        if isinstance(layer, TailLayer):
+            return layer
+        return next((tail for tail in self.tails if not tail.is_sliding), self.tails[0])
 
     def _keep_shown(self) -> None:
         if self.shown is not None:

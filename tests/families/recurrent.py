@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
         "lfm3",
         **HEADS,
         num_hidden_layers=4,
-        layer_types=["conv", FULL, "conv", SLIDING],
+        layer_types=["conv", SLIDING, "conv", FULL],
         sliding_window=7,
         conv_L_cache=4,
     ),

@@ -130,6 +130,19 @@ def test_rows_are_picked_and_repeated_with_their_states() -> None:
     assert state(cache) == [9.0, 2.0]
 
 
+def test_the_mask_of_a_layer_without_keys_is_that_of_full_attention() -> None:
+    kinds = (
+        LayerShape(LayerKind.NONE),
+        LayerShape(LayerKind.SLIDING, 1, 4, 4, 7),
+        LayerShape(LayerKind.FULL, 1, 4, 4),
+    )
+    window = torch.zeros(1, 1, 6, 4)
+    cache = PrefixCache.over(Stored(), ModelShape(kinds, 1), {1: (window, window)})  # type: ignore[arg-type]
+    # transformers asks the first layer that is not sliding (Lfm3: a convolution).
+    assert cache.get_mask_sizes(3, 0) == cache.get_mask_sizes(3, 2) == (3, 10)
+    assert cache.get_mask_sizes(3, 1) == (9, 4)
+
+
 def test_padding_behind_tokens_is_refused() -> None:
     cache = stored()
     with pytest.raises(ConfigError, match="pad rows on the left"):
