@@ -90,7 +90,14 @@ def _by_token(layer_idx: int, forward: Forward, hidden_states: Tensor, *args: An
     if cache is None or length == 1 or not cache.has_previous_state(layer_idx):
         return forward(hidden_states, *args, **kwargs)
     tokens = (slice(token, token + 1) for token in range(length))
-    return torch.cat([_on_part(forward, hidden_states, args, kwargs, one) for one in tokens], dim=1)
+    return _joined([_on_part(forward, hidden_states, args, kwargs, one) for one in tokens])
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """What passes that follow each other give, as one pass gives it."""
+    if isinstance(parts[0], tuple):
+        return tuple(torch.cat(own, dim=1) for own in zip(*parts, strict=True))
+    return torch.cat(list(parts), dim=1)
 
 
 def _on_part(
@@ -132,10 +139,10 @@ def _takes_one_token(module: Any, decoder: Any) -> bool:
             wholes = [_probed(module, [rest], states) for states in (held, *others)]
         except (IndexError, RuntimeError, ValueError):
             return True
-        if any(torch.equal(wholes[0], whole) for whole in wholes[1:]):
+        if any(all(map(torch.equal, wholes[0], whole)) for whole in wholes[1:]):
             return True
         stepped = (_probed(module, rest.chunk(_PROBE_TOKENS, dim=1), states) for states in (held, *others))
-        return not all(map(_agree, wholes, stepped))
+        return not all(all(map(_agree, whole, steps)) for whole, steps in zip(wholes, stepped, strict=True))
 
 
 def _agree(whole: Tensor, stepped: Tensor) -> bool:
@@ -145,21 +152,20 @@ def _agree(whole: Tensor, stepped: Tensor) -> bool:
     return bool((whole - stepped).abs().max() <= most)
 
 
-def _probed(module: Any, passes: Sequence[Tensor], states: States) -> Tensor:
-    """What a mixer gives for passes that begin with these states, `[1, T, D]`."""
+def _probed(module: Any, passes: Sequence[Tensor], states: States) -> tuple[Tensor, ...]:
+    """What a mixer gives for passes that begin with these states."""
     probe = Probe(module.layer_idx)
     probe.layers[-1].states = states.copy()
-    return torch.cat([_run(module, inputs, probe) for inputs in passes], dim=1)
+    out = _joined([_run(module, inputs, probe) for inputs in passes])
+    return out if isinstance(out, tuple) else (out,)
 
 
-def _run(module: Any, inputs: Tensor, probe: Probe) -> Tensor:
+def _run(module: Any, inputs: Tensor, probe: Probe) -> Any:
     """What a mixer gives, with nothing but a cache beside its inputs."""
     _, *others = inspect.signature(module.forward).parameters.values()
     given = {own.name: None for own in others if own.default is own.empty and own.kind is not own.VAR_KEYWORD}
     name = next(name for name in ("cache_params", "past_key_values") if name in {own.name for own in others})
-    out = _in_sequence(module, inputs, **{**given, name: probe})
-    first: Tensor = out[0] if isinstance(out, tuple) else out
-    return first
+    return _in_sequence(module, inputs, **{**given, name: probe})
 
 
 class Probe(PrefixCache):

@@ -184,6 +184,18 @@ def test_a_layer_that_does_not_go_on_from_its_state_is_found_out(several: str) -
     assert _takes_one_token(Sums(several), Decoder()) == (several != "goes on")
 
 
+def test_a_state_may_have_an_effect_on_another_output_than_the_first() -> None:
+    class Two(Sums):
+        def forward(self, hidden: torch.Tensor, cache_params: PrefixCache) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+            return hidden, super().forward(hidden, cache_params)
+
+    class Decoder:
+        class config:
+            hidden_size = 4
+
+    assert [_takes_one_token(Two(several), Decoder()) for several in ("goes on", "forgets")] == [False, True]
+
+
 def test_an_output_without_its_one_token_is_given_it_back() -> None:
     def squeezed(hidden: torch.Tensor) -> torch.Tensor:
         return hidden[:, 0] if hidden.shape[1] == 1 else hidden
