@@ -142,22 +142,26 @@ def _takes_one_token(module: Any, decoder: Any) -> bool:
         if any(all(map(torch.equal, wholes[0], whole)) for whole in wholes[1:]):
             return True
         stepped = (_probed(module, rest.chunk(_PROBE_TOKENS, dim=1), states) for states in (held, *others))
-        return not all(all(map(_agree, whole, steps)) for whole, steps in zip(wholes, stepped, strict=True))
+        return not all(map(_agree, wholes, stepped))
 
 
-def _agree(whole: Tensor, stepped: Tensor) -> bool:
-    if whole.shape != stepped.shape:
-        return False
-    most = _ROUNDING.get(whole.dtype, 5e-2) * stepped.abs().max()
-    return bool((whole - stepped).abs().max() <= most)
+def _agree(whole: Sequence[Tensor], stepped: Sequence[Tensor]) -> bool:
+    return len(whole) == len(stepped) and all(
+        one.shape == other.shape
+        and bool((one - other).abs().max() <= _ROUNDING.get(one.dtype, 5e-2) * other.abs().max())
+        for one, other in zip(whole, stepped, strict=True)
+    )
 
 
-def _probed(module: Any, passes: Sequence[Tensor], states: States) -> tuple[Tensor, ...]:
-    """What a mixer gives for passes that begin with these states."""
+def _probed(module: Any, passes: Sequence[Tensor], states: States) -> list[Tensor]:
+    """The sequences that a mixer gives for passes that begin with these states (MiniMax's gives its state
+    too).
+    """
     probe = Probe(module.layer_idx)
     probe.layers[-1].states = states.copy()
     out = _joined([_run(module, inputs, probe) for inputs in passes])
-    return out if isinstance(out, tuple) else (out,)
+    parts: Sequence[Tensor] = out if isinstance(out, tuple) else (out,)
+    return [one for one in parts if one.shape[1] == _PROBE_TOKENS]
 
 
 def _run(module: Any, inputs: Tensor, probe: Probe) -> Any:

@@ -187,7 +187,8 @@ def test_a_layer_that_does_not_go_on_from_its_state_is_found_out(several: str) -
 def test_a_state_may_have_an_effect_on_another_output_than_the_first() -> None:
     class Two(Sums):
         def forward(self, hidden: torch.Tensor, cache_params: PrefixCache) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-            return hidden, super().forward(hidden, cache_params)
+            sums = super().forward(hidden, cache_params)
+            return hidden, sums, sums[:, -1:].expand(1, 5, 4)  # and what is no sequence
 
     class Decoder:
         class config:
