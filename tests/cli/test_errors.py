@@ -87,7 +87,7 @@ def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     corpus = home / "corpus.txt"
     told = refused(1, "prefill", corpus, "--model", tmp_path / "empty", "--out", tmp_path / "s")
-    assert "give 'demo', a folder, or a transformers id" in told
+    assert "give 'demo', a folder, a .gguf file, or a transformers id" in told
     assert not (tmp_path / "s").exists()
 
 
