@@ -16,14 +16,14 @@ from offload_decode.kv.tail import Prefix
 from offload_decode.models.devices import DTYPES
 from offload_decode.models.layers import KeylessLayer, LatentLayer, PrefixLayer, TailLayer, WindowLayer
 from offload_decode.models.positions import ANYWHERE, Positions
+from offload_decode.models.recurrent import RecurrentCache
 from offload_decode.models.states import States
 from offload_decode.types import LayerKind, ModelShape
 
 Layer = PrefixLayer | WindowLayer | KeylessLayer
-Marks = dict[int, dict[int, States]]
 
 
-class PrefixCache(Cache):
+class PrefixCache(RecurrentCache):
     """A transformers cache behind a prefix; hand it to `generate(past_key_values=...)` or to a model's
     forward.
     """
@@ -35,7 +35,7 @@ class PrefixCache(Cache):
         dtype: torch.dtype | None = None,
         positions: Positions = ANYWHERE,
     ):
-        super().__init__(layers=list(layers))
+        super().__init__(list(layers))
         self.tails = [layer for layer in layers if isinstance(layer, TailLayer)]
         self.decoder = decoder
         self.dtype = dtype
@@ -44,9 +44,6 @@ class PrefixCache(Cache):
         self.shown: Tensor | None = None
         # The thread that runs a pass, and the length of the tail before it.
         self.begun: tuple[int, int] | None = None
-        # States by layer after so many tokens of the tail: where turns began, and where the last pass did.
-        self.marks: Marks = {}
-        self._last: Marks = {}
 
     @classmethod
     def over(
@@ -90,7 +87,7 @@ class PrefixCache(Cache):
         layers = [layer.fork(prefix) for layer in self.layers]
         copy = PrefixCache(layers, self.decoder, self.dtype, self.positions)
         copy.shown = self.shown
-        copy.marks, copy._last = dict(self.marks), dict(self._last)
+        copy.share_marks(self)
         return copy
 
     def __deepcopy__(self, memo: dict[int, object]) -> PrefixCache:
@@ -112,45 +109,6 @@ class PrefixCache(Cache):
                 "run engine.loaded.model"
             )
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last inputs of a convolution; None before the first token."""
-        return self._states(layer_idx).get(f"conv{state_idx}")
-
-    def update_conv_state(
-        self,
-        conv_states: Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: object,
-    ) -> Tensor:
-        """`States.push`."""
-        return self._states(layer_idx).push(f"conv{state_idx}", conv_states, conv_kernel_size)
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a recurrence; None before the first token."""
-        return self._states(layer_idx).get(f"recurrent{state_idx}")
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
-    ) -> Tensor:
-        """`States.put`."""
-        return self._states(layer_idx).put(f"recurrent{state_idx}", recurrent_states)
-
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """The state of a recurrence, as MiniMax asks for it."""
-        return self.get_recurrent_state(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """`States.put`."""
-        self.update_recurrent_state(linear_cache, layer_idx)
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether a recurrent layer, the last one where none is given, has seen a token."""
-        if layer_idx is None:
-            layer_idx = max(layer.index for layer in self.layers if layer.states is not None)
-        return bool(self._states(layer_idx).held)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Prefix and tail together."""
@@ -187,13 +145,7 @@ class PrefixCache(Cache):
         for layer in self.tails:
             layer.tail.rows(indices)
         if self.tail_length:  # else any number of rows may come
-            self._replace_states({i: states.rows(indices) for i, states in self._held().items()})
-            for marks in (self.marks, self._last):
-                later = {length: held for length, held in marks.items() if length}
-                marks |= {
-                    length: {i: states.rows(indices) for i, states in held.items()}
-                    for length, held in later.items()
-                }
+            self.pick_states(indices)
         if self.shown is not None:
             self._hide(self.shown[indices.to(self.shown.device)])
 
@@ -215,16 +167,8 @@ class PrefixCache(Cache):
 
         A recurrent state is known where a turn began and where the last pass did; `ConfigError` elsewhere.
         """
-        if self._recurrent and (tail_length != self.tail_length or self.begun is not None):
-            held = self.marks.get(tail_length) or self._last.get(tail_length)
-            if held is None:
-                known = ", ".join(str(self.prefix_length + mark) for mark in sorted(self.marks))
-                raise ConfigError(
-                    "this model has recurrent layers, whose states are kept where a turn began alone: crop "
-                    f"to {known} tokens, or fork before you branch"
-                )
-            self._replace_states(held)
-        self.marks = {length: held for length, held in self.marks.items() if length <= tail_length}
+        if tail_length != self.tail_length or self.begun is not None:
+            self.restore_states(tail_length, self.prefix_length)
         for layer in self.tails:
             layer.tail.crop(min(tail_length, layer.tail.length))
             layer.unattended = False
@@ -237,30 +181,13 @@ class PrefixCache(Cache):
         own = None if self.shown is None else self.prefix_length + self.shown.long().cumsum(-1) - 1
         for layer in self.tails:
             layer.positions = None if own is None else own[:, -tokens:]
-        if not self._recurrent:
-            return
-        # What is stored is of one row; a state is never written to, so that rows may share it for now.
-        index = torch.zeros(rows, dtype=torch.long)
-        self._last = {self.tail_length: {i: states.copy() for i, states in self._held().items()}}
-        if tokens > 1 or not self.tail_length:
-            self.marks = self._last | self.marks
-        if rows > 1 and not self.tail_length:
-            self._replace_states({i: states.rows(index) for i, states in self._held().items()})
-
-    def join(self, tail_length: int) -> None:
-        """The passes since `tail_length` were one turn: forget where the later ones began."""
-        self.marks = {length: held for length, held in self.marks.items() if length <= tail_length}
+        self.mark_states(self.tail_length, rows, tokens)
 
     def rebase(self) -> None:
         """The tail has joined the prefix: start an empty one."""
         for layer in self.layers:
             layer.rebase()
         self.marks, self._last = {}, {}
-
-    def states(self, layer: int) -> list[Tensor]:
-        """What a recurrent layer has after the last token, `[B, ...]`, in the order of its shape."""
-        held = self._held()[layer].held
-        return [held[name] for name in sorted(held)]
 
     def hidden(self, tokens: int) -> Tensor | None:
         """How much padding stands before each row's own of the last `tokens`, int64 `[B]`; None if nowhere
@@ -289,7 +216,7 @@ class PrefixCache(Cache):
 
     def show(self, tokens: int, shown: Tensor | None) -> None:
         """`tokens` more follow, of which bool `shown [B, S]` hides the padding; None hides none of them."""
-        if shown is not None and self._recurrent:
+        if shown is not None and self.recurrent:
             new = shown[:, -tokens:]
             if bool((new[:, :-1] & ~new[:, 1:]).any()):
                 raise ConfigError(
@@ -351,26 +278,6 @@ class PrefixCache(Cache):
     def tail_length(self) -> int:
         """Tokens after the prefix."""
         return int(self.tails[0].tail.length)
-
-    @property
-    def _recurrent(self) -> bool:
-        return any(layer.states is not None for layer in self.layers)
-
-    def _held(self) -> dict[int, States]:
-        return {layer.index: layer.states for layer in self.layers if layer.states is not None}
-
-    def _replace_states(self, held: Mapping[int, States]) -> None:
-        for index, states in held.items():
-            self.layers[index].states = states.copy()
-
-    def _states(self, layer_idx: int) -> States:
-        states: States | None = self.layers[layer_idx].states
-        if self.begun is None or states is None:
-            raise UnsupportedModel(
-                f"layer {layer_idx} keeps a recurrent state that this cache has no place for: run "
-                "engine.loaded.model, with the configuration that its store was made with"
-            )
-        return states
 
     def _tail_of(self, layer_idx: int) -> TailLayer:
         layer = self.layers[layer_idx]
