@@ -138,7 +138,10 @@ def stated_config(model_id: str) -> Any:
             _check_sizes(_parsed(folder / CONFIG))
         where, which = located(source)
         config = text_of(AutoConfig.from_pretrained(where, trust_remote_code=False, **which))
-        _check_numbers(config.to_dict())
+        stated = config.to_dict()
+        # Families have other names for some sizes.
+        named = {name: stated[own] for name, own in config.attribute_map.items() if own in stated}
+        _check_numbers(stated | named)
         quantization_of(config)
         class_of(config)
         return config
