@@ -29,12 +29,12 @@ FORMS = [
 
 def long_store(path: Path, dtype: str, kv: str, loaded: LoadedModel | None = None) -> KVStore:
     """Two layers of two KV heads of 64 channels with their clusters built; of `loaded`, if it is given."""
-    job = make_job(TOKENS, dtype, (FULL, FULL), query_samples=256, kv=kv)
+    shape = None if loaded is None else loaded.shape
+    job = make_job(TOKENS, dtype, (FULL, FULL), query_samples=256, kv=kv, shape=shape)
     manifest = job.manifest
     if loaded is not None:
         manifest = replace(
             manifest,
-            shape=loaded.shape,
             model_config_hash=loaded.config_hash,
             weights_hash=loaded.weights_hash,
             tokenizer_hash=loaded.tokenizer_hash,

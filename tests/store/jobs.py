@@ -92,10 +92,10 @@ def make_job(
         kv=stored_types(kv, dtype, shape),
         **fields,
     )
-    half = n_tokens // 2
+    half, widths = n_tokens // 2, (shape.head_dim, shape.value_dim)
     documents = (Document("a.txt", 0, half), Document("b/ü.md", half, n_tokens))
     keys, values = (
-        rng.standard_normal((len(layers), 2, n_tokens, dim)).astype(manifest.numpy_dtype) for dim in (64, 32)
+        rng.standard_normal((len(layers), 2, n_tokens, dim)).astype(manifest.numpy_dtype) for dim in widths
     )
     queries = rng.standard_normal((len(layers), 4, n_tokens, 64)).astype(manifest.numpy_dtype)
     return Job(manifest, tokens, documents, keys, values, queries)
