@@ -33,7 +33,8 @@ from offload_decode.types import AttentionState, LayerKind, LayerShape, ModelSha
 
 CLOSE = 1e-4
 """The largest difference of logits that is rounding, in standard deviations of the logits."""
-_APART = 1e-2  # at least so much do logits behind another prefix differ
+_APART = 1e-3  # at least so much do logits behind another prefix differ
+_PART = 1e-2  # of that difference is rounding at most: a prefix with little effect must be exact nonetheless
 
 _CHUNKS = (41, 28)
 _PREFIX, _QUESTION, _SHORT, _TURN = sum(_CHUNKS), 9, 2, 4
@@ -175,6 +176,7 @@ class _Trial:
         self.step = "a plain pass"
         self.mixer = ""  # that runs, or ran last
         self.worst = 0.0
+        self.close = CLOSE
         self.shape = shape_of(twin, torch.float32)
         self.plain, self.model = twin_model(twin, seed), twin_model(twin, seed)
         self.lengths = lengths_of(twin, self.model.base_model)
@@ -218,6 +220,7 @@ class _Trial:
     def _check_control(self) -> None:
         asked = self.want[:, _PREFIX:]
         apart = float((asked[0] - asked[2]).abs().max()) / self.spread
+        self.close = min(CLOSE, _PART * apart)
         if not apart > _APART:
             raise _Differs(apart, "the logits of a question do not depend on what stands before it")
 
@@ -278,7 +281,7 @@ class _Trial:
             for own, (row, start, tokens) in enumerate(places)
         )
         self.worst = max(self.worst, worst / self.spread)
-        if not worst / self.spread <= CLOSE:
+        if not worst / self.spread <= self.close:
             raise _Differs(worst / self.spread, self._where(places))
 
     def _where(self, places: list[tuple[int, int, int]]) -> str:

@@ -253,7 +253,7 @@ def _weights_named(outline: Outline, weights: str, on_gpu: bool) -> str:
 
 
 def _store_bytes(outline: Outline, request: Workload) -> int:
-    return sizes.store_bytes(outline.shape, request.tokens, request.kv, outline.dtype)
+    return sizes.store_bytes(outline.shape, request.tokens, request.kv, outline.dtype, chunk=request.chunk)
 
 
 def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:

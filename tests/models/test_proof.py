@@ -189,3 +189,7 @@ def test_nothing_opens_a_model_that_is_not_proved(afresh, monkeypatch, tmp_path)
     for opened in (load, read_config, outline):
         with pytest.raises(UnsupportedModel, match=r"'llama' .* in one token, it differs; use"):
             opened(str(tmp_path / "model"))
+
+
+def test_a_prefix_of_little_effect_is_no_reason_to_refuse() -> None:
+    assert prove(config_of("modernbert-decoder", num_attention_heads=8)).served
