@@ -24,8 +24,9 @@ demo: .venv/ready
 		'   export PATH="$(CURDIR)/$(BIN):$$PATH"       in this shell' \
 		'   $(TOOL)   from everywhere, in an environment of its own'
 
+# Two files of tests at a time, each on one core.
 test: .venv/ready-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: .venv/ready-dev
 	$(BIN)/python -m pytest -m "not gpu or gpu"

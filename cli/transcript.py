@@ -102,8 +102,7 @@ class Transcript:
         replayed.crop(replayed.prefix.length)
         for turn in turns:
             replayed.ask(turn.question)
-            if turn.tokens:
-                replayed.extend(turn.tokens)
+            _answered(replayed, turn.tokens)
         self.engine, self.turns = replayed, turns
 
     def _turn(self, file: Path, written: Any) -> Turn:
@@ -122,6 +121,18 @@ class Transcript:
 
     def _text(self, turn: Turn) -> str:
         return self.engine.decode(turn.tokens).strip()
+
+
+def _answered(engine: Engine, tokens: list[int]) -> None:
+    """Run the tokens of an answer as they were generated; the last one goes into the next question's pass.
+
+    One by one where a selector remembers what a pass attended to; else in one pass.
+    """
+    earlier, last = tokens[:-1], tokens[-1:]
+    for run in [[token] for token in earlier] if engine.selector.remembers else [earlier]:
+        if run:
+            engine.extend(run)
+    engine.pending = last
 
 
 def _read(file: Path) -> dict[str, Any]:

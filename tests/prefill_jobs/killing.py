@@ -375,7 +375,11 @@ def _be_the_child(request: dict[str, Any], steps: mmap.mmap, out: int, err: int)
 
 
 def _count(steps: mmap.mmap, kill_at: int) -> None:
-    """Count the changes of the file system, by any thread; die before, or halfway in, that of `kill_at`."""
+    """Count the changes of the file system, by any thread; die before, or halfway in, that of `kill_at`.
+
+    Those of the user's cache are not counted: what is remembered there is written by the first run alone.
+    """
+    cache = os.environ["XDG_CACHE_HOME"]
     changes = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
     writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -385,6 +389,8 @@ def _count(steps: mmap.mmap, kill_at: int) -> None:
         return count == kill_at
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        if arguments and isinstance(arguments[0], str | os.PathLike) and str(arguments[0]).startswith(cache):
+            return
         opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & writes
         if (opened or event in changes) and step():
             os.kill(os.getpid(), signal.SIGKILL)

@@ -96,7 +96,7 @@ def drive(ray: MadeUpRay, names: str = "abc", device: str = "auto") -> tuple[dic
     """Results by corpus, and what progress was shown."""
     seen: list[Any] = []
     texts = [Texts(Job(name, f"{name}.kv"), [TextDocument(name, "text")], ()) for name in names]
-    how = How("m", device, "auto", Settings(), None, Caps())
+    how = How("m", device, "auto", "auto", Settings(), None, Caps())
     cluster = Cluster("ray", None, Caps())
     results = Driver(ray, cluster, how, texts, lambda *now: seen.append(now)).run()
     return {job.corpus: result for job, result in results.items()}, seen
@@ -180,7 +180,7 @@ def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Worker, "_prefill", step)
     monkeypatch.setattr(ray_workers, "POLL_S", 0.0)
-    worker = Worker(How("m", "auto", "auto", Settings(), None, Caps()))
+    worker = Worker(How("m", "auto", "auto", "auto", Settings(), None, Caps()))
     assert isinstance(worker.prefill(texts, again=True), PrefillReport)
     assert isinstance(worker.prefill(texts, again=False), StoreBusy)
 
