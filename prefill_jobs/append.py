@@ -285,3 +285,5 @@ def _tidy(store: KVStore) -> None:
     if (partial / LOCK).exists() and is_left(partial, store.manifest):
         with suppress(StoreBusy), locked(partial):
             clear(partial)
+    with suppress(OSError):  # an empty folder is what a kill leaves as the very last thing
+        partial.rmdir()

@@ -34,6 +34,8 @@ def refuse_existing(path: Path) -> None:
         if (partial / LOCK).exists() and not (partial / STORE).exists():
             with suppress(StoreBusy), locked(partial):
                 shutil.rmtree(partial)
+        with suppress(OSError):  # an empty folder is what a kill leaves as the very last thing
+            partial.rmdir()
         raise StoreExists(f"{path} exists already: choose another path, or remove it first.")
     for parent in Path(os.path.abspath(path)).parents:
         if (parent / SEAL).exists():  # a file more would make it a damaged store

@@ -91,6 +91,7 @@ def test_the_story_of_a_model_that_finds_nothing(home: Path, tmp_path: Path) -> 
     assert f"ask {store.path} " in ran.out
 
 
+@pytest.mark.slow
 def test_json_holds_what_the_story_tells(home: Path, tmp_path: Path) -> None:
     ran = run(
         "demo", "--model", home / "model", "--tokens", "300", "--out", tmp_path / "demo", "--json", "-q"

@@ -70,7 +70,7 @@ def test_two_appends_are_one_prefill(tmp_path: Path, family: str, template: str 
         settings("window", budget="25%"),
         settings(kv="int8"),
         settings("quoka", kv="int4-values", budget="50%"),
-        settings(chunk=1),
+        pytest.param(settings(chunk=1), marks=pytest.mark.slow),
         settings(chunk=5000),
     ],
     ids=str,
