@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -109,9 +110,9 @@ class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
 class PrefixLayer(TailLayer):
     """A full-attention layer: `prefix.attend` sees to the prefix, the attention call to the tail."""
 
-    def fork(self, prefix: Prefix) -> PrefixLayer:
+    def fork(self, prefix: Prefix) -> Self:
         """The same layer with a copy of the tail."""
-        copy = PrefixLayer(self.index, prefix, self.states and self.states.copy())
+        copy = type(self)(self.index, prefix, self.states and self.states.copy())
         copy.tail = self.tail.fork()
         return copy
 
@@ -147,10 +148,10 @@ class LatentLayer(PrefixLayer):
         rows, _ = self.tail.view()
         return rows[..., : self.rank], rows[..., self.rank :]
 
-    def fork(self, prefix: Prefix) -> LatentLayer:
+    def fork(self, prefix: Prefix) -> Self:
         """The same layer with a copy of the tail."""
-        copy = LatentLayer(self.index, prefix, self.states and self.states.copy())
-        copy.tail, copy.rank = self.tail.fork(), self.rank
+        copy = super().fork(prefix)
+        copy.rank = self.rank
         return copy
 
 
