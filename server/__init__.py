@@ -1,0 +1,1 @@
+"""Stores behind the OpenAI API: a scheduler that knows nothing of HTTP, and an app that speaks it."""

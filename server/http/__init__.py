@@ -1,0 +1,1 @@
+"""The wire: FastAPI, and nothing else of this project imports it."""
