@@ -1,0 +1,136 @@
+"""What is counted of a request from its submission to its end, and of passes."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from offload_decode.types import StepStats
+from server import logs
+from server.metrics import Metrics, Watch
+from server.requests import Delta, Done, Ended, Failed, Prompted, Scored, Usage
+
+USAGE = Usage(prompt=100, cached=90, completion=3)
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Every sample by its name, without our prefix, and the values of its labels in their names' order."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            values = (sample.labels[label] for label in sorted(sample.labels))
+            found[sample.name.removeprefix("offload_decode:"), *values] = sample.value
+    return found
+
+
+def answered(watch: Watch, *deltas: int, finish: str = "stop") -> None:
+    """A request of one answer, with so many tokens in each delta."""
+    watch.started()
+    watch.event(Prompted(USAGE))
+    for tokens in deltas:
+        watch.event(Delta(0, "text", (Scored(7),) * tokens))
+    watch.event(Ended(0, finish))  # type: ignore[arg-type]
+    watch.event(Done(USAGE, StepStats()))
+
+
+def test_a_request_waits_runs_and_ends() -> None:
+    metrics = Metrics()
+    watch = metrics.watch("book")
+    seen = samples(metrics)
+    assert (seen["num_requests_waiting", "book"], seen["num_requests_running", "book"]) == (1, 0)
+    watch.started()
+    seen = samples(metrics)
+    assert (seen["num_requests_waiting", "book"], seen["num_requests_running", "book"]) == (0, 1)
+    watch.event(Ended(0, "stop"))
+    watch.event(Done(USAGE, StepStats()))
+    seen = samples(metrics)
+    assert (seen["num_requests_waiting", "book"], seen["num_requests_running", "book"]) == (0, 0)
+
+
+def test_tokens_are_counted_and_timed() -> None:
+    metrics = Metrics()
+    answered(metrics.watch("book"), 1, 0, 3)
+    seen = samples(metrics)
+    assert seen["prompt_tokens_total", "book"] == 100
+    assert seen["prefix_cache_queries_total", "book"] == 100
+    assert seen["prefix_cache_hits_total", "book"] == 90
+    assert seen["generation_tokens_total", "book"] == 4
+    assert seen["time_to_first_token_seconds_count", "book"] == 1
+    assert seen["inter_token_latency_seconds_count", "book"] == 3
+    assert seen["e2e_request_latency_seconds_count", "book"] == 1
+    assert seen["request_queue_time_seconds_count", "book"] == 1
+    assert seen["request_success_total", "stop", "book"] == 1
+    assert seen["request_success_total", "length", "book"] == 0
+
+
+def test_several_answers_have_gaps_of_their_own() -> None:
+    metrics = Metrics()
+    watch = metrics.watch("book")
+    for index in (0, 1, 0, 1):
+        watch.event(Delta(index, "", (Scored(7),)))
+    seen = samples(metrics)
+    assert seen["inter_token_latency_seconds_count", "book"] == 2
+    assert seen["time_to_first_token_seconds_count", "book"] == 1
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_what_does_not_end_well_is_counted_once_and_waits_no_longer(started: bool, reason: str) -> None:
+    metrics = Metrics()
+    watch = metrics.watch("book")
+    if started:
+        watch.started()
+    if reason == "error":
+        watch.event(Failed(ValueError("a text")))
+    watch.aborted()
+    watch.aborted()
+    seen = samples(metrics)
+    assert seen["request_success_total", reason, "book"] == 1
+    assert seen["num_requests_waiting", "book"] == seen["num_requests_running", "book"] == 0
+    assert sum(value for name, value in seen.items() if name[0] == "request_success_total") == 1
+
+
+def test_passes_add_up() -> None:
+    metrics = Metrics()
+    for _ in range(2):
+        stats = StepStats(selected=5, bytes_moved=640, cache_hits=3, cache_misses=2, search_s=0.5)
+        metrics.passed(4, 9, 0.02, stats)
+    seen = samples(metrics)
+    assert seen["iteration_rows_count",] == 2
+    assert seen["iteration_rows_sum",] == 8
+    assert seen["iteration_tokens_total_sum",] == 18
+    assert seen["stored_kv_read_bytes_total",] == 1280
+    assert seen["attended_tokens_total",] == 10
+    assert (seen["device_cache_hits_total",], seen["device_cache_misses_total",]) == (6, 4)
+    assert seen["iteration_stage_seconds_total", "search"] == 1.0
+
+
+def test_what_others_know_is_read_when_somebody_looks() -> None:
+    metrics, jobs = Metrics(), {"running": 1.0}
+    metrics.read("jobs", "Jobs, by state.", lambda: jobs, label="state")
+    metrics.read("kv_cache_usage_perc", "Share.", lambda: 0.25)
+    assert samples(metrics)["jobs", "running"] == 1
+    jobs["running"] = 2.0
+    assert samples(metrics)["jobs", "running"] == 2
+    assert samples(metrics)["kv_cache_usage_perc",] == 0.25
+
+
+def test_two_services_share_nothing() -> None:
+    one, other = Metrics(), Metrics()
+    one.refused("book")
+    assert samples(one)["admission_rejections_total", "book"] == 1
+    assert ("admission_rejections_total", "book") not in samples(other)
+
+
+def test_the_line_of_a_request_says_how_it_went() -> None:
+    with logs.request(request_id="r1") as line:
+        answered(Metrics().watch("book"), 1, 2, finish="length")
+    assert {name: line[name] for name in ("model", "prompt_tokens", "cached_tokens", "finish")} == {
+        "model": "book",
+        "prompt_tokens": 100,
+        "cached_tokens": 90,
+        "finish": "length",
+    }
+    assert line["completion_tokens"] == 3
+    assert line["tokens_per_s"] > 0
+    assert line["first_token_s"] >= 0
