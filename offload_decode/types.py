@@ -258,12 +258,36 @@ class StepStats:
 
 
 @dataclass(frozen=True)
+class CitedSpan:
+    """A passage that was attended to: tokens `start:end` of the store, their text, and their share of the
+    attention that fell on documents (0 to 1).
+    """
+
+    start: int
+    end: int
+    text: str
+    share: float
+
+
+@dataclass(frozen=True)
+class CitedDocument:
+    """A document with its share of the attention that fell on documents, and its passages, most attended
+    first.
+    """
+
+    name: str
+    share: float
+    spans: tuple[CitedSpan, ...]
+
+
+@dataclass(frozen=True)
 class Answer:
     """An answer's text, its token ids (without the end token), what it cost, and why it ended (`stop` or
-    `length`).
+    `length`). `citations`: the documents that it attended to, most attended first, where they were asked for.
     """
 
     text: str
     tokens: tuple[int, ...]
     stats: StepStats
     finish: str
+    citations: tuple[CitedDocument, ...] | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from offload_decode.types import StepStats
+from offload_decode.types import CitedDocument, StepStats
 
 
 @dataclass(frozen=True)
@@ -103,29 +103,6 @@ class Ended:
 
     index: int
     finish: Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class CitedSpan:
-    """A passage that was attended to: tokens `start:end` of the store, their text, and their share of the
-    attention that fell on stored tokens (0 to 1).
-    """
-
-    start: int
-    end: int
-    text: str
-    share: float
-
-
-@dataclass(frozen=True)
-class CitedDocument:
-    """A document with its share of the attention that fell on stored tokens, and its passages, most
-    attended first.
-    """
-
-    name: str
-    share: float
-    spans: tuple[CitedSpan, ...]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from offload_decode.engine.citations import Watch
 from offload_decode.engine.sampler import Sampler
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
@@ -149,6 +150,16 @@ class Conversation:
                 return
             if step + 1 < max_new_tokens:
                 logits = self.extend([])
+
+    @contextmanager
+    def watched(self) -> Iterator[Watch]:
+        """Watches what this conversation attends to within the block; its forks are not watched."""
+        watch, before = Watch(self.prefix.host), self.prefix.watches
+        self.prefix.watches = (watch,)
+        try:
+            yield watch
+        finally:
+            self.prefix.watches = before
 
     def pieces(self, generated: Iterable[int]) -> Iterator[str]:
         """The text of generated tokens, piece by piece as they come: no piece ends within a character."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.states import merge_states
+from offload_decode.engine.citations import Watch, last_rows
 from offload_decode.kv.host import HostKV, attend_selected
 from offload_decode.kv.tail import TailKV
 from offload_decode.pages.reference import count_tokens
@@ -23,13 +24,17 @@ from offload_decode.types import AttentionState, ModelShape, PageSelection, Sele
 
 
 class StoredPrefix:
-    """Implements `offload_decode.kv.tail.Prefix` over a store."""
+    """Implements `offload_decode.kv.tail.Prefix` over a store.
+
+    watches: see what is attended to, one for each sequence of a pass; forks do not have them.
+    """
 
     def __init__(self, host: HostKV, chosen: Budgeted, tail: Tail | None = None):
         self.host = host
         self.chosen = chosen
         self.tail = tail
         self.stats = StepStats()
+        self.watches: tuple[Watch, ...] = ()
 
     @classmethod
     def over(
@@ -74,7 +79,7 @@ class StoredPrefix:
 
     def _finish(self, layer: int, queries: Queries) -> AttentionState:
         with self.host.lock:  # of several threads one searches at a time, on all cores
-            states = [self._attend_rows(layer, part) for part in self._parts(layer, queries)]
+            states = [self._attend_rows(layer, *part) for part in self._parts(layer, queries)]
         out, lse = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
         return _by_head(AttentionState(out, lse), queries)
 
@@ -98,31 +103,37 @@ class StoredPrefix:
         rows = query.transpose(0, 1).reshape(kv_heads, -1, dim)
         return Queries(rows, scaling, softcap, heads // kv_heads, tokens)
 
-    def _parts(self, layer: int, queries: Queries) -> Iterator[Queries]:
-        """The queries in parts whose selections fit in memory; the rows of a group share a search."""
+    def _parts(self, layer: int, queries: Queries) -> Iterator[tuple[Queries, list[Tensor]]]:
+        """The queries in parts whose selections fit in memory, with the rows of each that each watch is to
+        see; the rows of a group share a search.
+        """
         rows = queries.rows.shape[1]
+        watched = [last_rows(queries, sequence) for sequence in range(len(self.watches))]
         step = max(queries.group, self.chosen.rows_at_once(layer, SELECTED_IDS))
         if step >= rows:
-            yield queries
+            yield queries, watched
             return
         for start in range(0, rows, int(step)):
-            yield queries.part(start, start + int(step))
+            end = start + int(step)
+            own = [rows[(rows >= start) & (rows < end)] - start for rows in watched]
+            yield queries.part(start, end), own
 
-    def _attend_rows(self, layer: int, queries: Queries) -> AttentionState:
+    def _attend_rows(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
         """Select, attend, estimate the tail, merge."""
         self.host.store.check_mapped(layer)
         with self.stats.timed("search_s"):
             selection = self.chosen.select(layer, queries)
         left_out = self._count(layer, queries, selection)
         state = self.host.attend(layer, queries, selection, self.stats)
-        if self.tail is None or not left_out:
-            return state
-        with self.stats.timed("attend_s"):
-            rest = self.tail.estimate(layer, queries, selection)
-            state = merge_states(state, AttentionState(rest.out, rest.lse))
-            if rest.deviation is not None:
-                relative = (rest.deviation - state.lse).exp()
-                self.stats.add_tail_error(float(relative.mean()), relative.numel())
+        if self.tail is not None and left_out:
+            with self.stats.timed("attend_s"):
+                rest = self.tail.estimate(layer, queries, selection)
+                state = merge_states(state, AttentionState(rest.out, rest.lse))
+                if rest.deviation is not None:
+                    relative = (rest.deviation - state.lse).exp()
+                    self.stats.add_tail_error(float(relative.mean()), relative.numel())
+        for watch, rows in zip(self.watches, watched, strict=True):
+            watch.see(layer, rows, queries, selection, state)
         return state
 
     def _count(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> int:

@@ -112,6 +112,30 @@ def attend_tokens(
     return AttentionState(torch.from_numpy(out), torch.from_numpy(lse)), int(read.sum()) * width
 
 
+def score_tokens(query: Tensor, keys: Sequence[Rows], ids: Tensor) -> Tensor:
+    """Inner products q·k float32 `[Hkv, R, k]` of R rows with k tokens each, -inf where there is no token.
+
+    `query [Hkv, R, D]`, `keys` the stored rows of each KV head, `ids [Hkv, R, k]` int64, -1 for none. All on
+    a CPU.
+    """
+    heads, rows, k = ids.shape
+    queries, named = query.float().contiguous().numpy(), ids.contiguous().numpy()
+    scores = np.full((heads, rows, k), -np.inf, np.float32)
+    if named.size and named.max() >= len(keys[0]):
+        raise IndexError(f"an id is not of the {len(keys[0]):,} rows that there are")
+    row = np.arange(rows, dtype=np.int32).repeat(k)
+
+    def score(head: int, _: slice) -> None:
+        token = named[head].ravel()
+        there, found = token >= 0, scores[head].reshape(-1)
+        own = np.empty(np.count_nonzero(there), np.float32)
+        _score(queries[head], Stored(keys[head].bits, keys[head].layout), token[there], row[there], own)
+        found[there] = own
+
+    run(score, heads, 1)
+    return torch.from_numpy(scores)
+
+
 @njit(nogil=True, cache=True)
 def _attend(query: Any, keys: Any, values: Any, named: Any, logits: Any, limits: Any, state: Any) -> Any:
     """One KV head; how many different tokens were read, or -1 for an id that is out of range."""
