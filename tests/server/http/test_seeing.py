@@ -1,0 +1,143 @@
+"""`/health`, `/metrics`, and the ids and lines of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from server import logs
+from server.http import seeing
+from server.metrics import Metrics
+
+
+class Residents:
+    """Models and stores that are said to be in memory."""
+
+    def __init__(self) -> None:
+        self.ready: list[str] = []
+        self.busy = False
+
+    def models(self) -> list[str]:
+        return self.ready
+
+    def loading(self) -> bool:
+        return self.busy
+
+    def open_stores(self) -> list[str]:
+        return ["secret-name"]
+
+
+@pytest.fixture
+def service() -> Any:
+    return SimpleNamespace(metrics=Metrics(), residents=Residents())
+
+
+@pytest.fixture
+def client(service: Any) -> TestClient:
+    app = FastAPI()
+    app.state.service = service
+    app.include_router(seeing.router())
+
+    @app.get("/books/{name}")
+    async def book(name: str) -> dict[str, str]:
+        logs.line()["model"] = name
+        return {}
+
+    @app.get("/broken")
+    def broken() -> None:
+        raise ValueError("a text of the user's")
+
+    return TestClient(seeing.Seen(app), raise_server_exceptions=False)
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    root, out = logging.getLogger(), io.StringIO()
+    handlers, level = list(root.handlers), root.level
+    logs.configure("json", out)
+    yield out
+    root.handlers[:], root.level = handlers, level
+
+
+def test_health_is_503_until_the_first_model_is_there(client: TestClient, service: Any) -> None:
+    assert client.get("/health").status_code == 200
+    service.residents.busy = True
+    loading = client.get("/health")
+    assert (loading.status_code, loading.json()["status"]) == (503, "loading")
+    service.residents.ready = ["demo"]
+    ready = client.get("/health")
+    assert (ready.status_code, ready.json()) == (
+        200,
+        {"status": "ok", "models_loaded": 1, "stores_open": 1},
+    )
+    assert "secret" not in ready.text
+
+
+def test_metrics_are_what_prometheus_reads(client: TestClient, service: Any) -> None:
+    service.metrics.refused("book")
+    told = client.get("/metrics")
+    assert told.headers["content-type"].startswith("text/plain; version=")
+    names = {family.name for family in text_string_to_metric_families(told.text)}
+    assert "offload_decode:admission_rejections" in names
+
+
+def test_an_id_comes_back(client: TestClient) -> None:
+    assert client.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    first, second = (client.get("/health").headers["x-request-id"] for _ in range(2))
+    assert first != second
+    assert first
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "é", '"', ""])
+def test_an_id_that_is_no_plain_one_is_replaced(client: TestClient, given: str) -> None:
+    told = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
+    assert told.headers["x-request-id"] != given
+    assert told.headers["x-request-id"].isalnum()
+
+
+def test_every_request_has_one_line(client: TestClient, lines: io.StringIO) -> None:
+    client.get("/books/one?secret=1", headers={"X-Request-Id": "r1"})
+    (line,) = map(json.loads, lines.getvalue().splitlines())
+    said = {name: line[name] for name in ("request_id", "method", "route", "status", "model")}
+    assert said == {
+        "request_id": "r1",
+        "method": "GET",
+        "route": "/books/{name}",
+        "status": 200,
+        "model": "one",
+    }
+    assert "secret" not in lines.getvalue()
+
+
+def test_failures_are_logged_with_their_status(client: TestClient, lines: io.StringIO) -> None:
+    client.get("/nowhere")
+    client.get("/broken")
+    seen = [json.loads(text) for text in lines.getvalue().splitlines()]
+    assert [line["status"] for line in seen if line["message"] == "request"] == [404, 500]
+
+
+def test_whoever_looks_after_the_server_fills_no_log(client: TestClient, lines: io.StringIO) -> None:
+    client.get("/health")
+    client.get("/metrics")
+    assert not lines.getvalue()
+
+
+def test_a_client_that_left_early_is_logged_as_such(lines: io.StringIO) -> None:
+    async def gone(scope: Any, receive: Any, send: Any) -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(
+            seeing.Seen(gone)({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None)
+        )  # type: ignore[arg-type]
+    assert json.loads(lines.getvalue())["status"] == seeing.HUNG_UP
