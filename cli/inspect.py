@@ -11,7 +11,7 @@ from cli import output
 from cli.options import Json, Store
 
 if TYPE_CHECKING:
-    from cli.saved_indexes import SavedIndexes
+    from offload_decode.kv.saved_indexes import SavedIndexes
     from offload_decode.store.format import Manifest
     from offload_decode.store.reader import KVStore
     from offload_decode.types import ModelShape
@@ -24,7 +24,7 @@ def inspect(store: Store, as_json: Json = False) -> None:
 
     The indexes beside it are shown too, with the recall that was measured when they were built.
     """
-    from cli.saved_indexes import describe, saved_kinds
+    from offload_decode.kv.saved_indexes import describe, saved_kinds
     from offload_decode.store.reader import KVStore
 
     opened = KVStore.open(store)

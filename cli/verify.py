@@ -44,9 +44,9 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
     """What is whole, what is wrong and what is unfinished; the indexes are looked at only where the store is
     whole.
     """
-    from cli import saved_indexes
     from cli.faults import end_with_a_sentence
     from indexes.errors import VectorIndexError
+    from offload_decode.kv import saved_indexes
     from offload_decode.store.reader import KVStore, verify_store
 
     checked: list[str] = []

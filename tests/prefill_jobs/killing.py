@@ -298,7 +298,7 @@ def _import_all() -> None:
         "prefill_jobs.append",
         "prefill_jobs.build",
         "cli.faults",
-        "cli.saved_indexes",
+        "offload_decode.kv.saved_indexes",
         "indexes.clusters",
     ):
         importlib.import_module(module)

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offload_decode.errors import ConfigError
+from offload_decode.store.reader import KVStore
+from prefill_jobs.build import build_indexes
+from server import watching
+from server.catalog import Catalog
+from server.errors import NoSuchName
+from tests.store.jobs import FULL, make_job
+
+
+def make_store(path: Path, seed: int = 0, model: str = "test/model") -> Path:
+    """Made beside its place and renamed into it, as a prefill does."""
+    job = make_job(40, "float32", (FULL,), query_samples=8, seed=seed)
+    return replace(job, manifest=replace(job.manifest, model_id=model)).write(path)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    folder = tmp_path / "shelf"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Catalog]]:
+    catalogs: list[Catalog] = []
+
+    def open_catalog(*places: Path, model: str | None = None) -> Catalog:
+        catalogs.append(Catalog(places, model))
+        return catalogs[-1]
+
+    yield open_catalog
+    for catalog in catalogs:
+        catalog.close()
+
+
+Opened = Callable[..., Catalog]
+
+
+def names(catalog: Catalog) -> list[str]:
+    return [entry.name for entry in catalog.entries()]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what another thread brings about."""
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_stores_and_their_models_have_names(opened: Opened, shelf: Path) -> None:
+    make_store(shelf / "book.kv")
+    make_store(shelf / "paper", model=str(shelf / "models" / "tiny"))
+    alone = make_store(shelf.parent / "alone.kv")
+    catalog = opened(shelf, alone, model="demo")
+    assert names(catalog) == ["book", "paper", "alone", "demo", "model", "tiny"]
+    book = catalog.entry("book")
+    manifest = KVStore.open(shelf / "book.kv").manifest
+    assert book.path == shelf / "book.kv"
+    assert (book.base, book.model_id, book.dtype, book.weights) == (
+        "test/model",
+        "test/model",
+        "float32",
+        "auto",
+    )
+    assert (book.tokens, book.documents, book.recall) == (manifest.n_tokens, 2, None)
+    assert book.digest == KVStore.open(shelf / "book.kv").store_digest
+    assert abs(book.created - time.time()) < 60
+    assert catalog.folders == (shelf,)
+
+
+def test_a_model_is_shown_by_its_id_and_never_by_a_path(opened: Opened, shelf: Path) -> None:
+    (shelf / "models").mkdir()
+    make_store(shelf / "book.kv", model=str(shelf / "models"))
+    catalog = opened(shelf, model="org/name")
+    assert [entry.base for entry in catalog.entries()] == ["models", "org/name", "models"]
+    bare = catalog.entry("models")
+    assert (bare.path, bare.tokens, bare.model_id, bare.dtype) == (
+        None,
+        0,
+        str(shelf / "models"),
+        "float32",
+    )
+    assert catalog.entry("org/name") == catalog.entry("name")
+
+
+def test_the_model_that_is_given_and_that_of_a_store_are_one(opened: Opened, shelf: Path) -> None:
+    (shelf / "tiny").mkdir()
+    make_store(shelf / "book.kv", model=str(shelf / "tiny"))
+    catalog = opened(shelf, model=os.path.relpath(shelf / "tiny"))
+    assert names(catalog) == ["book", "tiny"]
+
+
+def test_what_is_no_store_has_no_name(opened: Opened, shelf: Path) -> None:
+    (shelf / "notes").mkdir()
+    (shelf / "text.kv").write_text("no store")
+    (shelf / "empty.kv").mkdir()
+    (shelf / "pipe.kv").mkdir()
+    os.mkfifo(shelf / "pipe.kv" / "zarr.json")
+    (shelf / "loop.kv").symlink_to(shelf / "loop.kv")
+    make_store(shelf / ".hidden.kv")
+    make_store(shelf / "book.kv.partial")
+    make_store(shelf / "book.kv.indexes")
+    assert names(opened(shelf)) == []
+
+
+def test_names_that_are_not_there(opened: Opened, shelf: Path) -> None:
+    catalog = opened(shelf)
+    with pytest.raises(NoSuchName, match="nothing to ask"):
+        catalog.entry("book")
+    for number in range(12):
+        make_store(shelf / f"s{number:02}.kv")
+    catalog.refresh()
+    for name in ("../shelf/s00.kv", str(shelf / "s00.kv"), "s00.kv", "", "s00\0", "\ud800", "x" * 10_000):
+        with pytest.raises(NoSuchName) as raised:
+            catalog.entry(name)
+        assert "there are s00" in str(raised.value)
+        assert "3 more" in str(raised.value)
+        assert len(str(raised.value)) < 500
+        assert str(raised.value).isprintable()
+
+
+def test_a_place_that_is_not_there_is_refused(shelf: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no store"):
+        Catalog([shelf / "absent"])
+
+
+def test_stores_that_are_published_and_removed_are_noticed(opened: Opened, shelf: Path) -> None:
+    alone = make_store(shelf.parent / "alone.kv")
+    catalog = opened(shelf, alone)
+    gone: set[str] = set()
+    catalog.subscribe(gone.update)
+    make_store(shelf / "book.kv")
+    until(lambda: "book" in names(catalog))
+    assert not gone
+    os.rename(shelf / "book.kv", shelf.parent / "away.kv")
+    shutil.rmtree(alone)
+    until(lambda: not names(catalog))
+    until(lambda: gone == {"book", "alone", "model"})
+
+
+def test_without_notices_folders_are_polled(
+    opened: Opened, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "watchfiles", None)
+    monkeypatch.setattr(watching, "POLL_S", 0.01)
+    catalog = opened(shelf)
+    make_store(shelf / "book.kv")
+    until(lambda: "book" in names(catalog))
+
+
+def test_a_store_that_is_replaced_is_another(opened: Opened, shelf: Path) -> None:
+    make_store(shelf / "book.kv")
+    make_store(shelf / "paper.kv")
+    catalog = opened(shelf)
+    gone: list[set[str]] = []
+    catalog.subscribe(gone.append)
+    before = catalog.entry("book")
+    catalog.refresh()
+    assert catalog.entry("book") is not None
+    assert gone == []
+    os.rename(shelf / "book.kv", shelf.parent / "old.kv")
+    os.rename(make_store(shelf.parent / "book.kv", seed=1), shelf / "book.kv")
+    catalog.refresh()
+    assert catalog.entry("book").digest != before.digest
+    assert gone == [{"book"}]
+
+
+def test_indexes_that_are_built_make_another_entry(opened: Opened, shelf: Path) -> None:
+    make_store(shelf / "book.kv")
+    catalog = opened(shelf)
+    gone: list[set[str]] = []
+    catalog.subscribe(gone.append)
+    before = catalog.entry("book")
+    built = build_indexes(shelf / "book.kv", "clusters", k=4)
+    catalog.refresh()
+    after = catalog.entry("book")
+    assert before.recall is None
+    assert after.recall == pytest.approx(built.recall)
+    assert after != before
+    assert after.digest == before.digest
+    assert {"book"} in gone
+
+
+def test_a_damaged_store_is_left_out_and_said_once(
+    opened: Opened, shelf: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_store(shelf / "good.kv")
+    damaged = make_store(shelf / "bad.kv", seed=1)
+    sums = (damaged / "SHA256SUMS").read_text()
+    (damaged / "SHA256SUMS").write_text(sums.replace("a", "b"))
+    with caplog.at_level(logging.WARNING):
+        catalog = opened(shelf)
+        catalog.refresh()
+        catalog.refresh()
+    assert names(catalog) == ["good", "model"]
+    assert sum("bad.kv is left out" in line for line in caplog.messages) == 1
+    (damaged / "SHA256SUMS").write_text(sums)  # a copy that has come to its end
+    catalog.refresh()
+    assert names(catalog) == ["bad", "good", "model"]
+
+
+def test_one_name_in_two_folders(opened: Opened, shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = shelf.parent / "other"
+    make_store(shelf / "book.kv", model="a/book")
+    make_store(shelf / "book", seed=2, model="b/book")
+    make_store(other / "book.kv", seed=1, model="a/book")
+    with caplog.at_level(logging.WARNING):
+        catalog = opened(shelf, other)
+    found = {entry.name: entry.path for entry in catalog.entries()}
+    assert len(found) == 5
+    assert found["book"] == shelf / "book"
+    assert sum("is called 'book-" in line for line in caplog.messages) == 4
+    again = {entry.name: entry.path for entry in opened(shelf, other).entries()}
+    assert again == found
+    # A name that is free again is not that of another corpus all of a sudden: only who comes next has it.
+    shutil.rmtree(shelf / "book")
+    catalog.refresh()
+    left = {name: path for name, path in found.items() if name != "book" and path is not None}
+    assert {entry.name: entry.path for entry in catalog.entries() if entry.path} == left
+    make_store(shelf / "book", seed=2, model="b/book")
+    catalog.refresh()
+    assert catalog.entry("book").path == shelf / "book"
+
+
+def test_names_can_be_shown_whatever_folders_are_called(opened: Opened, shelf: Path) -> None:
+    made = make_store(shelf / "plain.kv")
+    for name in (b"bad\xff.kv", b"new\nline.kv", "Bücher.kv".encode()):
+        shutil.copytree(made, shelf / os.fsdecode(name))
+    shown = [entry.name for entry in opened(shelf).entries()]
+    assert shown == ["Bücher", "bad\ufffd", "new\ufffdline", "plain", "model"]
+
+
+def test_a_store_that_is_hidden_is_not_served(opened: Opened, shelf: Path) -> None:
+    path = make_store(shelf / "book.kv")
+    catalog = opened(shelf)
+    gone: set[str] = set()
+    catalog.subscribe(gone.update)
+    catalog.hide(path)
+    assert names(catalog) == []
+    assert gone == {"book", "model"}
+    catalog.hide(path, hidden=False)
+    assert names(catalog) == ["book", "model"]
+
+
+def test_a_store_is_read_once(opened: Opened, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_store(shelf / "book.kv")
+    catalog = opened(shelf)
+    monkeypatch.setattr(KVStore, "open", None)
+    before = catalog.entry("book")
+    catalog.refresh()
+    assert catalog.entry("book") == before
