@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.engine.citations import Watch
+from offload_decode.engine.pieces import Pieces, decode
 from offload_decode.engine.sampler import Sampler
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
@@ -163,17 +164,11 @@ class Conversation:
 
     def pieces(self, generated: Iterable[int]) -> Iterator[str]:
         """The text of generated tokens, piece by piece as they come: no piece ends within a character."""
-        tokens: list[int] = []
-        shown = ready = 0  # tokens[shown:ready] were shown last; they may join with what follows
+        pieces = Pieces(self.tokenizer)
         for token in generated:
-            tokens.append(token)
-            before, written = self.decode(tokens[shown:ready]), self.decode(tokens[shown:])
-            # A character of several bytes may lack its last ones: they decode to U+FFFD until they come.
-            if not written.endswith("\ufffd"):
-                yield written[len(before) :]
-                # Of special tokens nothing is shown, and behind nothing a decoder leaves out a space.
-                shown, ready = shown if written == before else ready, len(tokens)
-        if rest := self.decode(tokens[shown:])[len(self.decode(tokens[shown:ready])) :]:
+            if piece := pieces.push(token):
+                yield piece
+        if rest := pieces.rest():
             yield rest
 
     def question_tokens(self, question: str) -> list[int]:
@@ -183,9 +178,7 @@ class Conversation:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of generated tokens, as they spell it: no spaces are removed before full stops."""
-        return str(
-            self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return decode(self.tokenizer, tokens)
 
     @property
     def tokenizer(self) -> Any:

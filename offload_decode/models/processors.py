@@ -30,7 +30,7 @@ class Processors:
         config.eos_token_id = sorted(ends) or None
         config.pad_token_id = 0  # nothing is padded, and without one there is a warning
         config.max_length = len(tokens) + most
-        self._ids = torch.tensor([list(tokens)], device=model.device)
+        self._ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
         model._prepare_special_tokens(config, device=model.device)
         self._processors = model._get_logits_processor(
             config, len(tokens), self._ids, device=model.device, model_kwargs={}

@@ -1,0 +1,178 @@
+"""Picking tokens: greedy as the engine, OpenAI's penalties and biases, seeds, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from offload_decode.engine.engine import Engine
+from offload_decode.models.loading import wrap
+from offload_decode.types import Document
+from prefill_jobs.job import prefill_tokens
+from server.errors import WrongField
+from server.requests import Generation
+from server.sampling import Picker, check_generation, scored
+from tests.tiny import text_model, tiny_tokenizer
+
+N, NEW = 20, 10
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return wrap(text_model(), tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def engine(loaded, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sampling") / "store"
+    prefill_tokens(loaded, np.arange(3, 3 + N, dtype=np.int32), [Document("all", 0, N)], folder)
+    return Engine.open(folder, loaded)
+
+
+def picker(loaded, index=0, **wanted):
+    return Picker(loaded, (), frozenset(), Generation(**wanted), NEW, index)
+
+
+def drawn(loaded, many=12, **wanted):
+    """Tokens from the same flat logits."""
+    picking = picker(loaded, **wanted)
+    logits = torch.linspace(0, 1, 259)
+    found = []
+    for _ in range(many):
+        found.append(picking.pick(logits).token)
+        picking.append(found[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"repetition_penalty": 3.0}, {"no_repeat_ngram_size": 1}, {"min_new_tokens": 5}],
+    ids=lambda settings: "+".join(settings) or "plain",
+)
+def test_greedy_is_the_engine_token_for_token(engine, settings, monkeypatch):
+    first = engine.answer("Why", NEW).tokens
+    monkeypatch.setattr(engine.loaded.model.generation_config, "eos_token_id", first[2])
+    for name, value in settings.items():
+        monkeypatch.setattr(engine.loaded.model.generation_config, name, value)
+    expected = engine.answer("Why", NEW)
+    talk = engine.fork()
+    logits = talk.ask("Why")
+    picking = Picker(engine.loaded, talk.tokens, talk.end_tokens, Generation(), NEW)
+    tokens = []
+    while len(tokens) < NEW and (token := picking.pick(logits).token) not in talk.end_tokens:
+        tokens.append(token)
+        assert not picking.append(token)
+        logits = talk.extend([token])
+    assert tuple(tokens) == expected.tokens
+    assert (len(expected.tokens) < NEW) == (expected.finish == "stop")
+
+
+def test_ends_that_are_ignored_are_not_held_back_either(engine, monkeypatch):
+    monkeypatch.setattr(engine.loaded.model.generation_config, "min_new_tokens", 5)
+    logits = torch.zeros(259)
+    logits[7] = 1
+    for ignored in (False, True):
+        wanted = Generation(ignore_end=ignored)
+        picked = Picker(engine.loaded, (), frozenset([7]), wanted, NEW).pick(logits).token
+        assert (picked == 7) == ignored
+
+
+def test_stop_strings_of_the_generation_config_end_the_answer(loaded, monkeypatch):
+    monkeypatch.setattr(loaded.model.generation_config, "stop_strings", ["ab"])
+    a, b = loaded.tokenizer.encode("ab", add_special_tokens=False)
+    picking = picker(loaded)
+    assert [picking.append(token) for token in (b, a, b)] == [False, False, True]
+
+
+def test_penalties_are_those_that_openai_defines(loaded):
+    logits = torch.randn(259, generator=torch.Generator().manual_seed(0))
+    picking = picker(loaded, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={9: 1.5, 4: -2})
+    came = [4, 9, 4, 4, 200]
+    for token in came:
+        picking.append(token)
+    expected = logits.clone()
+    expected[9] += 1.5
+    expected[4] -= 2
+    for token in set(came):
+        expected[token] -= came.count(token) * 0.5 + 0.25
+    before = logits.clone()
+    seen = []
+    picking._sampler = lambda given: seen.append(given[0]) or torch.tensor([0])
+    picking.pick(logits)
+    torch.testing.assert_close(seen[0], expected)
+    assert torch.equal(logits, before), "the logits stay as they are"
+
+
+def test_a_bias_of_100_forces_a_token_and_of_minus_100_bans_it(loaded):
+    assert set(drawn(loaded, logit_bias={17: 100}, temperature=1.0)) == {17}
+    best = drawn(loaded, many=1)[0]
+    assert drawn(loaded, many=1, logit_bias={best: -100}) != [best]
+
+
+def test_a_presence_penalty_goes_through_new_tokens_first(loaded):
+    assert len(set(drawn(loaded))) == 1
+    assert len(set(drawn(loaded, presence_penalty=2.0))) == 12
+
+
+def test_a_seed_is_an_answer_and_each_of_n_has_a_stream_of_its_own(loaded):
+    wanted = {"temperature": 1.0, "seed": 5}
+    single = drawn(loaded, **wanted)
+    assert drawn(loaded, **wanted, index=0) == single
+    streams = [drawn(loaded, **wanted, index=index) for index in range(4)]
+    assert len({tuple(stream) for stream in streams}) == 4
+    assert streams == [drawn(loaded, **wanted, index=index) for index in range(4)]
+    assert drawn(loaded, temperature=1.0, seed=-5) == drawn(loaded, temperature=1.0, seed=2**64 - 5)
+    assert drawn(loaded, temperature=1.0) != drawn(loaded, temperature=1.0), "without a seed, afresh"
+
+
+def test_log_probabilities_are_the_models_own(loaded):
+    logits = torch.randn(259, generator=torch.Generator().manual_seed(1))
+    expected = logits.log_softmax(-1)
+    asked = {"top_logprobs": 3, "temperature": 0.5, "logit_bias": {8: 100}, "frequency_penalty": 1.0}
+    found = picker(loaded, **asked).pick(logits)
+    assert found.token == 8
+    assert found.logprob == pytest.approx(float(expected[8]))
+    best = expected.topk(3)
+    assert [token for token, _ in found.top] == best.indices.tolist()
+    assert [value for _, value in found.top] == pytest.approx(best.values.tolist())
+    assert picker(loaded).pick(logits).logprob is None
+    alone = picker(loaded, top_logprobs=0).pick(logits)
+    assert alone.logprob == pytest.approx(float(expected.max()))
+    assert alone.top == ()
+
+
+@pytest.mark.parametrize("many", [0, 1, 16, 37])
+def test_prompts_are_scored_row_by_row(many):
+    logits = torch.randn(many, 50, generator=torch.Generator().manual_seed(2)) * 5
+    tokens = [(7 * row) % 50 for row in range(many)]
+    expected = logits.log_softmax(-1)
+    found = scored(logits, tokens, top=60)
+    assert [each.token for each in found] == tokens
+    for row, each in enumerate(found):
+        assert each.logprob == pytest.approx(float(expected[row, each.token]), abs=1e-5)
+        assert [value for _, value in each.top] == sorted((value for _, value in each.top), reverse=True)
+        assert math.fsum(math.exp(value) for _, value in each.top) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("temperature", wrong) for wrong in (-0.1, math.inf, math.nan)),
+        *(("top_p", wrong) for wrong in (0, 1.1, math.nan)),
+        *(("frequency_penalty", wrong) for wrong in (-2.1, 2.1, math.nan)),
+        ("presence_penalty", 3.0),
+        ("max_tokens", -1),
+        *(("top_logprobs", wrong) for wrong in (-1, 21)),
+        *(("stop", wrong) for wrong in (("",), ("a" * 1025,), ("a",) * 65)),
+        *(("logit_bias", wrong) for wrong in ({-1: 1}, {259: 1}, {3: 101}, {3: math.nan})),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_name(loaded, name, wrong):
+    check_generation(loaded, Generation())
+    with pytest.raises(WrongField, match=name) as refused:
+        check_generation(loaded, replace(Generation(), **{name: wrong}))
+    assert refused.value.param == name
