@@ -15,14 +15,23 @@ from offload_decode.types import AttentionState
 
 class TailKV:
     """Keys and values of the question and of generated tokens: `[B, Hkv, S, …]`, preallocated, grown by
-    doubling; with bounds of their pages once somebody asks for these.
+    doubling; with bounds of their pages once somebody asks for these. A fork copies them as it appends, and
+    not before.
     """
 
     def __init__(self) -> None:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._bounds: GrowingBounds | None = None
+        self._shared = False  # with a fork: they must not be written to
         self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, with the room for more; those that are shared with a fork too."""
+        if self._keys is None or self._values is None:
+            return 0
+        return int(self._keys.nbytes) + (0 if self._values is self._keys else int(self._values.nbytes))
 
     @property
     def batch(self) -> int | None:
@@ -36,13 +45,14 @@ class TailKV:
         end, latent = self.length + keys.shape[2], values is keys
         self._keys = self._grown(self._keys, keys, end)
         self._values = self._keys if latent else self._grown(self._values, values, end)
+        self._shared = False
         self._keys[:, :, self.length : end] = keys.detach()
         if not latent:
             self._values[:, :, self.length : end] = values.detach()
         self.length = end
 
     def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
-        if buffer is not None and buffer.shape[2] >= needed:
+        if buffer is not None and buffer.shape[2] >= needed and not self._shared:
             return buffer
         batch, heads, _, dim = like.shape
         with torch.inference_mode(False):  # a pass in that mode and one out of it may write to it
@@ -69,14 +79,17 @@ class TailKV:
         return known.bounds
 
     def fork(self) -> TailKV:
-        """An independent copy."""
+        """An independent continuation."""
         copy = TailKV()
-        if self._keys is not None and self._values is not None:
-            with torch.inference_mode(False):
-                copy._keys = self._keys.clone()
-                copy._values = copy._keys if self._values is self._keys else self._values.clone()
-            copy.length = self.length
+        copy._keys, copy._values, copy.length = self._keys, self._values, self.length
+        copy._shared = self._shared = self._keys is not None
         return copy
+
+    def trim(self) -> None:
+        """Give back the room for more tokens, and the bounds of pages, which are built again when needed."""
+        self._bounds = None
+        if self._keys is not None and self._keys.shape[2] > self.length:
+            self._replace(lambda buffer: buffer[:, :, : self.length].clone())
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
@@ -89,15 +102,18 @@ class TailKV:
 
     def rows(self, index: Tensor) -> None:
         """Reorder, repeat or drop batch rows: `index` int64 over the present rows."""
-        if self._keys is not None and self._values is not None:
-            with torch.inference_mode(False):
-                keys = self._keys.index_select(0, index.to(self._keys.device))
-                if self._values is not self._keys:
-                    self._values = self._values.index_select(0, index.to(self._values.device))
-                else:
-                    self._values = keys
-                self._keys = keys
+        self._replace(lambda buffer: buffer.index_select(0, index.to(buffer.device)))
         self._bounds = None
+
+    def _replace(self, made: Callable[[Tensor], Tensor]) -> None:
+        """Put what is made of keys and values in their place."""
+        if self._keys is None or self._values is None:
+            return
+        latent = self._values is self._keys
+        with torch.inference_mode(False):
+            self._keys = made(self._keys)
+            self._values = self._keys if latent else made(self._values)
+        self._shared = False
 
 
 class Prefix(Protocol):

@@ -175,6 +175,22 @@ class PrefixCache(RecurrentCache):
         self.begun = None
         self._keep_shown()
 
+    def kept(self, tail_length: int) -> int:
+        """The most tokens after the prefix, `tail_length` or fewer, that `cut` can keep."""
+        if tail_length >= self.tail_length:
+            return self.tail_length
+        return self.known_states(tail_length) if self.recurrent else tail_length
+
+    def trim(self) -> None:
+        """Give back the room for more tokens: the next pass takes it again."""
+        for layer in self.tails:
+            layer.tail.trim()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what follows the prefix, and of states, those that are kept of earlier turns included."""
+        return sum(layer.tail.nbytes for layer in self.tails) + self.state_bytes
+
     def begin(self, rows: int, tokens: int) -> None:
         """A pass of so many rows and tokens begins."""
         self.begun = (threading.get_ident(), self.tail_length)

@@ -28,7 +28,7 @@ def encode(tokenizer: Any, template: str) -> list[int]:
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a user's text: a special token in it (`</s>`) is its letters, not the token."""
-    special = _special(tokenizer)
+    special = special_tokens(tokenizer)
     ids = _letters(tokenizer, text)
     if special is None or not special.search(text) or _special_ids(tokenizer).isdisjoint(ids):
         return ids
@@ -66,7 +66,7 @@ def encode_after(tokenizer: Any, before: str, pieces: Sequence[Piece]) -> list[i
 
 def _encode(tokenizer: Any, anchor: str, pieces: Sequence[Piece]) -> list[int]:
     """Token ids of the anchor and the pieces: in one encoding, unless a user spells a special token."""
-    special = _special(tokenizer)
+    special = special_tokens(tokenizer)
     parts = [Piece(anchor), *pieces]
     whole = "".join(piece.text for piece in parts)
     if special is None or _places(special, whole) == _written(special, parts):
@@ -80,8 +80,8 @@ def _encode(tokenizer: Any, anchor: str, pieces: Sequence[Piece]) -> list[int]:
     return ids
 
 
-def _special(tokenizer: Any) -> re.Pattern[str] | None:
-    """Matches the special tokens; the longest first, as tokenizers do."""
+def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """Matches the special tokens, None where there are none; the longest first, as tokenizers do."""
     known = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     texts = sorted({text for text in known if text}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts))) if texts else None

@@ -54,7 +54,7 @@ class Prompt:
 
     def corpus(self, tokenizer: Any, documents: Iterable[str]) -> Iterator[list[int]]:
         """Token ids of what stands before any question, document by document."""
-        stored, _ = self._gap
+        stored, _ = self.gap
         rest = iter(documents)
         for text in itertools.islice(rest, 1):
             document = Piece(text.strip() if self.trims else text.rstrip(), users=True)
@@ -64,14 +64,14 @@ class Prompt:
 
     def further(self, tokenizer: Any, documents: Iterable[str]) -> Iterator[list[int]]:
         """Token ids of documents that follow others."""
-        stored, kept = self._gap
+        stored, kept = self.gap
         for text in documents:
             document = Piece(text.rstrip(), users=True)
             yield encode_after(tokenizer, stored, [Piece(kept), document, Piece(stored)])
 
     def first(self, tokenizer: Any, question: str) -> list[int]:
         """Token ids of what follows the corpus."""
-        stored, kept = self._gap
+        stored, kept = self.gap
         asked = [Piece(kept + self.ask), Piece(question.strip(), users=True), Piece(self.after)]
         return encode_after(tokenizer, stored, asked)
 
@@ -81,7 +81,7 @@ class Prompt:
         return encode_after(tokenizer, "", asked)
 
     @property
-    def _gap(self) -> tuple[str, str]:
+    def gap(self) -> tuple[str, str]:
         """The gap where it is stored, and where it is not."""
         return (self.seam.gap, "") if self.seam.stored else ("", self.seam.gap)
 
@@ -91,7 +91,7 @@ def prompt_for(tokenizer: Any) -> Prompt:
     seam = _seam(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         turn, after = f"{seam.gap}Question: ", "\nAnswer:"
-        return Prompt("plain", _opening(tokenizer), "", seam, "Question: ", after, turn, after, False)
+        return Prompt("plain", opening_of(tokenizer), "", seam, "Question: ", after, turn, after, False)
 
     try:
         try:
@@ -120,7 +120,7 @@ def _chat(tokenizer: Any, seam: Seam, content: Callable[[str], Any]) -> Prompt:
     return Prompt("chat", (), before, seam, "", after, turn, again, trims)
 
 
-def _opening(tokenizer: Any) -> tuple[int, ...]:
+def opening_of(tokenizer: Any) -> tuple[int, ...]:
     """What this tokenizer puts before a text of its own accord: a tokenizer may define a first token and not
     use it.
     """

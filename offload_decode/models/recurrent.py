@@ -99,6 +99,18 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         self._replace_states(held)
         self.join(tail_length)
 
+    def known_states(self, tail_length: int) -> int:
+        """The most tokens of the tail, at most so many, after which the states are known; 0 if none are."""
+        return max((mark for mark in (*self.marks, *self._last) if mark <= tail_length), default=0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states, each counted once."""
+        kept = [layers for marks in (self.marks, self._last) for layers in marks.values()]
+        states = [state for layers in [self._held(), *kept] for state in layers.values()]
+        held = {id(tensor): tensor for state in states for tensor in state.held.values()}
+        return sum(int(tensor.nbytes) for tensor in held.values())
+
     def pick_states(self, rows: Tensor) -> None:
         """Keep these batch rows, also of what is marked; what is stored is of no row."""
         self._replace_states({i: states.rows(rows) for i, states in self._held().items()})
