@@ -124,7 +124,7 @@ def _added(before: Sequence[str], after: Sequence[str]) -> list[str]:
 
 
 def _between(before: str, after: str) -> str:
-    """`after` without the beginning and the end that it shares with `before`; of whole lines if that can be."""
+    """`after` without the beginning and the end that it shares with `before`, of whole lines if it can be."""
     shortest = min(len(before), len(after))
     head = next((i for i in range(shortest) if before[i] != after[i]), shortest)
     same = (i for i in range(shortest - head) if before[-1 - i] != after[-1 - i])
