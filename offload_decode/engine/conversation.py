@@ -94,19 +94,32 @@ class Conversation:
         `tokens`: ids `[T]`, or one row `[1, T]` as tokenizers return it. Raises `ConfigError` for anything
         else, for ids that are not in the vocabulary, and while another thread extends this engine.
         """
-        run = self.pending + _ids(tokens)
-        if not run:
-            raise ConfigError("there are no tokens to extend with")
-        ids = torch.tensor([run])
+        run = self.to_run(tokens)
+        with self.alone(), self.taken_back_on_failure():
+            return self.run(run)
+
+    def to_run(self, tokens: Sequence[int] | Tensor) -> list[int]:
+        """The ids of what a pass runs for `tokens`: the pending one before them. Raises as `extend` does."""
+        if run := self.pending + _ids(tokens):
+            return run
+        raise ConfigError("there are no tokens to extend with")
+
+    def run(self, run: list[int], every: bool = False) -> Tensor:
+        """`extend` within `alone` and `taken_back_on_failure`: the logits `[V]` after the last one of `run`,
+        or `[T, V]` after `every` one.
+        """
         began = time.perf_counter()
-        with self._alone(), self._taken_back_on_failure():
-            limit = self.admitted(len(run))
-            logits = run_in_passes(self.loaded, ids, self.cache, limit)[0]
-            self.tokens += run
-            self.pending = []
-        self.prefix.stats.tokens += ids.shape[1]
+        limit = self.admitted(len(run))
+        logits = run_in_passes(self.loaded, torch.tensor([run]), self.cache, limit, every=every)[0]
+        self.has_run(run)
+        self.prefix.stats.tokens += len(run)
         self.prefix.stats.total_s += time.perf_counter() - began
         return logits
+
+    def has_run(self, run: list[int]) -> None:
+        """Take note of the ids that the cache was grown by."""
+        self.tokens += run
+        self.pending = []
 
     def admitted(self, tokens: int, sequences: int = 1) -> int:
         """Tokens of a forward pass, for so many more in each sequence. Raises as `admit` does."""
@@ -124,7 +137,7 @@ class Conversation:
 
     def ask(self, question: str) -> Tensor:
         """Put a question: logits `[V]` after its last token. A selector that forgets starts afresh."""
-        with self._taken_back_on_failure():
+        with self.taken_back_on_failure():
             self.selector.reset()
             return self.extend(self.question_tokens(question))
 
@@ -201,7 +214,8 @@ class Conversation:
         return frozenset([configured] if isinstance(configured, int) else configured)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
+        """Nobody else extends this conversation meanwhile; raises `ConfigError` where somebody does."""
         if not self._lock.acquire(blocking=False):
             raise ConfigError(
                 "another thread is extending this engine: give each thread a fork of its own (fork)"
@@ -212,14 +226,16 @@ class Conversation:
             self._lock.release()
 
     @contextmanager
-    def _taken_back_on_failure(self) -> Iterator[None]:
+    def taken_back_on_failure(self) -> Iterator[None]:
         """Take back a step that fails or is interrupted, so that no half of it stays behind."""
         before, remembered = self.cache.tail_length, self.prefix.chosen.fork()
+        pending = self.pending
         try:
             yield
         except BaseException:
             self.cache.cut(before)
             del self.tokens[before:]
+            self.pending = pending
             self.prefix.chosen = remembered
             raise
 

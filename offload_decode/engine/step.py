@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -51,6 +51,11 @@ class StoredPrefix:
     def selector(self) -> Selector:
         """How stored tokens are chosen, with what it remembers of this conversation."""
         return self.chosen.selector
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for prefixes that choose the same stored tokens for the same queries."""
+        return self.host, type(self.selector), self.selector.options
 
     @property
     def length(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from offload_decode.attention.states import merge_states, sink_state
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kernels.dense import attend_dense
+from offload_decode.models.joint import JointLayer
 from offload_decode.models.latent import LatentHeads, latent_of
 from offload_decode.models.layers import LatentLayer, PrefixLayer, TailLayer, updated_layer
 from offload_decode.models.temperature import tuned_to
@@ -41,25 +43,29 @@ def prefix_attention(
     assert scaling is not None, "every served architecture states its scaling"
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
-    layer: TailLayer | None = getattr(key, "offload_layer", None)
+    layer: TailLayer | JointLayer | None = getattr(key, "offload_layer", None)
     latent = None if layer is not None else latent_of(module)
     if latent is not None:  # the keys were made of what came from the cache
         layer = updated_layer(module.layer_idx)  # type: ignore[arg-type]
     if layer is not None:
-        if isinstance(layer, LatentLayer):
+        if latent is not None:
             others.pop("indices", None)  # of the tokens that a model's own indexer would attend to
         _refuse_unknown(module, others)
         if layer.positions is not None:
             query = tuned_to(module, query, layer.positions, layer.get_seq_length() - query.shape[2])
     heads: LatentHeads | None = None
-    if latent is not None and isinstance(layer, LatentLayer):
+    if latent is not None and isinstance(layer, LatentLayer | JointLayer):
         heads = LatentHeads(module, latent, query)
     asked = query if heads is None else heads.absorb(query)
+    if isinstance(layer, JointLayer):
+        states = layer.attend(asked, scaling, softcap)
+        state = reduce(merge_states, states if heads is None else map(heads.expand, states))
+        return _finished(state, s_aux, query, served=True)
     # The tail is attended to between these two, so that a device is at it while the host searches.
     finish: Callable[[], AttentionState] | None = None
     if isinstance(layer, PrefixLayer):
         finish = layer.prefix.begin(layer.index, asked, scaling, softcap)
-    state: AttentionState | None = None
+    state = None
     whole = attention_mask is None or bool(attention_mask.all())  # a query that sees all of the tail
     if isinstance(layer, PrefixLayer) and whole:
         state = layer.prefix.attend_tail(layer.index, asked, layer.tail, scaling, softcap)
@@ -72,10 +78,17 @@ def prefix_attention(
     if finish is not None:
         stored = finish()
         state = merge_states(state, stored if heads is None else heads.expand(stored))
-    if s_aux is not None:
-        state = merge_states(state, sink_state(s_aux, state))
+    return _finished(state, s_aux, query, served=layer is not None)
+
+
+def _finished(
+    state: AttentionState, sinks: Tensor | None, query: Tensor, served: bool
+) -> tuple[Tensor, None]:
+    """What transformers takes of a state `[B, H, T, D]`, merged with the sinks."""
+    if sinks is not None:
+        state = merge_states(state, sink_state(sinks, state))
     out = state.out
-    if layer is not None or s_aux is not None:
+    if served or sinks is not None:
         out = _WithoutGradients.apply(out, query)  # type: ignore[no-untyped-call]
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
 

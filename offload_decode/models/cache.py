@@ -66,7 +66,8 @@ class PrefixCache(RecurrentCache):
             dtypes = {state.name: DTYPES[state.dtype] for state in own.states}
             held = States(dict(zip(dtypes, states.get(index, ()), strict=False)), dtypes) if dtypes else None
             if own.window is not None:
-                layers.append(WindowLayer(index, prefix, own.window, windows[index], held))
+                chunked = own.kind is LayerKind.CHUNKED
+                layers.append(WindowLayer(index, prefix, own.window, windows[index], held, chunked))
             elif own.kind is LayerKind.FULL:
                 layers.append((LatentLayer if own.latent else PrefixLayer)(index, prefix, held))
             else:

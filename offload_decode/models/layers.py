@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from offload_decode.models.states import States
 class _Updated(threading.local):
     """The layer that this thread's pass appended to last, until it is attended to."""
 
-    layer: TailLayer | None = None
+    layer: Any = None
 
 
 _UPDATED = _Updated()
@@ -27,7 +27,12 @@ def forget_update() -> None:
     _UPDATED.layer = None
 
 
-def updated_layer(index: int) -> TailLayer | None:
+def note_update(layer: Any) -> None:
+    """A layer was appended to: a model that makes keys of what it cached asks for it (`updated_layer`)."""
+    _UPDATED.layer = layer
+
+
+def updated_layer(index: int) -> Any:
     """The layer that was appended to last, if it has that index; asked once."""
     layer, _UPDATED.layer = _UPDATED.layer, None
     return layer if layer is not None and layer.index == index else None
@@ -77,7 +82,7 @@ class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
         self.tail.append(key_states, value_states)
         keys, values = self.visible()
         keys.offload_layer = self  # type: ignore[attr-defined]  # read by models.attention in the very next call
-        _UPDATED.layer = self  # read there too, where what is cached is no key yet
+        note_update(self)
         self.unattended = True
         return keys, values
 
@@ -169,10 +174,12 @@ class WindowLayer(TailLayer):
         sliding_window: int,
         seed: tuple[Tensor, Tensor],
         states: States | None = None,
+        chunked: bool = False,
     ):
         super().__init__(index, prefix, states)
         self.sliding_window = sliding_window
         self.seed = seed
+        self.chunked = chunked
 
     def visible(self) -> tuple[Tensor, Tensor]:
         """Seed and tail; the mask holds every row to its window, which padding may shift."""
@@ -181,6 +188,27 @@ class WindowLayer(TailLayer):
         keys, values = self.tail.view()
         seed_keys, seed_values = (part.expand(keys.shape[0], -1, -1, -1) for part in self.seed)
         return torch.cat([seed_keys, keys], dim=2), torch.cat([seed_values, values], dim=2)
+
+    def near(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values that some of the last `tokens` may see, and which of them each does: bool
+        `[tokens, S]`, or None for one token, which sees them all. Nothing is padding.
+        """
+        end, window = self.get_seq_length(), self.sliding_window
+        first = end - tokens
+        least = max(0, first - first % window if self.chunked else first - window + 1)
+        keys, values = self.tail.view()
+        before = self.prefix.length - least
+        if before > 0:
+            seeds = (part[:, :, part.shape[2] - before :] for part in self.seed)
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(seeds, (keys, values), strict=True))
+        else:
+            keys, values = keys[:, :, -before:], values[:, :, -before:]
+        if tokens == 1:
+            return keys, values, None
+        asked = torch.arange(first, end, device=keys.device)[:, None]
+        seen = torch.arange(least, end, device=keys.device)
+        within = asked // window == seen // window if self.chunked else asked - seen < window
+        return keys, values, within & (seen <= asked)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The mask covers seed and tail."""
@@ -193,9 +221,8 @@ class WindowLayer(TailLayer):
 
     def fork(self, prefix: Prefix) -> WindowLayer:
         """The same layer with a copy of the tail."""
-        copy = WindowLayer(
-            self.index, prefix, self.sliding_window, self.seed, self.states and self.states.copy()
-        )
+        states = self.states and self.states.copy()
+        copy = WindowLayer(self.index, prefix, self.sliding_window, self.seed, states, self.chunked)
         copy.tail = self.tail.fork()
         return copy
 

@@ -27,6 +27,7 @@ from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weig
 from offload_decode.models.formats import check_packages, check_weights_of, quantization_of
 from offload_decode.models.gate import shape_of
 from offload_decode.models.gguf import SUFFIX
+from offload_decode.models.joint import JointCache
 from offload_decode.models.positions import Lengths, lengths_of, rope_parameters
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.proof import prove
@@ -77,15 +78,29 @@ class LoadedModel:
         cache: PrefixCache,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        every: bool = False,
     ) -> Tensor:
-        """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32."""
-        output = self._run(self.model, tokens, cache, attention_mask, position_ids, logits_to_keep=1)
-        return output.logits[:, -1].float()  # type: ignore[no-any-return]
+        """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32, or those
+        of `every` one `[B, T, V]`.
+        """
+        kept = 0 if every else 1
+        output = self._run(self.model, tokens, cache, attention_mask, position_ids, logits_to_keep=kept)
+        logits: Tensor = output.logits
+        return (logits if every else logits[:, -1]).float()
+
+    def forward_rows(self, tokens: Tensor, cache: JointCache, rows: Tensor) -> Tensor:
+        """Run packed `tokens [1, total]`; returns the logits `[n, V]` after those of `rows` (int64 `[n]`, in
+        order) in float32.
+        """
+        output = self._run(self.model, tokens, cache, None, None, logits_to_keep=rows.to(self.device))
+        logits: Tensor = output.logits[0]
+        # Some models know of no rows, and give those of all tokens.
+        return (logits if len(logits) == len(rows) else logits[rows]).float()
 
     def encode(
         self,
         tokens: Tensor,
-        cache: PrefixCache,
+        cache: PrefixCache | JointCache,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
@@ -96,7 +111,7 @@ class LoadedModel:
         self,
         module: Any,
         tokens: Tensor,
-        cache: PrefixCache,
+        cache: PrefixCache | JointCache,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         **more: Any,

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models.attention import NAME, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.joint import JointCache
 from offload_decode.models.layers import forget_update
 from offload_decode.models.observed import cache_class
 from offload_decode.models.rotation import UNSAID, depends_on_length, hold_rotations, rotate_for
@@ -45,6 +46,9 @@ def _before(
     cache = given.get("past_key_values")
     rotate_for(None)
     forget_update()
+    if isinstance(cache, JointCache):
+        _begin_joint(decoder, given, cache)
+        return (), given
     if not isinstance(cache, PrefixCache):
         _check_kept(decoder, given)
         return None
@@ -96,6 +100,25 @@ def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
         cache.check_attended(tokens)
         cache.begun = None
+    elif isinstance(cache, JointCache):
+        cache.check_attended()
+
+
+def _begin_joint(decoder: torch.nn.Module, given: dict[str, Any], cache: JointCache) -> None:
+    """A packed pass: the cache knows where its tokens stand, and what each of them sees."""
+    _check_settings(decoder, given)
+    ids: Tensor | None = given.get("input_ids")
+    if ids is None or ids.ndim != 2 or len(ids) != 1:
+        raise ConfigError("a joint pass takes input_ids [1, total], the tokens of all segments in a row")
+    if given.get("attention_mask") is not None or given.get("position_ids") is not None:
+        raise ConfigError("a joint pass takes neither a mask nor positions: its segments say both")
+    check_ids(ids, decoder)
+    cache.be(cache_class(type(decoder)))  # type: ignore[arg-type]
+    cache.begin(decoder, ids.shape[1])
+    given["position_ids"] = cache.positions.to(ids.device)
+    # transformers hands a prepared mask on as it is, and the attention does not look at it.
+    given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    rotate_for(cache.rotated_for or UNSAID)
 
 
 def _check_kept(decoder: torch.nn.Module, given: dict[str, Any]) -> None:
