@@ -66,10 +66,12 @@ class Watch:
                 self.mass[part] += (queries.logits(scores) - lse[head]).exp().sum(0).numpy()
 
 
-def last_rows(queries: Queries, sequence: int) -> Tensor:
-    """The rows of a sequence's last token, int64 `[group]`: one for each query head of a KV head."""
+def last_rows(queries: Queries, sequence: int, end: int | None = None) -> Tensor:
+    """The rows of a sequence's last token before token `end` (None: of all), int64 `[group]`: one for each
+    query head of a KV head.
+    """
     members = sequence * queries.group + torch.arange(queries.group)
-    return (members + 1) * queries.tokens - 1
+    return members * queries.tokens + (queries.tokens if end is None else end) - 1
 
 
 def _listed(selection: PageSelection, queries: Queries, n_tokens: int) -> Tensor:

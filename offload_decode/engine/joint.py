@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple, Self
 
 import torch
@@ -148,7 +148,7 @@ def _run_pass(parts: list[_Part]) -> None:
     loaded, blocks, sharing = parts[0].run.conversation.loaded, [], []
     for _, group in groupby(parts, key=lambda part: part.run.conversation.prefix.kind):
         own = list(group)
-        prefix = own[0].run.conversation.prefix.fork()
+        prefix = _shared(own)
         blocks.append(Block(prefix, sum(len(part.ids) for part in own)))
         sharing.append((prefix, own))
     cache = JointCache([Segment(part.run.conversation.cache, len(part.ids)) for part in parts], blocks)
@@ -169,6 +169,15 @@ def _run_pass(parts: list[_Part]) -> None:
     seconds = time.perf_counter() - began
     for prefix, own in sharing:
         _share(prefix, own, seconds / ids.shape[1])
+
+
+def _shared(parts: list[_Part]) -> StoredPrefix:
+    """The prefix that conversations have in common, with the watches of those that are watched."""
+    prefix = parts[0].run.conversation.prefix.fork()
+    for part, end in zip(parts, accumulate(len(part.ids) for part in parts), strict=True):
+        if watches := part.run.conversation.prefix.watches:
+            prefix.watches, prefix.ends = (*prefix.watches, *watches), (*prefix.ends, end)
+    return prefix
 
 
 _WHOLE = ("rows", "selected", "bytes_moved", "bus_bytes", "cache_hits", "cache_misses")

@@ -26,7 +26,8 @@ from offload_decode.types import AttentionState, ModelShape, PageSelection, Sele
 class StoredPrefix:
     """Implements `offload_decode.kv.tail.Prefix` over a store.
 
-    watches: see what is attended to, one for each sequence of a pass; forks do not have them.
+    watches: see what is attended to, one for each sequence of a pass; forks do not have them. ends: where
+    conversations are packed into one sequence, the token behind the last one of each that is watched.
     """
 
     def __init__(self, host: HostKV, chosen: Budgeted, tail: Tail | None = None):
@@ -35,6 +36,7 @@ class StoredPrefix:
         self.tail = tail
         self.stats = StepStats()
         self.watches: tuple[Watch, ...] = ()
+        self.ends: tuple[int, ...] = ()
 
     @classmethod
     def over(
@@ -114,6 +116,8 @@ class StoredPrefix:
         """
         rows = queries.rows.shape[1]
         watched = [last_rows(queries, sequence) for sequence in range(len(self.watches))]
+        if self.ends:
+            watched = [last_rows(queries, 0, end) for end in self.ends]
         step = max(queries.group, self.chosen.rows_at_once(layer, SELECTED_IDS))
         if step >= rows:
             yield queries, watched

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.engine import joint
+from offload_decode.engine import joint, step
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Turn, join_key, run_turns
 from offload_decode.engine.step import StoredPrefix
@@ -95,9 +95,9 @@ def test_a_store_is_searched_once_for_all_that_see_it_alike(opened, monkeypatch)
     searched = []
     attend = StoredPrefix._attend_rows
 
-    def spied(self, layer, queries):
+    def spied(self, layer, queries, watched):
         searched.append(queries.tokens)
-        return attend(self, layer, queries)
+        return attend(self, layer, queries, watched)
 
     monkeypatch.setattr(StoredPrefix, "_attend_rows", spied)
     run_turns([Turn(talk, made(2 + place)) for place, talk in enumerate(talks)])
@@ -252,6 +252,27 @@ def test_what_a_pass_costs_is_shared_out_whole(opened):
     alone.extend(made(5))
     assert alone.prefix.take_stats().by_layer == stats[2].by_layer
     assert all(own.bytes_moved > 0 for own in stats)
+
+
+@pytest.mark.parametrize("selector", ["topk", "quest", "dense"])
+def test_each_watch_sees_its_own_conversation(opened, selector, monkeypatch):
+    engine = opened(0, selector)
+    talks = [engine.fork() for _ in range(3)]
+    turns = [Turn(talk, made(tokens, tokens)) for talk, tokens in zip(talks, (1, 2, 5), strict=True)]
+    expected = []
+    for talk, turn in zip(talks, turns, strict=True):
+        alone = talk.fork()
+        with alone.watched() as watch:
+            alone.extend(turn.tokens)
+        expected.append(watch)
+    for rows_at_once in (step.SELECTED_IDS, 100):
+        monkeypatch.setattr(step, "SELECTED_IDS", rows_at_once)
+        forks = [Turn(talk.fork(), *turn[1:]) for talk, turn in zip(talks, turns, strict=True)]
+        with forks[0].conversation.watched() as first, forks[2].conversation.watched() as third:
+            run_turns(forks)
+        for found, own in ((first, expected[0]), (third, expected[2])):
+            assert found.rows == own.rows
+            np.testing.assert_allclose(found.mass, own.mass, atol=1e-4)
 
 
 def test_wrong_turns_are_refused(opened):
