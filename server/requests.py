@@ -44,7 +44,7 @@ class Request:
     model: a name of the catalog. tokens: what follows the stored ones, question and earlier turns, all of
     it. n: answers. prompt_logprobs: None, or as `top_logprobs`, for the tokens of the prompt. selector,
     options: None for the server's own. deadline_s: seconds from submission on. cite: keep what the answer
-    attended to.
+    attended to. raw: keep white space around an answer.
     """
 
     id: str
@@ -57,6 +57,7 @@ class Request:
     options: Mapping[str, object] = field(default_factory=dict)
     deadline_s: float | None = None
     cite: bool = False
+    raw: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,220 @@
+"""What is in memory: loaded models, and stores that are open with a selector, the least used out first."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.step import StoredPrefix
+from offload_decode.errors import ConfigError
+from offload_decode.kv.head_indexes import default_kind
+from offload_decode.kv.host import HostKV
+from offload_decode.memory import own_memory
+from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.outline import outline
+from offload_decode.planning.caps import admit_question, check_ask, planned_ask
+from offload_decode.store.reader import KVStore
+from server.catalog import Entry
+from server.errors import Loading
+from server.settings import Settings
+from server.tails import TailKey, tail_key
+
+LOG = logging.getLogger("offload_decode.server")
+
+
+class ModelKey(NamedTuple):
+    """What tells loaded models apart; `dtype` and `weights` as `load` takes them."""
+
+    model_id: str
+    dtype: str
+    weights: str
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A name that can be asked, with a selector: forks of `start` answer.
+
+    key: equal for those whose remembered turns may stand for each other.
+    """
+
+    entry: Entry
+    key: TailKey
+    loaded: LoadedModel
+    start: Conversation
+
+    @property
+    def stored(self) -> bool:
+        """There is a corpus before the question."""
+        return self.entry.path is not None
+
+
+class Residents:
+    """Opens what requests name. Any thread may ask; a model is loaded in a thread of its own, and until it is
+    there its requests are refused with `Loading`.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self._held = own_memory()  # before any model
+        self._open: OrderedDict[TailKey, Resident] = OrderedDict()
+        self._hosts: WeakValueDictionary[tuple[str, str], HostKV] = WeakValueDictionary()
+        self._models: OrderedDict[ModelKey, Future[LoadedModel]] = OrderedDict()
+        self._unused: set[ModelKey] = set()  # loaded for a request that has not come back yet
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._loader = ThreadPoolExecutor(1, "loader")
+
+    def preload(self, entry: Entry) -> Future[LoadedModel]:
+        """Begin to load the model of an entry."""
+        with self._lock:
+            return self._loading(self._model_key(entry))
+
+    def loading(self) -> bool:
+        """A model is being loaded."""
+        with self._lock:
+            return any(not model.done() for model in self._models.values())
+
+    def models(self) -> list[str]:
+        """Ids of the models that are in memory."""
+        with self._lock:
+            ready = [key for key, model in self._models.items() if model.done() and not model.exception()]
+        return [key.model_id for key in ready]
+
+    def open_stores(self) -> list[str]:
+        """Names that are open."""
+        with self._lock:
+            return sorted({resident.entry.name for resident in self._open.values()})
+
+    def get(
+        self, entry: Entry, selector: str | None = None, options: Mapping[str, object] | None = None
+    ) -> Resident:
+        """An entry with a selector and its options, the server's own where none is named. Raises `Loading`,
+        `ConfigError`, `StoreError`, `ModelError` or `DoesNotFit`.
+        """
+        config = self.settings.config
+        if selector is None:
+            selector, merged = config.selector, {**config.options, **(options or {})}
+        else:
+            merged = dict(options or {})
+        if entry.path is None:
+            selector, merged = "", {}
+        key = tail_key(entry.name, selector, merged, entry.digest)
+        with self._lock:
+            if key in self._open:
+                self._open.move_to_end(key)
+                return self._open[key]
+        loaded = self.model(entry)
+        with self._opening:  # of several requests for one store, one opens it
+            with self._lock:
+                if key in self._open:
+                    return self._open[key]
+            if entry.path is None:
+                raise ConfigError("a model without a corpus is not served yet: name a store")
+            start = self._opened(entry, entry.path, loaded, selector, merged)
+            resident = Resident(entry, key, loaded, start)
+            with self._lock:
+                self._open[key] = resident
+                while len(self._open) > self.settings.max_open:
+                    self._open.popitem(last=False)
+        return resident
+
+    def model(self, entry: Entry) -> LoadedModel:
+        """The model of an entry. Raises `Loading` while it is being loaded, and what its loading raised."""
+        with self._lock:
+            key = self._model_key(entry)
+            found = self._loading(key)
+            if not found.done():
+                raise Loading(f"the model of '{entry.name}' is being loaded: try again in a moment", 2)
+            self._unused.discard(key)
+            if found.exception() is not None:
+                del self._models[key]  # the next request tries again
+            else:
+                self._models.move_to_end(key)
+        return found.result()
+
+    def forget(self, name: str) -> None:
+        """Close what is open under a name; answers that are being written go on."""
+        with self._lock:
+            for key in [key for key in self._open if key.model == name]:
+                del self._open[key]
+            for host in [host for host in self._hosts if host[0] == name]:
+                del self._hosts[host]
+
+    def close(self) -> None:
+        """Load nothing more."""
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    def _model_key(self, entry: Entry) -> ModelKey:
+        config = self.settings.config
+        named, weights = config.model or entry.model_id, config.weights_after(entry.weights)
+        if entry.path is None:  # a bare model answers in the dtype in which it is there
+            there = [key for key in self._models if (key.model_id, key.weights) == (named, weights)]
+            if there:
+                return there[-1]
+        return ModelKey(named, entry.dtype, weights)
+
+    def _loading(self, key: ModelKey) -> Future[LoadedModel]:
+        """With the lock held: the model, or the promise of it, in the place of the one that was used longest
+        ago. One that was loaded and has answered nobody yet stays: two that are asked for in turn would keep
+        each other out.
+        """
+        if key in self._models:
+            return self._models[key]
+        while len(self._models) >= self.settings.max_models:
+            oldest = next((one for one in self._models if one not in self._unused), None)
+            if oldest is None:
+                raise Loading("another model is being loaded: try again in a moment", 5)
+            self._drop(oldest)
+        self._unused.add(key)
+        self._models[key] = self._loader.submit(self._load, key)
+        return self._models[key]
+
+    def _drop(self, key: ModelKey) -> None:
+        model = self._models.pop(key)
+        if not model.cancel() and model.done() and model.exception() is None:
+            loaded = model.result()
+            for name in [name for name, resident in self._open.items() if resident.loaded is loaded]:
+                del self._open[name]
+            LOG.info("dropped the model %s", key.model_id)
+
+    def _load(self, key: ModelKey) -> LoadedModel:
+        LOG.info("loading the model %s", key.model_id)
+        loaded = load(key.model_id, self.settings.config.device, key.dtype, key.weights)
+        LOG.info("loaded the model %s", key.model_id)
+        return loaded
+
+    def _opened(
+        self,
+        entry: Entry,
+        path: Path,
+        loaded: LoadedModel,
+        selector: str,
+        options: Mapping[str, object],
+    ) -> Conversation:
+        """The store at its end, as a selector sees it; those of one store share its rows and indexes."""
+        settings = self.settings
+        config = replace(settings.config, selector=selector, options=options)
+        host = self._hosts.get((entry.name, entry.digest))
+        if host is not None:
+            prefix = StoredPrefix.over(host, loaded.shape, selector, options)
+            engine = Engine(loaded, host.store, prefix)
+        else:
+            engine = Engine.open(KVStore.open(path), loaded, config)
+            self._hosts[entry.name, entry.digest] = engine.prefix.host
+        store = engine.store
+        given = outline(loaded.model_id), store.manifest, config, settings.caps, self._held
+        index = default_kind(store)
+        for sentence in check_ask(*given, index=index):
+            LOG.info("%s: %s", entry.name, sentence)
+        engine.admit = partial(admit_question, planned_ask(*given, index=index), settings.caps)
+        return engine

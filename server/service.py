@@ -1,0 +1,185 @@
+"""All that a server does, without HTTP: messages and texts in, events out. Methods may take milliseconds, and
+where a store is opened first, longer: an event loop calls them in a thread.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from server.answering import Emit
+from server.catalog import Catalog
+from server.errors import WrongField
+from server.metrics import Metrics
+from server.prompts import chat_tokens, completion_tokens, keep_answer, text_tokens
+from server.requests import Delta, Done, Event, Generation, Request
+from server.residents import Resident, Residents
+from server.sampling import check_generation, check_top
+from server.scheduler import Scheduler, Ticket
+from server.settings import Settings
+from server.spellings import Spellings
+from server.tails import Tails
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a chat and a completion have in common; see `Request`."""
+
+    id: str
+    model: str
+    generation: Generation = field(default_factory=Generation)
+    n: int = 1
+    selector: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+    deadline_s: float | None = None
+    cite: bool = False
+
+
+@dataclass(frozen=True)
+class ChatAsked(Asked):
+    """A conversation whose next message is asked for: `messages` and `tools` as OpenAI's API has them."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class CompletionAsked(Asked):
+    """A text, or ids of tokens, that is to go on. prompt_logprobs: as `Request` has them."""
+
+    prompt: str | Sequence[int] = ""
+    prompt_logprobs: int | None = None
+
+
+class Service:
+    """Answers from the stores of a catalog. Thread-safe."""
+
+    def __init__(self, catalog: Catalog, settings: Settings, metrics: Metrics | None = None):
+        self.catalog = catalog
+        self.settings = settings
+        self.metrics = metrics or Metrics()
+        self.residents = Residents(settings)
+        self.tails = Tails(settings.tail_bytes)
+        self.scheduler = Scheduler(settings, self.tails, self.metrics)
+        self.spellings = Spellings()
+        catalog.subscribe(self._replaced)
+
+    def preload(self) -> None:
+        """Begin to load the model of the first entry there is."""
+        if entries := self.catalog.entries():
+            self.residents.preload(entries[0])
+
+    def chat(self, asked: ChatAsked, emit: Emit) -> Ticket:
+        """Ask for the next message of a conversation; its events go to `emit`.
+
+        Raises `NoSuchName`, `Loading`, `Busy`, `TooLarge`, `WrongField`, and what opening a store raises.
+        """
+        resident = self._resident(asked)
+        scope = resident.entry.model_id
+        loaded, stored = resident.loaded, resident.stored
+        tokens = chat_tokens(loaded, stored, asked.messages, asked.tools, self.spellings, scope)
+        request = self._request(asked, resident, tokens)
+        keep = partial(keep_answer, loaded, asked.messages, spellings=self.spellings, scope=scope)
+        return self.scheduler.submit(request, resident, _Spelled(emit, keep))
+
+    def complete(self, asked: CompletionAsked, emit: Emit) -> Ticket:
+        """Ask how a text goes on; its events go to `emit`. Raises as `chat`."""
+        check_top(asked.prompt_logprobs, "logprobs")
+        resident = self._resident(asked)
+        tokens = completion_tokens(resident.loaded, resident.stored, asked.prompt)
+        request = self._request(asked, resident, tokens)
+        request = replace(request, prompt_logprobs=asked.prompt_logprobs, raw=True)
+        return self.scheduler.submit(request, resident, emit)
+
+    def tokenize(
+        self,
+        model: str,
+        text: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        add_special: bool = True,
+    ) -> list[int]:
+        """Ids of a text, or of the prompt that messages become. Raises `NoSuchName`, `Loading` or
+        `WrongField`.
+        """
+        entry = self.catalog.entry(model)
+        loaded = self.residents.model(entry)
+        if messages is not None:
+            return chat_tokens(loaded, entry.path is not None, messages)
+        return text_tokens(loaded, text or "", add_special)
+
+    def detokenize(self, model: str, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones too. Raises as `tokenize`."""
+        loaded = self.residents.model(self.catalog.entry(model))
+        completion_tokens(loaded, True, tokens)  # which checks them
+        return str(loaded.known_tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def pieces(self, model: str, tokens: Sequence[int]) -> list[str]:
+        """Each token as a text of its own; as the vocabulary spells it where it is a part of a character."""
+        tokenizer = self.residents.model(self.catalog.entry(model)).known_tokenizer
+        texts = [str(tokenizer.decode([one], clean_up_tokenization_spaces=False)) for one in tokens]
+        return [
+            str(tokenizer.convert_ids_to_tokens(one)) if "\ufffd" in text else text
+            for one, text in zip(tokens, texts, strict=True)
+        ]
+
+    def ready(self) -> bool:
+        """Nothing is being loaded."""
+        return not self.residents.loading()
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Answer nothing more; what is being written has so many seconds to end."""
+        self.scheduler.close(grace_s)
+        self.residents.close()
+        self.catalog.close()
+
+    def _resident(self, asked: Asked) -> Resident:
+        entry = self.catalog.entry(asked.model)
+        if entry.path is None and (asked.selector or asked.options):
+            raise WrongField(
+                f"'{entry.name}' has no corpus of which tokens could be chosen: leave selector and options "
+                "out",
+                "selector",
+            )
+        return self.residents.get(entry, asked.selector, asked.options)
+
+    def _request(self, asked: Asked, resident: Resident, tokens: Sequence[int]) -> Request:
+        wanted = asked.generation
+        if wanted.max_tokens is None:
+            wanted = replace(wanted, max_tokens=self.settings.max_tokens)
+        check_generation(resident.loaded, wanted)
+        return Request(
+            id=asked.id,
+            model=asked.model,
+            tokens=tuple(tokens),
+            generation=wanted,
+            n=asked.n,
+            deadline_s=min(asked.deadline_s or self.settings.deadline_s, self.settings.deadline_s),
+            cite=asked.cite,
+        )
+
+    def _replaced(self, names: set[str]) -> None:
+        for name in names:
+            self.residents.forget(name)
+            self.tails.drop(name)
+
+
+class _Spelled:
+    """Takes note of the tokens of answers, so that the client's next turn finds what was run for them."""
+
+    def __init__(self, emit: Emit, keep: Callable[..., None]):
+        self._emit = emit
+        self._keep = keep
+        self._written: dict[int, tuple[list[str], list[int]]] = defaultdict(lambda: ([], []))
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            texts, tokens = self._written[event.index]
+            texts.append(event.text)
+            tokens += (one.token for one in event.tokens)
+        elif isinstance(event, Done):
+            for texts, tokens in self._written.values():
+                self._keep({"role": "assistant", "content": "".join(texts)}, tokens)
+        self._emit(event)

@@ -1,0 +1,239 @@
+"""Continuous batching: an answer is that of `Engine.answer`, whoever else is answered; and nobody starves."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import weakref
+
+import pytest
+import torch
+
+from offload_decode.engine.engine import Engine
+from offload_decode.errors import ConfigError, StoreDamaged
+from server.errors import Busy, TimedOut, TooLarge
+from server.requests import Delta, Generation, Prompted
+from server.service import ChatAsked, CompletionAsked
+from tests.server.conftest import TEXTS, Listener
+
+QUESTIONS = ("What is the colour of thing 3?", "Who jumps?", "Why", "Name the number of thing 11, please.")
+
+
+def ask(service, model="book", question=QUESTIONS[0], tokens=12, **more):
+    generation = more.pop("generation", Generation(max_tokens=tokens))
+    messages = more.pop("messages", [{"role": "user", "content": question}])
+    listener = Listener()
+    listener.ticket = service.chat(ChatAsked("id", model, generation, messages=messages, **more), listener)
+    return listener
+
+
+@pytest.fixture(scope="module")
+def answer(shelf):
+    """Tokens of `Engine.answer`, from an engine of its own."""
+    engines: dict[tuple[object, ...], Engine] = {}
+    loaded = None
+
+    def answered(store, question, tokens=12, selector="topk", **options):
+        nonlocal loaded
+        key = (store, selector, *sorted(options.items()))
+        if key not in engines:
+            opened = Engine.open(
+                shelf / "stores" / f"{store}.kv",
+                loaded,
+                selector=selector,
+                options=options or {"budget": "24"},
+            )
+            loaded, engines[key] = opened.loaded, opened
+        return list(engines[key].answer(question, tokens).tokens)
+
+    return answered
+
+
+def test_answers_are_those_of_the_engine_whoever_else_is_answered(service, answer):
+    asked = [
+        (store, question, 4 + 3 * number, selector, options)
+        for number, question in enumerate(QUESTIONS)
+        for store in TEXTS
+        for selector, options in (
+            ("topk", {"budget": "24"}),
+            ("dense", {}),
+            ("quest", {"budget": "32"}),
+            ("h2o", {"budget": "64"}),
+        )
+    ]
+    random.Random(0).shuffle(asked)
+    listeners = []
+    for store, question, tokens, selector, options in asked:
+        listeners.append(ask(service, store, question, tokens, selector=selector, options=options))
+        time.sleep(0.005)  # so that they join while others are being answered
+    for listener, (store, question, tokens, selector, options) in zip(listeners, asked, strict=True):
+        heard = listener.all()
+        assert heard.error is None
+        assert heard.tokens[0] == answer(store, question, tokens, selector, **options), (store, selector)
+    assert service.scheduler.count() == (0, 0)
+
+
+@pytest.mark.xfail(strict=True)
+def test_a_bare_model_answers_as_generate(service, shelf):
+    loaded = service.residents.model(service.catalog.entry("book"))
+    ids = torch.tensor([[1, *range(70, 100)]])
+    with torch.inference_mode():
+        plain = loaded.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
+        )
+    listener = Listener()
+    service.complete(
+        CompletionAsked("id", "model", Generation(max_tokens=9), prompt=ids[0].tolist()), listener
+    )
+    assert listener.all().tokens[0] == plain[0, ids.shape[1] :].tolist()
+
+
+def test_several_answers_to_one_question_differ_by_their_draws_alone(service, answer):
+    same = ask(service, n=3).all()
+    assert same.tokens[0] == same.tokens[1] == same.tokens[2] == answer("book", QUESTIONS[0])
+    drawn = [
+        ask(service, n=2, generation=Generation(max_tokens=12, temperature=2.0, seed=5)).all()
+        for _ in range(2)
+    ]
+    assert drawn[0].tokens == drawn[1].tokens
+    assert drawn[0].tokens[0] != drawn[0].tokens[1]
+
+
+def test_the_prompts_log_probabilities_are_the_models(service, shelf):
+    engine = Engine.open(shelf / "stores" / "book.kv", selector="dense")
+    tokens = list(range(70, 100))
+    listener = Listener()
+    service.complete(
+        CompletionAsked(
+            "id", "book", Generation(max_tokens=0), selector="dense", prompt=tokens, prompt_logprobs=2
+        ),
+        listener,
+    )
+    heard = listener.all()
+    whole = torch.tensor([[*engine.store.tokens.tolist(), *tokens]])
+    with torch.inference_mode():
+        expected = engine.loaded.model(whole).logits[0].log_softmax(-1)
+    stored = engine.prefix.length
+    scores = heard.prompted.scores
+    assert [one.token for one in scores] == tokens
+    assert scores[0].logprob is None
+    for place, one in enumerate(scores[1:], start=stored):
+        best = expected[place].topk(2)
+        assert one.logprob == pytest.approx(float(expected[place, one.token]), abs=1e-4)
+        assert [token for token, _ in one.top] == best.indices.tolist()
+    assert heard.finish == {0: "length"}
+
+
+def test_a_long_question_runs_in_parts_while_others_are_answered(serve, monkeypatch):
+    service = serve()
+    monkeypatch.setattr("server.scheduler.STEP_S", 0.0)  # the least that prompts may take of a step
+    short = ask(service, "book", QUESTIONS[0], 120)
+    while not isinstance(short.next(), Delta):
+        pass
+    long = ask(service, "notes", "Why? " * 200, 2)
+    before = 0
+    while True:
+        event = long.next()
+        before = short.events.qsize()
+        if isinstance(event, Prompted):
+            break
+    assert before >= 5  # tokens came while it was being read
+    assert long.all().error is None
+    assert short.all().error is None
+
+
+def test_who_hangs_up_is_dropped_and_holds_no_memory(service):
+    listener = ask(service, tokens=5000)
+    while not isinstance(listener.next(), Delta):
+        pass
+    (running,) = service.scheduler._running
+    held = weakref.ref(running.conversation.cache)
+    del running
+    listener.ticket.cancel()
+    listener.ticket.cancel()
+    deadline = time.monotonic() + 10
+    while service.scheduler.count() != (0, 0) or held() is not None:
+        gc.collect()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert ask(service).all().error is None
+
+
+def test_too_much_is_refused(serve):
+    service = serve(max_running=1, max_waiting=1, max_prompt=400)
+    first = ask(service, tokens=3000)
+    while not isinstance(first.next(), Delta):
+        pass
+    second = ask(service)
+    with pytest.raises(Busy, match="waiting already"):
+        ask(service)
+    with pytest.raises(TooLarge, match="takes 400"):
+        ask(service, question="Why? " * 200)
+    with pytest.raises(TooLarge, match="at most 1 answers"):
+        ask(service, n=2)
+    first.ticket.cancel()
+    assert second.all().error is None
+
+
+def test_an_answer_that_takes_too_long_is_ended(service):
+    heard = ask(service, tokens=100_000, deadline_s=0.3).all()
+    assert isinstance(heard.error, TimedOut)
+    assert "0.3 seconds" in str(heard.error)
+
+
+def test_a_store_that_is_damaged_fails_its_own_requests_alone(serve, shelf, tmp_path, answer):
+    import shutil
+
+    shutil.copytree(shelf / "stores", tmp_path / "stores")
+    service = serve(tmp_path / "stores")
+    good, bad = ask(service, "book", tokens=50), ask(service, "notes", tokens=5000)
+    for listener in (good, bad):
+        while not isinstance(listener.next(), Delta):
+            pass
+    for file in (tmp_path / "stores" / "notes.kv" / "layers").glob("*/values/c.*"):
+        with file.open("r+b") as handle:
+            handle.truncate(file.stat().st_size // 2)
+    heard = bad.all()
+    assert isinstance(heard.error, StoreDamaged)
+    assert good.all().error is None
+    assert ask(service).all().tokens[0] == answer("book", QUESTIONS[0])
+
+
+def test_a_request_that_cannot_begin_fails_alone(service):
+    with pytest.raises(ConfigError, match="unknown selector"):
+        ask(service, selector="psychic")
+    with pytest.raises(ConfigError, match="budget"):
+        ask(service, selector="topk", options={"budget": "lots"})
+    assert ask(service).all().error is None
+
+
+def test_a_second_turn_runs_its_own_tokens_alone(service, answer):
+    first = ask(service)
+    heard = first.all()
+    messages = [
+        {"role": "user", "content": QUESTIONS[0]},
+        {"role": "assistant", "content": heard.text},
+        {"role": "user", "content": "Why?"},
+    ]
+    again = ask(service, messages=messages).all()
+    stored = service.residents.get(service.catalog.entry("book")).start.prefix.length
+    assert heard.usage.cached == stored
+    # All but the last token of the answer have run.
+    assert again.usage.cached == heard.usage.prompt + heard.usage.completion - 1
+    service.tails.drop("book")
+    anew = ask(service, messages=messages).all()
+    assert anew.usage.cached == stored
+    assert anew.tokens == again.tokens
+
+
+def test_what_runs_has_a_moment_to_end_when_the_server_stops(serve):
+    service = serve()
+    listener, endless = ask(service, tokens=20), ask(service, tokens=100_000)
+    while not isinstance(endless.next(), Delta):
+        pass
+    service.scheduler.close(grace_s=1.0)
+    assert listener.all().error is None
+    assert isinstance(endless.all().error, Busy)
+    with pytest.raises(Busy, match="being stopped"):
+        ask(service)
