@@ -138,7 +138,7 @@ class Manifest:
             object.__setattr__(self, "kv", {"keys": self.dtype, "values": self.dtype})
         assert self.dtype in _DTYPES, f"dtype {self.dtype!r} is none of {', '.join(_DTYPES)}"
         assert self.template in ("chat", "plain"), f"template {self.template!r} is neither 'chat' nor 'plain'"
-        assert min(self.n_tokens, self.page_size, self.query_samples) > 0, "counts are positive"
+        assert self.n_tokens >= 0 < min(self.page_size, self.query_samples), "counts are positive"
         assert isinstance(self.prefill.get("method"), str), "prefill names its method"
         assert set(self.kv) == {"keys", "values"}, "kv says how keys and values are stored"
         assert {*self.kv.values()} <= {self.dtype, *_ENCODED}, f"kv {self.kv} is not of {self.dtype} rows"
