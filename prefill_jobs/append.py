@@ -176,6 +176,7 @@ def append_tokens(
                 progress("publish", 0, 1)
                 grown = KVStore.open(writer.seal())
                 extended = extend_indexes(earlier, grown, progress)
+                progress("exchange", 0, 1)  # whoever asks the earlier store may be waited for here
                 writer.publish()
         else:
             _tidy(earlier)

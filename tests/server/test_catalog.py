@@ -52,9 +52,9 @@ def names(catalog: Catalog) -> list[str]:
     return [entry.name for entry in catalog.entries()]
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for what another thread brings about."""
-    deadline = time.monotonic() + 20
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for what another thread, or process, brings about."""
+    deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)

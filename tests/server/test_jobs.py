@@ -1,0 +1,589 @@
+"""Jobs: with the real process where stores are made, and with a small one that says what it is told to where
+it matters how a job begins, waits and ends.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_decode.errors import ConfigError, CorpusError, StoreBusy, StoreExists
+from offload_decode.models.loading import load
+from prefill_jobs.append import append_texts
+from prefill_jobs.build import build_indexes
+from prefill_jobs.corpus import TextDocument
+from prefill_jobs.job import Settings, prefill_texts
+from server import job_process, jobs
+from server.catalog import Catalog
+from server.errors import Busy, NoSuchName, WrongField
+from server.job_files import Job, JobFiles, Stated, Upload, Work
+from server.jobs import Jobs
+from tests.server.test_catalog import make_store, until
+from tests.store.jobs import tree
+from tests.tiny import text_model, tiny_tokenizer
+
+FACTS = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(6))
+MORE = "Another thing: the sky is blue. " * 4
+CHUNK = {"chunk": 64}
+
+
+def text(name: str, content: str = FACTS) -> Upload:
+    return Upload(name, io.BytesIO(content.encode()), text=True)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint: for reading only."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    text_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    (tmp_path / "shelf").mkdir()
+    return tmp_path / "shelf"
+
+
+@pytest.fixture
+def catalog(shelf: Path, tiny: Path) -> Iterator[Catalog]:
+    with Catalog([shelf], str(tiny)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def started(catalog: Catalog) -> Iterator[Callable[..., Jobs]]:
+    running: list[Jobs] = []
+
+    def start(**how: Any) -> Jobs:
+        running.append(Jobs(catalog, device="cpu", **how))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.close()
+
+
+# A process that says `said`, each line when it is its turn: WAIT is for a line on stdin.
+WAIT, DIE = "wait", "die"
+SCRIPT = """
+import json, os, signal, sys
+for line in json.loads(sys.argv[1]):
+    if line == "wait":
+        if not sys.stdin.readline():
+            os._exit(1)
+    elif line == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        print(json.dumps(line), flush=True)
+"""
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have the processes of jobs say what is given, one list each, the last one again and again."""
+    real = subprocess.Popen
+
+    def replace(*runs: list[Any]) -> None:
+        left = list(runs)
+
+        def start(command: list[str], **how: Any) -> Any:
+            said = left.pop(0) if len(left) > 1 else left[0]
+            return real([sys.executable, "-c", SCRIPT, json.dumps(said)], **how)
+
+        monkeypatch.setattr(jobs.subprocess, "Popen", start)
+
+    return replace
+
+
+DONE = {"result": {"n_tokens": 7}}
+HALF = {"stage": "prefill", "done": 32, "total": 64}
+
+
+def state(running: Jobs, job: Job) -> str:
+    return running.job(job.id).state
+
+
+def over(running: Jobs, *waited: Job, seconds: float = 60) -> list[Job]:
+    until(lambda: all(running.job(job.id).over for job in waited), seconds)
+    return [running.job(job.id) for job in waited]
+
+
+def run_here(folder: Path, work: Work, *documents: Upload) -> tuple[dict[str, Any], list[str]]:
+    """A job in this process: what it made, and its stages."""
+    files = JobFiles(folder)
+    stages: list[str] = []
+    try:
+        job = files.create(work, documents)
+        made = job_process.run(files.of(job.id), "cpu", lambda stage, done, total: stages.append(stage))
+    finally:
+        files.close()
+    return made, list(dict.fromkeys(stages))
+
+
+def test_what_a_job_makes_is_what_the_commands_make(shelf: Path, tiny: Path, tmp_path: Path) -> None:
+    model = str(tiny)
+    work = Work("prefill", "book", str(shelf / "book.kv"), model, options=CHUNK)
+    made, stages = run_here(shelf, work, text("facts"))
+    assert stages == ["read", "load", "tokenize", "prefill", "publish", "index"]
+    loaded = load(model, "cpu")
+    plain = tmp_path / "plain" / "book.kv"
+    report = prefill_texts(loaded, [TextDocument("facts", FACTS.strip("\n"))], plain, Settings(options=CHUNK))
+    assert (made["n_tokens"], made["documents"]) == (report.n_tokens, 1)
+    assert made["recall"] == build_indexes(plain, "clusters").recall
+    assert tree(shelf / "book.kv") == tree(plain)
+    assert tree(shelf / "book.kv.indexes").keys() == tree(plain.with_name("book.kv.indexes")).keys()
+
+    appended = Work("append", "book", str(shelf / "book.kv"), model)
+    added, stages = run_here(shelf, appended, text("more", MORE))
+    assert stages[-1] == job_process.EXCHANGE
+    assert added["added"] == ("more",)
+    append_texts(loaded, [TextDocument("more", MORE)], plain)
+    assert tree(shelf / "book.kv") == tree(plain)
+    again, stages = run_here(shelf, appended, text("more", MORE))
+    assert (again["added"], again["known"]) == ((), ("more",))
+
+
+def test_a_job_that_is_run_again_keeps_what_it_made(shelf: Path, tiny: Path) -> None:
+    work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), options=CHUNK, index=False)
+    first, _ = run_here(shelf, work, text("facts"))
+    again, stages = run_here(shelf, work, text("facts"))
+    assert "prefill" not in stages
+    assert again["n_tokens"] == first["n_tokens"]
+
+
+def test_files_are_read_by_what_they_are(shelf: Path, tiny: Path) -> None:
+    work = Work("prefill", "book", str(shelf / "book.kv"), str(tiny), index=False)
+    page = Upload("page.html", io.BytesIO(b"<title>x</title><p>Hello &amp; welcome</p>"))
+    run_here(shelf, work, page, text("as it is.html", "<p>raw</p>"))
+    from offload_decode.store.reader import KVStore
+
+    store = KVStore.open(shelf / "book.kv")
+    decoded = tiny_tokenizer().decode(store.tokens)
+    assert [document.name for document in store.documents] == ["page.html", "as it is.html"]
+    assert "Hello & welcome" in decoded
+    assert "<p>raw</p>" in decoded
+    with pytest.raises(CorpusError, match=r"picture\.png cannot be read, because it is an image"):
+        run_here(
+            shelf,
+            Work("prefill", "b", str(shelf / "b.kv"), str(tiny)),
+            Upload("picture.png", io.BytesIO(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")),
+        )
+
+
+def test_a_process_of_its_own_says_why_it_failed(started: Callable[..., Jobs], shelf: Path) -> None:
+    running = started()
+    picture = Upload("a.gif", io.BytesIO(b"GIF89a\0\0"))
+    (failed,) = over(running, running.prefill("book", None, [text("facts"), picture]))
+    assert failed.error == "a.gif cannot be read, because it is an image: leave it out"
+    assert [path.name for path in shelf.iterdir()] == [".jobs"]
+
+
+@pytest.mark.slow
+def test_a_store_is_made_by_a_process_of_its_own(
+    started: Callable[..., Jobs], catalog: Catalog, shelf: Path
+) -> None:
+    running = started()
+    job = running.prefill("book", None, [text("facts")], options=CHUNK)
+    assert job.state == "queued"
+    (done,) = over(running, job, seconds=600)
+    assert (done.state, done.error) == ("done", None)
+    assert done.result is not None
+    assert catalog.entry("book").tokens == done.result["n_tokens"]
+    assert catalog.entry("book").recall == done.result["recall"] is not None
+    assert sorted(path.name for path in shelf.iterdir()) == [".jobs", "book.kv", "book.kv.indexes"]
+    assert [path.name for path in running._files.of(job.id).iterdir()] == ["job.json"]  # type: ignore[union-attr]
+
+
+def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(
+    started: Callable[..., Jobs], says: Callable[..., None]
+) -> None:
+    says([HALF, WAIT, DONE])
+    running = started()
+    made = [running.prefill(name, None, [text("facts")]) for name in ("a", "b", "c")]
+    assert running.jobs() == made[::-1] or [job.id for job in running.jobs()] == [
+        job.id for job in made[::-1]
+    ]
+    for first, *others in (made, made[1:], made[2:]):
+        until(lambda first=first: running.progress(first.id) is not None)  # type: ignore[misc]
+        assert [state(running, job) for job in (first, *others)] == ["running"] + ["queued"] * len(others)
+        assert running._process is not None
+        assert running._process.stdin is not None
+        running._process.stdin.write("go\n")
+        running._process.stdin.flush()
+        assert over(running, first)[0].result == DONE["result"]
+
+
+def test_progress_tells_the_time_that_is_left() -> None:
+    follow = jobs._Speed()
+    assert follow("load", 0, 1).left_s is None
+    assert follow("prefill", 100, 1100).left_s is None
+    time.sleep(0.02)
+    half = follow("prefill", 600, 1100)
+    assert half.left_s == pytest.approx(0.02, abs=0.5)
+    assert (half.stage, half.done, half.total) == ("prefill", 600, 1100)
+
+
+def test_a_failure_is_its_sentence_and_can_be_tried_again(
+    started: Callable[..., Jobs], says: Callable[..., None], catalog: Catalog
+) -> None:
+    says([HALF, {"error": "the disk is full."}], [DONE])
+    running = started()
+    (failed,) = over(running, running.prefill("book", None, [text("facts")]))
+    assert (failed.state, failed.error) == ("failed", "the disk is full.")
+    assert failed.ended is not None
+    assert running.retry(failed.id).error is None
+    (done,) = over(running, failed)
+    assert (done.state, done.error) == ("done", None)
+    with pytest.raises(ConfigError, match="only a job that failed"):
+        running.retry(done.id)
+
+
+def test_a_process_that_is_killed_is_started_again(
+    started: Callable[..., Jobs], says: Callable[..., None]
+) -> None:
+    says([HALF, DIE], [HALF, DONE])
+    running = started()
+    assert over(running, running.prefill("book", None, [text("facts")]))[0].state == "done"
+    says([DIE])
+    (failed,) = over(running, running.prefill("other", None, [text("facts")]))
+    assert failed.error == "its process was killed by signal 9, 3 times"
+
+
+def test_a_job_that_is_cancelled_ends(
+    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path
+) -> None:
+    says([HALF, WAIT])
+    running = started()
+    first, second = (running.prefill(name, None, [text("facts")]) for name in ("a", "b"))
+    until(lambda: running.progress(first.id) is not None)
+    for name in "ab":
+        (shelf / f"{name}.kv.partial").mkdir()
+        (shelf / f"{name}.kv.partial" / "lock").touch()
+    assert running.cancel(second.id).state == "cancelled"
+    assert running.cancel(first.id).state == "cancelled"
+    until(lambda: not list(shelf.glob("*.partial")))
+    assert running.cancel(first.id).state == "cancelled"
+    assert running.progress(first.id) is None
+    says([DONE])
+    (third,) = over(running, running.prefill("a", None, [text("facts")]))
+    assert running.cancel(third.id).state == "done"
+    assert state(running, second) == "cancelled"
+
+
+def test_a_longer_store_waits_for_answers_before_it_takes_its_place(
+    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path, catalog: Catalog
+) -> None:
+    make_store(shelf / "book.kv")
+    catalog.refresh()
+    says([HALF, {"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
+    events: list[str] = []
+    free = threading.Event()
+
+    @contextmanager
+    def released(name: str) -> Iterator[None]:
+        events.append(f"asked for {name}")
+        assert free.wait(60)
+        yield
+        events.append("let go")
+
+    running = started(released=released)
+    job = running.append("book", [text("more", MORE)])
+    until(lambda: bool(events))
+    assert state(running, job) == "running"
+    free.set()
+    assert over(running, job)[0].state == "done"
+    until(lambda: events == ["asked for book", "let go"])
+
+
+def test_an_append_that_waits_can_be_cancelled(
+    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path, catalog: Catalog
+) -> None:
+    make_store(shelf / "book.kv")
+    catalog.refresh()
+    says([{"stage": "exchange", "done": 0, "total": 1}, WAIT, DONE])
+    free = threading.Event()
+
+    @contextmanager
+    def released(name: str) -> Iterator[None]:
+        assert free.wait(60)
+        yield
+
+    running = started(released=released)
+    job = running.append("book", [text("more", MORE)])
+    until(lambda: running.progress(job.id) is not None)
+    running.cancel(job.id)
+    free.set()
+    says([DONE])
+    assert over(running, running.append("book", [text("more", MORE)]))[0].state == "done"
+    assert state(running, job) == "cancelled"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../x", "a/b", "/etc", ".hidden", "a\nb", "a\0b", "é", "x" * 101, "-x", "a b", "..", "."]
+)
+def test_hostile_names_are_refused(started: Callable[..., Jobs], shelf: Path, name: str) -> None:
+    with pytest.raises(WrongField) as refused:
+        started().prefill(name, None, [text("facts")])
+    assert refused.value.param == "name"
+    assert list(shelf.iterdir()) == []
+
+
+def test_names_that_are_taken_are_refused(
+    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path, catalog: Catalog
+) -> None:
+    make_store(shelf / "book.kv")
+    (shelf / "junk.kv").mkdir()
+    catalog.refresh()
+    says([HALF, WAIT])
+    running = started()
+    for name in ("book", "book.kv", "junk", "tiny"):
+        with pytest.raises(StoreExists, match="exists already"):
+            running.prefill(name, "tiny", [text("facts")])
+    job = running.prefill("new", "tiny", [text("facts")])
+    with pytest.raises(StoreExists, match=job.id):
+        running.prefill("new.kv", "tiny", [text("facts")])
+
+
+def test_a_new_job_takes_the_place_of_one_that_failed(
+    started: Callable[..., Jobs], says: Callable[..., None]
+) -> None:
+    says([{"error": "it holds no text"}], [DONE])
+    running = started()
+    (failed,) = over(running, running.prefill("book", None, [text("facts")]))
+    (done,) = over(running, running.prefill("book", None, [text("facts")]))
+    assert done.state == "done"
+    assert state(running, failed) == "cancelled"
+
+
+def test_what_no_store_can_be_made_of_is_refused_at_once(
+    started: Callable[..., Jobs], shelf: Path, catalog: Catalog
+) -> None:
+    running = started()
+    make = running.prefill
+    for error, refused in (
+        (WrongField, lambda: make("book", None, [])),
+        (WrongField, lambda: make("book", None, [text("")])),
+        (WrongField, lambda: make("book", None, [text("a\nb")])),
+        (WrongField, lambda: make("book", None, [text("x" * 501)])),
+        (WrongField, lambda: make("book", None, [text("a"), text("a")])),
+        (WrongField, lambda: make("book", None, [text(str(n)) for n in range(10_001)])),
+        (NoSuchName, lambda: make("book", "https://host/model", [text("a")])),
+        (NoSuchName, lambda: make("book", str(shelf), [text("a")])),
+        (ConfigError, lambda: make("book", None, [text("a")], kv="int3")),
+        (ConfigError, lambda: make("book", None, [text("a")], dtype="float8")),
+        (ConfigError, lambda: make("book", None, [text("a")], weights="int3")),
+        (ConfigError, lambda: make("book", None, [text("a")], method="guess")),
+        (ConfigError, lambda: make("book", None, [text("a")], options={"chunk": 0})),
+        (ConfigError, lambda: make("book", None, [text("a")], options={"chnk": 64})),
+        (ConfigError, lambda: make("book", None, [text("a")], options={"chunk": [1]})),
+        (NoSuchName, lambda: running.append("book", [text("a")])),
+        (NoSuchName, lambda: running.append("tiny", [text("a")])),
+        (NoSuchName, lambda: running.delete("tiny")),
+        (NoSuchName, lambda: running.job("job-\ud800" + "x" * 1000)),
+        (NoSuchName, lambda: running.cancel("../job")),
+    ):
+        with pytest.raises(error) as raised:
+            refused()
+        assert len(str(raised.value)) < 600
+    assert list(shelf.iterdir()) == []
+    make_store(shelf / "other.kv")
+    catalog.refresh()
+    with pytest.raises(WrongField, match="name one of tiny, model"):
+        make("book", None, [text("a")])
+
+
+def test_jobs_do_not_pile_up(
+    started: Callable[..., Jobs], says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "MOST_WAITING", 2)
+    monkeypatch.setattr(jobs, "MOST_KEPT", 1)
+    says([DONE])
+    running = started()
+    for name in ("a", "b", "c"):
+        over(running, running.prefill(name, None, [text("facts")]))
+    assert [job.work.name for job in running.jobs()] == ["c", "b"]
+    assert running._files is not None
+    assert len([*running._files.all()]) == 2
+    says([WAIT])
+    for name in ("d", "e"):
+        running.prefill(name, None, [text("facts")])
+    with pytest.raises(Busy):
+        running.prefill("f", None, [text("facts")])
+
+
+def test_a_server_without_a_folder_makes_no_stores(shelf: Path) -> None:
+    with Catalog([make_store(shelf / "book.kv")]) as catalog:
+        running = Jobs(catalog)
+        for refused in (
+            lambda: running.prefill("new", None, [text("facts")]),
+            lambda: running.append("book", [text("facts")]),
+        ):
+            with pytest.raises(ConfigError, match="no folder to put stores in"):
+                refused()
+        with pytest.raises(ConfigError, match="by itself"):
+            running.delete("book")
+        running.close()
+
+
+def test_two_servers_do_not_run_the_same_jobs(
+    started: Callable[..., Jobs], says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.job_files._WAIT_S", 0.05)
+    says([HALF, WAIT])
+    first = started()
+    first.prefill("book", None, [text("facts")])
+    second = started()
+    assert second.jobs() == []
+    with pytest.raises(StoreBusy, match="another server"):
+        second.prefill("other", None, [text("facts")])
+
+
+def test_a_new_server_goes_on_with_what_was_left(
+    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path
+) -> None:
+    says([HALF, WAIT])
+    first = started()
+    left = [first.prefill(name, None, [text("facts")]) for name in ("a", "b")]
+    until(lambda: first.progress(left[0].id) is not None)
+    first.close()
+    (shelf / ".jobs" / "job-0.partial").mkdir()
+    (shelf / ".jobs" / "job-1").mkdir()
+    (shelf / ".jobs" / "job-1" / "job.json").write_text("{}")
+    (shelf / ".deleted-1" / "x.kv").mkdir(parents=True)
+    says([DONE])
+    second = started()
+    assert {job.id for job in second.jobs()} == {job.id for job in left}
+    assert [job.state for job in over(second, *left)] == ["done", "done"]
+    assert not (shelf / ".jobs" / "job-0.partial").exists()
+    assert not (shelf / ".deleted-1").exists()
+
+
+def test_a_record_is_read_as_it_was_written(shelf: Path) -> None:
+    files = JobFiles(shelf)
+    work = Work("prefill", "book", "/x/book.kv", "demo", options={"chunk": 64})
+    job = files.create(work, [text("a"), Upload("b.pdf", io.BytesIO(b"%PDF"))])
+    assert job.documents == (Stated("a", True), Stated("b.pdf", False))
+    assert [*files.all()] == [(files.of(job.id), job)]
+    record = files.of(job.id) / "job.json"
+    for spoilt in ("[]", "{}", "null", '{"id": 1}', record.read_text().replace(job.id, "job-2"), "x"):
+        record.write_text(spoilt)
+        assert [found for _, found in files.all()] == [None]
+    files.close()
+
+
+def test_a_store_is_deleted_when_no_answer_reads_it(
+    started: Callable[..., Jobs], shelf: Path, catalog: Catalog
+) -> None:
+    make_store(shelf / "book.kv")
+    make_store(shelf / "other.kv", seed=1)
+    build_indexes(shelf / "book.kv", "flat")
+    catalog.refresh()
+    free = threading.Event()
+
+    @contextmanager
+    def released(name: str) -> Iterator[None]:
+        assert free.wait(60)
+        yield
+
+    running = started(released=released)
+    errors: list[Exception] = []
+
+    def delete() -> None:
+        try:
+            running.delete("book")
+        except (NoSuchName, StoreBusy) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=delete) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    until(lambda: "book" not in [entry.name for entry in catalog.entries()])
+    assert (shelf / "book.kv").exists()
+    until(lambda: len(errors) == 3)
+    free.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(path.name for path in shelf.iterdir()) == ["other.kv"]
+    make_store(shelf / "book.kv")
+    catalog.refresh()
+    assert catalog.entry("book").tokens == 40
+
+
+def test_a_store_that_a_job_is_at_work_on_is_not_deleted(
+    started: Callable[..., Jobs], says: Callable[..., None], shelf: Path, catalog: Catalog
+) -> None:
+    make_store(shelf / "book.kv")
+    catalog.refresh()
+    says([HALF, WAIT])
+    running = started()
+    running.append("book", [text("more")])
+    with pytest.raises(StoreBusy, match="at work on 'book'"):
+        running.delete("book")
+
+
+SERVER = """
+import sys, time
+from pathlib import Path
+from server.catalog import Catalog
+from server.jobs import Jobs
+running = Jobs(Catalog([Path(sys.argv[1])], sys.argv[2]), device="cpu")
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_kills_of_processes_and_of_servers_leave_the_store_of_one_prefill(
+    shelf: Path, tiny: Path, tmp_path: Path
+) -> None:
+    long = FACTS * 12
+    plain = tmp_path / "plain.kv"
+    loaded = load(str(tiny), "cpu")
+    prefill_texts(loaded, [TextDocument("facts", long.strip("\n"))], plain, Settings(options={"chunk": 16}))
+    with Catalog([shelf], str(tiny)) as catalog:
+        running = Jobs(catalog, device="cpu")
+        job = running.prefill("book", None, [text("facts", long)], options={"chunk": 16}, index=False)
+
+        def prefilling(more: int) -> Callable[[], bool]:
+            def reached() -> bool:
+                now = running.progress(job.id)
+                return now is not None and now.stage == "prefill" and now.done >= more
+
+            return reached
+
+        until(prefilling(32), 600)
+        assert running._process is not None
+        os.kill(running._process.pid, signal.SIGKILL)
+        until(lambda: running.progress(job.id) is None)
+        until(prefilling(64), 600)
+        running.close()
+    progress = shelf / "book.kv.partial" / "progress.json"
+    before = json.loads(progress.read_text())["tokens"]
+    assert 64 <= before < 16 * 200
+    command = [sys.executable, "-c", SERVER, str(shelf), str(tiny)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "up\n"
+    until(lambda: json.loads(progress.read_text())["tokens"] > before, 600)
+    server.kill()
+    server.wait()
+    with Catalog([shelf], str(tiny)) as catalog:
+        running = Jobs(catalog, device="cpu")
+        (done,) = over(running, running.job(job.id), seconds=600)
+        running.close()
+    assert (done.state, done.error) == ("done", None)
+    assert tree(shelf / "book.kv") == tree(plain)
