@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from cli import output
 from cli.groups import From, with_groups
 from cli.limits import Asking, asking, open_engine
 from cli.options import (
+    Cite,
     Json,
     MaxNewTokens,
     Seed,
@@ -21,11 +23,11 @@ from cli.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from offload_decode.engine.engine import Engine
     from offload_decode.store.format import Manifest
-    from offload_decode.types import StepStats
+    from offload_decode.types import CitedDocument, StepStats
 
 
 @with_groups
@@ -40,6 +42,7 @@ def ask(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     as_json: Json = False,
+    cites: Cite = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what the answer cost.")] = False,
 ) -> None:
     """Answer one question from a store.
@@ -48,19 +51,22 @@ def ask(
     """
     asked = question_from(question)
 
+    from offload_decode.engine.citations import cite
     from offload_decode.engine.sampler import Sampler
 
     sampler = Sampler(temperature, top_p, seed)
     engine = open_engine(store, how)
     if as_json:
-        given = engine.answer(asked, max_new_tokens, sampler)
+        given = engine.answer(asked, max_new_tokens, sampler, cites)
         cost = given.stats
+        cited = {} if given.citations is None else {"citations": list(map(asdict, given.citations))}
         output.answer_json(
             {
                 "question": asked,
                 "answer": given.text,
                 "tokens": len(given.tokens),
                 "finish": given.finish,
+                **cited,
                 "selector": engine.selector.name,
                 "options": asdict(engine.selector.options),
                 "search": engine.selector.report(),
@@ -75,8 +81,11 @@ def ask(
             }
         )
     else:
-        show(engine.stream(asked, max_new_tokens, sampler))
+        with engine.watched() if cites else nullcontext() as watch:
+            show(engine.stream(asked, max_new_tokens, sampler))
         cost = engine.prefix.take_stats()
+        if watch is not None:
+            output.note(attended(cite(watch, engine.store, engine.tokenizer)))
     if inexact := approximations(engine.store.manifest):
         output.note(f"The store's keys and values are approximate: {output.one_line(inexact)}.")
     if quantised := other_weights(engine.store.manifest, engine.loaded.weights):
@@ -122,6 +131,17 @@ def show(pieces: Iterable[str]) -> None:
         begun = begun or bool(shown)
         output.generated(shown)
     output.generated("", end="\n")
+
+
+def attended(citations: Sequence[CitedDocument]) -> str:
+    """What an answer attended to, for people."""
+    if not citations:
+        return "attended to no passage in particular"
+    lines = []
+    for document in citations:
+        lines.append(f"{document.share:4.0%}  {output.one_line(document.name)}")
+        lines += [f"{span.share:10.0%}  {' '.join(span.text.split())}" for span in document.spans]
+    return "\n".join(lines)
 
 
 def describe(cost: StepStats, engine: Engine) -> str:

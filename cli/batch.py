@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -14,6 +15,7 @@ from cli.failures import exit_code, sentence
 from cli.groups import From, with_groups
 from cli.limits import Asking, asking, check_store
 from cli.options import (
+    Cite,
     MaxNewTokens,
     Quiet,
     a_path,
@@ -67,13 +69,14 @@ def batch(
     how: Annotated[Asking, From(asking)],
     max_new_tokens: MaxNewTokens = 128,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Questions in one forward pass.", min=1)] = 8,
+    cites: Cite = False,
     quiet: Quiet = False,
 ) -> None:
     """Ask many questions of many stores.
 
     Every question is asked of every store, unless its line names one ("id" and "store" may be left out). An
     answer is a line with "id", "store", "question", "answer", "tokens" (how many), "finish", the settings,
-    and whatever else the question's line held.
+    "citations" with --cite, and whatever else the question's line held.
 
     Questions that the output answers already are not asked again: the same command resumes a batch that was
     interrupted.
@@ -89,6 +92,7 @@ def batch(
         "max_new_tokens": max_new_tokens,
         "model": config.model,
         "weights": config.weights,
+        **({"cite": True} if cites else {}),
     }
     answered = read_answered(out, settings)
     left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
@@ -106,6 +110,7 @@ def batch(
             settings,
             max_new_tokens,
             batch_size,
+            cites,
             progress,
         )
     done = sum(map(len, left.values())) - sum(failure.unanswered for failure in failures)
@@ -160,6 +165,7 @@ def _answer(
     settings: dict[str, object],
     max_new_tokens: int,
     batch_size: int,
+    cites: bool,
     progress: Progress,
 ) -> list[Unanswered]:
     """Answer store by store; a store that fails does not stop the others."""
@@ -173,7 +179,8 @@ def _answer(
             progress("answer", done, total)
             for start in range(0, len(own), batch_size):
                 part = own[start : start + batch_size]
-                answers = engine.answer_many([question.text for question in part], max_new_tokens, batch_size)
+                texts = [question.text for question in part]
+                answers = engine.answer_many(texts, max_new_tokens, batch_size, cites)
                 append_answers(
                     out, [_line(store, q, a, settings) for q, a in zip(part, answers, strict=True)]
                 )
@@ -193,6 +200,7 @@ def _line(store: str, question: Question, answer: Answer, settings: dict[str, ob
         "answer": answer.text,
         "tokens": len(answer.tokens),
         "finish": answer.finish,
+        **({} if answer.citations is None else {"citations": list(map(asdict, answer.citations))}),
         **settings,
         **question.extra,
     }

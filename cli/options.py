@@ -139,6 +139,9 @@ Exclude = Annotated[
 ]
 FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Of folders, read what links lead to.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Cite = Annotated[
+    bool, typer.Option("--cite", help="Say which documents and passages the answer attended to.")
+]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress and no notes on stderr.")]
 
 

@@ -17,7 +17,10 @@ from offload_decode.errors import ConfigError, CorpusError
 from prefill_jobs.plain_files import read_plain
 
 # What an answer adds to its question: a question's own field of that name would be lost.
-_RESERVED = ("answer", "tokens", "finish", "selector", "options", "max_new_tokens", "model", "weights")
+_RESERVED = (
+    *("answer", "tokens", "finish", "citations"),
+    *("selector", "options", "max_new_tokens", "model", "weights", "cite"),
+)
 _FIRST = '{"id": '
 
 

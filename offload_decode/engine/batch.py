@@ -7,17 +7,22 @@ from collections.abc import Sequence
 
 import torch
 
+from offload_decode.engine.citations import Watch, cite
 from offload_decode.engine.conversation import Conversation
 from offload_decode.models.passes import run_in_passes
 from offload_decode.models.processors import Processors
-from offload_decode.types import Answer, StepStats
+from offload_decode.types import Answer, CitedDocument, StepStats
 
 
-def answer_batch(engine: Conversation, questions: Sequence[str], max_new_tokens: int) -> list[Answer]:
+def answer_batch(
+    engine: Conversation, questions: Sequence[str], max_new_tokens: int, cites: bool = False
+) -> list[Answer]:
     """Greedy answers, equal to `Engine.answer` for each question; every answer carries the batch's shared
     stats. A question whose answer has ended is no longer run.
     """
     forked, ends = engine.fork(), engine.end_tokens
+    watches = [Watch(engine.prefix.host) for _ in questions] if cites else []
+    forked.prefix.watches = tuple(watches)
     forked.cache.batch_repeat_interleave(len(questions))
     device, stored = engine.loaded.device, engine.length
     asked = [engine.pending + engine.question_tokens(question) for question in questions]
@@ -60,11 +65,15 @@ def answer_batch(engine: Conversation, questions: Sequence[str], max_new_tokens:
         if len(kept) < len(chosen):
             rows = torch.tensor(kept, device=device)
             forked.cache.batch_select_indices(rows)
+            forked.prefix.watches = tuple(watches[row] for row in running) if cites else ()
             # All is True but the padding: only the questions' columns move up.
             mask[: len(kept), stored : stored + longest] = mask[rows, stored : stored + longest]
             mask, ids, position = mask[: len(kept)], ids[rows], position[rows]
     stats.add(forked.prefix.take_stats())
+    cited: list[tuple[CitedDocument, ...] | None] = [None] * len(asked)
+    if cites:
+        cited = [cite(watch, engine.store, engine.tokenizer) for watch in watches]
     return [
-        Answer(engine.decode(one).strip(), tuple(one), stats, "length" if len(one) == ends_at else "stop")
-        for one, ends_at in zip(tokens, most, strict=True)
+        Answer(engine.decode(own).strip(), tuple(own), stats, "length" if len(own) == end else "stop", seen)
+        for own, end, seen in zip(tokens, most, cited, strict=True)
     ]

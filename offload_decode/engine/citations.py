@@ -1,32 +1,60 @@
-"""Which stored tokens an answer attended to."""
+"""Which documents and passages an answer attended to: docs/methods.md §8."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
+from offload_decode.errors import ConfigError
 from offload_decode.kernels.host_tokens import score_tokens
 from offload_decode.kv.host import BLOCK_TOKENS, HostKV
 from offload_decode.pages.reference import page_tokens
-from offload_decode.types import AttentionState, PageSelection, Selection
+from offload_decode.store.base import Store
+from offload_decode.store.reader import KVStore
+from offload_decode.types import AttentionState, CitedDocument, CitedSpan, Document, PageSelection, Selection
+
+NOTABLE = 0.05
+"""The least share of a row's attention to stored tokens that counts: most heads spread theirs thinly over the
+whole corpus, and the sum of that would drown what a few look for.
+"""
+OPENING = 4
+"""First tokens of a store, which models attend to where there is nothing to attend to (StreamingLLM, arXiv
+2309.17453, §3.1): these are cited of no document.
+"""
+DOCUMENTS, SPANS = 8, 3
+WINDOW = 48  # tokens that one passage gathers around a peak
+REACH = 48  # tokens beyond these in which a sentence or a line may begin and end
+
+LEAST = 0.01  # of the whole: a document or a passage with less is not worth a reader's while
+
+# As texts, as SentencePiece and as bytes spell them.
+_NEWLINE = r"(?:[\nĊ]|<0x0A>)"
+_LINE = re.compile(_NEWLINE)
+_PARAGRAPH = re.compile(rf"{_NEWLINE}[ ▁Ġ]*{_NEWLINE}[ ▁Ġ]*$")
+_SENTENCE = re.compile(r"[.!?。！？][\"'”’)\]]*$")
+_BLANK = re.compile(r"[\s▁ĠĊ]|<0x0A>")
 
 
 class Watch:
     """Sums the attention that one conversation pays to each stored token while it is watched.
 
-    mass: float32 `[N]`, the sum over all rows that were seen of a row's softmax over the stored tokens (0 for
-    tokens that were not selected); N · 4 bytes, of which the system commits the pages that are written to.
-    rows: how many rows that were.
+    mass: float32 `[N]`, the sum over all rows that were seen of a row's softmax over the stored tokens, where
+    that is at least `least`. It takes 4 bytes a token at most: the system commits pages that are written to.
     """
 
-    def __init__(self, host: HostKV):
+    def __init__(self, host: HostKV, least: float = NOTABLE):
         self.host = host
+        self.least = least
         self.mass = np.zeros(host.length, np.float32)
-        self.rows = 0
 
     def see(
         self,
@@ -43,7 +71,6 @@ class Watch:
             return
         own = replace(queries, rows=queries.on_host()[:, rows], group=1, tokens=1, copy=None)
         lse = state.lse.cpu()[:, rows, None]
-        self.rows += lse.numel()
         scores = None
         if isinstance(selection, PageSelection):
             ids = _listed(selection, queries, self.host.length)[:, rows]
@@ -55,15 +82,22 @@ class Watch:
             scores = None if selection.scores is None else selection.scores.cpu()[:, rows]
         if scores is None:
             scores = score_tokens(own.rows, self.host.layer_keys(layer), ids)
-        mass = (own.logits(scores) - lse).exp().masked_fill(ids < 0, 0.0)
-        np.add.at(self.mass, ids.clamp(min=0).numpy().ravel(), mass.numpy().ravel())
+        self._add(ids, own.logits(scores).masked_fill(ids < 0, -torch.inf), lse)
 
     def _see_all(self, layer: int, queries: Queries, lse: Tensor) -> None:
+        """Block by block, so that no row of a million scores is held."""
         for head, keys in enumerate(self.host.layer_keys(layer)):
             for start in range(0, self.host.length, BLOCK_TOKENS):
-                part = slice(start, start + BLOCK_TOKENS)
-                scores = queries.rows[head] @ keys.read(part, torch.device("cpu")).T
-                self.mass[part] += (queries.logits(scores) - lse[head]).exp().sum(0).numpy()
+                key = keys.read(slice(start, start + BLOCK_TOKENS), torch.device("cpu"))
+                ids = torch.arange(start, start + len(key))
+                logits = queries.logits(queries.rows[head] @ key.T)
+                self._add(ids.expand_as(logits), logits, lse[head])
+
+    def _add(self, ids: Tensor, logits: Tensor, lse: Tensor) -> None:
+        least = lse + (math.log(self.least) if self.least else -torch.inf)
+        notable = (logits >= least) & (logits > -torch.inf)
+        share = (logits - lse)[notable].exp()
+        np.add.at(self.mass, ids[notable].numpy(), share.numpy())
 
 
 def last_rows(queries: Queries, sequence: int, end: int | None = None) -> Tensor:
@@ -78,3 +112,82 @@ def _listed(selection: PageSelection, queries: Queries, n_tokens: int) -> Tensor
     """The tokens of every row, int64 `[Hkv, R, n]`, -1 where there is none."""
     tokens = page_tokens(selection.pages.cpu(), selection.page_size, n_tokens, selection.limit.cpu())
     return queries.by_row(tokens.unsqueeze(2)) if selection.shared else tokens
+
+
+def cite(
+    watch: Watch, store: Store, tokenizer: Any, most_documents: int = DOCUMENTS, most_spans: int = SPANS
+) -> tuple[CitedDocument, ...]:
+    """The documents that were attended to and their passages, most attended first; none where attention was
+    spread thinly. Raises `ConfigError` for a store that has no tokens.
+    """
+    if not isinstance(store, KVStore):
+        raise ConfigError("a store in memory has no documents to cite: open one from disk")
+    tokens = np.flatnonzero(watch.mass[OPENING:]) + OPENING
+    mass = watch.mass[tokens].astype(np.float64)
+    mass /= mass.sum() or 1.0
+    cited = []
+    for one in store.documents:
+        begin, end = np.searchsorted(tokens, [one.start, one.end]).tolist()
+        if (share := float(mass[begin:end].sum())) >= LEAST:
+            cited.append((share, one, slice(begin, end)))
+    cited.sort(key=lambda found: -found[0])
+    return tuple(
+        CitedDocument(
+            one.name, share, tuple(_passages(one, tokens[own], mass[own], store, tokenizer, most_spans))
+        )
+        for share, one, own in cited[:most_documents]
+    )
+
+
+def _passages(
+    document: Document,
+    tokens: npt.NDArray[np.int64],
+    mass: npt.NDArray[np.float64],
+    store: KVStore,
+    tokenizer: Any,
+    most: int,
+) -> Iterator[CitedSpan]:
+    """Windows around peaks, widened to whole sentences or lines; none overlaps another."""
+    taken: list[tuple[int, int]] = []
+    found: list[CitedSpan] = []
+    while len(taken) < most and len(tokens):
+        sums = np.concatenate([[0.0], mass.cumsum()])
+        ends = np.searchsorted(tokens, tokens + WINDOW)
+        first = int((sums[ends] - sums[:-1]).argmax())
+        low = max([document.start, *(end for _, end in taken if end <= tokens[first])])
+        high = min([document.end, *(start for start, _ in taken if start > tokens[first])])
+        last = min(int(tokens[ends[first] - 1]) + 1, high)
+        start, end = _widened(store, tokenizer, int(tokens[first]), last, low, high)
+        inside = (tokens >= start) & (tokens < end)
+        text = tokenizer.decode(
+            store.tokens[start:end].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        found.append(CitedSpan(start, end, str(text).strip(), float(mass[inside].sum())))
+        taken.append((start, end))
+        tokens, mass = tokens[~inside], mass[~inside]
+    yield from sorted((span for span in found if span.share >= LEAST), key=lambda span: -span.share)
+
+
+def _widened(store: KVStore, tokenizer: Any, start: int, end: int, low: int, high: int) -> tuple[int, int]:
+    """Tokens `start:end` with what else is of their sentences, or else of their lines, within `low:high` and
+    `REACH`.
+    """
+    low, high = max(low, start - REACH), min(high, end + REACH)
+    pieces = tokenizer.convert_ids_to_tokens(store.tokens[low:high].tolist())
+    before = _nearest(pieces, range(start - low, 0, -1))
+    after = _nearest(pieces, range(end - low, high - low))
+    return low if before is None else low + before, high if after is None else low + after
+
+
+def _nearest(pieces: Sequence[str], places: range) -> int | None:
+    """The first of `places` before which a sentence or a paragraph ends; else the first after a line."""
+
+    def whole(at: int) -> bool:
+        sentence = _SENTENCE.search(pieces[at - 1]) and _BLANK.match(pieces[at])
+        return bool(sentence or _PARAGRAPH.search("".join(pieces[max(0, at - 2) : at])))
+
+    def line(at: int) -> bool:
+        return bool(_LINE.search(pieces[at - 1]))
+
+    found = (next(filter(ends, places), None) for ends in (whole, line))
+    return next((at for at in found if at is not None), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from offload_decode.config import EngineConfig
 from offload_decode.engine.batch import answer_batch
+from offload_decode.engine.citations import cite
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.sampler import Sampler
 from offload_decode.engine.step import StoredPrefix
@@ -94,17 +96,23 @@ class Engine(Conversation):
         """Ask a question and yield the answer piece by piece; the conversation goes on from there."""
         yield from self.pieces(self.generate(self.ask(question), max_new_tokens, sampler))
 
-    def answer(self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None) -> Answer:
-        """Answer one question on its own: this engine's conversation stays as it is."""
+    def answer(
+        self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None, cites: bool = False
+    ) -> Answer:
+        """Answer one question on its own: this engine's conversation stays as it is. `cites`: with what the
+        answer attended to.
+        """
         forked = self.fork()
-        logits = forked.ask(question)
-        most = forked.most_new(max_new_tokens)
-        tokens = tuple(forked.generate(logits, most, sampler))
+        with forked.watched() if cites else nullcontext() as watch:
+            logits = forked.ask(question)
+            most = forked.most_new(max_new_tokens)
+            tokens = tuple(forked.generate(logits, most, sampler))
         finish = "length" if len(tokens) == most else "stop"
-        return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), finish)
+        cited = None if watch is None else cite(watch, self.store, self.tokenizer)
+        return Answer(self.decode(tokens).strip(), tokens, forked.prefix.take_stats(), finish, cited)
 
     def answer_many(
-        self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8
+        self, questions: Sequence[str], max_new_tokens: int = 128, batch_size: int = 8, cites: bool = False
     ) -> list[Answer]:
         """`answer` for each question, greedily, `batch_size` of them in one forward pass; one by one where
         the selector looks at a whole question, or where an answer may grow so long that it chooses among the
@@ -115,10 +123,10 @@ class Engine(Conversation):
         if batch_size < 1:
             raise ConfigError(f"a batch of {batch_size} questions answers none: batch_size must be 1 or more")
         if self.prefix.chosen.one_question or self._may_outgrow(questions, max_new_tokens):
-            return [self.answer(question, max_new_tokens) for question in questions]
+            return [self.answer(question, max_new_tokens, cites=cites) for question in questions]
         answers: list[Answer] = []
         for start in range(0, len(questions), batch_size):
-            answers += answer_batch(self, questions[start : start + batch_size], max_new_tokens)
+            answers += answer_batch(self, questions[start : start + batch_size], max_new_tokens, cites)
         return answers
 
     def _may_outgrow(self, questions: Sequence[str], max_new_tokens: int) -> bool:

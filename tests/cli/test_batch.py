@@ -43,6 +43,21 @@ def questions(tmp_path: Path) -> Path:
     return _write(tmp_path / "questions.jsonl", QUESTIONS)
 
 
+def test_answers_cite_where_that_is_asked(store: Path, questions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert _batch(questions, out, store, options=("--cite",)).code == 0
+    engine = Engine.open(store)
+    for line, asked in zip(_read(out), QUESTIONS, strict=True):
+        cited = engine.answer(asked["question"], 4, cites=True).citations
+        assert [one["name"] for one in line["citations"]] == [one.name for one in cited or ()]
+    assert _batch(questions, out, store, options=("--cite",)).err.startswith(f"{out}: 0 answers, 3 there")
+    uncited = tmp_path / "uncited.jsonl"
+    assert _batch(questions, uncited, store).code == 0
+    assert "citations" not in _read(uncited)[0]
+    command = ("batch", store, "--questions", questions, "--out", uncited, "--max-new-tokens", "4", "--cite")
+    assert "choose another --out" in refused(2, *command)
+
+
 def test_every_store_answers_every_question(
     store: Path, copy: Callable[[str], Path], questions: Path, tmp_path: Path
 ) -> None:

@@ -69,6 +69,20 @@ def test_ask_as_json_names_everything_that_shaped_the_answer(store: Path) -> Non
     assert stats["bytes_moved"] > 0
 
 
+def test_ask_cites_what_the_answer_attended_to(store: Path) -> None:
+    asked = ("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7")
+    (cited,) = json.loads(run(*asked, "--json", "--cite").out)["citations"]
+    assert (cited["name"], cited["share"]) == ("corpus.txt", 1.0)
+    assert sum(span["share"] for span in cited["spans"]) <= 1
+    assert all(span["text"] and 0 <= span["start"] < span["end"] <= STORED for span in cited["spans"])
+    assert "citations" not in json.loads(run(*asked, "--json").out)
+    ran = run(*asked, "--cite")
+    assert ran.out == run(*asked).out
+    first, *passages = ran.err.splitlines()
+    assert first == "100%  corpus.txt"
+    assert len(passages) == len(cited["spans"])
+
+
 def test_ask_shows_costs_on_stderr_and_leaves_stdout_to_the_answer(store: Path) -> None:
     plain = run("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7")
     ran = run("ask", store, QUESTION, "--max-new-tokens", "3", "-o", "budget=7", "--stats")

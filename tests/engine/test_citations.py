@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from offload_decode.attention.queries import Queries
+from offload_decode.engine.citations import OPENING, REACH, Watch, cite
 from offload_decode.engine.engine import Engine
+from offload_decode.errors import ConfigError
+from offload_decode.types import AttentionState, Selection
 from prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_tokenizer
 
-TEXT = "The quick brown fox jumps over the lazy dog. " * 4
+QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?", "Why"]
 SELECTORS = [
     ("dense", {}),
     ("topk", {"budget": "20"}),
@@ -20,24 +26,33 @@ SELECTORS = [
 ]
 
 
+DOCUMENTS = {
+    "a.txt": "One sentence stands here. The fox jumps over the dog. It is version 3.12 yet.\nA line\nof more",
+    "b.txt": "Nothing of the kind. " * 8,
+    "c.txt": "x" * 200,
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("citations")
     text_model(0, "gemma2").save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
-    (folder / "corpus.txt").write_text(TEXT)
+    (folder / "corpus").mkdir()
+    for name, text in DOCUMENTS.items():
+        (folder / "corpus" / name).write_text(text)
     prefill(
-        str(folder / "corpus.txt"),
+        str(folder / "corpus"),
         model=str(folder / "model"),
         out=folder / "store",
-        settings=Settings(options={"chunk": 32}),
+        settings=Settings(options={"chunk": 64}),
     )
     return folder
 
 
 def _recorded(engine, monkeypatch):
     """The attention mass of the last token of every pass of `engine`, in plain torch."""
-    plain = torch.zeros(engine.length, dtype=torch.float64)
+    plain, rows = torch.zeros(engine.length, dtype=torch.float64), []
     attend = type(engine.prefix)._attend_rows
 
     def recording(self, layer, queries, *rest):
@@ -47,11 +62,12 @@ def _recorded(engine, monkeypatch):
             for row in range(queries.tokens - 1, queries.rows.shape[1], queries.tokens):
                 logits = queries.logits(queries.rows[head, row] @ keys.T)
                 kept = _kept(chosen, queries, head, row, len(keys))
+                rows.append(row)
                 plain[kept] += torch.softmax(logits[kept].double(), -1)
         return attend(self, layer, queries, *rest)
 
     monkeypatch.setattr(type(engine.prefix), "_attend_rows", recording)
-    return plain
+    return plain, rows
 
 
 def _kept(chosen, queries, head, row, length):
@@ -69,9 +85,111 @@ def _kept(chosen, queries, head, row, length):
 @pytest.mark.parametrize(("selector", "options"), SELECTORS)
 def test_mass_is_that_of_a_plain_softmax_over_what_was_selected(folder, monkeypatch, selector, options):
     engine = Engine.open(folder / "store", selector=selector, options=options)
-    with engine.watched() as watch:
-        plain = _recorded(engine, monkeypatch)
-        logits = engine.ask("Who jumps?")
-        list(engine.generate(logits, 3))
+    watch = Watch(engine.prefix.host, least=0.0)
+    engine.prefix.watches = (watch,)
+    plain, rows = _recorded(engine, monkeypatch)
+    list(engine.generate(engine.ask(QUESTIONS[0]), 3))
     torch.testing.assert_close(torch.from_numpy(watch.mass).double(), plain, atol=1e-4, rtol=1e-4)
-    assert watch.mass.sum() == pytest.approx(watch.rows, rel=1e-4)
+    assert watch.mass.sum() == pytest.approx(len(rows), rel=1e-4)
+
+
+def test_a_question_in_parts_is_seen_as_a_whole_one(folder, monkeypatch):
+    def mass(at_once):
+        engine = Engine.open(folder / "store", options={"budget": "20"})
+        monkeypatch.setattr(engine.prefix.chosen, "rows_at_once", lambda *_: at_once)
+        with engine.watched() as watch:
+            engine.ask(QUESTIONS[1])
+        return torch.from_numpy(watch.mass)
+
+    torch.testing.assert_close(mass(3), mass(10_000))
+
+
+def test_what_holds_little_of_a_row_does_not_count(folder):
+    host = Engine.open(folder / "store").prefix.host
+    queries = Queries(torch.zeros(2, 1, 4), scaling=1.0)
+    ids = torch.tensor([[[3, 7, 9, -1]], [[3, 8, -1, -1]]])
+    shares = torch.tensor([[[0.9, 0.07, 0.03, 0.0]], [[0.96, 0.04, 0.0, 0.0]]])
+    state = AttentionState(torch.zeros(2, 1, 1), torch.zeros(2, 1))
+    watch = Watch(host)
+    watch.see(0, torch.tensor([0]), queries, Selection(ids, shares.log()), state)
+    found = {token: round(float(watch.mass[token]), 3) for token in watch.mass.nonzero()[0]}
+    assert found == {3: 1.86, 7: 0.07}
+
+
+def test_forks_are_not_watched(folder):
+    engine = Engine.open(folder / "store")
+    with engine.watched() as watch:
+        engine.fork().ask(QUESTIONS[0])
+        assert not watch.mass.any()
+    engine.ask(QUESTIONS[0])
+    assert not watch.mass.any()
+
+
+def test_a_batch_cites_as_one_by_one(folder):
+    engine = Engine.open(folder / "store", options={"budget": "20"})
+    first = engine.answer(QUESTIONS[0], 6).tokens
+    assert first[2] not in first[:2] + engine.answer(QUESTIONS[1], 6).tokens, "another seed is needed"
+    engine.loaded.model.generation_config.eos_token_id = first[2]  # it leaves the batch, the others go on
+    alone = [engine.answer(question, 6, cites=True).citations for question in QUESTIONS]
+    together = engine.answer_many(QUESTIONS, 6, cites=True)
+    assert alone[0] != alone[1]
+    for one, other in zip(alone, together, strict=True):
+        assert [cited.name for cited in one] == [cited.name for cited in other.citations]
+        shares = [cited.share for cited in other.citations]
+        assert [cited.share for cited in one] == pytest.approx(shares, abs=1e-4)
+    assert engine.answer_many(QUESTIONS, 2)[0].citations is None
+    assert engine.answer(QUESTIONS[0], 2).citations is None
+
+
+def _cited(folder, mass, **most):
+    engine = Engine.open(folder / "store")
+    watch = Watch(engine.prefix.host)
+    starts = {one.name: one.start for one in engine.store.documents}
+    texts = {
+        one.name: engine.decode(engine.store.tokens[one.start : one.end]) for one in engine.store.documents
+    }
+    for (name, piece), share in mass.items():
+        watch.mass[starts[name] + texts[name].index(piece)] += share  # a byte a token
+    return cite(watch, engine.store, engine.tokenizer, **most), engine
+
+
+def test_passages_are_whole_sentences_and_lines(folder):
+    cited, engine = _cited(folder, {("a.txt", "fox"): 3, ("b.txt", "kind"): 1})
+    assert [(one.name, one.share) for one in cited] == [("a.txt", 0.75), ("b.txt", 0.25)]
+    (span,) = cited[0].spans
+    assert (span.text, span.share) == ("The fox jumps over the dog.", 0.75)
+    assert engine.decode(engine.store.tokens[span.start : span.end]).strip() == span.text
+    (numbered,) = _cited(folder, {("a.txt", "3.12"): 1})[0][0].spans
+    assert numbered.text == "It is version 3.12 yet."  # a full stop within a number ends nothing
+    (unbroken,) = _cited(folder, {("c.txt", "x" * 120): 1})[0][0].spans
+    assert 0 < len(unbroken.text) <= 2 * REACH + 1
+
+
+def test_passages_do_not_overlap_and_are_counted_once(folder):
+    mass = {("a.txt", word): 1 for word in ("sentence", "fox", "version", "line")}
+    mass |= {("b.txt", "kind"): 1, ("c.txt", "xxx"): 0.001}
+    cited, _ = _cited(folder, mass)
+    assert [one.name for one in cited] == ["a.txt", "b.txt"]  # less than 1 % is left out
+    assert sum(one.share for one in cited) <= 1
+    for one in cited:
+        spans = sorted(one.spans, key=lambda span: span.start)
+        assert all(first.end <= second.start for first, second in itertools.pairwise(spans))
+        assert sum(span.share for span in spans) == pytest.approx(one.share)
+        assert list(one.spans) == sorted(one.spans, key=lambda span: -span.share)
+    (only,) = _cited(folder, mass, most_documents=1, most_spans=1)[0]
+    assert (only.name, len(only.spans)) == ("a.txt", 1)
+
+
+def test_the_opening_of_a_store_is_cited_of_no_document(folder):
+    engine = Engine.open(folder / "store")
+    watch = Watch(engine.prefix.host)
+    watch.mass[:OPENING] = 5
+    assert cite(watch, engine.store, engine.tokenizer) == ()
+    watch.mass[OPENING] = 1
+    assert cite(watch, engine.store, engine.tokenizer)[0].share == 1
+
+
+def test_a_store_in_memory_cannot_be_cited(folder):
+    host = Engine.open(folder / "store").prefix.host
+    with pytest.raises(ConfigError, match="no documents to cite"):
+        cite(Watch(host), object(), None)
