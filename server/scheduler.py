@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from offload_decode.engine.joint import join_key, run_turns
 from offload_decode.errors import OffloadDecodeError
@@ -99,6 +100,15 @@ class Scheduler:
         """Requests that run and that wait."""
         with self._changed:
             return len(self._running), len(self._waiting)
+
+    def uses(self, name: str) -> bool:
+        """Whether a name is being answered from, or an answer of it is being put away."""
+        with self._changed:
+            if any(one.request.model == name for one in (*self._running, *self._waiting)):
+                return True
+        with suppress(RuntimeError):  # the scheduler is closed: nothing is put away any more
+            self._ending.submit(int).result()  # all that has ended before is put away then
+        return False
 
     def close(self, grace_s: float = 0.0) -> None:
         """Take on nothing more; what runs has so many seconds to end, and is then ended."""

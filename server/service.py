@@ -13,8 +13,10 @@ from typing import Any
 from server.answering import Emit
 from server.catalog import Catalog
 from server.errors import WrongField
+from server.jobs import Jobs
 from server.metrics import Metrics
 from server.prompts import chat_tokens, completion_tokens, keep_answer, text_tokens
+from server.releases import Releases
 from server.requests import Delta, Done, Event, Generation, Request
 from server.residents import Resident, Residents
 from server.sampling import check_generation, check_top
@@ -65,6 +67,8 @@ class Service:
         self.tails = Tails(settings.tail_bytes)
         self.scheduler = Scheduler(settings, self.tails, self.metrics)
         self.spellings = Spellings()
+        self.releases = Releases(self.scheduler.uses, self._close)
+        self.jobs = Jobs(catalog, self.releases.released, settings.config.device, settings.read_only)
         catalog.subscribe(self._replaced)
 
     def preload(self) -> None:
@@ -77,22 +81,24 @@ class Service:
 
         Raises `NoSuchName`, `Loading`, `Busy`, `TooLarge`, `WrongField`, and what opening a store raises.
         """
-        resident = self._resident(asked)
-        scope = resident.entry.model_id
-        loaded, stored = resident.loaded, resident.stored
-        tokens = chat_tokens(loaded, stored, asked.messages, asked.tools, self.spellings, scope)
-        request = self._request(asked, resident, tokens)
-        keep = partial(keep_answer, loaded, asked.messages, spellings=self.spellings, scope=scope)
-        return self.scheduler.submit(request, resident, _Spelled(emit, keep))
+        with self.releases.asking(asked.model):
+            resident = self._resident(asked)
+            scope = resident.entry.model_id
+            loaded, stored = resident.loaded, resident.stored
+            tokens = chat_tokens(loaded, stored, asked.messages, asked.tools, self.spellings, scope)
+            request = self._request(asked, resident, tokens)
+            keep = partial(keep_answer, loaded, asked.messages, spellings=self.spellings, scope=scope)
+            return self.scheduler.submit(request, resident, _Spelled(emit, keep))
 
     def complete(self, asked: CompletionAsked, emit: Emit) -> Ticket:
         """Ask how a text goes on; its events go to `emit`. Raises as `chat`."""
         check_top(asked.prompt_logprobs, "logprobs")
-        resident = self._resident(asked)
-        tokens = completion_tokens(resident.loaded, resident.stored, asked.prompt)
-        request = self._request(asked, resident, tokens)
-        request = replace(request, prompt_logprobs=asked.prompt_logprobs, raw=True)
-        return self.scheduler.submit(request, resident, emit)
+        with self.releases.asking(asked.model):
+            resident = self._resident(asked)
+            tokens = completion_tokens(resident.loaded, resident.stored, asked.prompt)
+            request = self._request(asked, resident, tokens)
+            request = replace(request, prompt_logprobs=asked.prompt_logprobs, raw=True)
+            return self.scheduler.submit(request, resident, emit)
 
     def tokenize(
         self,
@@ -132,6 +138,7 @@ class Service:
     def close(self, grace_s: float = 0.0) -> None:
         """Answer nothing more; what is being written has so many seconds to end."""
         self.scheduler.close(grace_s)
+        self.jobs.close()
         self.residents.close()
         self.catalog.close()
 
@@ -162,8 +169,11 @@ class Service:
 
     def _replaced(self, names: set[str]) -> None:
         for name in names:
-            self.residents.forget(name)
-            self.tails.drop(name)
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        self.residents.forget(name)
+        self.tails.drop(name)
 
 
 class _Spelled:
