@@ -14,9 +14,9 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.corpusless import without_corpus
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.errors import ConfigError
 from offload_decode.kv.head_indexes import default_kind
 from offload_decode.kv.host import HostKV
 from offload_decode.memory import own_memory
@@ -119,8 +119,9 @@ class Residents:
                 if key in self._open:
                     return self._open[key]
             if entry.path is None:
-                raise ConfigError("a model without a corpus is not served yet: name a store")
-            start = self._opened(entry, entry.path, loaded, selector, merged)
+                start = without_corpus(loaded)
+            else:
+                start = self._opened(entry, entry.path, loaded, selector, merged)
             resident = Resident(entry, key, loaded, start)
             with self._lock:
                 self._open[key] = resident

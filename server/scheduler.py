@@ -11,10 +11,10 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
+from offload_decode.engine.citations import cite
 from offload_decode.engine.joint import join_key, run_turns
 from offload_decode.errors import OffloadDecodeError
 from offload_decode.selection.budgets import PASS_TOKENS
@@ -67,12 +67,15 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, resident: Resident, emit: Emit) -> Ticket:
-        """Take on a request; its events go to `emit`, from the scheduler's threads, one after another.
+    def submit(
+        self, request: Request, resident: Resident, emit: Emit, over: Callable[[], None] = lambda: None
+    ) -> Ticket:
+        """Take on a request; its events go to `emit`, from the scheduler's threads, one after another. `over`
+        is called when nothing of it is held any more.
 
         Raises `Busy` where too many wait, and `TooLarge` for what can never run.
         """
-        answering = Answering(request, resident, emit, self.metrics.watch(request.model))
+        answering = Answering(request, resident, emit, over, self.metrics.watch(request.model))
         try:
             self._check(answering)
             with self._changed:
@@ -100,15 +103,6 @@ class Scheduler:
         """Requests that run and that wait."""
         with self._changed:
             return len(self._running), len(self._waiting)
-
-    def uses(self, name: str) -> bool:
-        """Whether a name is being answered from, or an answer of it is being put away."""
-        with self._changed:
-            if any(one.request.model == name for one in (*self._running, *self._waiting)):
-                return True
-        with suppress(RuntimeError):  # the scheduler is closed: nothing is put away any more
-            self._ending.submit(int).result()  # all that has ended before is put away then
-        return False
 
     def close(self, grace_s: float = 0.0) -> None:
         """Take on nothing more; what runs has so many seconds to end, and is then ended."""
@@ -267,6 +261,9 @@ class Scheduler:
         """Remember the turn, and say what it attended to."""
         try:
             found = None
+            if answering.watch is not None:
+                store, loaded = answering.resident.start.store, answering.resident.loaded
+                found = cite(answering.watch, store, loaded.known_tokenizer)
             for conversation in answering.conversations():
                 self.tails.keep(answering.resident.key, conversation)
             answering.emit(Done(answering.usage, answering.stats, found))

@@ -1,0 +1,106 @@
+"""What a server holds: models one after another, stores while they are used, nothing of what was replaced."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+import weakref
+
+import pytest
+
+from offload_decode.errors import ModelError
+from prefill_jobs.append import append
+from prefill_jobs.job import Settings as PrefillSettings
+from prefill_jobs.job import prefill
+from server.errors import Loading, NoSuchName
+from server.requests import Generation
+from server.service import ChatAsked
+from tests.server.conftest import Listener
+from tests.tiny import text_model, tiny_tokenizer
+
+
+def ask(service, model, **more):
+    listener = Listener()
+    messages = [{"role": "user", "content": "Why?"}]
+    service.chat(ChatAsked("id", model, Generation(max_tokens=4), messages=messages, **more), listener)
+    return listener.all()
+
+
+def ask_patiently(service, model):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            return ask(service, model)
+        except Loading:
+            time.sleep(0.05)
+    raise AssertionError("never loaded")
+
+
+def test_the_stores_used_least_recently_are_closed(serve):
+    service = serve(max_open=2)
+    opened = service.residents.get(service.catalog.entry("book"))
+    held = weakref.ref(opened.start.prefix.host)
+    del opened
+    for options in ({"budget": "8"}, {"budget": "9"}):
+        assert ask(service, "notes", options=options).error is None
+    gc.collect()
+    assert service.residents.open_stores() == ["notes"]
+    assert held() is None
+    assert ask(service, "book").error is None
+
+
+def test_selectors_of_one_store_share_its_rows(service):
+    entry = service.catalog.entry("book")
+    hosts = {
+        id(service.residents.get(entry, selector).start.prefix.host)
+        for selector in ("topk", "quest", "dense")
+    }
+    assert len(hosts) == 1
+
+
+def test_a_store_that_grew_is_opened_again(serve, shelf, tmp_path):
+    shutil.copytree(shelf / "stores", tmp_path / "stores")
+    service = serve(tmp_path / "stores")
+    before = ask(service, "book")
+    (tmp_path / "more.txt").write_text("One more thing, whose colour is grey.\n")
+    append(tmp_path / "stores" / "book.kv", str(tmp_path / "more.txt"))
+    service.catalog.refresh()
+    after = ask(service, "book")
+    assert after.error is None
+    assert after.usage.cached > before.usage.cached
+    shutil.rmtree(tmp_path / "stores" / "book.kv")
+    service.catalog.refresh()
+    with pytest.raises(NoSuchName, match="'book'"):
+        ask(service, "book")
+    assert "book" not in service.residents.open_stores()
+
+
+def test_models_take_turns(serve, shelf, tmp_path):
+    text_model(1).save_pretrained(tmp_path / "other")
+    tiny_tokenizer().save_pretrained(tmp_path / "other")
+    prefill(
+        str(shelf / "notes.txt"),
+        model=str(tmp_path / "other"),
+        out=tmp_path / "stores" / "others.kv",
+        settings=PrefillSettings(options={"chunk": 64}),
+    )
+    service = serve(shelf / "stores", tmp_path / "stores")
+    held = weakref.ref(service.residents.model(service.catalog.entry("book")).model)
+    with pytest.raises(Loading, match="'others'"):
+        ask(service, "others")
+    assert ask_patiently(service, "others").error is None
+    gc.collect()
+    assert held() is None
+    assert ask_patiently(service, "book").error is None
+
+
+def test_a_model_that_cannot_be_loaded_is_tried_again(serve, shelf, tmp_path):
+    shutil.copytree(shelf / "stores", tmp_path / "stores")
+    service = serve(tmp_path / "stores", max_models=2)
+    missing = service.catalog.entry("book")
+    object.__setattr__(missing, "model_id", str(tmp_path / "missing"))
+    for _ in range(2):
+        with pytest.raises(ModelError):
+            ask_patiently(service, "book")
+    assert ask(service, "notes").error is None
