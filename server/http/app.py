@@ -1,0 +1,44 @@
+"""The app: routes, what stands in front of them, and how errors leave it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from anyio.to_thread import run_sync
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
+
+from server.http import chat, completions, models
+from server.http.errors import add_handlers
+from server.http.security import Access, Guard
+from server.service import Service
+
+
+def create_app(service: Service, access: Access = Access()) -> FastAPI:
+    """The HTTP side of a service, which is closed when the app shuts down."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await run_sync(service.close)
+
+    app = FastAPI(
+        title="offload-decode",
+        description="Stored corpora behind the OpenAI API.",
+        version=version("offload-decode"),
+        lifespan=lifespan,
+        dependencies=[Security(HTTPBearer(auto_error=False))] if access.keys else [],
+    )
+    app.state.service = service
+    for room in (chat, completions, models):
+        app.include_router(room.router())
+    add_handlers(app)
+    app.add_middleware(Guard, access=access, most=service.settings.max_body)
+    if access.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app

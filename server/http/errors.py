@@ -1,0 +1,213 @@
+"""Errors as OpenAI's clients read them: `{"error": {message, type, param, code}}` with a status.
+
+A remote client is told what the command line would say, without the server's paths; whoever reads the log
+sees the whole of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from indexes.errors import NotCompiled, UnknownIndex
+from offload_decode.errors import (
+    BucketError,
+    ConfigError,
+    CorpusError,
+    DoesNotFit,
+    OffloadDecodeError,
+    StoreBusy,
+    StoreExists,
+    StoreIncomplete,
+    StoreNotFound,
+)
+from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
+from server import logs
+from server.errors import Busy, Loading, NoSuchName, TimedOut, TooLarge, WrongField
+from server.service import Service
+
+LOG = logging.getLogger("offload_decode.server")
+
+
+class Problem(BaseModel):
+    """What went wrong: a sentence, and names for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every response that is an error."""
+
+    error: Problem
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request cannot be answered as it is."},
+    "5XX": {"model": ErrorBody, "description": "The server cannot answer."},
+}
+"""What an OpenAPI document says of errors."""
+
+
+class Refusal(NamedTuple):
+    """An error on its way out."""
+
+    status: int
+    body: ErrorBody
+    headers: dict[str, str]
+
+    def response(self) -> JSONResponse:
+        """The whole response."""
+        return JSONResponse(self.body.model_dump(), self.status, self.headers)
+
+
+_KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (Loading, 503, "server_error", "loading"),
+    (Busy, 429, "rate_limit_error", "busy"),
+    (NoSuchName, 404, "invalid_request_error", "model_not_found"),
+    (TooLarge, 413, "invalid_request_error", "too_large"),
+    (TimedOut, 504, "timeout_error", "timeout"),
+    (ConfigError, 400, "invalid_request_error", None),
+    (UnknownIndex, 400, "invalid_request_error", None),
+    (NotCompiled, 400, "invalid_request_error", None),
+    (CorpusError, 400, "invalid_request_error", None),
+    (StoreExists, 409, "invalid_request_error", "exists"),
+    (StoreNotFound, 404, "invalid_request_error", "model_not_found"),
+    (StoreIncomplete, 503, "server_error", "incomplete"),
+    (StoreBusy, 503, "server_error", "busy"),
+    (DoesNotFit, 503, "server_error", "does_not_fit"),
+    (BucketError, 503, "server_error", None),
+    (OffloadDecodeError, 500, "server_error", None),
+)
+"""Of the first class that an error is: its status, type and code."""
+
+
+def refused(error: Exception, names: Mapping[str, str] | None = None) -> Refusal:
+    """The response to an error. `names` are those of the stores, by their paths."""
+    for kind, status, named, code in _KINDS:
+        if isinstance(error, kind):
+            if status >= 500 and not isinstance(error, Busy | TimedOut):
+                LOG.error("%s: %s", type(error).__name__, error)
+            said = Problem(
+                message=_without_paths(str(error), names or {}),
+                type=named,
+                param=error.param if isinstance(error, WrongField) else None,
+                code=code,
+            )
+            return Refusal(status, ErrorBody(error=said), _headers(error))
+    if is_out_of_memory(error):
+        LOG.error("%s", OUT_OF_MEMORY, exc_info=error)
+        return _plain(503, "the server is out of memory: ask for less, or try again later", "out_of_memory")
+    LOG.error("unexpected %s", type(error).__name__, exc_info=error)
+    under = f", under {number}" if (number := logs.line().get("request_id")) else ""
+    return _plain(500, f"something went wrong in the server; its log says what{under}")
+
+
+def known_names(service: Service) -> dict[str, str]:
+    """What clients call what lies at a path."""
+    entries = service.catalog.entries()
+    stores = {str(entry.path): entry.name for entry in entries if entry.path is not None}
+    return {entry.model_id: entry.base for entry in entries} | stores
+
+
+def refusal(status: int, message: str, code: str | None = None, **headers: str) -> Refusal:
+    """An error that is no exception's: of the wire itself."""
+    return Refusal(
+        status, ErrorBody(error=Problem(message=message, type="invalid_request_error", code=code)), headers
+    )
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Let every error that leaves an endpoint become a response in this shape."""
+
+    async def wrong(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return invalid(error.errors(), error.body).response()
+
+    async def status(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        said = _SENTENCES.get(error.status_code, str(error.detail))
+        return refusal(error.status_code, said, **dict(error.headers or {})).response()
+
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return refused(error, known_names(request.app.state.service)).response()
+
+    app.add_exception_handler(RequestValidationError, wrong)
+    app.add_exception_handler(HTTPException, status)
+    app.add_exception_handler(OffloadDecodeError, failed)
+    app.add_exception_handler(MemoryError, failed)
+    app.add_exception_handler(Exception, failed)
+
+
+def invalid(errors: Sequence[Any], body: Any) -> Refusal:
+    """A body that is not of the shape it must be; says so of the field that is furthest in."""
+    if errors[0]["type"] == "json_invalid":
+        return refusal(400, f"the body is not JSON: {errors[0]['ctx']['error']} at position {errors[0]['loc'][1]}")
+    if isinstance(body, bytes | str | None) and len(errors[0]["loc"]) == 1:
+        return refusal(400, "send a JSON object, with the header Content-Type: application/json")
+    first = max(errors, key=lambda error: len(error["loc"]))
+    name = _field(first["loc"], body)
+    message = f"{name}: {_lowered(first['msg'])}" if name else _lowered(first["msg"])
+    return Refusal(
+        400,
+        ErrorBody(error=Problem(message=message, type="invalid_request_error", param=name or None)),
+        {},
+    )
+
+
+_SENTENCES = {
+    404: "there is nothing at this address",
+    405: "this address does not take that method",
+    400: "the body cannot be read",
+}
+
+
+def _field(place: Sequence[int | str], body: Any) -> str:
+    """`messages[0].role`: where in the body, without what pydantic says of unions on the way."""
+    name, at = "", body
+    for step in place[1:] if place and place[0] in ("body", "query", "path") else place:
+        if isinstance(step, int):
+            name += f"[{step}]"
+            at = at[step] if isinstance(at, list) and step < len(at) else None
+        elif not isinstance(at, Mapping) and at is not body:
+            continue
+        elif isinstance(at, Mapping) and step not in at and step is not place[-1]:
+            continue
+        else:
+            name += f".{step}" if name else step
+            at = at.get(step) if isinstance(at, Mapping) else None
+    return name
+
+
+def _lowered(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
+
+
+def _plain(status: int, message: str, code: str | None = None) -> Refusal:
+    return Refusal(status, ErrorBody(error=Problem(message=message, type="server_error", code=code)), {})
+
+
+def _headers(error: Exception) -> dict[str, str]:
+    if isinstance(error, Busy):
+        return {"Retry-After": str(max(1, error.retry_s))}
+    # A client that tries again of itself would only spend the same time again.
+    return {"X-Should-Retry": "false"} if isinstance(error, TimedOut | DoesNotFit) else {}
+
+
+def _without_paths(message: str, names: Mapping[str, str]) -> str:
+    for path in sorted(names, key=len, reverse=True):
+        message = message.replace(path, names[path])
+    return re.sub(r"(?<![\w.:/])(?:~|\.{1,2})?/(?:[^\s/'\",;]+/)*([^\s/'\",;]+)", r"\1", message)
+
+

@@ -1,0 +1,152 @@
+"""A service without a model: it answers with what it was told, a character a token, from a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload_decode.types import CitedDocument, CitedSpan, StepStats
+from server.catalog import Entry
+from server.errors import NoSuchName
+from server.requests import Delta, Done, Ended, Event, Failed, Prompted, Scored, Usage
+from server.service import ChatAsked, CompletionAsked
+from server.settings import Settings
+
+STORED = 100
+"""Tokens that lie in front of every question."""
+Emit = Callable[[Event], None]
+Asked = ChatAsked | CompletionAsked
+CITED = (CitedDocument("minutes.txt", 0.75, (CitedSpan(3, 7, "Ada wrote it.", 0.5),)),)
+
+
+def entry(name: str = "book", path: Path | None = Path("/srv/stores/book.kv")) -> Entry:
+    """A store, or where `path` is None the model without one."""
+    return Entry(
+        name=name,
+        path=path,
+        base="tiny",
+        model_id="/srv/models/tiny",
+        dtype="float32",
+        weights="auto",
+        tokens=STORED if path else 0,
+        documents=1 if path else 0,
+        created=1_700_000_000,
+        digest="",
+        recall=None,
+    )
+
+
+class Catalog:
+    """Two names: `book`, a store, and `tiny`, its model."""
+
+    def __init__(self) -> None:
+        self._entries = (entry(), entry("tiny", None))
+
+    def entries(self) -> tuple[Entry, ...]:
+        return self._entries
+
+    def entry(self, name: str) -> Entry:
+        for one in self._entries:
+            if one.name == name:
+                return one
+        raise NoSuchName(f"nothing here is called '{name}': there are book, tiny")
+
+
+@dataclass
+class Ticket:
+    """What was asked, and whether it was cancelled."""
+
+    asked: Asked
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class FakeService:
+    """Answers a chat with the last message, a completion with its prompt reversed; tokens are characters.
+
+    `fault` is raised when something is asked; `late` is what a request fails with after its first token;
+    `pace_s` is the time between tokens, `wait_s` that before the first event.
+    """
+
+    def __init__(self, settings: Settings | None = None):
+        self.settings = settings or Settings()
+        self.catalog = Catalog()
+        self.tickets: list[Ticket] = []
+        self.fault: Exception | None = None
+        self.late: Exception | None = None
+        self.pace_s = self.wait_s = 0.0
+        self.closed = False
+
+    def chat(self, asked: ChatAsked, emit: Emit) -> Ticket:
+        return self._begin(asked, str(asked.messages[-1]["content"]), "", emit)
+
+    def complete(self, asked: CompletionAsked, emit: Emit) -> Ticket:
+        prompt = asked.prompt if isinstance(asked.prompt, str) else self.detokenize("", asked.prompt)
+        return self._begin(asked, prompt[::-1], prompt, emit)
+
+    def tokenize(
+        self, model: str, text: str | None, messages: list[dict[str, Any]] | None, add_special: bool
+    ) -> list[int]:
+        self.catalog.entry(model)
+        text = text if messages is None else "".join(str(one["content"]) for one in messages)
+        return [*([0] if add_special else []), *map(ord, text or "")]
+
+    def detokenize(self, model: str, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def pieces(self, model: str, tokens: Sequence[int]) -> list[str]:
+        return [chr(token) for token in tokens]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _begin(self, asked: Asked, text: str, prompt: str, emit: Emit) -> Ticket:
+        self.catalog.entry(asked.model)
+        if self.fault is not None:
+            raise self.fault
+        ticket = Ticket(asked)
+        self.tickets.append(ticket)
+        most = asked.generation.max_tokens
+        threading.Thread(target=self._answer, args=(ticket, text[:most], len(text), prompt, emit)).start()
+        return ticket
+
+    def _answer(self, ticket: Ticket, text: str, whole: int, prompt: str, emit: Emit) -> None:
+        try:
+            for event in self._events(ticket.asked, text, whole, prompt):
+                if ticket.cancelled.wait(self.pace_s):
+                    return
+                emit(event)
+        finally:
+            ticket.over.set()
+
+    def _events(self, asked: Asked, text: str, whole: int, prompt: str):  # type: ignore[no-untyped-def]
+        time.sleep(self.wait_s)
+        top = asked.generation.top_logprobs
+        scores = None
+        if isinstance(asked, CompletionAsked) and asked.prompt_logprobs is not None:
+            scores = tuple(
+                Scored(ord(sign)) if not at else scored(ord(sign), asked.prompt_logprobs)
+                for at, sign in enumerate(prompt)
+            )
+        yield Prompted(Usage(STORED + len(prompt), STORED), scores)
+        for index in range(asked.n):
+            for sign in text:
+                yield Delta(index, sign, (Scored(ord(sign)) if top is None else scored(ord(sign), top),))
+                if self.late is not None:
+                    yield Failed(self.late)
+                    return
+            yield Ended(index, "stop" if len(text) == whole else "length")
+        usage = Usage(STORED + len(prompt), STORED, asked.n * len(text))
+        yield Done(usage, StepStats(tokens=len(text), bytes_moved=1000), CITED if asked.cite else None)
+
+
+def scored(token: int, top: int) -> Scored:
+    """A token that is the likeliest, with the ones after it in the alphabet behind it."""
+    return Scored(token, -0.5, tuple((token + rank, -0.5 - rank) for rank in range(top)))
