@@ -29,6 +29,7 @@ from cli import (
     pull,
     push,
     selectors,
+    serve,
     verify,
 )
 from cli.failures import guard
@@ -86,6 +87,7 @@ app.command("index")(index.index)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
 app.command("batch")(batch.batch)
+app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("selectors")(selectors.selectors)
 app.command("inspect")(inspect.inspect)

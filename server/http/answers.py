@@ -7,8 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 from uuid import uuid4
 
 from anyio.to_thread import run_sync
@@ -16,7 +15,7 @@ from fastapi import Request
 from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
 
-from offload_decode.types import CitedDocument, StepStats
+from offload_decode.types import CitedDocument
 from server.http.events import Emit, Events, Ticket, while_connected
 from server.http.logprobs import Pieces
 from server.http.streaming import QUIET_S
@@ -43,7 +42,12 @@ def now() -> int:
 
 def pieces_of(request: Request, model: str) -> Pieces:
     """How a model's tokens are spelled, one by one."""
-    return partial(run_sync, service_of(request).pieces, model)
+    service = service_of(request)
+
+    async def pieces(tokens: Sequence[int]) -> Sequence[str]:
+        return await run_sync(service.pieces, model, tokens)
+
+    return pieces
 
 
 async def started(request: Request, starts: Sequence[Start]) -> Events:
@@ -56,7 +60,7 @@ async def started(request: Request, starts: Sequence[Start]) -> Events:
         await events.begin(starts)
         await events.first(QUIET_S)
 
-    await while_connected(request, begin)
+    await while_connected(request, events, begin)
     return events
 
 
@@ -71,7 +75,7 @@ async def whole(request: Request, starts: Sequence[Start]) -> list[Answered]:
             if told is not None:
                 answered[told.part].add(told.event)
 
-    await while_connected(request, read)
+    await while_connected(request, events, read)
     return answered
 
 
@@ -133,7 +137,7 @@ Cited = list[CitedDocument]
 """What an answer attended to, where it was asked for."""
 
 
-def cost(done: Done | None) -> dict[str, StepStats | Cited]:
+def cost(done: Done | None) -> dict[str, Any]:
     """`stats` and `citations`, for answers that are to tell."""
     assert done is not None, "the last event"
     return {"stats": done.stats, "citations": list(done.citations or ())}

@@ -11,14 +11,15 @@ from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 
-from server.http import chat, completions, models
+from server.http import chat, completions, models, seeing, tokens
 from server.http.errors import add_handlers
 from server.http.security import Access, Guard
 from server.service import Service
 
 
-def create_app(service: Service, access: Access = Access()) -> FastAPI:
-    """The HTTP side of a service, which is closed when the app shuts down."""
+def create_app(service: Service, access: Access | None = None) -> FastAPI:
+    """The HTTP side of a service, which is closed when the app shuts down. `access`: who may ask (all)."""
+    access = access or Access()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -33,12 +34,17 @@ def create_app(service: Service, access: Access = Access()) -> FastAPI:
         dependencies=[Security(HTTPBearer(auto_error=False))] if access.keys else [],
     )
     app.state.service = service
-    for room in (chat, completions, models):
+    for room in (chat, completions, models, tokens, seeing):
         app.include_router(room.router())
     add_handlers(app)
     app.add_middleware(Guard, access=access, most=service.settings.max_body)
     if access.origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[seeing.HEADER, "Retry-After"],
         )
+    app.add_middleware(seeing.Seen)  # around all others
     return app

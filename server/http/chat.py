@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -59,6 +59,9 @@ class Message(Body):
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
 
 
 class PlainText(Body):
@@ -121,7 +124,7 @@ class NamedTool(Body):
 class ChatBody(Written):
     """What is asked of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
@@ -180,7 +183,7 @@ def asked_by(request: Request, body: ChatBody) -> ChatAsked:
     return ChatAsked(
         id=answers.new_id("chatcmpl"),
         model=body.model,
-        messages=[message.model_dump(exclude_unset=True) for message in body.messages],
+        messages=plain(body.messages),
         generation=body.generation(settings, most, top, _grammar(body.response_format)),
         n=body.answers,
         selector=body.selector,
@@ -188,6 +191,11 @@ def asked_by(request: Request, body: ChatBody) -> ChatAsked:
         deadline_s=body.deadline,
         cite=body.citations,
     )
+
+
+def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as the service takes them: what a client left out is not there."""
+    return [message.model_dump(exclude_unset=True) for message in messages]
 
 
 def _grammar(form: Format | None) -> dict[str, Any] | None:
@@ -232,9 +240,7 @@ async def _chunks(body: ChatBody, id: str, events: Events, pieces: Pieces) -> As
             case Delta(index, text, tokens) if text or (body.logprobs and tokens):
                 known = PartLogprobs(content=await of_chat(tokens, pieces)) if body.logprobs else None
                 more = ChoiceDelta(content=text)
-                yield data(
-                    chunk(choices=[Part(index=index, delta=more, finish_reason=None, logprobs=known)])
-                )
+                yield data(chunk(choices=[Part(index=index, delta=more, finish_reason=None, logprobs=known)]))
             case Ended(index, finish):
                 yield data(chunk(choices=[Part(index=index, delta=ChoiceDelta(), finish_reason=finish)]))
             case Done() as done:

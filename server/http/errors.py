@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from indexes.errors import NotCompiled, UnknownIndex
 from offload_decode.errors import (
@@ -32,7 +33,10 @@ from offload_decode.errors import (
 from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
 from server import logs
 from server.errors import Busy, Loading, NoSuchName, TimedOut, TooLarge, WrongField
-from server.service import Service
+from server.http import seeing
+
+if TYPE_CHECKING:
+    from server.service import Service
 
 LOG = logging.getLogger("offload_decode.server")
 
@@ -142,6 +146,10 @@ def add_handlers(app: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return refused(error, known_names(request.app.state.service)).response()
 
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=seeing.HUNG_UP)  # nobody reads it
+
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(RequestValidationError, wrong)
     app.add_exception_handler(HTTPException, status)
     app.add_exception_handler(OffloadDecodeError, failed)
@@ -152,7 +160,9 @@ def add_handlers(app: FastAPI) -> None:
 def invalid(errors: Sequence[Any], body: Any) -> Refusal:
     """A body that is not of the shape it must be; says so of the field that is furthest in."""
     if errors[0]["type"] == "json_invalid":
-        return refusal(400, f"the body is not JSON: {errors[0]['ctx']['error']} at position {errors[0]['loc'][1]}")
+        return refusal(
+            400, f"the body is not JSON: {errors[0]['ctx']['error']} at position {errors[0]['loc'][1]}"
+        )
     if isinstance(body, bytes | str | None) and len(errors[0]["loc"]) == 1:
         return refusal(400, "send a JSON object, with the header Content-Type: application/json")
     first = max(errors, key=lambda error: len(error["loc"]))
@@ -175,17 +185,14 @@ _SENTENCES = {
 def _field(place: Sequence[int | str], body: Any) -> str:
     """`messages[0].role`: where in the body, without what pydantic says of unions on the way."""
     name, at = "", body
-    for step in place[1:] if place and place[0] in ("body", "query", "path") else place:
+    for step in place[1:]:
+        missing = step is place[-1] and isinstance(at, Mapping)
         if isinstance(step, int):
             name += f"[{step}]"
             at = at[step] if isinstance(at, list) and step < len(at) else None
-        elif not isinstance(at, Mapping) and at is not body:
-            continue
-        elif isinstance(at, Mapping) and step not in at and step is not place[-1]:
-            continue
-        else:
+        elif missing or (isinstance(at, Mapping) and step in at):
             name += f".{step}" if name else step
-            at = at.get(step) if isinstance(at, Mapping) else None
+            at = at.get(step)
     return name
 
 
@@ -209,5 +216,3 @@ def _without_paths(message: str, names: Mapping[str, str]) -> str:
     for path in sorted(names, key=len, reverse=True):
         message = message.replace(path, names[path])
     return re.sub(r"(?<![\w.:/])(?:~|\.{1,2})?/(?:[^\s/'\",;]+/)*([^\s/'\",;]+)", r"\1", message)
-
-

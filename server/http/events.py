@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import anyio
 from anyio.to_thread import run_sync
@@ -21,7 +21,6 @@ from server.requests import Done, Event, Failed
 MOST_UNREAD = 1 << 14
 """Events that wait for a client, before it is dropped: it reads more slowly than the model writes."""
 
-ResultT = TypeVar("ResultT")
 Emit = Callable[[Event], None]
 
 
@@ -51,13 +50,9 @@ class Events:
         self._left = 0
 
     async def begin(self, starts: Sequence[Callable[[Emit], Ticket]]) -> None:
-        """Hand the requests to the scheduler, in a worker thread; what one raises cancels the others."""
+        """Hand the requests to the scheduler, in a worker thread. Raises what one of them raises."""
         self._left = len(starts)
-        try:
-            await run_sync(self._begin, starts)
-        except BaseException:
-            self.cancel()
-            raise
+        await run_sync(self._begin, starts)
 
     def _begin(self, starts: Sequence[Callable[[Emit], Ticket]]) -> None:
         for part, start in enumerate(starts):
@@ -93,35 +88,30 @@ class Events:
         with anyio.move_on_after(within_s):
             told = await self._queue.get()
             if isinstance(told.event, Failed):
-                self.cancel()
                 raise told.event.error
             self._held.append(told)
 
     async def each(self, quiet_s: float | None = None) -> AsyncIterator[Told | None]:
-        """Events until every request is done; None where nothing came for so many seconds. Raises the error of
-        a request that fails, and cancels what is left when it ends.
+        """Events until every request is done; None where nothing came for so many seconds. Raises the error
+        of a request that fails.
         """
-        try:
-            while self._left:
-                told = self._held.pop() if self._held else await self._next(quiet_s)
-                if told is not None and isinstance(told.event, Failed):
-                    raise told.event.error
-                if told is not None and isinstance(told.event, Done):
-                    self._left -= 1
-                yield told
-        finally:
-            self.cancel()
+        while self._left:
+            told = self._held.pop() if self._held else await self._next(quiet_s)
+            if told is not None and isinstance(told.event, Failed):
+                raise told.event.error
+            if told is not None and isinstance(told.event, Done):
+                self._left -= 1
+            yield told
 
     async def _next(self, quiet_s: float | None) -> Told | None:
-        told = None
         with anyio.move_on_after(quiet_s):
-            told = await self._queue.get()
-        return told
+            return await self._queue.get()
+        return None
 
 
-async def while_connected(request: Request, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """What `work` returns; it is cancelled when the client hangs up, and `ClientDisconnect` raised."""
-    result: list[ResultT] = []
+async def while_connected(request: Request, events: Events, work: Callable[[], Awaitable[None]]) -> None:
+    """Do `work` on events. Where it fails or the client hangs up (`ClientDisconnect`), they are cancelled."""
+    done = False
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -131,10 +121,13 @@ async def while_connected(request: Request, work: Callable[[], Awaitable[ResultT
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(watch)
-            result.append(await work())
+            await work()
+            done = True
             group.cancel_scope.cancel()
     except ExceptionGroup as raised:  # anyio wraps even a single one
         raise raised.exceptions[0] from None
-    if not result:
+    finally:
+        if not done:
+            events.cancel()
+    if not done:
         raise ClientDisconnect
-    return result[0]

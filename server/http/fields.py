@@ -19,14 +19,21 @@ MOST_ANSWERS = 16
 MOST_TOP = 20
 MOST_TOKENS = 1 << 24
 _MOST_NAMES = 256
-_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"})
+_IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
+)
 _noted: set[str] = set(_IGNORED)
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Short = Annotated[str, StringConstraints(max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Option = Annotated[str, StringConstraints(max_length=256)] | bool | int | Annotated[float, Field(allow_inf_nan=False)]
+Option = (
+    Annotated[str, StringConstraints(max_length=256)]
+    | bool
+    | int
+    | Annotated[float, Field(allow_inf_nan=False)]
+)
 
 
 class Body(BaseModel):

@@ -28,8 +28,8 @@ _MOST_KEY_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Access:
-    """Keys that open the server (none: it is open), origins whose pages may ask from a browser, and names that
-    requests may call the server by (none: any).
+    """Keys that open the server (none: it is open), origins whose pages may ask from a browser, and names
+    that requests may call the server by (none: any).
     """
 
     keys: tuple[str, ...] = ()
@@ -44,7 +44,9 @@ def read_keys(path: Path) -> tuple[str, ...]:
             held = file.read(_MOST_KEY_BYTES + 1)
         keys = tuple(line.strip() for line in held.decode().splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the keys in {path} cannot be read: give a text file, a key in each line") from error
+        raise ConfigError(
+            f"the keys in {path} cannot be read: give a text file, a key in each line"
+        ) from error
     if not keys or len(held) > _MOST_KEY_BYTES:
         raise ConfigError(f"{path} must hold a key in each line, and no more than 64 KiB")
     return keys
@@ -91,7 +93,9 @@ class Guard:
             said = "give the server's key, as Authorization: Bearer KEY"
             return refusal(401, said, "invalid_api_key", **{"WWW-Authenticate": "Bearer"})
         if scope["method"] not in ("GET", "HEAD", "OPTIONS") and self._foreign(headers.get("origin"), host):
-            return refusal(403, "pages of that origin may not ask here: start the server with --cors ORIGIN", "origin")
+            return refusal(
+                403, "pages of that origin may not ask here: start the server with --cors ORIGIN", "origin"
+            )
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.most:
             return refusal(413, self._too_large, "too_large")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 
 from fastapi import Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
@@ -22,8 +21,8 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Stream(EventSourceResponse):
-    """Chunks to a client. None is a comment; an error that the chunks raise is told in OpenAI's shape, and ends
-    the stream. When the client hangs up, the requests are cancelled.
+    """Chunks to a client. None is a comment; an error that the chunks raise is told in OpenAI's shape, and
+    ends the stream. When the client hangs up, the requests are cancelled.
     """
 
     def __init__(
@@ -31,10 +30,9 @@ class Stream(EventSourceResponse):
         events: Events,
         chunks: AsyncIterator[bytes | None],
         names: Mapping[str, str],
-        failed: Callable[[Mapping[str, object]], bytes] | None = None,
     ):
         self.events = events
-        super().__init__(_written(chunks, names, failed or _error), headers=_HEADERS)
+        super().__init__(_written(chunks, names), headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -53,17 +51,9 @@ def json_of(answer: BaseModel) -> Response:
     return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
-async def _written(
-    chunks: AsyncIterator[bytes | None],
-    names: Mapping[str, str],
-    failed: Callable[[Mapping[str, object]], bytes],
-) -> AsyncIterator[bytes]:
+async def _written(chunks: AsyncIterator[bytes | None], names: Mapping[str, str]) -> AsyncIterator[bytes]:
     try:
         async for chunk in chunks:
             yield KEEPALIVE_COMMENT if chunk is None else chunk
     except Exception as error:  # noqa: BLE001 - the status has been sent: the stream itself must tell
-        yield failed(refused(error, names).body.error.model_dump())
-    
-
-def _error(problem: Mapping[str, object]) -> bytes:
-    return format_sse_event(data_str=json.dumps({"error": problem}))
+        yield data(refused(error, names).body)

@@ -1,4 +1,4 @@
-"""A service without a model: it answers with what it was told, a character a token, from a thread of its own."""
+"""A service without a model: it answers with what it was told, a character a token, from its own threads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Ticket:
 class FakeService:
     """Answers a chat with the last message, a completion with its prompt reversed; tokens are characters.
 
-    `fault` is raised when something is asked; `late` is what a request fails with after its first token;
+    `fault` is raised when something is asked; `early` and `late` are what a request fails with before
+    and after its first token;
     `pace_s` is the time between tokens, `wait_s` that before the first event.
     """
 
@@ -80,6 +81,7 @@ class FakeService:
         self.catalog = Catalog()
         self.tickets: list[Ticket] = []
         self.fault: Exception | None = None
+        self.early: Exception | None = None
         self.late: Exception | None = None
         self.pace_s = self.wait_s = 0.0
         self.closed = False
@@ -128,6 +130,9 @@ class FakeService:
 
     def _events(self, asked: Asked, text: str, whole: int, prompt: str):  # type: ignore[no-untyped-def]
         time.sleep(self.wait_s)
+        if self.early is not None:
+            yield Failed(self.early)
+            return
         top = asked.generation.top_logprobs
         scores = None
         if isinstance(asked, CompletionAsked) and asked.prompt_logprobs is not None:

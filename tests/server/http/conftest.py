@@ -6,10 +6,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from openai import OpenAI
 
 from server.http.app import create_app
@@ -18,10 +18,12 @@ from tests.server.fakes import FakeService
 
 
 @contextmanager
-def listening(app: Any) -> Iterator[str]:
+def listening(app: FastAPI) -> Iterator[str]:
     """The address of an app that serves inside the block."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:
@@ -31,24 +33,37 @@ def listening(app: Any) -> Iterator[str]:
             thread.join()
 
 
-@pytest.fixture
-def service() -> FakeService:
-    return FakeService()
+@pytest.fixture(scope="session")
+def running() -> Iterator[tuple[FastAPI, str]]:
+    """An open server, one for all tests: starting and stopping one takes longer than most of them."""
+    app = create_app(FakeService())
+    with listening(app) as address:
+        yield app, address
 
 
 @pytest.fixture
-def serve(service: FakeService) -> Iterator[Callable[..., str]]:
-    """Serves the service, with what `Access` is given."""
-    with ExitStack() as stack:
-        yield lambda **access: stack.enter_context(listening(create_app(service, Access(**access))))
+def service(running: tuple[FastAPI, str]) -> FakeService:
+    """What the open server asks in this test."""
+    app, _ = running
+    app.state.service = FakeService()
+    return app.state.service
 
 
 @pytest.fixture
-def url(serve: Callable[..., str]) -> str:
-    """The address of an open server."""
-    return serve()
+def url(running: tuple[FastAPI, str], service: FakeService) -> str:
+    """The address of the open server."""
+    return running[1]
 
 
 @pytest.fixture
 def client(url: str) -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """Starts a server of its own, with what `Access` is given."""
+    with ExitStack() as stack:
+        yield lambda settings=None, **access: stack.enter_context(
+            listening(create_app(FakeService(settings), Access(**access)))
+        )

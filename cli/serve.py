@@ -1,0 +1,145 @@
+"""`offload-decode serve`: stores behind the OpenAI API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from cli import completion, output
+from cli.counts import byte_count, token_count
+from cli.groups import From, with_groups
+from cli.limits import Asking, asking
+from cli.options import MaxNewTokens, Temperature, TopP, a_path, on_this_machine
+from offload_decode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from server.http.security import Access
+
+GRACE_S = 5
+KEYS = "OFFLOAD_DECODE_API_KEY"
+
+
+@with_groups
+def serve(
+    how: Annotated[Asking, From(asking)],
+    stores: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="STORES",
+            help="Stores, and folders of stores; what is published there appears by itself.",
+            show_default=False,
+            parser=a_path,
+            callback=lambda stores: [on_this_machine(store) for store in stores or []],
+            autocompletion=completion.stores,
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", help="Port; 0 takes a free one.", min=0, max=65535)
+    ] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Key that clients must give; repeatable. Users of this machine see it: a file hides it.",
+            envvar=KEYS,
+            show_default=False,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with a key in each line.", parser=a_path, show_default=False),
+    ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin whose pages may ask, such as https://chat.example, or * for any; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    max_running: Annotated[
+        int, typer.Option(metavar="N", help="Answers that are written at the same time.", min=1)
+    ] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(metavar="N", help="Requests that wait; more are refused.", min=0)
+    ] = 256,
+    max_prompt: Annotated[
+        str, typer.Option(metavar="N", help="Most tokens of a prompt, without the stored ones, such as 32K.")
+    ] = "128K",
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
+    memory_for_turns: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for turns of conversations that may go on.")
+    ] = "1GiB",
+    deadline: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Longest that a request may take.", min=0.001)
+    ] = 600.0,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Form of the log on stderr, a line for each request.")
+    ] = "text",
+) -> None:
+    """Serve stores to OpenAI clients.
+
+    Each store is a model by its name, at http://HOST:PORT/v1; the models that they were made with are served
+    too. --max-new-tokens, --temperature, --top-p, --selector and --option hold for requests that name none of
+    their own.
+    """
+    if not stores and how.config.model is None:
+        raise ConfigError("name a store, or a folder of stores; or a model, with --model, to serve it alone")
+    try:
+        from server.http.listen import address_of, bind, is_loopback, listen
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "serving needs packages of its own: pip install 'offload-decode[server]'"
+        ) from error
+
+    access = _access(api_key or [], api_key_file, cors or [], host, is_loopback(host))
+    bound = bind(host, port)
+
+    from cli.faults import end_with_a_sentence
+    from offload_decode.planning.caps import apply_caps
+    from server import logs
+    from server.catalog import Catalog
+    from server.http.app import create_app
+    from server.service import Service
+    from server.settings import Settings
+
+    settings = Settings(
+        config=how.config,
+        caps=how.caps,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_new_tokens,
+        max_running=max_running,
+        max_waiting=max_waiting,
+        max_prompt=token_count(max_prompt),
+        max_body=byte_count(max_body),
+        deadline_s=deadline,
+        tail_bytes=byte_count(memory_for_turns),
+    )
+    apply_caps(how.caps, how.config.device)
+    end_with_a_sentence()
+    logs.configure(log_format)
+    service = Service(Catalog(stores or [], how.config.model), settings)
+    service.preload()
+    names = [entry.name for entry in service.catalog.entries()]
+    output.note(f"serving {', '.join(names) or 'nothing yet: publish a store'}")
+    output.note(f"listening on {address_of(bound)}")
+    if not access.keys and not is_loopback(host):
+        output.note("warning: whoever reaches this address may ask, append and delete: give --api-key-file")
+    listen(create_app(service, access), bound, GRACE_S)
+
+
+def _access(keys: list[str], file: Path | None, origins: list[str], host: str, loopback: bool) -> Access:
+    from server.http.security import LOOPBACK, Access, read_keys
+
+    if any(not key.strip() for key in keys):
+        raise ConfigError("an empty key opens to everybody: give one, or leave --api-key out")
+    held = (*(key.strip() for key in keys), *(() if file is None else read_keys(file)))
+    hosts = LOOPBACK | {host} if loopback and not held else frozenset()
+    return Access(held, tuple(origin.rstrip("/") for origin in origins), hosts)

@@ -1,0 +1,248 @@
+"""`/v1/chat/completions`, asked by the client that people use."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from server.errors import Busy, Loading, TimedOut, WrongField
+from tests.server.fakes import STORED, FakeService
+
+ASKED = [{"role": "user", "content": "Who wrote it?"}]
+
+
+def test_an_answer_is_openais(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="book", messages=ASKED)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "Who wrote it?")
+    assert (choice.finish_reason, choice.logprobs) == ("stop", None)
+    assert answer.model == "book"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len("Who wrote it?")
+    assert answer.usage.total_tokens == STORED + len("Who wrote it?")
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == STORED
+
+
+def test_what_is_asked_for_reaches_the_service(client: OpenAI, service: FakeService) -> None:
+    client.chat.completions.create(
+        model="book",
+        messages=ASKED,
+        max_completion_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        seed=7,
+        stop=["\n", "END"],
+        n=2,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        logit_bias={"65": -100},
+        response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "object"}}},
+        extra_body={
+            "selector": "quest",
+            "options": {"budget": "1%", "sinks": 4},
+            "deadline": 3.5,
+            "citations": True,
+        },
+    )
+    asked = service.tickets[0].asked
+    written = asked.generation
+    assert (asked.n, asked.selector, asked.options) == (2, "quest", {"budget": "1%", "sinks": 4})
+    assert (asked.deadline_s, asked.cite) == (3.5, True)
+    assert (written.max_tokens, written.temperature, written.top_p, written.seed) == (5, 0.5, 0.9, 7)
+    assert (written.stop, written.logit_bias) == (("\n", "END"), {65: -100.0})
+    assert (written.frequency_penalty, written.presence_penalty) == (0.5, -0.5)
+    assert written.grammar == {"json_schema": {"type": "object"}}
+
+
+def test_what_is_not_named_is_the_servers(client: OpenAI, service: FakeService) -> None:
+    client.chat.completions.create(model="book", messages=ASKED, stop="x", temperature=None, n=None)
+    written = service.tickets[0].asked.generation
+    settings = service.settings
+    assert (written.max_tokens, written.temperature) == (settings.max_tokens, settings.temperature)
+    assert (written.top_p, written.stop, written.top_logprobs) == (settings.top_p, ("x",), None)
+
+
+def test_a_stream_is_the_answer_in_chunks(client: OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model="book", messages=ASKED, stream=True, n=2))
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
+    for index in range(2):
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(part.delta.content or "" for part in own) == "Who wrote it?"
+        assert [part.finish_reason for part in own] == [None] * (len(own) - 1) + ["stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all("usage" not in chunk.to_dict() for chunk in chunks)
+
+
+def test_the_last_chunk_tells_the_usage_where_it_is_asked_for(client: OpenAI) -> None:
+    given = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(model="book", messages=ASKED, stream=True, stream_options=given)
+    )
+    assert all(chunk.to_dict()["usage"] is None and chunk.choices for chunk in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == STORED
+
+
+def test_a_stream_ends_with_done(url: str) -> None:
+    body = {"model": "book", "messages": ASKED, "stream": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+def test_log_probabilities_of_the_tokens_and_of_the_likeliest(client: OpenAI) -> None:
+    asked = {"model": "book", "messages": ASKED, "logprobs": True, "top_logprobs": 2}
+    answer = client.chat.completions.create(**asked)
+    content = answer.choices[0].logprobs.content
+    assert [one.token for one in content] == list("Who wrote it?")
+    assert all(one.logprob == -0.5 and len(one.top_logprobs) == 2 for one in content)
+    assert content[0].bytes == [ord("W")]
+    streamed = []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content
+    assert [one.to_dict() for one in streamed] == [one.to_dict() for one in content]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_citations_and_cost_come_with_the_answer(client: OpenAI, stream: bool) -> None:
+    answer = client.chat.completions.create(
+        model="book", messages=ASKED, stream=stream, extra_body={"citations": True}
+    )
+    last = list(answer)[-1] if stream else answer
+    (cited,) = last.to_dict()["citations"]
+    assert (cited["name"], cited["share"]) == ("minutes.txt", 0.75)
+    assert cited["spans"] == [{"start": 3, "end": 7, "text": "Ada wrote it.", "share": 0.5}]
+    assert last.to_dict()["stats"]["bytes_moved"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "raised"),
+    [
+        (WrongField("no such token", "logit_bias"), 400, openai.BadRequestError),
+        (Busy("256 requests wait", 7), 429, openai.RateLimitError),
+        (Loading("the model is being loaded", 2), 503, openai.InternalServerError),
+        (TimedOut("it took too long"), 504, openai.InternalServerError),
+        (ZeroDivisionError("/srv/secret"), 500, openai.InternalServerError),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_openais(
+    client: OpenAI, service: FakeService, fault: Exception, status: int, raised: type, stream: bool
+) -> None:
+    service.fault = fault
+    with pytest.raises(raised) as caught:
+        client.chat.completions.create(model="book", messages=ASKED, stream=stream)
+    error = caught.value
+    assert error.status_code == status
+    assert "secret" not in error.message
+    assert {*error.response.json()["error"]} == {"message", "type", "param", "code"}
+    assert error.response.headers.get("retry-after") == (
+        str(fault.retry_s) if isinstance(fault, Busy) else None
+    )
+    assert error.param == getattr(fault, "param", None)
+
+
+def test_a_name_that_is_not_there(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there are book, tiny") as caught:
+        client.chat.completions.create(model="nope", messages=ASKED)
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_after_the_first_token_ends_the_answer(
+    client: OpenAI, service: FakeService, stream: bool
+) -> None:
+    service.late = TimedOut("it took too long")
+    with pytest.raises(openai.APIError, match="it took too long"):
+        list(client.chat.completions.create(model="book", messages=ASKED, stream=stream))
+
+
+def test_one_that_fails_at_once_has_its_status_though_it_streams(
+    client: OpenAI, service: FakeService
+) -> None:
+    service.wait_s = 0.05
+    service.early = TimedOut("it waited too long")
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.chat.completions.create(model="book", messages=ASKED, stream=True)
+    assert caught.value.status_code == 504
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_cancels_its_request(
+    client: OpenAI, service: FakeService, stream: bool
+) -> None:
+    service.pace_s = 0.05
+    if stream:
+        chunks = client.chat.completions.create(model="book", messages=ASKED, stream=True)
+        next(iter(chunks))
+        chunks.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.chat.completions.create(model="book", messages=ASKED, timeout=0.1)
+    assert service.tickets[0].cancelled.wait(2)
+    assert service.tickets[0].over.wait(2)
+
+
+def test_one_that_hangs_up_while_it_waits_is_cancelled_too(client: OpenAI, service: FakeService) -> None:
+    service.wait_s = 0.3
+    with pytest.raises(openai.APITimeoutError):
+        client.chat.completions.create(model="book", messages=ASKED, stream=True, timeout=0.05)
+    assert service.tickets[0].cancelled.wait(0.2)
+
+
+def test_comments_keep_a_silent_stream_open(
+    url: str, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.http.chat.QUIET_S", 0.02)
+    monkeypatch.setattr("server.http.answers.QUIET_S", 0.02)
+    service.wait_s = 0.1
+    body = {"model": "book", "messages": ASKED, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": ping"
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_fields_that_are_not_known_are_named_once(client: OpenAI, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "offload_decode.server")
+    for _ in range(2):
+        client.chat.completions.create(model="book", messages=ASKED, extra_body={"frobnicate\n": 1})
+    (line,) = [one for one in caplog.messages if "frobnicate" in one]
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"options": {"budget": [1]}}, "options.budget"),
+        ({"deadline": 0}, "deadline"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(url: str, changed: dict, param: str) -> None:
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "book", "messages": ASKED} | changed)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(param)
