@@ -12,7 +12,7 @@ from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 
 from server.http import chat, completions, models, seeing, tokens
-from server.http.errors import add_handlers
+from server.http.handlers import add_handlers
 from server.http.security import Access, Guard
 from server.service import Service
 

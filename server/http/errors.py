@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from indexes.errors import NotCompiled, UnknownIndex
 from offload_decode.errors import (
@@ -33,7 +29,6 @@ from offload_decode.errors import (
 from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
 from server import logs
 from server.errors import Busy, Loading, NoSuchName, TimedOut, TooLarge, WrongField
-from server.http import seeing
 
 if TYPE_CHECKING:
     from server.service import Service
@@ -129,76 +124,6 @@ def refusal(status: int, message: str, code: str | None = None, **headers: str) 
     return Refusal(
         status, ErrorBody(error=Problem(message=message, type="invalid_request_error", code=code)), headers
     )
-
-
-def add_handlers(app: FastAPI) -> None:
-    """Let every error that leaves an endpoint become a response in this shape."""
-
-    async def wrong(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return invalid(error.errors(), error.body).response()
-
-    async def status(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        said = _SENTENCES.get(error.status_code, str(error.detail))
-        return refusal(error.status_code, said, **dict(error.headers or {})).response()
-
-    async def failed(request: Request, error: Exception) -> JSONResponse:
-        return refused(error, known_names(request.app.state.service)).response()
-
-    async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=seeing.HUNG_UP)  # nobody reads it
-
-    app.add_exception_handler(ClientDisconnect, gone)
-    app.add_exception_handler(RequestValidationError, wrong)
-    app.add_exception_handler(HTTPException, status)
-    app.add_exception_handler(OffloadDecodeError, failed)
-    app.add_exception_handler(MemoryError, failed)
-    app.add_exception_handler(Exception, failed)
-
-
-def invalid(errors: Sequence[Any], body: Any) -> Refusal:
-    """A body that is not of the shape it must be; says so of the field that is furthest in."""
-    if errors[0]["type"] == "json_invalid":
-        return refusal(
-            400, f"the body is not JSON: {errors[0]['ctx']['error']} at position {errors[0]['loc'][1]}"
-        )
-    if isinstance(body, bytes | str | None) and len(errors[0]["loc"]) == 1:
-        return refusal(400, "send a JSON object, with the header Content-Type: application/json")
-    first = max(errors, key=lambda error: len(error["loc"]))
-    name = _field(first["loc"], body)
-    message = f"{name}: {_lowered(first['msg'])}" if name else _lowered(first["msg"])
-    return Refusal(
-        400,
-        ErrorBody(error=Problem(message=message, type="invalid_request_error", param=name or None)),
-        {},
-    )
-
-
-_SENTENCES = {
-    404: "there is nothing at this address",
-    405: "this address does not take that method",
-    400: "the body cannot be read",
-}
-
-
-def _field(place: Sequence[int | str], body: Any) -> str:
-    """`messages[0].role`: where in the body, without what pydantic says of unions on the way."""
-    name, at = "", body
-    for step in place[1:]:
-        missing = step is place[-1] and isinstance(at, Mapping)
-        if isinstance(step, int):
-            name += f"[{step}]"
-            at = at[step] if isinstance(at, list) and step < len(at) else None
-        elif missing or (isinstance(at, Mapping) and step in at):
-            name += f".{step}" if name else step
-            at = at.get(step)
-    return name
-
-
-def _lowered(message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
 
 
 def _plain(status: int, message: str, code: str | None = None) -> Refusal:

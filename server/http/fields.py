@@ -94,12 +94,12 @@ class Written(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def generation(self, settings: Settings, most: int | None, top: int | None, grammar: Any) -> Generation:
-        """With the server's own values where the request names none. `most` tokens, log-probabilities as
-        `Generation.top_logprobs`.
+        """With the server's own values where the request names none; `most`, `top` and `grammar` as
+        `Generation` has them.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Generation(
-            max_tokens=settings.max_tokens if most is None else most,
+            max_tokens=most,
             temperature=settings.temperature if self.temperature is None else self.temperature,
             top_p=settings.top_p if self.top_p is None else self.top_p,
             seed=None if self.seed is None else self.seed % 2**63,

@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from offload_decode.types import CitedDocument, CitedSpan, StepStats
 from server.catalog import Entry
 from server.errors import NoSuchName
+from server.metrics import Metrics
 from server.requests import Delta, Done, Ended, Event, Failed, Prompted, Scored, Usage
 from server.service import ChatAsked, CompletionAsked
 from server.settings import Settings
+from tests.tiny import tiny_tokenizer
 
 STORED = 100
 """Tokens that lie in front of every question."""
@@ -56,6 +59,27 @@ class Catalog:
         raise NoSuchName(f"nothing here is called '{name}': there are book, tiny")
 
 
+class Residents:
+    """One model is in memory, of which only the tokenizer is asked for."""
+
+    def __init__(self, service: FakeService):
+        self._service = service
+
+    def model(self, entry: Entry) -> SimpleNamespace:
+        if self._service.fault is not None:
+            raise self._service.fault
+        return SimpleNamespace(known_tokenizer=tiny_tokenizer())
+
+    def models(self) -> list[str]:
+        return ["/srv/models/tiny"]
+
+    def loading(self) -> bool:
+        return False
+
+    def open_stores(self) -> list[str]:
+        return ["book"]
+
+
 @dataclass
 class Ticket:
     """What was asked, and whether it was cancelled."""
@@ -79,15 +103,17 @@ class FakeService:
     def __init__(self, settings: Settings | None = None):
         self.settings = settings or Settings()
         self.catalog = Catalog()
+        self.residents = Residents(self)
         self.tickets: list[Ticket] = []
         self.fault: Exception | None = None
         self.early: Exception | None = None
         self.late: Exception | None = None
         self.pace_s = self.wait_s = 0.0
         self.closed = False
+        self.metrics = Metrics()
 
     def chat(self, asked: ChatAsked, emit: Emit) -> Ticket:
-        return self._begin(asked, str(asked.messages[-1]["content"]), "", emit)
+        return self._begin(asked, str(asked.messages[-1].get("content")), "", emit)
 
     def complete(self, asked: CompletionAsked, emit: Emit) -> Ticket:
         prompt = asked.prompt if isinstance(asked.prompt, str) else self.detokenize("", asked.prompt)
@@ -97,7 +123,7 @@ class FakeService:
         self, model: str, text: str | None, messages: list[dict[str, Any]] | None, add_special: bool
     ) -> list[int]:
         self.catalog.entry(model)
-        text = text if messages is None else "".join(str(one["content"]) for one in messages)
+        text = text if messages is None else "".join(str(one.get("content")) for one in messages)
         return [*([0] if add_special else []), *map(ord, text or "")]
 
     def detokenize(self, model: str, tokens: Sequence[int]) -> str:

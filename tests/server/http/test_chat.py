@@ -63,7 +63,7 @@ def test_what_is_not_named_is_the_servers(client: OpenAI, service: FakeService) 
     client.chat.completions.create(model="book", messages=ASKED, stop="x", temperature=None, n=None)
     written = service.tickets[0].asked.generation
     settings = service.settings
-    assert (written.max_tokens, written.temperature) == (settings.max_tokens, settings.temperature)
+    assert (written.max_tokens, written.temperature) == (None, settings.temperature)
     assert (written.top_p, written.stop, written.top_logprobs) == (settings.top_p, ("x",), None)
 
 

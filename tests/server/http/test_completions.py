@@ -1,0 +1,117 @@
+"""`/v1/completions`, as the `openai` package and `lm-eval` ask it."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from server.errors import Busy
+from tests.server.fakes import STORED, FakeService
+
+
+def test_a_text_goes_on(client: OpenAI) -> None:
+    answer = client.completions.create(model="book", prompt="abc")
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == ("cba", "stop", None)
+    assert answer.usage.prompt_tokens == STORED + 3
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc"], [97, 98, 99], [[97, 98, 99]]])
+def test_a_prompt_is_a_text_or_tokens_alone_or_in_a_list(client: OpenAI, prompt: object) -> None:
+    answer = client.completions.create(model="book", prompt=prompt)
+    assert [choice.text for choice in answer.choices] == ["cba"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_choices_of_the_first_prompt_come_first(client: OpenAI, stream: bool) -> None:
+    answer = client.completions.create(model="book", prompt=["ab", "xyz"], n=2, stream=stream)
+    texts: dict[int, str] = {}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    assert texts == {0: "ba", 1: "ba", 2: "zyx", 3: "zyx"}
+
+
+def test_usage_is_that_of_all_prompts(client: OpenAI) -> None:
+    answer = client.completions.create(model="book", prompt=["ab", "xyz"])
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2 * STORED + 5, 5)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2 * STORED
+    (*_, last) = client.completions.create(
+        model="book", prompt=["ab", "xyz"], stream=True, stream_options={"include_usage": True}
+    )
+    assert last.usage == answer.usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_gives_the_prompt_back_with_its_log_probabilities(client: OpenAI, stream: bool) -> None:
+    asked = {"model": "book", "prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": 1}
+    answer = client.completions.create(**asked, stream=stream)
+    parts = [part.choices[0] for part in (answer if stream else [answer])]
+    assert "".join(part.text for part in parts) == "abcc"
+    known = [part.logprobs for part in parts if part.logprobs is not None]
+    assert [token for one in known for token in one.tokens] == ["a", "b", "c", "c"]
+    assert [at for one in known for at in one.text_offset] == [0, 1, 2, 3]
+    assert [logprob for one in known for logprob in one.token_logprobs] == [None, -0.5, -0.5, -0.5]
+    top = [one for each in known for one in each.top_logprobs]
+    assert top == [None, {"b": -0.5, "c": -1.5}, {"c": -0.5, "d": -1.5}, {"c": -0.5, "d": -1.5}]
+
+
+def test_a_prompt_alone_can_be_scored(client: OpenAI) -> None:
+    answer = client.completions.create(model="book", prompt="abc", echo=True, logprobs=0, max_tokens=0)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == ("abc", "length")
+    assert choice.logprobs.top_logprobs == [None, {"b": -0.5}, {"c": -0.5}]
+
+
+def test_sixteen_tokens_where_none_are_named(client: OpenAI, service: FakeService) -> None:
+    client.completions.create(model="book", prompt="abc")
+    assert service.tickets[0].asked.generation.max_tokens == 16
+
+
+def test_a_prompt_that_is_refused_takes_the_others_with_it(client: OpenAI, service: FakeService) -> None:
+    taken = service.complete
+
+    def one_only(asked, emit):  # type: ignore[no-untyped-def]
+        if service.tickets:
+            raise Busy("256 requests wait")
+        return taken(asked, emit)
+
+    service.pace_s = 0.5
+    service.complete = one_only  # type: ignore[method-assign]
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model="book", prompt=["abc", "def"])
+    assert service.tickets[0].cancelled.wait(1)
+
+
+def test_what_it_sends_is_what_openai_sends(url: str) -> None:
+    body = {"model": "book", "prompt": "ab", "stream": True}
+    events = httpx.post(f"{url}/v1/completions", json=body).text.split("\n\n")
+    first = json.loads(events[0].removeprefix("data: "))
+    assert first["object"] == "text_completion"
+    assert first["choices"] == [{"index": 0, "text": "b", "finish_reason": None, "logprobs": None}]
+    assert events[-2] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("changed", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt": ["a", "b"], "citations": True}, "citations"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(url: str, changed: dict[str, object], param: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json={"model": "book", "prompt": "a"} | changed)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(param)

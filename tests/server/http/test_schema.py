@@ -1,0 +1,43 @@
+"""The OpenAPI document is true: requests made from it, right and wrong ones, are answered as it says."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from server.http.app import create_app
+from tests.server.fakes import FakeService
+
+schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(FakeService()))
+# Fields that are right one by one may not go together, such as a prompt and messages.
+UNTOLD = [positive_data_acceptance]
+QUICK = settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+
+
+def test_the_document_names_every_route_that_clients_use() -> None:
+    named = {operation.ok().label for operation in schema.get_all_operations()}
+    assert named >= {
+        "GET /health",
+        "GET /v1/models",
+        "GET /v1/models/{name}",
+        "POST /v1/chat/completions",
+        "POST /v1/completions",
+        "POST /tokenize",
+        "POST /detokenize",
+        "GET /tokenizer_info",
+    }
+
+
+@schema.parametrize()
+@QUICK
+def test_requests_are_answered_as_the_document_says(case: schemathesis.Case) -> None:
+    case.call_and_validate(excluded_checks=UNTOLD)
+
+
+@pytest.mark.slow
+@schema.parametrize()
+@settings(QUICK, max_examples=300)
+def test_many_requests_are_answered_as_the_document_says(case: schemathesis.Case) -> None:
+    case.call_and_validate(excluded_checks=UNTOLD)
