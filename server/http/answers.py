@@ -64,18 +64,23 @@ async def started(request: Request, starts: Sequence[Start]) -> Events:
     return events
 
 
-async def whole(request: Request, starts: Sequence[Start]) -> list[Answered]:
-    """Begin requests, and wait for all of their answers."""
+async def read(request: Request, starts: Sequence[Start], take: Callable[[int, Event], object]) -> None:
+    """Begin requests, and hand over all that is told of each, by its number, until they are done."""
     events = Events()
-    answered = [Answered() for _ in starts]
 
-    async def read() -> None:
+    async def follow() -> None:
         await events.begin(starts)
         async for told in events.each():
             if told is not None:
-                answered[told.part].add(told.event)
+                take(*told)
 
-    await while_connected(request, events, read)
+    await while_connected(request, events, follow)
+
+
+async def whole(request: Request, starts: Sequence[Start]) -> list[Answered]:
+    """Begin requests, and wait for all of their answers."""
+    answered = [Answered() for _ in starts]
+    await read(request, starts, lambda part, event: answered[part].add(event))
     return answered
 
 

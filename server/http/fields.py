@@ -56,8 +56,8 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class Written(Body):
-    """How an answer is written, and from what: the fields that chat and completions share.
+class Asks(Body):
+    """Who is asked, and how: the fields of every request for an answer.
 
     `selector` and `options` choose which stored tokens are attended to, as `-s` and `-o` do; `deadline` is in
     seconds; `citations` adds which documents and passages the answer attended to.
@@ -65,11 +65,20 @@ class Written(Body):
 
     model: Name
     stream: bool = False
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    selector: Annotated[str, StringConstraints(max_length=64)] | None = None
+    options: dict[Annotated[str, StringConstraints(max_length=64)], Option] = Field({}, max_length=64)
+    deadline: float | None = Field(None, gt=0, le=86_400)
+    citations: bool = False
+
+
+class Written(Asks):
+    """How an answer is written: the fields that chat and completions share."""
+
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
     max_tokens: int | None = Field(None, ge=0, le=MOST_TOKENS)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Short | Annotated[list[Short], Field(max_length=16)] | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -78,10 +87,6 @@ class Written(Body):
         None, max_length=1024
     )
     ignore_eos: bool = False
-    selector: Annotated[str, StringConstraints(max_length=64)] | None = None
-    options: dict[Annotated[str, StringConstraints(max_length=64)], Option] = Field({}, max_length=64)
-    deadline: float | None = Field(None, gt=0, le=86_400)
-    citations: bool = False
 
     @property
     def answers(self) -> int:

@@ -43,12 +43,12 @@ class Stream(EventSourceResponse):
 
 def data(chunk: BaseModel, event: str | None = None) -> bytes:
     """A chunk as an event: fields that were never set are left out."""
-    return format_sse_event(data_str=chunk.model_dump_json(exclude_unset=True), event=event)
+    return format_sse_event(data_str=chunk.model_dump_json(exclude_unset=True, by_alias=True), event=event)
 
 
 def json_of(answer: BaseModel) -> Response:
     """A whole answer: fields that were never set are left out."""
-    return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+    return Response(answer.model_dump_json(exclude_unset=True, by_alias=True), media_type="application/json")
 
 
 async def _written(chunks: AsyncIterator[bytes | None], names: Mapping[str, str]) -> AsyncIterator[bytes]:

@@ -1,0 +1,116 @@
+"""`/v1/responses`, asked by the `openai` package."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from openai import OpenAI
+
+from server.errors import TimedOut
+from server.http.remembered import Remembered
+from tests.server.fakes import STORED, FakeService
+
+
+def test_an_answer(client: OpenAI) -> None:
+    answer = client.responses.create(model="book", input="Who wrote it?", instructions="Be short.")
+    assert (answer.output_text, answer.status, answer.error) == ("Who wrote it?", "completed", None)
+    assert (answer.instructions, answer.model) == ("Be short.", "book")
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (STORED, len("Who wrote it?"))
+    assert answer.usage.input_tokens_details.cached_tokens == STORED
+
+
+def test_items_are_the_messages_of_a_chat(client: OpenAI, service: FakeService) -> None:
+    client.responses.create(
+        model="book",
+        instructions="Be short.",
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "Who?"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"type": "function_call", "call_id": "c1", "name": "find", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "Ada"},
+            {"role": "user", "content": "And when?"},
+        ],
+        max_output_tokens=3,
+        text={"format": {"type": "json_schema", "name": "it", "schema": {"type": "object"}}},
+        extra_body={"selector": "quest"},
+    )
+    asked = service.tickets[0].asked
+    assert [(one["role"], one["content"]) for one in asked.messages] == [
+        ("system", "Be short."),
+        ("user", "Who?"),
+        ("assistant", None),
+        ("tool", "Ada"),
+        ("user", "And when?"),
+    ]
+    assert asked.messages[2]["tool_calls"][0]["function"] == {"name": "find", "arguments": "{}"}
+    assert asked.messages[3]["tool_call_id"] == "c1"
+    assert (asked.generation.max_tokens, asked.selector) == (3, "quest")
+    assert asked.generation.grammar == {"json_schema": {"type": "object"}}
+
+
+def test_one_that_is_cut_is_incomplete(client: OpenAI) -> None:
+    answer = client.responses.create(model="book", input="Who wrote it?", max_output_tokens=3)
+    assert (answer.output_text, answer.status) == ("Who", "incomplete")
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_stream_tells_of_the_answer_as_it_grows(client: OpenAI) -> None:
+    events = list(client.responses.create(model="book", input="Who?", stream=True))
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * 4,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == "Who?"
+    last = events[-1].response
+    assert (last.output_text, last.status, last.id) == ("Who?", "completed", events[0].response.id)
+    assert last.usage.output_tokens == 4
+    with client.responses.stream(model="book", input="Who?") as stream:
+        assert stream.get_final_response().output_text == "Who?"
+
+
+def test_one_that_fails_says_so_in_its_stream(client: OpenAI, service: FakeService) -> None:
+    service.late = TimedOut("it took too long")
+    last = list(client.responses.create(model="book", input="Who?", stream=True))[-1]
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert last.response.error.message == "it took too long"
+
+
+def test_a_conversation_goes_on_from_its_last_response(client: OpenAI, service: FakeService) -> None:
+    first = client.responses.create(model="book", input="Who?", instructions="Be short.")
+    client.responses.create(model="book", input="And when?", previous_response_id=first.id)
+    assert [(one["role"], one["content"]) for one in service.tickets[1].asked.messages] == [
+        ("user", "Who?"),
+        ("assistant", "Who?"),
+        ("user", "And when?"),
+    ]
+    kept = client.responses.create(model="book", input="Who?", store=False)
+    for gone in (kept.id, "resp_none"):
+        with pytest.raises(openai.BadRequestError, match="is not remembered") as caught:
+            client.responses.create(model="book", input="x", previous_response_id=gone)
+        assert caught.value.param == "previous_response_id"
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    remembered = Remembered(100)
+    message = {"role": "user", "content": "x" * 10}
+    for id in ("a", "b"):
+        remembered.keep(id, [message])
+    assert remembered.find("a") == [message]
+    remembered.keep("c", [message])
+    assert remembered.find("b") is None  # the one that was not asked for
+    remembered.keep("d", [message] * 10)
+    assert (remembered.find("d"), remembered.find("a")) == (None, [message])
+
+
+def test_an_item_that_is_none_is_named(client: OpenAI) -> None:
+    for item in ({"type": "function_call", "call_id": "c1"}, {"type": "message", "content": "x"}):
+        with pytest.raises(openai.BadRequestError, match="input\\[0\\]"):
+            client.responses.create(model="book", input=[item])
