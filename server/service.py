@@ -16,6 +16,7 @@ from server.catalog import Catalog
 from server.errors import WrongField
 from server.jobs import Jobs
 from server.leases import Leases
+from server.matching import Matcher
 from server.metrics import Metrics
 from server.prompts import chat_tokens, completion_tokens, keep_answer, text_tokens
 from server.requests import Delta, Done, Event, Generation, Request
@@ -68,6 +69,7 @@ class Service:
         self.tails = Tails(settings.tail_bytes)
         self.scheduler = Scheduler(settings, self.tails, self.metrics)
         self.spellings = Spellings()
+        self.matcher = Matcher()
         self._leases = Leases()
         catalog.subscribe(self._replaced)
         self.jobs = Jobs(catalog, self._released, settings.config.device)
@@ -82,6 +84,7 @@ class Service:
 
         Raises `NoSuchName`, `Loading`, `Busy`, `TooLarge`, `WrongField`, and what opening a store raises.
         """
+        asked = self._matched(asked)
         with self._leased(asked.model) as over:
             resident = self._resident(asked)
             scope = resident.entry.model_id
@@ -171,6 +174,15 @@ class Service:
                 "selector",
             )
         return self.residents.get(entry, asked.selector, asked.options)
+
+    def _matched(self, asked: ChatAsked) -> ChatAsked:
+        """A chat with a model alone that begins with a stored text is one with its store."""
+        entry = self.catalog.entry(asked.model)
+        if entry.path is not None:
+            return asked
+        stores = [one for one in self.catalog.entries() if one.path and one.model_id == entry.model_id]
+        found = self.matcher.match(self.residents.model(entry), asked.messages, stores)
+        return replace(asked, model=found[0].name, messages=found[1]) if found else asked
 
     def _request(self, asked: Asked, resident: Resident, tokens: Sequence[int]) -> Request:
         wanted = asked.generation

@@ -16,7 +16,11 @@ from prefill_jobs.job import prefill_texts
 from server import matching
 from server.errors import WrongField
 from server.matching import Matcher
+from server.requests import Generation
+from server.service import ChatAsked
 from tests.models.tokenizers import KINDS, tokenizer_of
+from tests.server.conftest import TEXTS as SERVED
+from tests.server.conftest import Listener
 from tests.server.test_prompts import CHAT, said, user
 from tests.tiny import tiny_model
 
@@ -38,7 +42,7 @@ class Stored(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
+def stocked(tmp_path_factory):
     made = {}
 
     def of(kind, template, names):
@@ -46,7 +50,7 @@ def shelf(tmp_path_factory):
         if key not in made:
             tokenizer = tokenizer_of(kind, "added", template)
             loaded = wrap(tiny_model(vocab_size=len(tokenizer)), tokenizer)
-            folder, stores = tmp_path_factory.mktemp("shelf"), [Stored("bare", None, "")]
+            folder, stores = tmp_path_factory.mktemp("stores"), [Stored("bare", None, "")]
             for name in names:
                 documents = TEXTS[name]
                 prefill_texts(loaded, documents, folder / name)
@@ -61,24 +65,24 @@ def shelf(tmp_path_factory):
 MATCHER = Matcher(0)
 
 
-def matched(shelf, *messages, matcher=MATCHER):
-    loaded, stores = shelf
+def matched(stocked, *messages, matcher=MATCHER):
+    loaded, stores = stocked
     found = matcher.match(loaded, messages, stores)
     return None if found is None else (found[0].name, found[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", [None, CHAT], ids=["plain", "chat"])
-def test_a_stored_text_is_found_for_every_kind_of_tokenizer(shelf, kind, template):
-    held = shelf(kind, template, ("plain",))
+def test_a_stored_text_is_found_for_every_kind_of_tokenizer(stocked, kind, template):
+    held = stocked(kind, template, ("plain",))
     for gap in ("\n\n", " ", "\n\n\n\t", "\n<end>\n"):
         found = matched(held, user(f"{PLAIN}{gap}Who is it?"))
         assert found == ("plain", [user(f"{gap.strip()}\nWho is it?".strip())])
 
 
 @pytest.fixture
-def held(shelf):
-    return shelf("llama 3", CHAT, ("book", "longer", "several"))
+def held(stocked):
+    return stocked("llama 3", CHAT, ("book", "longer", "several"))
 
 
 def test_what_stands_around_is_the_question(held):
@@ -172,3 +176,22 @@ def test_a_long_message_is_matched_without_being_read_as_tokens(held, monkeypatc
     monkeypatch.setattr(matching, "_decoded", None)
     monkeypatch.setattr(matching, "encode", None)
     assert matcher.match(loaded, asked, stores) is not None
+
+
+def test_a_service_answers_from_the_store_that_is_found(service):
+    service.matcher = Matcher(0)
+    question, generation = "What is the colour of thing 3?", Generation(max_tokens=5)
+    [bare] = [entry.name for entry in service.catalog.entries() if entry.path is None]
+
+    def heard(model, text):
+        listener = Listener()
+        service.chat(ChatAsked("id", model, generation, messages=[user(text)]), listener)
+        return listener.all()
+
+    whole = heard(bare, f"{SERVED['book']}\n\n{question}")
+    asked = heard("book", question)
+    assert whole.tokens == asked.tokens
+    assert whole.usage.prompt == asked.usage.prompt
+    assert whole.usage.cached >= service.catalog.entry("book").tokens
+    twice = heard("book", f"{SERVED['book']}\n\n{question}")
+    assert twice.usage.prompt > service.catalog.entry("book").tokens + len(SERVED["book"])
