@@ -271,7 +271,6 @@ def test_each_watch_sees_its_own_conversation(opened, selector, monkeypatch):
         with forks[0].conversation.watched() as first, forks[2].conversation.watched() as third:
             run_turns(forks)
         for found, own in ((first, expected[0]), (third, expected[2])):
-            assert found.rows == own.rows
             np.testing.assert_allclose(found.mass, own.mass, atol=1e-4)
 
 
