@@ -212,6 +212,8 @@ class Answering:
         """Pick the next token of an answer, and tell of it."""
         picked = one.picker.pick(logits)
         if picked.token in one.conversation.end_tokens and not self.request.generation.ignore_end:
+            if self.request.raw and self.request.generation.top_logprobs is not None:
+                self.emit(Delta(one.index, "", (picked,)))  # whoever scores a text counts on a token after it
             self._end(one, "stop")
             return
         one.token, one.tokens = picked.token, one.tokens + 1

@@ -1,0 +1,146 @@
+"""Real answers over the wire: a tiny model, its stores, and the clients that people use."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from openai import OpenAI
+
+from offload_decode.engine.engine import Engine
+from server.http.app import create_app
+from tests.server.http.conftest import listening
+
+QUESTIONS = ("What is the colour of thing 3?", "Who jumps?")
+
+
+@pytest.fixture
+def url(service):
+    with listening(create_app(service)) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url):
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_a_chat_is_what_the_engine_answers(client, shelf):
+    engine = Engine.open(shelf / "stores" / "book.kv", selector="topk", options={"budget": "24"})
+    for question in QUESTIONS:
+        told = engine.answer(question, 12)
+        asked = {"model": "book", "messages": [{"role": "user", "content": question}], "max_tokens": 12}
+        answer = client.chat.completions.create(**asked)
+        assert answer.choices[0].message.content == told.text
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 12)
+        assert answer.usage.prompt_tokens_details.cached_tokens >= engine.prefix.length
+        chunks = client.chat.completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == told.text
+        assert client.responses.create(model="book", input=question, max_output_tokens=12).output_text == (
+            told.text
+        )
+
+
+def test_a_prompts_log_probabilities_are_the_models(client, service):
+    loaded = service.residents.model(service.catalog.entry("model"))
+    ids = [1, *range(70, 90)]
+    with torch.inference_mode():
+        exact = loaded.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    (choice,) = client.completions.create(
+        model="model", prompt=ids, echo=True, logprobs=1, max_tokens=1
+    ).choices
+    known = choice.logprobs
+    assert len(known.tokens) == len(known.top_logprobs) == len(ids) + 1
+    assert known.token_logprobs[0] is None
+    for at, token in enumerate(ids[1:]):
+        assert math.isclose(known.token_logprobs[at + 1], float(exact[at, token]), abs_tol=1e-3)
+        assert math.isclose(max(known.top_logprobs[at + 1].values()), float(exact[at].max()), abs_tol=1e-3)
+    assert math.isclose(known.token_logprobs[-1], float(exact[-1].max()), abs_tol=1e-3)
+
+
+def test_a_text_that_ends_at_once_is_scored_up_to_its_end_token(serve, shelf):
+    service = serve()
+    loaded = service.residents.model(service.catalog.entry("book"))
+    prompt = list(range(70, 80))
+    with torch.inference_mode():
+        likeliest = int(loaded.model(torch.tensor([prompt])).logits[0, -1].argmax())
+    loaded.model.generation_config.eos_token_id = likeliest
+    with listening(create_app(service)) as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        (choice,) = client.completions.create(
+            model="model", prompt=prompt, echo=True, logprobs=1, max_tokens=1
+        ).choices
+    assert choice.finish_reason == "stop"
+    assert len(choice.logprobs.token_logprobs) == len(prompt) + 1
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_and_asks(url, service, tmp_path):
+    """`lm-eval`'s clients, with the tokenizer of the server: what they sum is what the model says."""
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("tenacity")
+    from lm_eval.tasks import TaskManager
+
+    rows = [
+        {"q": "Thing 3 is", "choices": [" number 9", " a car"], "label": 0},
+        {"q": "The lazy", "choices": [" number", " dog"], "label": 1},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "test_split": "test",
+        "doc_to_text": "{{q}}",
+    }
+    choose = {
+        "task": "choose",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+        **shared,
+    }
+    write = {
+        "task": "write",
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[label]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match"}],
+        **shared,
+    }
+
+    def samples(client, path, tasks, **more):
+        told = lm_eval.simple_evaluate(
+            model=client,
+            model_args={"base_url": f"{url}/v1/{path}", "max_retries": 1, **more},
+            tasks=tasks,
+            apply_chat_template="chat" in client,
+            bootstrap_iters=0,
+            task_manager=TaskManager(include_defaults=False),
+        )
+        return [sample["resps"] for task in told["samples"].values() for sample in task]
+
+    scored = samples("local-completions", "completions", [choose], model="model", num_concurrent=2)
+    loaded = service.residents.model(service.catalog.entry("model"))
+    tokenizer = loaded.known_tokenizer
+    for row, both in zip(rows, scored, strict=True):
+        for choice, ((said, greedy),) in zip(row["choices"], both, strict=True):
+            before = tokenizer.encode(row["q"], add_special_tokens=False)
+            after = tokenizer.encode(choice, add_special_tokens=False)
+            with torch.inference_mode():
+                known = loaded.model(torch.tensor([before + after])).logits[0].log_softmax(-1)
+            rows_of = known[len(before) - 1 : -1]
+            assert math.isclose(
+                said, float(rows_of.gather(1, torch.tensor(after)[:, None]).sum()), abs_tol=1e-2
+            )
+            assert greedy == (rows_of.argmax(-1).tolist() == after)
+    for client, path in (
+        ("local-completions", "completions"),
+        ("local-chat-completions", "chat/completions"),
+    ):
+        written = samples(client, path, [write], model="book")
+        assert all(isinstance(text, str) and text for ((text,),) in written)
