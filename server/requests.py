@@ -19,8 +19,7 @@ class Generation:
     top_logprobs: None for no log-probabilities; 0 for those of the tokens that were taken; k for the k
     likeliest too. stop: strings that end the answer and are not part of it. logit_bias: added to the logit
     of a token id. grammar: what `server.grammar` holds an answer to (`{"json_schema": …}`, `{"json_object":
-    true}`, `{"regex": …}`, `{"lark": …}`), None for nothing. ignore_end: go on past end tokens. raw: the
-    text with the white space at its ends, as completions have it.
+    true}`, `{"regex": …}`, `{"lark": …}`), None for nothing. ignore_end: go on past end tokens.
     """
 
     max_tokens: int | None = None
@@ -34,7 +33,6 @@ class Generation:
     presence_penalty: float = 0.0
     grammar: Mapping[str, Any] | None = None
     ignore_end: bool = False
-    raw: bool = False
 
 
 @dataclass(frozen=True)

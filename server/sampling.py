@@ -14,6 +14,7 @@ from offload_decode.engine.sampler import Sampler
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.processors import Processors
 from server.errors import WrongField
+from server.grammar import check_grammar, grammar_of
 from server.requests import Generation, Scored
 
 MOST_TOP = 20
@@ -55,6 +56,8 @@ def check_generation(loaded: LoadedModel, wanted: Generation) -> None:
         if not -100 <= bias <= 100:
             message = f"logit_bias of token {token} is {bias:g}: it must be a number from -100 to 100"
             raise WrongField(message, "logit_bias")
+    if wanted.grammar is not None:
+        check_grammar(loaded, wanted.grammar)
 
 
 def check_top(top: int | None, param: str) -> None:
@@ -74,8 +77,9 @@ class Picker:
     In this order: what the model's `generation_config` asks for (`Processors`, which see `before`, the
     conversation after the stored tokens); `frequency_penalty` and `presence_penalty`, which count the
     tokens of this answer, as OpenAI defines them (`c * frequency + (c > 0) * presence` is taken off the
-    logit of a token that came `c` times); `logit_bias`; temperature and top_p (`Sampler`). At temperature 0
-    and with nothing else asked for, these are the tokens of `Engine.answer`.
+    logit of a token that came `c` times); `logit_bias`; the grammar, which goes before all of these where
+    they leave no token that it allows; temperature and top_p (`Sampler`). At temperature 0 and with nothing
+    else asked for, these are the tokens of `Engine.answer`.
 
     `ends` are the tokens that end the answer, which has at most `most`; to `ignore_end`, none do. Of `n`
     answers to one request, the one of `index` 0 is that of a request for one; the others draw from streams
@@ -93,9 +97,10 @@ class Picker:
     ):
         self._top = wanted.top_logprobs
         self._penalties = wanted.frequency_penalty, wanted.presence_penalty
-        ends = frozenset() if wanted.ignore_end else ends
+        self._ends = ends = frozenset() if wanted.ignore_end else ends
         self._processors = Processors(loaded.model, loaded.tokenizer, before, ends, most)
         self._sampler = Sampler(wanted.temperature, wanted.top_p, _stream(wanted.seed, index))
+        self._grammar = None if wanted.grammar is None else grammar_of(loaded, wanted.grammar)
         self._came: set[int] = set()
         # Added to the logits: biases, and penalties as tokens come. None for nothing.
         self._added: Tensor | None = None
@@ -111,18 +116,25 @@ class Picker:
         changed = self._processors(logits)
         if self._added is not None:
             changed = changed + self._added
+        if self._grammar is not None:
+            allowed = self._grammar.allowed(len(logits), self._ends).to(logits.device)
+            held = torch.where(allowed, changed, -math.inf)
+            changed = held if held.amax() > -math.inf else torch.where(allowed, logits, -math.inf)
         token = int(self._sampler(changed[None]))
         if self._top is None:
             return Scored(token)
         return scored(logits[None], [token], self._top)[0]
 
     def append(self, token: int) -> bool:
-        """Take note of a token; whether the answer ends with it (stop strings of the `generation_config`)."""
+        """Take note of a token; whether the answer ends with it: by a stop string of the `generation_config`,
+        or because nothing may follow in its grammar.
+        """
         if self._added is not None:
             frequency, presence = self._penalties
             self._added[token] -= frequency if token in self._came else frequency + presence
             self._came.add(token)
-        return self._processors.append(token)
+        complete = self._grammar is not None and self._grammar.append(token)
+        return self._processors.append(token) or complete
 
 
 def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
