@@ -143,8 +143,8 @@ class Answering:
 
     def emit(self, event: Event) -> None:
         """Tell whoever asked, unless they have gone."""
+        self._followed.event(event)
         if not self.cancelled:
-            self._followed.event(event)
             self._emit(event)
 
     def refuse(self, error: Exception) -> None:

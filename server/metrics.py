@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from offload_decode.types import StepStats
 from server import logs
+from server.errors import Busy
 from server.requests import Delta, Done, Ended, Event, Failed, Prompted, Usage
 
 PREFIX = "offload_decode"
@@ -84,10 +85,6 @@ class Metrics:
         """Follow a request from now, its submission, on; `model` is a name of the catalog."""
         return Watch(self._of(model))
 
-    def refused(self, model: str) -> None:
-        """The queue was full."""
-        self._refused.labels(model).inc()
-
     def passed(self, rows: int, tokens: int, seconds: float, stats: StepStats) -> None:
         """A forward pass of `tokens` tokens of `rows` requests; `stats` are the pass' own."""
         self._rows.observe(rows)
@@ -137,6 +134,7 @@ class _OfModel:
         self.running, self.waiting = own._running.labels(model), own._waiting.labels(model)
         self.queued, self.first = own._queued.labels(model), own._first.labels(model)
         self.between, self.whole = own._between.labels(model), own._whole.labels(model)
+        self.refused = own._refused.labels(model)
         self.prompt, self.written = own._prompt.labels(model), own._written.labels(model)
         self.looked_up, self.found = own._looked_up.labels(model), own._found.labels(model)
         self.ended = {
@@ -170,7 +168,9 @@ class Watch:
         self._counts.queued.observe(time.perf_counter() - self._began)
 
     def event(self, event: Event) -> None:
-        """What it is told, in the order of the events."""
+        """What it is told, in the order of the events; nothing more counts when it has ended."""
+        if self._over:
+            return
         match event:
             case Prompted(usage):
                 self._prompted(usage)
@@ -183,6 +183,8 @@ class Watch:
                 self._end(",".join(self._reasons))
             case Failed(error):
                 self._line["error"] = type(error).__name__
+                if isinstance(error, Busy) and not self._started:
+                    self._counts.refused.inc()
                 self._counts.ended["error"].inc()
                 self._end("error")
 

@@ -75,7 +75,7 @@ class Scheduler:
 
         Raises `Busy` where too many wait, and `TooLarge` for what can never run.
         """
-        answering = Answering(request, resident, emit, over, self.metrics.watch(request.model))
+        answering = Answering(request, resident, emit, over, self.metrics.watch(resident.entry.name))
         try:
             self._check(answering)
             with self._changed:

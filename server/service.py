@@ -4,7 +4,7 @@ where a store is opened first, longer: an event loop calls them in a thread.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -73,6 +73,7 @@ class Service:
         self._leases = Leases()
         catalog.subscribe(self._replaced)
         self.jobs = Jobs(catalog, self._released, settings.config.device)
+        self._tell_metrics()
 
     def preload(self) -> None:
         """Begin to load the model of the first entry there is."""
@@ -145,6 +146,26 @@ class Service:
         self.scheduler.close(grace_s)
         self.residents.close()
         self.catalog.close()
+
+    def _tell_metrics(self) -> None:
+        """What can be looked up at any time."""
+        most = max(self.settings.tail_bytes, 1)
+        self.metrics.read(
+            "kv_cache_usage_perc",
+            "Share of the memory for turns that is in use, 0 to 1.",
+            lambda: self.tails.stats.bytes / most,
+        )
+        self.metrics.read(
+            "recall_at_build",
+            "Recall that a store's indexes measured when they were built.",
+            lambda: {one.name: one.recall for one in self.catalog.entries() if one.recall is not None},
+        )
+        self.metrics.read(
+            "jobs",
+            "Prefills and appends, by state.",
+            lambda: Counter(j.state for j in self.jobs.jobs()),
+            "state",
+        )
 
     @contextmanager
     def _leased(self, model: str) -> Iterator[Callable[[], None]]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from offload_decode.types import StepStats
 from server import logs
+from server.catalog import Catalog
+from server.errors import Busy
 from server.metrics import Metrics, Watch
 from server.requests import Delta, Done, Ended, Failed, Prompted, Scored, Usage
+from server.service import Service
+from server.settings import Settings
 
 USAGE = Usage(prompt=100, cached=90, completion=3)
 
@@ -84,6 +90,7 @@ def test_what_does_not_end_well_is_counted_once_and_waits_no_longer(started: boo
         watch.event(Failed(ValueError("a text")))
     watch.aborted()
     watch.aborted()
+    watch.event(Done(USAGE, StepStats()))
     seen = samples(metrics)
     assert seen["request_success_total", reason, "book"] == 1
     assert seen["num_requests_waiting", "book"] == seen["num_requests_running", "book"] == 0
@@ -117,9 +124,28 @@ def test_what_others_know_is_read_when_somebody_looks() -> None:
 
 def test_two_services_share_nothing() -> None:
     one, other = Metrics(), Metrics()
-    one.refused("book")
-    assert samples(one)["admission_rejections_total", "book"] == 1
-    assert ("admission_rejections_total", "book") not in samples(other)
+    one.watch("book")
+    assert samples(one)["num_requests_waiting", "book"] == 1
+    assert ("num_requests_waiting", "book") not in samples(other)
+
+
+def test_a_full_queue_is_counted() -> None:
+    metrics = Metrics()
+    metrics.watch("book").event(Failed(Busy("full")))
+    metrics.watch("book").event(Failed(ValueError("wrong")))
+    seen = samples(metrics)
+    assert seen["admission_rejections_total", "book"] == 1
+    assert seen["num_requests_waiting", "book"] == 0
+
+
+def test_a_service_tells_what_it_holds(tmp_path: Path) -> None:
+    service = Service(Catalog([tmp_path]), Settings())
+    try:
+        seen = samples(service.metrics)
+    finally:
+        service.close()
+    assert seen["kv_cache_usage_perc",] == 0
+    assert ("jobs", "running") not in seen
 
 
 def test_the_line_of_a_request_says_how_it_went() -> None:

@@ -13,7 +13,7 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, StoreDamaged
 from server.errors import Busy, TimedOut, TooLarge
-from server.requests import Delta, Generation, Prompted
+from server.requests import Delta, Ended, Generation, Prompted
 from server.service import ChatAsked, CompletionAsked
 from tests.server.conftest import TEXTS, Listener
 
@@ -157,6 +157,24 @@ def test_who_hangs_up_is_dropped_and_holds_no_memory(service):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert ask(service).all().error is None
+
+
+def test_who_hangs_up_as_the_answer_ends_runs_no_longer_either(service):
+    class Leaving(Listener):
+        def __call__(self, event):
+            super().__call__(event)
+            if isinstance(event, Ended):
+                self.ticket.cancel()
+
+    listener = Leaving()
+    asked = CompletionAsked("id", "book", Generation(max_tokens=50), prompt="Why")
+    listener.ticket = service.complete(asked, listener)
+    while not isinstance(listener.next(), Ended):
+        pass
+    deadline = time.monotonic() + 10
+    while b'num_requests_running{model_name="book"} 0.0' not in service.metrics.text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_too_much_is_refused(serve):

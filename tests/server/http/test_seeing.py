@@ -84,11 +84,11 @@ def test_health_is_503_until_the_first_model_is_there(client: TestClient, servic
 
 
 def test_metrics_are_what_prometheus_reads(client: TestClient, service: Any) -> None:
-    service.metrics.refused("book")
+    service.metrics.watch("book")
     told = client.get("/metrics")
     assert told.headers["content-type"].startswith("text/plain; version=")
     names = {family.name for family in text_string_to_metric_families(told.text)}
-    assert "offload_decode:admission_rejections" in names
+    assert "offload_decode:num_requests_waiting" in names
 
 
 def test_an_id_comes_back(client: TestClient) -> None:
