@@ -88,7 +88,7 @@ async function ask(question) {
   turn.model = known.get(at("corpus").value);
   turns.push(turn);
   running = new AbortController();
-  at("welcome").hidden = true;
+  begun(true);
   at("question").value = "";
   tell("");
   allow();
@@ -168,8 +168,13 @@ function forget() {
   running?.abort();
   turns = [];
   at("turns").replaceChildren();
-  at("welcome").hidden = false;
+  begun(false);
   at("question").focus();
+}
+
+function begun(there) {
+  at("welcome").hidden = there;
+  at("fresh").hidden = !there;
 }
 
 // The key

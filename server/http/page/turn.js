@@ -54,7 +54,7 @@ export class Turn {
     if (this.#first) figures.push(["to the first token", duration(this.#first - this.#began)]);
     if (usage) {
       const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-      figures.push(["prompt tokens, not run again", `${whole.format(cached)} of ${whole.format(usage.prompt_tokens)}`]);
+      figures.push(["prompt tokens cached", `${whole.format(cached)} of ${whole.format(usage.prompt_tokens)}`]);
     }
     if (stats && corpus) figures.push(["keys and values read", bytes(stats.bytes_moved)]);
     const list = this.find(".figures");
@@ -92,10 +92,15 @@ function shown(cited, most, open) {
 
 function passage(span, most) {
   const item = copy("passage");
-  item.querySelector("mark").textContent = span.text;
+  item.querySelector("mark").textContent = unwrapped(span.text);
   item.querySelector("mark").style.setProperty("--strength", most ? span.share / most : 0);
   item.querySelector(".share").textContent = percent.format(span.share);
   return item;
+}
+
+/** Prose that was broken into lines, as one; short lines and indented ones, as of code, stay. */
+function unwrapped(text) {
+  return text.replace(/(.{45,})\n(?=\S)/g, "$1 ");
 }
 
 function figure([name, value]) {
