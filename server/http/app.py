@@ -11,7 +11,7 @@ from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 
-from server.http import chat, completions, models, responses, seeing, tokens
+from server.http import chat, completions, models, page, responses, seeing, tokens
 from server.http.handlers import add_handlers
 from server.http.security import Access, Guard
 from server.service import Service
@@ -34,7 +34,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         dependencies=[Security(HTTPBearer(auto_error=False))] if access.keys else [],
     )
     app.state.service = service
-    for room in (chat, completions, responses, models, tokens, seeing):
+    for room in (chat, completions, responses, models, tokens, seeing, page):
         app.include_router(room.router())
     add_handlers(app)
     app.add_middleware(Guard, access=access, most=service.settings.max_body)

@@ -204,8 +204,13 @@ at("later").addEventListener("click", () => {
 
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (running) running.abort();
-  else if (!at("send").disabled) ask(at("question").value.trim());
+  if (!running && !at("send").disabled) ask(at("question").value.trim());
+});
+
+at("send").addEventListener("click", (event) => {
+  if (!running) return;
+  event.preventDefault(); // whatever the fields hold, an answer can be stopped
+  running.abort();
 });
 
 at("question").addEventListener("input", allow);
