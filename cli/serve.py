@@ -17,7 +17,7 @@ from offload_decode.errors import ConfigError
 if TYPE_CHECKING:
     from server.http.security import Access
 
-GRACE_S = 5
+GRACE_S = 5.0
 KEYS = "OFFLOAD_DECODE_API_KEY"
 
 
@@ -126,12 +126,12 @@ def serve(
     end_with_a_sentence()
     logs.configure(log_format)
     service = Service(Catalog(stores or [], how.config.model), settings)
-    service.preload()
     names = [entry.name for entry in service.catalog.entries()]
     output.note(f"serving {', '.join(names) or 'nothing yet: publish a store'}")
     output.note(f"listening on {address_of(bound)}")
     if not access.keys and not is_loopback(host):
         output.note("warning: whoever reaches this address may ask, append and delete: give --api-key-file")
+    service.preload()
     listen(create_app(service, access), bound, GRACE_S)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import signal
@@ -12,8 +13,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from offload_decode.errors import ConfigError
+from server.service import Service
 
 BACKLOG = 1024
+_LATE_S = 5  # after which connections are cut, whatever they still do
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -45,7 +48,21 @@ def address_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def listen(app: FastAPI, bound: socket.socket, grace_s: int) -> None:
+class _Server(uvicorn.Server):
+    """As it stops, answers that are being written have `grace_s` to end, and are then told why they end."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, grace_s: float):
+        super().__init__(config)
+        self._service, self._grace_s = service, grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the service while connections wait for their answers."""
+        closing = asyncio.create_task(asyncio.to_thread(self._service.close, self._grace_s))
+        await super().shutdown(sockets)
+        await closing
+
+
+def listen(app: FastAPI, bound: socket.socket, grace_s: float) -> None:
     """Serve until SIGINT or SIGTERM; answers that are being written then have so many seconds to end."""
     config = uvicorn.Config(
         app,
@@ -54,11 +71,11 @@ def listen(app: FastAPI, bound: socket.socket, grace_s: int) -> None:
         server_header=False,
         ws="none",
         lifespan="on",
-        timeout_graceful_shutdown=grace_s,
+        timeout_graceful_shutdown=round(grace_s + _LATE_S),
     )
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it has stopped
     try:
         with bound, suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[bound])
+            _Server(config, app.state.service, grace_s).run(sockets=[bound])
     finally:
         signal.signal(signal.SIGTERM, before)

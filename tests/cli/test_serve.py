@@ -1,0 +1,110 @@
+"""`offload-decode serve`: what it refuses before it listens, and a server from its start to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cli import serve
+from cli.main import app
+from server.http.listen import address_of, bind, is_loopback
+from server.http.security import LOOPBACK
+from server.settings import Settings
+from tests.cli.conftest import refused, run
+
+
+def test_there_must_be_something_to_serve() -> None:
+    assert "name a store" in refused(2, "serve")
+
+
+def test_a_port_that_is_taken_is_one_sentence(store: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} of 127.0.0.1 is taken" in refused(2, "serve", store, "--port", str(port))
+    assert "no.such.host" in refused(2, "serve", store, "--host", "no.such.host.invalid")
+
+
+def test_a_key_must_be_one(store: Path, tmp_path: Path) -> None:
+    assert "an empty key" in refused(2, "serve", store, "--api-key", " ")
+    assert "cannot be read" in refused(2, "serve", store, "--api-key-file", tmp_path / "none")
+
+
+@pytest.mark.parametrize("option", ["--max-prompt", "--max-body", "--memory-for-turns"])
+def test_a_size_must_be_one(store: Path, option: str) -> None:
+    assert "many" in refused(2, "serve", store, "--port", "0", option, "many")
+
+
+def test_what_is_not_there_cannot_be_served(tmp_path: Path) -> None:
+    assert "none.kv" in refused(2, "serve", tmp_path / "none.kv", "--port", "0")
+
+
+def test_who_may_ask() -> None:
+    open_here = serve._access([], None, ["https://chat.example/"], "127.0.0.1", True)
+    assert open_here.hosts == LOOPBACK
+    assert open_here.origins == ("https://chat.example",)
+    assert serve._access(["sesame"], None, [], "127.0.0.1", True).hosts == frozenset()
+    assert serve._access([], None, [], "0.0.0.0", False).hosts == frozenset()
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_the_defaults_are_those_of_the_settings() -> None:
+    shown = run("serve", "--help").out
+    settings = Settings()
+    for said in (settings.max_tokens, settings.max_running, settings.max_waiting, settings.deadline_s):
+        assert f"[default: {said}" in " ".join(shown.split())
+    assert (settings.max_prompt, settings.max_body, settings.tail_bytes) == (128 << 10, 32 << 20, 1 << 30)
+
+
+def test_an_address_is_one_that_can_be_clicked() -> None:
+    with bind("localhost", 0) as bound:
+        assert re.fullmatch(r"http://(127\.0\.0\.1|\[::1\]):\d+", address_of(bound))
+    assert isinstance(bound, socket.socket)
+
+
+def test_it_is_a_command() -> None:
+    assert "serve" in [command.name for command in app.registered_commands]
+
+
+@pytest.mark.slow
+def test_a_server_from_its_start_to_its_end(home: Path) -> None:
+    command = [sys.executable, "-c", "from cli.main import main; main()", "serve", str(home), "--port", "0"]
+    environment = {**os.environ, "OFFLOAD_DECODE_API_KEY": "sesame"}
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert server.stderr is not None
+        assert next(server.stderr).startswith("serving store, ")
+        address = next(server.stderr).split()[-1]
+        client = httpx.Client(base_url=address, headers={"Authorization": "Bearer sesame"}, timeout=60)
+        assert httpx.get(f"{address}/v1/models").status_code == 401
+        body = {"model": "store", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4}
+        while (answer := client.post("/v1/chat/completions", json=body)).status_code == 503:
+            time.sleep(0.1)  # the model is being loaded
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        long = {**body, "max_tokens": 100_000, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=long) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            last = [line for line in lines if line][-1]
+        assert "the server is being stopped" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        rest = server.stderr.read()
+        assert server.wait(timeout=30) == 0
+    finally:
+        server.kill()
+    assert "Traceback" not in rest
