@@ -54,14 +54,7 @@ class Answering:
     those of others, and hands over the logits.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        resident: Resident,
-        emit: Emit,
-        over: Callable[[], None],
-        followed: metrics.Watch,
-    ):
+    def __init__(self, request: Request, resident: Resident, emit: Emit, followed: metrics.Watch):
         self.request = request
         self.resident = resident
         self.cancelled = False
@@ -70,7 +63,6 @@ class Answering:
         self.stats = StepStats()
         self.watch: Watch | None = None  # what its answers attend to, where that is asked for
         self._emit = emit
-        self._over = over
         self._followed = followed
         self._rest = request.tokens
         self._cached = 0
@@ -157,10 +149,9 @@ class Answering:
         self.forget()
 
     def forget(self) -> None:
-        """Hold no memory any more, nor the store."""
+        """Hold no memory any more."""
         self._conversation = self._last = None
         self._sequences, self.watch = [], None
-        self._over()
 
     @property
     def _cites(self) -> bool:

@@ -33,5 +33,9 @@ class WrongField(ConfigError):
         self.param = param
 
 
+class ReadOnly(OffloadDecodeError):
+    """This server makes no stores, and deletes none."""
+
+
 class TimedOut(OffloadDecodeError):
     """The deadline of a request has passed."""

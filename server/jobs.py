@@ -29,7 +29,7 @@ from offload_decode.store.exchange import restore
 from offload_decode.store.publish import clear
 from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
 from server.catalog import SUFFIX, Catalog, Entry, readable
-from server.errors import Busy, NoSuchName, WrongField
+from server.errors import Busy, NoSuchName, ReadOnly, WrongField
 from server.job_files import JOBS, Job, JobFiles, State, Upload, Work
 from server.job_process import EXCHANGE
 
@@ -60,7 +60,8 @@ class Progress:
 
 class Jobs:
     """The jobs of a server, in the first folder among its places; a thread runs them until `close`, which
-    leaves them to be gone on with. `device` is where their models run. Thread-safe.
+    leaves them to be gone on with. `device` is where their models run. With `read_only` there are none, and
+    what would change a store raises `ReadOnly`. Thread-safe.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Jobs:
         catalog: Catalog,
         released: Released = lambda name: nullcontext(),
         device: str = "auto",
+        read_only: bool = False,
     ) -> None:
         self._catalog, self._released, self._device = catalog, released, device
+        self._read_only = read_only
         self._changed = threading.Condition()
         self._jobs: dict[str, Job] = {}
         self._progress: dict[str, Progress] = {}
@@ -77,9 +80,10 @@ class Jobs:
         self._files: JobFiles | None = None
         self._process: subprocess.Popen[str] | None = None
         self._exchanging = self._closed = False
-        for folder in catalog.folders:
-            _empty_trash(folder)
-        if catalog.folders and (catalog.folders[0] / JOBS).is_dir():
+        if not read_only:
+            for folder in catalog.folders:
+                _empty_trash(folder)
+        if not read_only and catalog.folders and (catalog.folders[0] / JOBS).is_dir():
             try:
                 self._begin()
             except StoreBusy as error:
@@ -108,13 +112,13 @@ class Jobs:
         `model` names an entry whose model is taken; None: the only one there is. Raises `ConfigError`,
         `WrongField`, `NoSuchName`, `StoreExists`, `StoreBusy` and `Busy`.
         """
+        folder = self._folder()
         if not NAME.fullmatch(name):
             raise WrongField(
                 "a store's name is of letters, digits, '.', '-' and '_', begins with a letter or a digit, "
                 "and has at most 100 of them",
                 "name",
             )
-        folder = self._folder()
         of = self._model_of(model)
         how = {"dtype": of.dtype, "weights": of.weights} | how
         path = folder / (name.removesuffix(SUFFIX) + SUFFIX)
@@ -159,6 +163,7 @@ class Jobs:
 
         Raises `NoSuchName`, `ConfigError` for a store that is not in a folder of stores, and `StoreBusy`.
         """
+        self._may_write()
         with self._changed:
             entry = self._store(name)
             path = entry.path
@@ -200,7 +205,12 @@ class Jobs:
                     self._jobs[job.id] = again
         return self._files
 
+    def _may_write(self) -> None:
+        if self._read_only:
+            raise ReadOnly("this server was started with --read-only: it makes no stores, and deletes none")
+
     def _folder(self) -> Path:
+        self._may_write()
         if not self._catalog.folders:
             raise ConfigError(
                 "this server has no folder to put stores in: start it with a folder among STORES"

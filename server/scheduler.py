@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from offload_decode.engine.citations import cite
 from offload_decode.engine.joint import join_key, run_turns
@@ -67,15 +68,12 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, request: Request, resident: Resident, emit: Emit, over: Callable[[], None] = lambda: None
-    ) -> Ticket:
-        """Take on a request; its events go to `emit`, from the scheduler's threads, one after another. `over`
-        is called when nothing of it is held any more.
+    def submit(self, request: Request, resident: Resident, emit: Emit) -> Ticket:
+        """Take on a request; its events go to `emit`, from the scheduler's threads, one after another.
 
         Raises `Busy` where too many wait, and `TooLarge` for what can never run.
         """
-        answering = Answering(request, resident, emit, over, self.metrics.watch(resident.entry.name))
+        answering = Answering(request, resident, emit, self.metrics.watch(resident.entry.name))
         try:
             self._check(answering)
             with self._changed:
@@ -103,6 +101,15 @@ class Scheduler:
         """Requests that run and that wait."""
         with self._changed:
             return len(self._running), len(self._waiting)
+
+    def uses(self, name: str) -> bool:
+        """Whether a name is being answered from, or an answer of it is being put away."""
+        with self._changed:
+            if any(one.resident.entry.name == name for one in (*self._running, *self._waiting)):
+                return True
+        with suppress(RuntimeError):  # the scheduler is closed: nothing is put away any more
+            self._ending.submit(int).result()  # all that has ended before is put away then
+        return False
 
     def close(self, grace_s: float = 0.0) -> None:
         """Take on nothing more; what runs has so many seconds to end, and is then ended."""

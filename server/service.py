@@ -5,8 +5,7 @@ where a store is opened first, longer: an event loop calls them in a thread.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,10 +14,10 @@ from server.answering import Emit
 from server.catalog import Catalog
 from server.errors import WrongField
 from server.jobs import Jobs
-from server.leases import Leases
 from server.matching import Matcher
 from server.metrics import Metrics
 from server.prompts import chat_tokens, completion_tokens, keep_answer, text_tokens
+from server.releases import Releases
 from server.requests import Delta, Done, Event, Generation, Request
 from server.residents import Resident, Residents
 from server.sampling import check_generation, check_top
@@ -70,9 +69,9 @@ class Service:
         self.scheduler = Scheduler(settings, self.tails, self.metrics)
         self.spellings = Spellings()
         self.matcher = Matcher()
-        self._leases = Leases()
+        self.releases = Releases(self.scheduler.uses, self._close)
+        self.jobs = Jobs(catalog, self.releases.released, settings.config.device, settings.read_only)
         catalog.subscribe(self._replaced)
-        self.jobs = Jobs(catalog, self._released, settings.config.device)
         self._tell_metrics()
 
     def preload(self) -> None:
@@ -86,24 +85,24 @@ class Service:
         Raises `NoSuchName`, `Loading`, `Busy`, `TooLarge`, `WrongField`, and what opening a store raises.
         """
         asked = self._matched(asked)
-        with self._leased(asked.model) as over:
+        with self.releases.asking(asked.model):
             resident = self._resident(asked)
             scope = resident.entry.model_id
             loaded, stored = resident.loaded, resident.stored
             tokens = chat_tokens(loaded, stored, asked.messages, asked.tools, self.spellings, scope)
             request = self._request(asked, resident, tokens)
             keep = partial(keep_answer, loaded, asked.messages, spellings=self.spellings, scope=scope)
-            return self.scheduler.submit(request, resident, _Spelled(emit, keep), over)
+            return self.scheduler.submit(request, resident, _Spelled(emit, keep))
 
     def complete(self, asked: CompletionAsked, emit: Emit) -> Ticket:
         """Ask how a text goes on; its events go to `emit`. Raises as `chat`."""
         check_top(asked.prompt_logprobs, "logprobs")
-        with self._leased(asked.model) as over:
+        with self.releases.asking(asked.model):
             resident = self._resident(asked)
             tokens = completion_tokens(resident.loaded, resident.stored, asked.prompt)
             request = self._request(asked, resident, tokens)
             request = replace(request, prompt_logprobs=asked.prompt_logprobs, raw=True)
-            return self.scheduler.submit(request, resident, emit, over)
+            return self.scheduler.submit(request, resident, emit)
 
     def tokenize(
         self,
@@ -167,25 +166,6 @@ class Service:
             "state",
         )
 
-    @contextmanager
-    def _leased(self, model: str) -> Iterator[Callable[[], None]]:
-        """The store of a name is used from here on, until what is yielded is called; at once where the block
-        fails.
-        """
-        over = self._leases.use(self.catalog.entry(model).name)
-        try:
-            yield over
-        except BaseException:
-            over()
-            raise
-
-    @contextmanager
-    def _released(self, name: str) -> Iterator[None]:
-        """Nothing uses the store of a name, and nothing has it open."""
-        with self._leases.released(name):
-            self._replaced({name})
-            yield
-
     def _resident(self, asked: Asked) -> Resident:
         entry = self.catalog.entry(asked.model)
         if entry.path is None and (asked.selector or asked.options):
@@ -222,8 +202,11 @@ class Service:
 
     def _replaced(self, names: set[str]) -> None:
         for name in names:
-            self.residents.forget(name)
-            self.tails.drop(name)
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        self.residents.forget(name)
+        self.tails.drop(name)
 
 
 class _Spelled:

@@ -18,7 +18,8 @@ class Settings:
     requests that wait beyond them, before others are refused. max_prompt: tokens behind the stored ones.
     max_body: bytes of a request. deadline_s: seconds that a request may take. running_bytes: memory for the
     questions and answers that are being worked on; tail_bytes: for turns that are remembered. max_open:
-    stores, with a selector each, that are kept open; max_models: models that are held in memory.
+    stores, with a selector each, that are kept open; max_models: models that are held in memory. read_only:
+    no store is made, appended to or deleted; max_upload: bytes of the documents of one request.
     """
 
     config: EngineConfig = field(default_factory=EngineConfig)
@@ -35,6 +36,8 @@ class Settings:
     tail_bytes: int = 1 << 30
     max_open: int = 256
     max_models: int = 1
+    read_only: bool = False
+    max_upload: int = 1 << 30
 
     def __post_init__(self) -> None:
         for name in (
@@ -46,6 +49,7 @@ class Settings:
             "running_bytes",
             "max_open",
             "max_models",
+            "max_upload",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")

@@ -39,13 +39,15 @@ class Turn(NamedTuple):
 def join_key(conversation: Conversation) -> Hashable | None:
     """Conversations with equal keys may share a pass; None for one that runs alone.
 
-    Alone run recurrent layers, selectors that remember or that judge a question as a whole, and conversations
-    so long that their selector chooses among their own tokens.
+    Alone run recurrent layers, selectors that remember or that judge a question as a whole, conversations so
+    long that their selector chooses among their own tokens, and models whose packed passes are not proved.
     """
     cache, prefix = conversation.cache, conversation.prefix
     if cache.recurrent or cache.shown is not None or cache.tails[0].tail.batch not in (None, 1):
         return None
     if prefix.remembers or prefix.chosen.one_question or cache.tail_length >= prefix.selector.whole_tail:
+        return None
+    if not conversation.loaded.packs:
         return None
     return conversation.loaded.model, conversation.positions.length
 

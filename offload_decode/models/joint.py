@@ -121,6 +121,14 @@ class JointCache(Cache):  # type: ignore[misc]
             held.begun = None
 
 
+def logits_after(output: Any, rows: Tensor) -> Tensor:
+    """The logits `[n, V]` after the packed tokens `rows`, of a pass with `logits_to_keep=rows`: some models
+    know of no rows, and give those of all tokens.
+    """
+    logits: Tensor = output.logits[0]
+    return logits if len(logits) == len(rows) else logits[rows]
+
+
 class JointLayer:
     """One layer of all conversations of a pass."""
 

@@ -27,7 +27,8 @@ from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weig
 from offload_decode.models.formats import check_packages, check_weights_of, quantization_of
 from offload_decode.models.gate import shape_of
 from offload_decode.models.gguf import SUFFIX
-from offload_decode.models.joint import JointCache
+from offload_decode.models.joint import JointCache, logits_after
+from offload_decode.models.packing import packs
 from offload_decode.models.positions import Lengths, lengths_of, rope_parameters
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.proof import prove
@@ -65,6 +66,11 @@ class LoadedModel:
         """How questions are put after the corpus; raises `ModelError` without a tokenizer."""
         return prompt_for(self.known_tokenizer)
 
+    @cached_property
+    def packs(self) -> bool:
+        """Whether several conversations may run in one pass: proved when first asked, then remembered."""
+        return packs(self.model.config)
+
     @property
     def known_tokenizer(self) -> Any:
         """The tokenizer; raises `ModelError` if the model came without one."""
@@ -92,10 +98,9 @@ class LoadedModel:
         """Run packed `tokens [1, total]`; returns the logits `[n, V]` after those of `rows` (int64 `[n]`, in
         order) in float32.
         """
-        output = self._run(self.model, tokens, cache, None, None, logits_to_keep=rows.to(self.device))
-        logits: Tensor = output.logits[0]
-        # Some models know of no rows, and give those of all tokens.
-        return (logits if len(logits) == len(rows) else logits[rows]).float()
+        rows = rows.to(self.device)
+        output = self._run(self.model, tokens, cache, None, None, logits_to_keep=rows)
+        return logits_after(output, rows).float()
 
     def encode(
         self,

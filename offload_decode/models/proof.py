@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from hashlib import sha256
@@ -37,7 +37,7 @@ _APART = 1e-3  # at least so much do logits behind another prefix differ
 _PART = 1e-2  # of that difference is rounding at most: a prefix with little effect must be exact nonetheless
 
 _CHUNKS = (41, 28)
-_PREFIX, _QUESTION, _SHORT, _TURN = sum(_CHUNKS), 9, 2, 4
+PREFIX, _QUESTION, _SHORT, _TURN = sum(_CHUNKS), 9, 2, 4
 _SEEDS = (0, 1)  # a tie between two experts may fall either way once
 
 _known: dict[str, Proof] = {}
@@ -58,28 +58,29 @@ class Proof:
         return not self.reason
 
 
-def prove(config: Any) -> Proof:
-    """The proof of a transformers config: once for each twin, then remembered in the user's cache, for the
-    libraries and the code that it ran through.
+def prove(config: Any, trial: type[Trial] | None = None) -> Proof:
+    """The proof of a transformers config by a trial (None: `Trial`): once for each twin, then remembered in
+    the user's cache, for the libraries and the code that it ran through.
     """
-    key = _key("config", text_config(config))
+    trial = trial or Trial
+    key = _key("config", text_config(config), trial)
     proof = _known.get(key) or _parsed(recall(key))
     if proof is None:
-        proof = _of_twin(config)
+        proof = _of_twin(config, trial)
         keep(key, json.dumps(asdict(proof)))
     _known[key] = proof
     return proof
 
 
-def _of_twin(config: Any) -> Proof:
+def _of_twin(config: Any, trial: type[Trial]) -> Proof:
     try:
         twin = twin_of(config)
     except NoTwin as error:
         return Proof(math.inf, f"no small twin of it can be built ({error})")
-    key = _key("twin", twin)
+    key = _key("twin", twin, trial)
     proof = _known.get(key) or _parsed(recall(key))
     if proof is None:
-        proofs = (_tried(twin, seed) for seed in _SEEDS)
+        proofs = (_tried(twin, seed, trial) for seed in _SEEDS)
         first = next(proofs)
         proof = first if first.served else next((own for own in proofs if own.served), first)
         keep(key, json.dumps(asdict(proof)))
@@ -87,9 +88,9 @@ def _of_twin(config: Any) -> Proof:
     return proof
 
 
-def _key(of: str, config: Any) -> str:
+def _key(of: str, config: Any, trial: type[Trial]) -> str:
     stated = json.dumps([_versions(), type(config).__name__, config.to_dict()], sort_keys=True, default=str)
-    return f"proof of {of} {sha256(stated.encode()).hexdigest()}"
+    return f"proof of {of} by {trial.__name__} {sha256(stated.encode()).hexdigest()}"
 
 
 def _parsed(text: str | None) -> Proof | None:
@@ -110,10 +111,10 @@ def _versions() -> tuple[str, ...]:
     return (*(version(library) for library in ("torch", "transformers")), code.hexdigest())
 
 
-def _tried(twin: Any, seed: int) -> Proof:
+def _tried(twin: Any, seed: int, kind: type[Trial]) -> Proof:
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         try:
-            trial = _Trial(twin, seed)
+            trial = kind(twin, seed)
         except UnsupportedModel as error:
             return Proof(math.inf, str(error))
         try:
@@ -169,7 +170,7 @@ def _nothing(own: LayerShape) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-class _Trial:
+class Trial:
     """One twin with one set of weights, run both ways."""
 
     def __init__(self, twin: Any, seed: int) -> None:
@@ -194,17 +195,21 @@ class _Trial:
         self.step, self.mixer = "chunks of a prefix", ""
         activate(self.model)
         self._watch(self.model)
-        behind = self._prefilled(ids[:1, :_PREFIX])
+        self.run_behind(ids)
+        return self.worst
+
+    def run_behind(self, ids: Tensor) -> None:
+        """The passes that are compared."""
+        behind = self.prefilled(ids[:1, :PREFIX])
         self.step = "one token"
-        self._turn(behind.fork(behind.prefix), ids, _PREFIX, 1)
+        self._turn(behind.fork(behind.prefix), ids, PREFIX, 1)
         self.step = "a question of several tokens"
         talk = behind.fork(behind.prefix)
-        self._turn(talk, ids, _PREFIX, _QUESTION)
+        self._turn(talk, ids, PREFIX, _QUESTION)
         self.step = "a second turn"
-        self._turn(talk, ids, _PREFIX + _QUESTION, _TURN)
+        self._turn(talk, ids, PREFIX + _QUESTION, _TURN)
         self.step = "a padded batch"
         self._batch(behind.fork(behind.prefix), ids)
-        return self.worst
 
     def _ids(self) -> Tensor:
         """A prefix with its question and second turn, with a shorter question, and another prefix with the
@@ -212,25 +217,25 @@ class _Trial:
         """
         known = self.plain.get_input_embeddings().num_embeddings
         made = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, known, (3, _PREFIX + _QUESTION + _TURN), generator=made)
-        ids[1, :_PREFIX] = ids[0, :_PREFIX]
-        ids[2, _PREFIX:] = ids[0, _PREFIX:]
+        ids = torch.randint(3, known, (3, PREFIX + _QUESTION + _TURN), generator=made)
+        ids[1, :PREFIX] = ids[0, :PREFIX]
+        ids[2, PREFIX:] = ids[0, PREFIX:]
         return ids
 
     def _check_control(self) -> None:
-        asked = self.want[:, _PREFIX:]
+        asked = self.want[:, PREFIX:]
         apart = float((asked[0] - asked[2]).abs().max()) / self.spread
         self.close = min(CLOSE, _PART * apart)
         if not apart > _APART:
             raise _Differs(apart, "the logits of a question do not depend on what stands before it")
 
-    def _prefilled(self, prefix: Tensor) -> PrefixCache:
-        """As prefill does it, and then opened as the engine does."""
+    def prefilled(self, prefix: Tensor) -> PrefixCache:
+        """As prefill does it, and then opened as the engine does; of nothing too."""
         held = _HeldPrefix(self.shape)
         windows = {layer: _nothing(self.shape.layers[layer]) for layer in self.shape.local_layers}
-        positions = self.lengths.chosen(_PREFIX, _QUESTION + _TURN)
+        positions = self.lengths.chosen(PREFIX, _QUESTION + _TURN)
         cache = PrefixCache.over(held, self.shape, windows, positions=positions)
-        for part in torch.split(prefix, list(_CHUNKS), dim=1):
+        for part in torch.split(prefix, list(_CHUNKS), dim=1) if prefix.numel() else ():
             self.model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
             for layer in cache.tails:
                 held.append(layer.index, *layer.tail.view())
@@ -249,13 +254,13 @@ class _Trial:
         lengths = torch.tensor([_QUESTION, _SHORT])
         asked = torch.zeros(2, _QUESTION, dtype=torch.long)
         for row, length in enumerate(lengths.tolist()):
-            asked[row, _QUESTION - length :] = ids[row, _PREFIX : _PREFIX + length]
-        places = [(row, _PREFIX, length) for row, length in enumerate(lengths.tolist())]
+            asked[row, _QUESTION - length :] = ids[row, PREFIX : PREFIX + length]
+        places = [(row, PREFIX, length) for row, length in enumerate(lengths.tolist())]
         shown = torch.arange(_QUESTION) >= _QUESTION - lengths[:, None]
-        mask = torch.cat([torch.ones(2, _PREFIX, dtype=torch.bool), shown], dim=1)
+        mask = torch.cat([torch.ones(2, PREFIX, dtype=torch.bool), shown], dim=1)
         self._compare(cache, asked, places, mask)
         mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.bool)], dim=1)
-        further = ids[torch.arange(2), _PREFIX + lengths][:, None]
+        further = ids[torch.arange(2), PREFIX + lengths][:, None]
         self._compare(cache, further, [(row, start + length, 1) for row, start, length in places], mask)
 
     def _compare(
@@ -276,13 +281,22 @@ class _Trial:
             position_ids=positions,
             use_cache=True,
         ).logits
+        own = [logits[row, -tokens:] for row, (_, _, tokens) in enumerate(places)]
+        self.check(own, places, lambda: self._where(places))
+
+    def check(
+        self, found: Sequence[Tensor], places: Sequence[tuple[int, int, int]], told: Callable[[], str]
+    ) -> None:
+        """Raise `_Differs` unless `found [T, V]` are the logits at `places`: T tokens of a row of the plain
+        pass from a start on.
+        """
         worst = max(
-            float((logits[own, -tokens:] - self.want[row, start : start + tokens]).abs().max())
-            for own, (row, start, tokens) in enumerate(places)
+            float((own - self.want[row, start : start + tokens]).abs().max())
+            for own, (row, start, tokens) in zip(found, places, strict=True)
         )
         self.worst = max(self.worst, worst / self.spread)
         if not worst / self.spread <= self.close:
-            raise _Differs(worst / self.spread, self._where(places))
+            raise _Differs(worst / self.spread, told())
 
     def _where(self, places: list[tuple[int, int, int]]) -> str:
         """The first mixer whose outputs are not those of the plain pass."""

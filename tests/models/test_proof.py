@@ -35,7 +35,9 @@ def afresh(tmp_path, monkeypatch):
 def tried(afresh, monkeypatch):
     """The seeds of twins that were run."""
     seeds, run = [], proof._tried
-    monkeypatch.setattr(proof, "_tried", lambda twin, seed: seeds.append(seed) or run(twin, seed))
+    monkeypatch.setattr(
+        proof, "_tried", lambda twin, seed, trial: seeds.append(seed) or run(twin, seed, trial)
+    )
     return seeds
 
 
@@ -161,7 +163,7 @@ def test_models_with_one_twin_share_its_proof(tried):
 
 def test_what_fails_with_one_set_of_weights_is_tried_with_another(afresh, monkeypatch):
     found = [Proof(1.0, "a tie"), Proof(1e-6)]
-    monkeypatch.setattr(proof, "_tried", lambda twin, seed: found[seed])
+    monkeypatch.setattr(proof, "_tried", lambda twin, seed, trial: found[seed])
     assert prove(config_of("llama")) == found[1]
 
 
@@ -185,7 +187,7 @@ def test_a_proof_changes_no_random_numbers(afresh):
 
 def test_nothing_opens_a_model_that_is_not_proved(afresh, monkeypatch, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(proof, "_tried", lambda twin, seed: Proof(0.5, "in one token, it differs"))
+    monkeypatch.setattr(proof, "_tried", lambda twin, seed, trial: Proof(0.5, "in one token, it differs"))
     for opened in (load, read_config, outline):
         with pytest.raises(UnsupportedModel, match=r"'llama' .* in one token, it differs; use"):
             opened(str(tmp_path / "model"))

@@ -27,7 +27,7 @@ from prefill_jobs.corpus import TextDocument
 from prefill_jobs.job import Settings, prefill_texts
 from server import job_process, jobs
 from server.catalog import Catalog
-from server.errors import Busy, NoSuchName, WrongField
+from server.errors import Busy, NoSuchName, ReadOnly, WrongField
 from server.job_files import Job, JobFiles, Stated, Upload, Work
 from server.jobs import Jobs
 from tests.server.test_catalog import make_store, until
@@ -437,6 +437,24 @@ def test_a_server_without_a_folder_makes_no_stores(shelf: Path) -> None:
         with pytest.raises(ConfigError, match="by itself"):
             running.delete("book")
         running.close()
+
+
+def test_a_server_that_is_for_reading_changes_nothing(
+    started: Callable[..., Jobs], shelf: Path, catalog: Catalog
+) -> None:
+    make_store(shelf / "book.kv")
+    (shelf / ".jobs").mkdir()
+    catalog.refresh()
+    running = started(read_only=True)
+    for refused in (
+        lambda: running.prefill("new", None, [text("facts")]),
+        lambda: running.append("book", [text("facts")]),
+        lambda: running.delete("book"),
+    ):
+        with pytest.raises(ReadOnly, match="--read-only"):
+            refused()
+    assert running.jobs() == []
+    assert list((shelf / ".jobs").iterdir()) == []
 
 
 def test_two_servers_do_not_run_the_same_jobs(

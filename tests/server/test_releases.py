@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from server import releases
+from server.errors import Loading
+from server.releases import Releases
+from tests.server.test_catalog import until
+
+
+class Answers:
+    """Names that are being answered from, and what was closed."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.closed: list[str] = []
+
+    def releases(self) -> Releases:
+        return Releases(self.running.__contains__, self.closed.append)
+
+
+def test_a_store_is_released_when_nothing_uses_it() -> None:
+    answers = Answers()
+    own = answers.releases()
+    answers.running = {"book", "other"}
+    own = answers.releases()
+    inside = threading.Event()
+    leave = threading.Event()
+
+    def release() -> None:
+        with own.released("book"):
+            inside.set()
+            leave.wait(60)
+
+    beginning = own.asking("book")
+    beginning.__enter__()
+    thread = threading.Thread(target=release)
+    thread.start()
+    answers.running.discard("book")
+    time.sleep(0.1)
+    assert not inside.is_set()
+    beginning.__exit__(None, None, None)
+    assert inside.wait(60)
+    assert answers.closed == ["book"]
+    with pytest.raises(Loading), own.asking("book"):
+        pass
+    with own.asking("other"):
+        pass
+    leave.set()
+    thread.join()
+    with own.asking("book"):
+        pass
+
+
+def test_who_asks_is_not_kept_waiting_for_long_answers_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "PATIENCE_S", 0.2)
+    answers = Answers()
+    answers.running = {"book"}
+    own = answers.releases()
+    done = threading.Event()
+
+    def release() -> None:
+        with own.released("book"):
+            done.set()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    with own.asking("book"):  # nobody is refused while there is hope for a quiet moment
+        pass
+
+    def refused() -> bool:
+        try:
+            with own.asking("book"):
+                return False
+        except Loading:
+            return True
+
+    until(refused)
+    assert not done.is_set()
+    answers.running.clear()
+    thread.join()
+    assert done.is_set()
+    assert not refused()
+
+
+def test_a_store_is_released_to_one_at_a_time() -> None:
+    own = Answers().releases()
+    inside: list[int] = []
+    most: list[int] = []
+
+    def release(number: int) -> None:
+        with own.released("book"):
+            inside.append(number)
+            most.append(len(inside))
+            time.sleep(0.01)
+            inside.remove(number)
+
+    threads = [threading.Thread(target=release, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 5
