@@ -77,7 +77,7 @@ def measure(size: int = BYTES) -> Machine:
         read_one = _rate(parts[0].nbytes, lambda: _sum(parts[0]))
         gather_one = _rate(len(shares[0]) * ROW, lambda: _gather(rows, shares[0]))
         return Machine(
-            cpu=_cpu(),
+            cpu=cpu_name(),
             cores=cores,
             memory=total_memory(),
             read_one=read_one,
@@ -104,7 +104,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The processor as the system names it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

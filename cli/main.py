@@ -33,6 +33,10 @@ from cli import (
     verify,
 )
 from cli.failures import guard
+from offload_decode.models.lean import import_lean
+
+COLLECT = 50_000, 20, 20
+"""When Python looks for cycles: seldom, as imports make a million objects, of which none is garbage."""
 
 
 class Commands(TyperGroup):
@@ -104,6 +108,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer must not fail on a terminal's encoding
+    gc.set_threshold(*COLLECT)
+    import_lean()
     atexit.register(_leave_garbage)
     app()
 

@@ -21,6 +21,7 @@ from offload_decode.models.formats import (
     unquantised,
 )
 from offload_decode.models.remembered import remembered
+from offload_decode.models.unfilled import Unfilled
 from offload_decode.models.wrappers import Names, by_own_names, class_of, names_of, unknown_text
 from offload_decode.store.format import FINGERPRINT_VERSION
 
@@ -36,7 +37,7 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
     quantization = quantization_of(config)
     if names is not None and quantization is not None:
         config.quantization_config = by_own_names(quantization, names)
-    with hushed():  # what sees and hears is no news
+    with hushed(), Unfilled():  # what sees and hears is no news
         model, report = class_of(config).from_pretrained(
             where,
             config=config,
@@ -64,7 +65,7 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
 
 def _names(found: list[Path], config: Any) -> Names:
     """How the text model's weights are named in a checkpoint."""
-    with torch.device("meta"):
+    with Unfilled(), torch.device("meta"):
         model = class_of(config)._from_config(unquantised(config))
     return names_of(weight_names(found), model)
 

@@ -1,0 +1,135 @@
+"""Imports of a program of ours: torch and transformers without what serving a model never touches.
+
+Half of what transformers imports is for training, for several processes, and for compiling. Where a library
+is not there it does without; what it takes for granted has stand-ins here, which know the few names that are
+asked for on the way and give way to the real modules when anything else is. For the commands alone: whoever
+imports the engine as a library has transformers as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+LIBRARIES = ("psutil", "scipy", "sklearn")
+"""Of batches over devices, losses of detectors, and checks of drafts."""
+FLAGS = ("is_torch_distributed_available", "is_torch_flex_attn_available")
+_ASKED = "transformers.utils.import_utils"
+_DYNAMO = "torch._dynamo"
+_INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
+
+
+def import_lean() -> None:
+    """From here on this process imports transformers lean; without effect where it is imported already."""
+    if not {"transformers", *_KNOWN} & sys.modules.keys():
+        sys.meta_path.insert(0, _Finder())
+
+
+def _unmarked(marked: Any = None, *how: Any, **more: Any) -> Any:
+    """A function that the compiler is to leave alone, or to take as it is, while nothing is compiled."""
+    return _unmarked if marked is None else marked
+
+
+def _indexing() -> Any:
+    return _give_way(_INDEXING).TransformGetItemToIndex()
+
+
+_KNOWN: dict[str, dict[str, Callable[..., Any]]] = {
+    _DYNAMO: dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _unmarked),
+    _INDEXING: {"TransformGetItemToIndex": _indexing},
+}
+
+
+def last_list(text: str) -> str:
+    """A file's text from the last line on that begins with `__all__`; the whole text where none does."""
+    return text[text.rfind("\n__all__") + 1 :]
+
+
+class _StandIn(ModuleType):
+    """Knows some names of a module, and gives way to it for any other."""
+
+    def __init__(self, name: str, real: ModuleSpec):
+        super().__init__(name, "Stands in for a module that takes long to import.")
+        if real.submodule_search_locations is not None:
+            self.__path__ = list(real.submodule_search_locations)
+        vars(self).update(_KNOWN[name])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_give_way(self.__name__), name)
+
+
+def _give_way(name: str) -> ModuleType:
+    """The real module; from here on nothing has a stand-in."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    for known in _KNOWN:
+        if isinstance(sys.modules.get(known), _StandIn):
+            del sys.modules[known]
+    return importlib.import_module(name)
+
+
+class _Finder(MetaPathFinder):
+    """Finds the stand-ins, and what transformers asks of libraries as it is to be."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name in _KNOWN or name == _ASKED:
+            spec = PathFinder.find_spec(name, path)
+            if spec is None or spec.loader is None:
+                return None
+            if name == _ASKED:
+                spec.loader = _Changed(spec.loader)
+                return spec
+            package = spec.submodule_search_locations is not None
+            return ModuleSpec(name, _Made(_StandIn(name, spec)), is_package=package)
+        if name.startswith(f"{_DYNAMO}."):
+            _give_way(_DYNAMO)
+            there = sys.modules.get(name)  # the package may have loaded it: it is not to be run twice
+            return None if there is None else ModuleSpec(name, _Made(there))
+        return None
+
+
+class _Made(Loader):
+    """Hands out a module that is there already."""
+
+    def __init__(self, module: ModuleType):
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _Changed(Loader):
+    """Loads `transformers.utils.import_utils`, and changes what it says."""
+
+    def __init__(self, loader: Loader):
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        for flag in FLAGS:
+            setattr(module, flag, lambda: False)
+        known = vars(module)
+        if found := known.get("_is_package_available"):
+            known["_is_package_available"] = lambda name, *how, **more: (
+                (False, None) if name in LIBRARIES else found(name, *how, **more)
+            )
+        # Each of its 1,600 files it reads twice for the names in them: once will do, from their line on.
+        if listed := known.get("fetch__all__"):
+            known["fetch__all__"] = lambda text: listed(last_list(text))
+        if walked := known.get("create_import_structure_from_path"):
+            known["create_import_structure_from_path"] = lru_cache(None)(walked.__wrapped__)

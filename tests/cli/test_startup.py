@@ -1,0 +1,79 @@
+"""What keeps the first token near: what `ask` does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.utils.import_utils import fetch__all__
+
+from offload_decode.models import observed
+from offload_decode.models.lean import last_list
+from tests.cli.conftest import run
+
+ASKING = """
+import atexit, sys
+atexit.register(lambda: print(*sys.modules, file=sys.stderr))
+from cli.main import main
+main()
+"""
+NEVER = {
+    "accelerate.commands.launch",
+    "datasets",
+    "fastapi",
+    "matplotlib",
+    "pandas",
+    "rich",
+    "scipy.optimize",
+    "sklearn",
+    "sympy",
+    "torch._dynamo.convert_frame",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "zarr",
+}
+GIVING_WAY = """
+from offload_decode.models import observed
+from offload_decode.models.lean import import_lean
+import_lean()
+import torch, transformers.modeling_utils
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+assert torch._dynamo.disable(len) is len and torch.compiler.disable()(len) is len
+with TransformGetItemToIndex():
+    pass
+import torch._dynamo.config, sys
+assert torch._dynamo.config.recompile_limit and torch._dynamo.__file__.endswith("_dynamo/__init__.py")
+assert sys.modules["torch._dynamo"] is torch._dynamo
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).sum() == 4
+"""
+
+
+def test_ask_imports_nothing_that_it_does_not_need_and_answers_as_with_all(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observed, "_known", {})
+    monkeypatch.setattr(observed, "_LONG_S", -1.0)  # remembered, as by any first process
+    here = run("ask", store, "Which colour?", "--max-new-tokens", "4")
+    command = [sys.executable, "-c", ASKING, "ask", str(store), "Which colour?", "--max-new-tokens", "4"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout == here.out
+    imported = set(ran.stderr.splitlines()[-1].split())
+    assert "transformers.modeling_utils" in imported
+    assert sorted(imported & NEVER) == []
+
+
+@pytest.mark.slow
+def test_stand_ins_give_way_to_the_compiler() -> None:
+    subprocess.run([sys.executable, "-c", GIVING_WAY], check=True)
+
+
+def test_a_file_of_transformers_exports_the_same_names_read_from_its_last_list_on() -> None:
+    import transformers
+
+    files = sorted(Path(transformers.__file__).parent.glob("models/[a-c]*/*.py"))
+    assert len(files) > 100
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert fetch__all__(last_list(text)) == fetch__all__(text), file
