@@ -31,6 +31,8 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         description="Stored corpora behind the OpenAI API.",
         version=version("offload-decode"),
         lifespan=lifespan,
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
         dependencies=[Security(HTTPBearer(auto_error=False))] if access.keys else [],
     )
     app.state.service = service
