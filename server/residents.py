@@ -191,7 +191,8 @@ class Residents:
     def _load(self, key: ModelKey) -> LoadedModel:
         LOG.info("loading the model %s", key.model_id)
         loaded = load(key.model_id, self.settings.config.device, key.dtype, key.weights)
-        LOG.info("loaded the model %s", key.model_id)
+        how = "shares passes" if loaded.packs else "answers one conversation at a time"  # proved here
+        LOG.info("loaded the model %s, which %s", key.model_id, how)
         return loaded
 
     def _opened(
