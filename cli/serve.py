@@ -73,6 +73,12 @@ def serve(
         str, typer.Option(metavar="N", help="Most tokens of a prompt, without the stored ones, such as 32K.")
     ] = "128K",
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
+    max_upload: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest body that brings documents for a store.")
+    ] = "1GiB",
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Make, extend and delete no stores, whoever asks.")
+    ] = False,
     memory_for_turns: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for turns of conversations that may go on.")
     ] = "1GiB",
@@ -119,6 +125,8 @@ def serve(
         max_waiting=max_waiting,
         max_prompt=token_count(max_prompt),
         max_body=byte_count(max_body),
+        max_upload=byte_count(max_upload),
+        read_only=read_only,
         deadline_s=deadline,
         tail_bytes=byte_count(memory_for_turns),
     )

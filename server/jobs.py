@@ -78,6 +78,7 @@ class Jobs:
         self._progress: dict[str, Progress] = {}
         self._deleting: set[str] = set()
         self._files: JobFiles | None = None
+        self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
         self._exchanging = self._closed = False
         if not read_only:
@@ -88,8 +89,6 @@ class Jobs:
                 self._begin()
             except StoreBusy as error:
                 log.warning("%s", error)
-        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
-        self._thread.start()
 
     def jobs(self) -> list[Job]:
         """All that are known, the newest first."""
@@ -188,7 +187,8 @@ class Jobs:
             if self._process is not None:
                 self._process.kill()
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._files is not None:
             self._files.close()
             self._files = None
@@ -203,6 +203,8 @@ class Jobs:
                 else:
                     again = job if job.over else replace(job, state="queued")
                     self._jobs[job.id] = again
+            self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
+            self._thread.start()
         return self._files
 
     def _may_write(self) -> None:

@@ -141,8 +141,8 @@ class Service:
 
     def close(self, grace_s: float = 0.0) -> None:
         """Answer nothing more; what is being written has so many seconds to end."""
-        self.jobs.close()
         self.scheduler.close(grace_s)
+        self.jobs.close()  # an append may have waited for answers to end
         self.residents.close()
         self.catalog.close()
 

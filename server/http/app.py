@@ -11,7 +11,7 @@ from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 
-from server.http import chat, completions, models, page, responses, seeing, tokens
+from server.http import chat, completions, models, page, responses, seeing, stores, tokens
 from server.http.handlers import add_handlers
 from server.http.security import Access, Guard
 from server.service import Service
@@ -36,10 +36,11 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         dependencies=[Security(HTTPBearer(auto_error=False))] if access.keys else [],
     )
     app.state.service = service
-    for room in (chat, completions, responses, models, tokens, seeing, page):
+    for room in (chat, completions, responses, models, stores, tokens, seeing, page):
         app.include_router(room.router())
     add_handlers(app)
-    app.add_middleware(Guard, access=access, most=service.settings.max_body)
+    limits = service.settings
+    app.add_middleware(Guard, access=access, most=limits.max_body, uploads=limits.max_upload)
     if access.origins:
         app.add_middleware(
             CORSMiddleware,

@@ -28,7 +28,7 @@ from offload_decode.errors import (
 )
 from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
 from server import logs
-from server.errors import Busy, Loading, NoSuchName, TimedOut, TooLarge, WrongField
+from server.errors import Busy, Loading, NoSuchName, ReadOnly, TimedOut, TooLarge, WrongField
 
 if TYPE_CHECKING:
     from server.service import Service
@@ -74,6 +74,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (Loading, 503, "server_error", "loading"),
     (Busy, 429, "rate_limit_error", "busy"),
     (NoSuchName, 404, "invalid_request_error", "model_not_found"),
+    (ReadOnly, 403, "invalid_request_error", "read_only"),
     (TooLarge, 413, "invalid_request_error", "too_large"),
     (TimedOut, 504, "timeout_error", "timeout"),
     (ConfigError, 400, "invalid_request_error", None),
@@ -98,7 +99,7 @@ def refused(error: Exception, names: Mapping[str, str] | None = None) -> Refusal
             if status >= 500 and not isinstance(error, Busy | TimedOut):
                 LOG.error("%s: %s", type(error).__name__, error)
             said = Problem(
-                message=_without_paths(str(error), names or {}),
+                message=without_paths(str(error), names or {}),
                 type=named,
                 param=error.param if isinstance(error, WrongField) else None,
                 code=code,
@@ -137,7 +138,7 @@ def _headers(error: Exception) -> dict[str, str]:
     return {"X-Should-Retry": "false"} if isinstance(error, TimedOut | DoesNotFit) else {}
 
 
-def _without_paths(message: str, names: Mapping[str, str]) -> str:
+def without_paths(message: str, names: Mapping[str, str]) -> str:
     for path in sorted(names, key=len, reverse=True):
         message = message.replace(path, names[path])
     return re.sub(r"(?<![\w.:/])(?:~|\.{1,2})?/(?:[^\s/'\",;]+/)*([^\s/'\",;]+)", r"\1", message)

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http import seeing
@@ -54,7 +55,10 @@ def add_handlers(app: FastAPI) -> None:
     async def status(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         said = _SENTENCES.get(error.status_code, str(error.detail))
-        return refusal(error.status_code, said, **dict(error.headers or {})).response()
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # a framework's own header names the methods of the first route alone
+            headers["Allow"] = ", ".join(_allowed(request))
+        return refusal(error.status_code, said, **headers).response()
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=seeing.HUNG_UP)  # nobody reads it
@@ -63,6 +67,18 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, status)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_middleware(Caught)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that the address of a request takes."""
+    return [
+        method
+        for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.router.routes
+        )
+    ]
 
 
 def invalid(errors: Sequence[Any], body: Any) -> Refusal:

@@ -22,6 +22,8 @@ from server.http.errors import Refusal, refusal
 OPEN = ("/", "/health")
 """What needs no key: whether the server runs, and the page, which asks for one."""
 OPEN_FOLDER = "/page/"
+DOCUMENTS = "/v1/stores"
+"""Where documents are sent, which are larger than questions."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _MOST_KEY_BYTES = 1 << 16
 
@@ -54,11 +56,11 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 class Guard:
     """Refuses requests without a key, under a foreign name or from a foreign page, and those whose body has
-    more than `most` bytes, stated or counted.
+    more than `most` bytes, stated or counted; more than `uploads` where documents are sent.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, most: int):
-        self.app, self.access, self.most = app, access, most
+    def __init__(self, app: ASGIApp, access: Access, most: int, uploads: int):
+        self.app, self.access, self.most, self.uploads = app, access, most, uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,21 +70,20 @@ class Guard:
         if refused is not None:
             await refused.response()(scope, receive, send)
             return
-        read = 0
+        read, most = 0, self._most(scope)
 
         async def counted() -> Message:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self.most:
-                raise HTTPException(413, self._too_large)
+            if read > most:
+                raise HTTPException(413, _too_large(most))
             return message
 
         await self.app(scope, counted, send)
 
-    @property
-    def _too_large(self) -> str:
-        return f"the body is larger than the {self.most:,} bytes that this server reads"
+    def _most(self, scope: Scope) -> int:
+        return self.uploads if scope["path"].startswith(DOCUMENTS) else self.most
 
     def _refused(self, scope: Scope) -> Refusal | None:
         headers, path = Headers(scope=scope), scope["path"]
@@ -97,8 +98,8 @@ class Guard:
                 403, "pages of that origin may not ask here: start the server with --cors ORIGIN", "origin"
             )
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self.most:
-            return refusal(413, self._too_large, "too_large")
+        if length.isdecimal() and int(length) > (most := self._most(scope)):
+            return refusal(413, _too_large(most), "too_large")
         return None
 
     def _opened(self, headers: Headers) -> bool:
@@ -111,6 +112,10 @@ class Guard:
         if origin is None or {"*", origin} & {*self.access.origins}:
             return False
         return urlsplit(origin).netloc != host
+
+
+def _too_large(most: int) -> str:
+    return f"the body is larger than the {most:,} bytes that this server reads"
 
 
 def _name(host: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from offload_decode.types import CitedDocument, CitedSpan, StepStats
 from server.catalog import Entry
 from server.errors import NoSuchName
+from server.jobs import Jobs
 from server.metrics import Metrics
 from server.requests import Delta, Done, Ended, Event, Failed, Prompted, Scored, Usage
 from server.service import ChatAsked, CompletionAsked
@@ -45,6 +46,8 @@ def entry(name: str = "book", path: Path | None = Path("/srv/stores/book.kv")) -
 
 class Catalog:
     """Two names: `book`, a store, and `tiny`, its model."""
+
+    folders = ()
 
     def __init__(self) -> None:
         self._entries = (entry(), entry("tiny", None))
@@ -104,6 +107,7 @@ class FakeService:
         self.settings = settings or Settings()
         self.catalog = Catalog()
         self.residents = Residents(self)
+        self.jobs = Jobs(self.catalog)
         self.tickets: list[Ticket] = []
         self.fault: Exception | None = None
         self.early: Exception | None = None

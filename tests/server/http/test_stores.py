@@ -1,0 +1,234 @@
+"""Stores over the wire: made of texts and files, listed, appended to and deleted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from offload_decode.store.reader import KVStore
+from server.catalog import Catalog
+from server.http.app import create_app
+from server.job_files import Stated
+from server.jobs import Jobs
+from server.metrics import Metrics
+from server.settings import Settings
+from tests.server.test_catalog import make_store, until
+from tests.server.test_jobs import DONE, HALF, WAIT, says
+
+__all__ = ["says"]
+
+JSON = {"Content-Type": "application/json"}
+PAGE = b"<p>Hello</p>"
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    (tmp_path / "shelf").mkdir()
+    make_store(tmp_path / "shelf" / "book.kv")
+    return tmp_path / "shelf"
+
+
+@pytest.fixture
+def opened(shelf: Path) -> Iterator[Callable[..., TestClient]]:
+    """Starts an app over the shelf; what it is given goes into its settings."""
+    running: list[tuple[Catalog, Jobs]] = []
+
+    def start(**settings: Any) -> TestClient:
+        catalog = Catalog([shelf])
+        jobs = Jobs(catalog, device="cpu", read_only=settings.get("read_only", False))
+        running.append((catalog, jobs))
+        service = SimpleNamespace(
+            catalog=catalog, jobs=jobs, settings=Settings(**settings), metrics=Metrics(), close=lambda: None
+        )
+        return TestClient(create_app(service), raise_server_exceptions=False)  # type: ignore[arg-type]
+
+    yield start
+    for catalog, jobs in running:
+        jobs.close()
+        catalog.close()
+
+
+@pytest.fixture
+def client(opened: Callable[..., TestClient]) -> TestClient:
+    return opened()
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response that must have one, in OpenAI's shape and without a path of the server."""
+    assert response.status_code == status, response.text
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert "/shelf" not in response.text
+    return response.json()["error"]  # type: ignore[no-any-return]
+
+
+def ended(client: TestClient, job: dict[str, Any]) -> dict[str, Any]:
+    until(lambda: client.get(f"/v1/jobs/{job['id']}").json()["status"] not in ("queued", "running"))
+    return client.get(f"/v1/jobs/{job['id']}").json()  # type: ignore[no-any-return]
+
+
+def test_stores_are_listed_and_told_of(client: TestClient, shelf: Path) -> None:
+    stored = KVStore.open(shelf / "book.kv")
+    listed = client.get("/v1/stores").json()
+    assert [one["id"] for one in listed["data"]] == ["book"]
+    assert listed["data"][0] | {"created": 0} == {
+        "id": "book",
+        "object": "store",
+        "created": 0,
+        "root": "test/model",
+        "tokens": 40,
+        "documents": 2,
+        "recall": None,
+        "digest": stored.store_digest,
+    }
+    told = client.get("/v1/stores/book")
+    assert told.json()["spans"] == [
+        {"name": "a.txt", "start": 0, "end": 20},
+        {"name": "b/ü.md", "start": 20, "end": 40},
+    ]
+    assert told.json()["bytes"] == sum(stored.cost().values())
+    assert str(shelf) not in told.text
+    assert "no store" in error(client.get("/v1/stores/model"), 404)["message"]
+    assert "there are book" in error(client.get("/v1/stores/other"), 404)["message"]
+    for name in ("..%2Fbook", "%2e%2e", "book.kv", "%00", "x" * 600):
+        assert client.get(f"/v1/stores/{name}").status_code in (400, 404)
+
+
+def test_a_store_is_made_of_texts(client: TestClient, shelf: Path, says: Callable[..., None]) -> None:
+    says([HALF, WAIT])
+    texts = [{"name": "one", "text": "Hello"}, {"name": "ü/two", "text": "World"}]
+    asked = {"name": "new", "documents": texts, "kv": "int8", "options": {"chunk": 64}, "index": False}
+    made = client.post("/v1/stores", json=asked)
+    assert made.status_code == 202
+    job = made.json()
+    assert (job["store"], job["kind"], job["documents"]) == ("new", "prefill", 2)
+    until(lambda: client.get(f"/v1/jobs/{job['id']}").json()["progress"] is not None)
+    now = client.get(f"/v1/jobs/{job['id']}").json()
+    assert now["status"] == "running"
+    assert now["progress"] | {"seconds_left": None} == HALF | {"seconds_left": None}
+    jobs: Jobs = client.app.state.service.jobs  # type: ignore[attr-defined]
+    kept = jobs.job(job["id"])
+    assert (kept.work.kv, kept.work.options, kept.work.index) == ("int8", {"chunk": 64}, False)
+    assert (kept.work.model, kept.work.dtype) == ("test/model", "float32")
+    assert kept.documents == (Stated("one", True), Stated("ü/two", True))
+    assert (shelf / ".jobs" / kept.id / "1").read_text() == "World"
+    assert client.post(f"/v1/jobs/{job['id']}/cancel").json()["status"] == "cancelled"
+    assert [one["id"] for one in client.get("/v1/jobs").json()["data"]] == [job["id"]]
+
+
+def test_a_store_is_made_of_files(client: TestClient, shelf: Path, says: Callable[..., None]) -> None:
+    says([DONE])
+    files = [("file", ("../../page.html", PAGE)), ("file", ("b.bin", b"\xff\xfe" * 2_000_000))]
+    fields = {"name": "new", "options": '{"chunk": 64}', "index": "false", "text": "and this"}
+    made = client.post("/v1/stores", data=fields, files=files)
+    assert made.status_code == 202, made.text
+    done = ended(client, made.json())
+    assert (done["status"], done["result"], done["documents"]) == ("done", {"n_tokens": 7}, 3)
+    kept = client.app.state.service.jobs.job(done["id"])  # type: ignore[attr-defined]
+    assert kept.documents == (Stated("new", True), Stated("../../page.html", False), Stated("b.bin", False))
+    assert (kept.work.options, kept.work.index) == ({"chunk": 64}, False)
+    assert sorted(path.name for path in shelf.iterdir()) == [".jobs", "book.kv"]
+
+
+def test_documents_are_appended(client: TestClient, says: Callable[..., None]) -> None:
+    says([DONE])
+    for how in ({"json": {"documents": [{"name": "a", "text": "b"}]}}, {"files": {"f": ("a.html", PAGE)}}):
+        made = client.post("/v1/stores/book/append", **how)  # type: ignore[arg-type]
+        assert made.status_code == 202, made.text
+        assert (made.json()["kind"], made.json()["store"]) == ("append", "book")
+        assert ended(client, made.json())["status"] == "done"
+    error(client.post("/v1/stores/other/append", json={"documents": [{"name": "a", "text": "b"}]}), 404)
+    assert error(client.post("/v1/stores/book/append", json={}), 400)["param"] == "documents"
+
+
+def test_a_job_says_why_it_failed_without_paths(
+    client: TestClient, shelf: Path, says: Callable[..., None]
+) -> None:
+    says([{"error": f"{shelf}/new.kv.partial cannot be written (No space left on device)"}], [DONE])
+    made = client.post("/v1/stores", json={"name": "new", "text": "Hello"}).json()
+    failed = ended(client, made)
+    assert failed["status"] == "failed"
+    assert failed["error"]["message"] == "new.kv.partial cannot be written (No space left on device)"
+    assert client.post(f"/v1/jobs/{made['id']}/retry").status_code == 200
+    assert ended(client, made)["status"] == "done"
+    error(client.post(f"/v1/jobs/{made['id']}/retry"), 400)
+    for way in ("", "/cancel", "/retry"):
+        method = "POST" if way else "GET"
+        error(client.request(method, f"/v1/jobs/job-0{way}"), 404)
+
+
+def test_a_store_is_deleted(client: TestClient, shelf: Path) -> None:
+    gone = client.delete("/v1/stores/book")
+    assert gone.json() == {"id": "book", "object": "store", "deleted": True}
+    assert list(shelf.iterdir()) == []
+    error(client.delete("/v1/stores/book"), 404)
+    error(client.delete("/v1/stores/..%2Fbook"), 404)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "param"),
+    [
+        ({"json": {"name": "../x", "text": "a"}}, 400, "name"),
+        ({"json": {"name": "a/b", "text": "a"}}, 400, "name"),
+        ({"json": {"name": "a\nb", "text": "a"}}, 400, "name"),
+        ({"json": {"name": "x" * 101, "text": "a"}}, 400, "name"),
+        ({"json": {"name": "x" * 10_000, "text": "a"}}, 400, "name"),
+        ({"json": {"name": 7, "text": "a"}}, 400, "name"),
+        ({"json": {"text": "a"}}, 400, "name"),
+        ({"json": {"name": "x"}}, 400, "documents"),
+        ({"json": {"name": "x", "documents": [{"name": "a"}]}}, 400, "documents[0].text"),
+        ({"json": {"name": "x", "text": "a", "model": "http://host/m"}}, 404, None),
+        ({"json": {"name": "x", "text": "a", "kv": "int3"}}, 400, None),
+        ({"json": {"name": "x", "text": "a", "options": {"chunk": None}}}, 400, "options.chunk"),
+        ({"json": {"name": "book", "text": "a"}}, 409, None),
+        ({"json": ["x"]}, 400, None),
+        ({"content": b"{", "headers": JSON}, 400, None),
+        ({"content": b'{"name": "x", "text": "\\ud800"}', "headers": JSON}, 400, None),
+        ({"content": b'{"name": "x"}', "headers": {"Content-Type": "text/plain"}}, 400, None),
+        ({"content": b"", "headers": {"Content-Type": "multipart/form-data"}}, 400, None),
+        ({"content": b"x", "headers": {"Content-Type": "multipart/form-data; boundary=y"}}, 400, None),
+        ({"data": {"name": "x", "options": "{"}, "files": {"file": ("a", b"b")}}, 400, "options"),
+        ({"data": {"name": "x"}, "files": {"file": ("a" * 501, b"b")}}, 400, "documents"),
+        ({"data": {"name": "x"}, "files": [("file", ("a", b"b")), ("file", ("a", b"c"))]}, 400, "documents"),
+        ({"json": {"name": "x", "text": "a" * 20_000}}, 413, None),
+        ({"data": {"name": "x"}, "files": {"file": ("a", b"b" * 50_000)}}, 413, None),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_is_refused(
+    opened: Callable[..., TestClient], shelf: Path, sent: dict[str, Any], status: int, param: str | None
+) -> None:
+    client = opened(max_body=15_000, max_upload=45_000)
+    said = error(client.post("/v1/stores", **sent), status)
+    assert said["param"] == param, said
+    assert len(said["message"]) < 600
+    assert not list((shelf / ".jobs").glob("job*"))
+
+
+def test_a_server_can_be_for_reading_alone(opened: Callable[..., TestClient]) -> None:
+    client = opened(read_only=True)
+    assert client.get("/v1/stores/book").status_code == 200
+    assert client.get("/v1/jobs").json()["data"] == []
+    for method, path in (("POST", "/v1/stores"), ("POST", "/v1/stores/book/append")):
+        said = error(client.request(method, path, json={"name": "x", "text": "a"}), 403)
+        assert said["code"] == "read_only"
+    error(client.delete("/v1/stores/book"), 403)
+
+
+def test_a_form_may_hold_what_json_may(client: TestClient, says: Callable[..., None]) -> None:
+    says([DONE])
+    documents = json.dumps([{"name": "a", "text": "b"}])
+    made = client.post("/v1/stores", data={"name": "x", "documents": documents}, files={"file": ("c", b"d")})
+    assert made.json()["documents"] == 2, made.text
+
+
+def test_an_address_names_all_the_methods_it_takes(client: TestClient) -> None:
+    for path, methods in (("", "GET, POST"), ("/book", "GET, DELETE"), ("/book/append", "POST")):
+        refused = client.request("PATCH", f"/v1/stores{path}")
+        error(refused, 405)
+        assert refused.headers["Allow"] == methods
