@@ -9,6 +9,7 @@ may be another.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import re
 import threading
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from offload_decode.errors import OffloadDecodeError, StoreMismatch
 from offload_decode.models.loading import LoadedModel
-from offload_decode.models.pieces import encode
+from offload_decode.models.pieces import encode, special_tokens
 from offload_decode.store.reader import KVStore
 from server.messages import BETWEEN, read_messages, without_system
 
@@ -175,12 +176,19 @@ def _documents(loaded: LoadedModel, store: KVStore) -> tuple[_Document, ...]:
 
 def _first(loaded: LoadedModel, store: KVStore, end: int) -> str:
     """The first document's text as far as the `end`th token; empty where it cannot be told from what the
-    template puts before it, around whose special tokens decoders put spaces as they like.
+    template puts before it.
+
+    That may name the day on which the store was made, so that it is known by its end, from the last special
+    token on; decoders put spaces around these as they like.
     """
-    letters = map(re.escape, "".join(_decoded(loaded, _ahead(loaded)).split()))
+    ahead, special = _decoded(loaded, _ahead(loaded)), special_tokens(loaded.known_tokenizer)
+    last = max((found.start() for found in special.finditer(ahead)), default=0) if special else 0
+    letters = map(re.escape, "".join(ahead[last:].split()))
+    pattern = re.compile(("" if last else r"\A") + r"\s*".join(["", *letters, ""]))
     text = _decoded(loaded, store.tokens[:end].tolist())
-    ahead = re.match(r"\s*".join(["", *letters, ""]), text)
-    return text[ahead.end() :].strip() if ahead else ""
+    times = len(pattern.findall(ahead))
+    found = list(itertools.islice(pattern.finditer(text), times))
+    return text[found[-1].end() :].strip() if len(found) == times else ""
 
 
 def _ahead(loaded: LoadedModel) -> list[int]:

@@ -142,9 +142,9 @@ def _behind(prompt: Prompt, template: Template, turns: list[Message], known: Kno
     """As the template puts turns behind a corpus that the user's first message begins with."""
     if turns[0].role != "user":
         turns = [_USER, *turns]
-    asked = _CORPUS + prompt.seam.gap + turns[0].text.strip()
-    first, *parts = templated(template, [replace(turns[0], text=asked), *turns[1:]], known, None)
-    head = prompt.before + _CORPUS
+    asked = replace(turns[0], text=_CORPUS + prompt.seam.gap + turns[0].text.strip())
+    head = template.rendered([asked]).split(_CORPUS)[0] + _CORPUS
+    first, *parts = templated(template, [asked, *turns[1:]], known, None)
     if not isinstance(first, Piece) or not first.text.startswith(head):
         raise WrongField(
             "the chat template of this model puts something before the corpus when tools are called, and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,6 +139,13 @@ def test_only_the_first_of_a_chat_is_looked_at(held):
     assert matched(held, user("Who?"), said(BOOK), user(BOOK)) is None
     assert matched(held, said(BOOK), user("Who?")) is None
     assert matched(held, user(f"{'x' * matching.AHEAD} {BOOK} Who?")) is None
+
+
+def test_a_template_may_name_the_day(stocked):
+    loaded, stores = stocked("llama 3", CHAT.replace("<s>", "<s>It is today.</s>"), ("book",))
+    later = dataclasses.replace(loaded)
+    later.__dict__["prompt"] = dataclasses.replace(loaded.prompt, before="<s>It is tomorrow.</s>[user]")
+    assert matched((later, stores), user(f"{BOOK} Who?"), matcher=Matcher(0)) == ("book", [user("Who?")])
 
 
 def test_a_short_message_is_not_looked_at(held):

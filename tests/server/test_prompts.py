@@ -291,6 +291,14 @@ def test_calls_of_tools_stand_as_the_template_puts_them(stored):
     assert chat_tokens(loaded, stored, further, TOOLS, spellings)[: len(known)] == known
 
 
+def test_a_template_may_name_the_day():
+    loaded = Fake(template=CHAT.replace("<s>", "<s>It is today.</s>"))
+    loaded.prompt = prompt_for(tokenizer_of("byte level", "added", CHAT.replace("<s>", "<s>Before.</s>")))
+    messages = [user("Where?"), called("look"), {"role": "tool", "tool_call_id": "call0", "content": "Here."}]
+    text = loaded.text(chat_tokens(loaded, True, messages))
+    assert text.startswith(f"{loaded.prompt.gap[1]}Where?[assistant]<call>")
+
+
 WRONG = {
     "no list": [None, "x", {}, []],
     "at least": [[]],

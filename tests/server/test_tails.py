@@ -152,6 +152,10 @@ def test_a_fork_shares_until_it_appends(opened):
     alone = ran(opened(), [10, 11, 99])[1]
     torch.testing.assert_close(one.extend([99]), alone, atol=1e-4, rtol=0)
     two.extend([98])
+    fork = one.fork()
+    one.crop(one.length - 2)
+    one.extend([50, 51])  # in the place of what the fork still has
+    torch.testing.assert_close(fork.extend([7]), ran(opened(), [10, 11, 99, 7])[1], atol=1e-4, rtol=0)
     again = tails.take(KEY, [10, 11, 12, 13])
     torch.testing.assert_close(again.extend([13]), ran(opened(), [10, 11, 12, 13])[1], atol=1e-4, rtol=0)
 
