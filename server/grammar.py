@@ -27,7 +27,7 @@ _KEPT = 32  # compiled grammars of a tokenizer
 _STATES = 20_000  # of a lexer, about 2 kB each
 _STACK = 512 * 1024 * 1024
 # A model that may write white space for ever sometimes does.
-_JSON: Any = {"whitespace_pattern": r"[ \n\r\t]{1,16}"}
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,16}"}
 
 T = TypeVar("T")
 
@@ -161,9 +161,9 @@ def _written(grammar: Mapping[str, Any]) -> str:
 
     match dict(grammar):
         case {"json_object": True}:
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=_JSON)
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
         case {"json_schema": Mapping() as schema}:
-            return LLMatcher.grammar_from_json_schema(_short(_json(schema)), defaults=_JSON)
+            return LLMatcher.grammar_from_json_schema(_short(_json(schema)), defaults=JSON_OPTIONS)
         case {"regex": str(regex)}:
             return LLMatcher.grammar_from_regex(_short(regex))
         case {"lark": str(lark)}:

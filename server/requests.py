@@ -43,6 +43,7 @@ class Request:
     it. n: answers. prompt_logprobs: None, or as `top_logprobs`, for the tokens of the prompt. selector,
     options: None for the server's own. deadline_s: seconds from submission on. cite: keep what the answer
     attended to. raw: keep white space around an answer.
+    shown: special tokens that are part of an answer's text, as these texts.
     """
 
     id: str
@@ -56,6 +57,7 @@ class Request:
     deadline_s: float | None = None
     cite: bool = False
     raw: bool = False
+    shown: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,24 @@ class Prompted:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool; its arguments as the JSON of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Delta:
-    """More of answer `index`: `text` may be empty, or go with several tokens."""
+    """More of answer `index`: `text` may be empty, or go with several tokens. `calls` come whole; their own
+    text is not in `text`.
+    """
 
     index: int
     text: str
     tokens: tuple[Scored, ...]
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,7 @@ class Ended:
     """Answer `index` is whole."""
 
     index: int
-    finish: Literal["stop", "length"]
+    finish: Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)

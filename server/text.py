@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload_decode.engine.pieces import Pieces
@@ -13,14 +13,22 @@ class Text:
 
     The text ends where that string begins; of several that end with the same character, where the longest
     begins. Unless `raw`, the joined text is without white space at its ends, as `Answer.text` is. The same
-    tokens give the same joined text, however they are cut into pieces.
+    tokens give the same joined text, however they are cut into pieces. Special tokens are left out, but for
+    those that are `shown` as a text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), raw: bool = False):
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+        shown: Mapping[int, str] | None = None,
+    ):
         self.stopped = False
         self._pieces = Pieces(tokenizer)
         self._stop = tuple(stop)
         self._raw = raw
+        self._shown = shown or {}
         self._begun = False
         # Written and not shown: what may be the beginning of a stop string, and white space before it.
         self._open = ""
@@ -28,6 +36,8 @@ class Text:
 
     def push(self, token: int) -> str:
         """What one more token lets be shown; it may be nothing."""
+        if token in self._shown:
+            return self._until_stop(self._pieces.rest() + self._shown[token])
         return self._until_stop(self._pieces.push(token))
 
     def rest(self) -> str:
