@@ -194,7 +194,7 @@ class Answering:
             picker = Picker(
                 loaded, conversation.tokens, conversation.end_tokens, request.generation, most, index
             )
-            text = Text(loaded.known_tokenizer, request.generation.stop, request.raw)
+            text = Text(loaded.known_tokenizer, request.generation.stop, request.raw, request.shown)
             one = Sequence(index, conversation, picker, text, most)
             self._sequences.append(one)
             self._take(one, logits)

@@ -147,6 +147,15 @@ class Calling:
         self._emit(delta)
 
 
+def as_sent(call: ToolCall) -> dict[str, Any]:
+    """A call as OpenAI's messages have it."""
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
 def _new_id() -> str:
     """The id of a call: Mistral's templates take one of nine letters and digits, others any."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

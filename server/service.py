@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from server.answering import Emit
+from server.calls import Calling, as_sent
 from server.catalog import Catalog
 from server.errors import WrongField
 from server.jobs import Jobs
@@ -25,6 +26,7 @@ from server.scheduler import Scheduler, Ticket
 from server.settings import Settings
 from server.spellings import Spellings
 from server.tails import Tails
+from server.tools import choice_of
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class ChatAsked(Asked):
-    """A conversation whose next message is asked for: `messages` and `tools` as OpenAI's API has them."""
+    """A conversation whose next message is asked for: `messages`, `tools` and `tool_choice` as OpenAI's API
+    has them.
+    """
 
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: str | Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,18 @@ class Service:
             resident = self._resident(asked)
             scope = resident.entry.model_id
             loaded, stored = resident.loaded, resident.stored
-            tokens = chat_tokens(loaded, stored, asked.messages, asked.tools, self.spellings, scope)
-            request = self._request(asked, resident, tokens)
+            choice = choice_of(loaded, asked.tools, asked.tool_choice)
+            tools = asked.tools if choice else None
+            tokens = chat_tokens(loaded, stored, asked.messages, tools, self.spellings, scope)
             keep = partial(keep_answer, loaded, asked.messages, spellings=self.spellings, scope=scope)
-            return self.scheduler.submit(request, resident, _Spelled(emit, keep))
+            emit = _Spelled(emit, keep)
+            if choice is None:
+                return self.scheduler.submit(self._request(asked, resident, tokens), resident, emit)
+            if choice.grammar is not None:
+                asked = replace(asked, generation=replace(asked.generation, grammar=choice.grammar))
+            request = replace(self._request(asked, resident, tokens), shown=choice.shown)
+            emit = Calling(emit, choice.form, choice.names)
+            return self.scheduler.submit(request, resident, emit)
 
     def complete(self, asked: CompletionAsked, emit: Emit) -> Ticket:
         """Ask how a text goes on; its events go to `emit`. Raises as `chat`."""
@@ -215,14 +228,25 @@ class _Spelled:
     def __init__(self, emit: Emit, keep: Callable[..., None]):
         self._emit = emit
         self._keep = keep
-        self._written: dict[int, tuple[list[str], list[int]]] = defaultdict(lambda: ([], []))
+        self._written: dict[int, _Written] = defaultdict(_Written)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Delta):
-            texts, tokens = self._written[event.index]
-            texts.append(event.text)
-            tokens += (one.token for one in event.tokens)
+            written = self._written[event.index]
+            written.text += event.text
+            written.tokens += (one.token for one in event.tokens)
+            written.calls += map(as_sent, event.calls)
         elif isinstance(event, Done):
-            for texts, tokens in self._written.values():
-                self._keep({"role": "assistant", "content": "".join(texts)}, tokens)
+            for one in self._written.values():
+                message = {"role": "assistant", "content": one.text}
+                self._keep(message | ({"tool_calls": one.calls} if one.calls else {}), one.tokens)
         self._emit(event)
+
+
+@dataclass
+class _Written:
+    """One answer so far."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)

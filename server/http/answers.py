@@ -19,7 +19,7 @@ from offload_decode.types import CitedDocument
 from server.http.events import Emit, Events, Ticket, while_connected
 from server.http.logprobs import Pieces
 from server.http.streaming import QUIET_S
-from server.requests import Delta, Done, Ended, Event, Prompted, Scored, Usage
+from server.requests import Delta, Done, Ended, Event, Prompted, Scored, ToolCall, Usage
 from server.service import Service
 
 Start = Callable[[Emit], Ticket]
@@ -90,7 +90,8 @@ class Written:
 
     text: str = ""
     tokens: list[Scored] = field(default_factory=list)
-    finish: Literal["stop", "length"] = "stop"
+    finish: Literal["stop", "length", "tool_calls"] = "stop"
+    calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass
@@ -106,10 +107,11 @@ class Answered:
         match event:
             case Prompted(_, scores):
                 self.scores = scores
-            case Delta(index, text, tokens):
+            case Delta(index, text, tokens, calls):
                 one = self.written.setdefault(index, Written())
                 one.text += text
                 one.tokens += tokens
+                one.calls += calls
             case Ended(index, finish):
                 self.written.setdefault(index, Written()).finish = finish
             case Done():

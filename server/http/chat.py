@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+)
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as Part
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as PartLogprobs
 from pydantic import Field, StringConstraints
 
 from offload_decode.types import StepStats
+from server.calls import as_sent
 from server.errors import WrongField
 from server.http import answers
 from server.http.answers import Answered, Cited, pieces_of, service_of
@@ -180,11 +187,14 @@ def asked_by(request: Request, body: ChatBody) -> ChatAsked:
     if body.top_logprobs is not None and not body.logprobs:
         raise WrongField("top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
+    chosen = body.tool_choice
     return ChatAsked(
         id=answers.new_id("chatcmpl"),
         model=body.model,
         messages=plain(body.messages),
         generation=body.generation(settings, most, top, _grammar(body.response_format)),
+        tools=None if body.tools is None else [tool.model_dump(exclude_unset=True) for tool in body.tools],
+        tool_choice=chosen.model_dump() if isinstance(chosen, NamedTool) else chosen,
         n=body.answers,
         selector=body.selector,
         options=body.options,
@@ -212,6 +222,10 @@ async def _answer(body: ChatBody, id: str, answered: Answered, pieces: Pieces) -
     for index, one in sorted(answered.written.items()):
         known = ChoiceLogprobs(content=await of_chat(one.tokens, pieces)) if body.logprobs else None
         message = ChatCompletionMessage(role="assistant", content=one.text, refusal=None)
+        if one.calls:
+            message.content = one.text or None
+            calls = map(ChatCompletionMessageFunctionToolCall.model_validate, map(as_sent, one.calls))
+            message.tool_calls = list(calls)
         choices.append(Choice(index=index, message=message, finish_reason=one.finish, logprobs=known))
     return ChatAnswer(
         id=id,
@@ -229,6 +243,7 @@ async def _chunks(body: ChatBody, id: str, events: Events, pieces: Pieces) -> As
     chunk = partial(
         ChatChunk, id=id, object="chat.completion.chunk", created=answers.now(), model=body.model, **empty
     )
+    called: Counter[int] = Counter()
     async for told in events.each(QUIET_S):
         match told and told.event:
             case None:
@@ -237,9 +252,15 @@ async def _chunks(body: ChatBody, id: str, events: Events, pieces: Pieces) -> As
                 for index in range(body.answers):
                     opening = ChoiceDelta(role="assistant", content="")
                     yield data(chunk(choices=[Part(index=index, delta=opening, finish_reason=None)]))
-            case Delta(index, text, tokens) if text or (body.logprobs and tokens):
+            case Delta(index, text, tokens, calls) if text or calls or (body.logprobs and tokens):
                 known = PartLogprobs(content=await of_chat(tokens, pieces)) if body.logprobs else None
                 more = ChoiceDelta(content=text)
+                if calls:
+                    more.tool_calls = [
+                        ChoiceDeltaToolCall.model_validate({"index": number, **as_sent(call)})
+                        for number, call in enumerate(calls, called[index])
+                    ]
+                    called[index] += len(calls)
                 yield data(chunk(choices=[Part(index=index, delta=more, finish_reason=None, logprobs=known)]))
             case Ended(index, finish):
                 yield data(chunk(choices=[Part(index=index, delta=ChoiceDelta(), finish_reason=finish)]))

@@ -135,7 +135,7 @@ async def _answer(
                 CompletionChoice(
                     index=part * body.answers + index,
                     text=said + one.text,
-                    finish_reason=one.finish,
+                    finish_reason="length" if one.finish == "length" else "stop",
                     logprobs=known,
                 )
             )

@@ -1,0 +1,120 @@
+"""Tools and grammars through the whole server, as the `openai` package asks for them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from openai import BadRequestError, OpenAI
+
+from offload_decode.config import EngineConfig
+from prefill_jobs.job import Settings as PrefillSettings
+from prefill_jobs.job import prefill
+from server.catalog import Catalog
+from server.http.app import create_app
+from server.service import Service
+from server.settings import Settings
+from tests.server.http.conftest import listening
+from tests.server.test_tools import TEMPLATES, TOOLS
+from tests.tiny import text_model, tiny_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"enum": ["fox", "dog"]}, "legs": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "required": ["word", "legs"],
+    "additionalProperties": False,
+}
+ASKED = [{"role": "user", "content": "Which word?"}]
+NAMED = {"type": "function", "function": {"name": "look_up"}}
+HOW = {"model": "book", "max_tokens": 400, "tools": TOOLS, "tool_choice": NAMED}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tools")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATES["hermes"] + "{% if add_generation_prompt %}assistant: {% endif %}"
+    model = text_model()
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 5)
+    prefill(
+        str(folder / "book.txt"),
+        model=str(folder / "model"),
+        out=folder / "stores" / "book.kv",
+        settings=PrefillSettings(options={"chunk": 64}),
+    )
+    service = Service(Catalog([folder / "stores"]), Settings(config=EngineConfig(selector="dense")))
+    try:
+        service.residents.preload(service.catalog.entries()[0]).result(timeout=120)
+        with listening(create_app(service)) as url:
+            yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    finally:
+        service.close()
+
+
+def test_an_answer_is_json_of_its_schema(client):
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+    answer = client.chat.completions.create(
+        model="book", messages=ASKED, max_tokens=400, response_format=form, n=2, temperature=1.0, seed=0
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content)["word"] in ("fox", "dog")
+
+
+def test_a_call_comes_whole_and_in_a_stream_and_its_answer_goes_on(client):
+    answer = client.chat.completions.create(messages=ASKED, **HOW)
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert call.function.name == "look_up"
+    assert json.loads(call.function.arguments)["word"] in ("fox", "dog")
+
+    with client.chat.completions.stream(messages=ASKED, **HOW) as stream:
+        last = stream.get_final_completion()
+    (streamed,) = last.choices[0].message.tool_calls
+    assert last.choices[0].finish_reason == "tool_calls"
+    assert streamed.function.name == call.function.name
+    assert streamed.function.arguments == call.function.arguments
+
+    told = {"role": "tool", "tool_call_id": call.id, "content": "A fox has four legs."}
+    messages = [*ASKED, choice.message.model_dump(exclude_none=True), told]
+    again = client.chat.completions.create(
+        messages=messages, model="book", max_tokens=5, tools=TOOLS, tool_choice="auto"
+    )
+    assert again.usage.prompt_tokens_details.cached_tokens > answer.usage.prompt_tokens_details.cached_tokens
+    assert again.choices[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("changed", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
+        (
+            {
+                "tools": None,
+                "tool_choice": None,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "it", "schema": {"type": "x"}},
+                },
+            },
+            "response_format",
+        ),
+    ],
+)
+def test_what_cannot_be_is_named(client, changed, param):
+    with pytest.raises(BadRequestError) as refused:
+        client.chat.completions.create(messages=ASKED, **{**HOW, **changed})
+    assert refused.value.param == param
