@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_decode.attention.queries import Queries
-from offload_decode.engine.citations import OPENING, REACH, Watch, cite
+from offload_decode.engine.citations import REACH, Watch, cite
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.types import AttentionState, Selection
@@ -183,10 +183,24 @@ def test_passages_do_not_overlap_and_are_counted_once(folder):
 def test_the_opening_of_a_store_is_cited_of_no_document(folder):
     engine = Engine.open(folder / "store")
     watch = Watch(engine.prefix.host)
-    watch.mass[:OPENING] = 5
+    watch.mass[:4] = 5
     assert cite(watch, engine.store, engine.tokenizer) == ()
-    watch.mass[OPENING] = 1
+    watch.mass[4] = 1
     assert cite(watch, engine.store, engine.tokenizer)[0].share == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attend", ["host", "device"])
+@pytest.mark.parametrize(("selector", "options"), SELECTORS)
+def test_a_device_is_watched_as_a_host(folder, selector, options, attend):
+    def mass(**where):
+        engine = Engine.open(folder / "store", selector=selector, options=options, **where)
+        watch = Watch(engine.prefix.host, least=0.0)
+        engine.prefix.watches = (watch,)
+        engine.ask(QUESTIONS[0])
+        return torch.from_numpy(watch.mass)
+
+    torch.testing.assert_close(mass(device="cuda", attend=attend), mass(device="cpu"), atol=1e-2, rtol=1e-2)
 
 
 def test_a_store_in_memory_cannot_be_cited(folder):
