@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
@@ -28,6 +30,14 @@ def test_the_document_names_every_route_that_clients_use() -> None:
         "POST /detokenize",
         "GET /tokenizer_info",
     }
+
+
+@schemathesis.hook
+def map_body(context: object, body: Any) -> Any:
+    """Of names that could be models', most are none: then nothing beyond the name would be looked at."""
+    if isinstance(body, dict) and isinstance(body.get("model"), str) and 0 < len(body["model"]) <= 512:
+        return body | {"model": "book"}
+    return body
 
 
 @schema.parametrize()
