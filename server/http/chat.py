@@ -132,6 +132,7 @@ class ChatBody(Written):
     """What is asked of `/v1/chat/completions`."""
 
     messages: Messages
+    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
@@ -182,8 +183,6 @@ def asked_by(request: Request, body: ChatBody) -> ChatAsked:
     """The request as the service takes it."""
     settings = service_of(request).settings
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if most == 0:
-        raise WrongField("max_tokens must be 1 or more", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise WrongField("top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None

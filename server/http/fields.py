@@ -69,7 +69,7 @@ class Asks(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     selector: Annotated[str, StringConstraints(max_length=64)] | None = None
     options: dict[Annotated[str, StringConstraints(max_length=64)], Option] = Field({}, max_length=64)
-    deadline: float | None = Field(None, gt=0, le=86_400)
+    deadline: float | None = Field(None, ge=0.001, le=86_400)
     citations: bool = False
 
 

@@ -43,7 +43,7 @@ class DetokenizeBody(Body):
     """Ids of tokens."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MOST_IDS)]
+    tokens: Annotated[list[TokenId], Field(min_length=1, max_length=MOST_IDS)]
 
 
 class Detokenized(BaseModel):
