@@ -82,7 +82,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tens
     bias = None if mask is None else torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
     # The kernel takes one width alone: zeros change neither a score nor the channels that are kept.
     width, value_dim = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-    query, key, value = (pad(part, (0, width - part.shape[-1])) for part in (query, key, value))
+    query, key, value = (_widened(part, width) for part in (query, key, value))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scaling
     )
@@ -91,3 +91,8 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tens
         # The kernel reports a log-sum-exp of 0 for a row that sees nothing.
         lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)
     return AttentionState(out, lse)
+
+
+def _widened(part: Tensor, width: int) -> Tensor:
+    """With zeros up to `width` channels; padding by nothing would copy."""
+    return part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1]))

@@ -19,7 +19,11 @@ NEW = 5
 
 families = pytest.mark.parametrize(
     "family",
-    [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in SERVED],
+    [
+        family if family in FEW else pytest.param(family, marks=pytest.mark.slow)
+        for family in SERVED
+        if family != "phi3-longrope"  # it has a test of its own
+    ],
 )
 
 
@@ -88,7 +92,7 @@ def test_several_of_them_share_a_pass_where_the_model_allows_it(family, ids):
         for talk, own in zip(talks, logits, strict=True):
             expected = plain_logits(plain, torch.tensor([talk.tokens]))[-1]
             torch.testing.assert_close(own, expected, atol=1e-4, rtol=0)
-    assert (join_key(root) is None) == root.cache.recurrent
+    assert (join_key(root) is not None) == root.loaded.packs
 
 
 def test_a_model_that_rotates_by_length_is_told_how_long_it_may_become(ids):
