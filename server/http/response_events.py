@@ -14,6 +14,9 @@ from openai.types.responses import (
     ResponseCreatedEvent,
     ResponseError,
     ResponseFailedEvent,
+    ResponseFunctionCallArgumentsDeltaEvent,
+    ResponseFunctionCallArgumentsDoneEvent,
+    ResponseFunctionToolCall,
     ResponseIncompleteEvent,
     ResponseInProgressEvent,
     ResponseOutputItemAddedEvent,
@@ -29,11 +32,12 @@ from openai.types.responses.response_usage import InputTokensDetails, OutputToke
 from pydantic import BaseModel
 
 from offload_decode.types import StepStats
+from server.calls import as_sent
 from server.http.answers import Cited, cost, new_id
 from server.http.errors import refused
 from server.http.events import Events
 from server.http.streaming import QUIET_S, data
-from server.requests import Delta, Done, Ended, Event, Prompted, Usage
+from server.requests import Delta, Done, Ended, Event, ToolCall, Usage
 
 
 class ReplyObject(Response):
@@ -44,7 +48,8 @@ class ReplyObject(Response):
 
 
 class Reply:
-    """One answer. Each event of the service makes some of the stream's; `object` is the answer so far.
+    """One answer. Each event of the service makes some of the stream's; `object` is the answer so far: of a
+    message, if anything was said, and the calls that were made.
 
     echoed: what the answer says of the request.
     """
@@ -52,7 +57,10 @@ class Reply:
     def __init__(self, echoed: Mapping[str, Any], cite: bool):
         self._cite = cite
         self._number = 0
+        self._message: str | None = None  # the id of the message that is being written
         self._text = ""
+        self._all = ""
+        self._calls: list[ToolCall] = []
         self._finish = "stop"
         self.object = ReplyObject(
             id=new_id("resp"),
@@ -65,7 +73,6 @@ class Reply:
             usage=None,
             **echoed,
         )
-        self._message = new_id("msg")
 
     @property
     def id(self) -> str:
@@ -74,26 +81,28 @@ class Reply:
 
     def said(self) -> dict[str, Any]:
         """The answer as a message of a chat."""
-        return {"role": "assistant", "content": self._text}
+        calls = {"tool_calls": [as_sent(call) for call in self._calls]} if self._calls else {}
+        return {"role": "assistant", "content": self._all, **calls}
 
     def begin(self) -> Iterator[BaseModel]:
         """The first events."""
         now = self.object.model_copy()
-        yield ResponseCreatedEvent(type="response.created", response=now, sequence_number=self._next())
-        yield ResponseInProgressEvent(type="response.in_progress", response=now, sequence_number=self._next())
+        yield ResponseCreatedEvent(type="response.created", response=now, **self._next())
+        yield ResponseInProgressEvent(type="response.in_progress", response=now, **self._next())
 
     def add(self, event: Event) -> Iterator[BaseModel]:
         """What comes of an event."""
         match event:
-            case Prompted():
-                yield from self._opened()
-            case Delta(_, text) if text:
-                self._text += text
-                yield ResponseTextDeltaEvent(
-                    type="response.output_text.delta", delta=text, logprobs=[], **self._place()
-                )
+            case Delta(_, text, _, calls):
+                if text:
+                    yield from self._more(text)
+                for call in calls:
+                    yield from self._closed()
+                    yield from self._called(call)
             case Ended(_, finish):
                 self._finish = finish
+                if not self.object.output:
+                    yield from self._opened()
                 yield from self._closed()
             case Done() as done:
                 yield self._whole(done)
@@ -102,30 +111,78 @@ class Reply:
         """The last event where the answer fails."""
         self.object.status = "failed"
         self.object.error = ResponseError(code="server_error", message=message)
-        return ResponseFailedEvent(type="response.failed", response=self.object, sequence_number=self._next())
+        return ResponseFailedEvent(type="response.failed", response=self.object, **self._next())
+
+    def _more(self, text: str) -> Iterator[BaseModel]:
+        yield from self._opened()
+        self._text += text
+        self._all += text
+        yield ResponseTextDeltaEvent(
+            type="response.output_text.delta", delta=text, logprobs=[], content_index=0, **self._place()
+        )
 
     def _opened(self) -> Iterator[BaseModel]:
+        if self._message is not None:
+            return
+        self._message, self._text = new_id("msg"), ""
+        item = self._item([], "in_progress")
         yield ResponseOutputItemAddedEvent(
-            type="response.output_item.added",
-            item=self._item([], "in_progress"),
-            output_index=0,
-            sequence_number=self._next(),
+            type="response.output_item.added", item=item, output_index=self._index, **self._next()
         )
         yield ResponseContentPartAddedEvent(
-            type="response.content_part.added", part=_part(""), **self._place()
+            type="response.content_part.added", part=_part(""), content_index=0, **self._place()
         )
 
     def _closed(self) -> Iterator[BaseModel]:
+        if self._message is None:
+            return
         part = _part(self._text)
-        item = self._item([part], "completed" if self._finish == "stop" else "incomplete")
+        item = self._item([part], "incomplete" if self._finish == "length" else "completed")
         yield ResponseTextDoneEvent(
-            type="response.output_text.done", text=self._text, logprobs=[], **self._place()
+            type="response.output_text.done",
+            text=self._text,
+            logprobs=[],
+            content_index=0,
+            **self._place(),
         )
-        yield ResponseContentPartDoneEvent(type="response.content_part.done", part=part, **self._place())
-        yield ResponseOutputItemDoneEvent(
-            type="response.output_item.done", item=item, output_index=0, sequence_number=self._next()
+        yield ResponseContentPartDoneEvent(
+            type="response.content_part.done", part=part, content_index=0, **self._place()
         )
-        self.object.output = [item]
+        yield self._done(item)
+        self._message = None
+
+    def _called(self, call: ToolCall) -> Iterator[BaseModel]:
+        self._calls.append(call)
+        item = ResponseFunctionToolCall(
+            id=new_id("fc"),
+            type="function_call",
+            call_id=call.id,
+            name=call.name,
+            arguments="",
+            status="in_progress",
+        )
+        place: dict[str, Any] = {"item_id": item.id, "output_index": self._index}
+        yield ResponseOutputItemAddedEvent(
+            type="response.output_item.added", item=item, output_index=self._index, **self._next()
+        )
+        yield ResponseFunctionCallArgumentsDeltaEvent(
+            type="response.function_call_arguments.delta", delta=call.arguments, **place, **self._next()
+        )
+        yield ResponseFunctionCallArgumentsDoneEvent(
+            type="response.function_call_arguments.done",
+            arguments=call.arguments,
+            name=call.name,
+            **place,
+            **self._next(),
+        )
+        yield self._done(item.model_copy(update={"arguments": call.arguments, "status": "completed"}))
+
+    def _done(self, item: ResponseOutputMessage | ResponseFunctionToolCall) -> BaseModel:
+        index = self._index
+        self.object.output.append(item)
+        return ResponseOutputItemDoneEvent(
+            type="response.output_item.done", item=item, output_index=index, **self._next()
+        )
 
     def _whole(self, done: Done) -> BaseModel:
         self.object.usage = _usage(done.usage)
@@ -135,30 +192,26 @@ class Reply:
         if self._finish == "length":
             self.object.status = "incomplete"
             self.object.incomplete_details = IncompleteDetails(reason="max_output_tokens")
-            return ResponseIncompleteEvent(
-                type="response.incomplete", response=self.object, sequence_number=self._next()
-            )
+            return ResponseIncompleteEvent(type="response.incomplete", response=self.object, **self._next())
         self.object.status = "completed"
-        return ResponseCompletedEvent(
-            type="response.completed", response=self.object, sequence_number=self._next()
-        )
+        return ResponseCompletedEvent(type="response.completed", response=self.object, **self._next())
+
+    @property
+    def _index(self) -> int:
+        """Where in the output the item stands that is being written."""
+        return len(self.object.output)
 
     def _item(self, content: list[Any], status: Any) -> ResponseOutputMessage:
         return ResponseOutputMessage(
-            id=self._message, type="message", role="assistant", content=content, status=status
+            id=self._message or "", type="message", role="assistant", content=content, status=status
         )
 
     def _place(self) -> dict[str, Any]:
-        return {
-            "item_id": self._message,
-            "output_index": 0,
-            "content_index": 0,
-            "sequence_number": self._next(),
-        }
+        return {"item_id": self._message, "output_index": self._index, **self._next()}
 
-    def _next(self) -> int:
+    def _next(self) -> dict[str, Any]:
         self._number += 1
-        return self._number - 1
+        return {"sequence_number": self._number - 1}
 
 
 def _part(text: str) -> ResponseOutputText:

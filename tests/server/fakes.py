@@ -15,7 +15,7 @@ from server.catalog import Entry
 from server.errors import NoSuchName
 from server.jobs import Jobs
 from server.metrics import Metrics
-from server.requests import Delta, Done, Ended, Event, Failed, Prompted, Scored, Usage
+from server.requests import Delta, Done, Ended, Event, Failed, Prompted, Scored, ToolCall, Usage
 from server.service import ChatAsked, CompletionAsked
 from server.settings import Settings
 from tests.tiny import tiny_tokenizer
@@ -98,9 +98,9 @@ class Ticket:
 class FakeService:
     """Answers a chat with the last message, a completion with its prompt reversed; tokens are characters.
 
-    `fault` is raised when something is asked; `early` and `late` are what a request fails with before
-    and after its first token;
-    `pace_s` is the time between tokens, `wait_s` that before the first event.
+    `fault` is raised when something is asked; `early` and `late` are what a request fails with before and
+    after its first token; `calls` are made after the text; `pace_s` is the time between tokens, `wait_s` that
+    before the first event.
     """
 
     def __init__(self, settings: Settings | None = None):
@@ -110,6 +110,7 @@ class FakeService:
         self.jobs = Jobs(self.catalog)
         self.tickets: list[Ticket] = []
         self.fault: Exception | None = None
+        self.calls: tuple[ToolCall, ...] = ()
         self.early: Exception | None = None
         self.late: Exception | None = None
         self.pace_s = self.wait_s = 0.0
@@ -177,7 +178,10 @@ class FakeService:
                 if self.late is not None:
                     yield Failed(self.late)
                     return
-            yield Ended(index, "stop" if len(text) == whole else "length")
+            if self.calls:
+                yield Delta(index, "", (), self.calls)
+            ended = "tool_calls" if self.calls else "stop"
+            yield Ended(index, ended if len(text) == whole else "length")
         usage = Usage(STORED + len(prompt), STORED, asked.n * len(text))
         yield Done(usage, StepStats(tokens=len(text), bytes_moved=1000), CITED if asked.cite else None)
 

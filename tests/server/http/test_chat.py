@@ -10,6 +10,7 @@ import pytest
 from openai import OpenAI
 
 from server.errors import Busy, Loading, TimedOut, WrongField
+from server.requests import ToolCall
 from tests.server.fakes import STORED, FakeService
 
 ASKED = [{"role": "user", "content": "Who wrote it?"}]
@@ -122,6 +123,26 @@ def test_citations_and_cost_come_with_the_answer(client: OpenAI, stream: bool) -
     assert (cited["name"], cited["share"]) == ("minutes.txt", 0.75)
     assert cited["spans"] == [{"start": 3, "end": 7, "text": "Ada wrote it.", "share": 0.5}]
     assert last.to_dict()["stats"]["bytes_moved"] == 1000
+
+
+def test_calls_of_tools_come_whole_and_in_order(client: OpenAI, service: FakeService) -> None:
+    service.calls = (ToolCall("c1", "find", '{"name": "Ada"}'), ToolCall("c2", "find", "{}"))
+    function = {"name": "find", "parameters": {"type": "object"}}
+    asked = {"model": "book", "messages": ASKED, "tools": [{"type": "function", "function": function}]}
+    choice = client.chat.completions.create(**asked, tool_choice="required").choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert [(call.id, call.function.arguments) for call in choice.message.tool_calls] == [
+        ("c1", '{"name": "Ada"}'),
+        ("c2", "{}"),
+    ]
+    assert service.tickets[0].asked.tool_choice == "required"
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert [(call.index, call.id, call.function.name) for call in calls] == [
+        (0, "c1", "find"),
+        (1, "c2", "find"),
+    ]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from openai import OpenAI
 
 from server.errors import TimedOut
 from server.http.remembered import Remembered
+from server.requests import ToolCall
 from tests.server.fakes import STORED, FakeService
 
 
@@ -74,6 +75,42 @@ def test_a_stream_tells_of_the_answer_as_it_grows(client: OpenAI) -> None:
     assert last.usage.output_tokens == 4
     with client.responses.stream(model="book", input="Who?") as stream:
         assert stream.get_final_response().output_text == "Who?"
+
+
+def test_calls_of_tools_are_items_of_their_own(client: OpenAI, service: FakeService) -> None:
+    service.calls = (ToolCall("c1", "find", '{"name": "Ada"}'),)
+    tool = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+    asked = {
+        "model": "book",
+        "input": "Hm",
+        "tools": [tool],
+        "tool_choice": {"type": "function", "name": "find"},
+    }
+    answer = client.responses.create(**asked)
+    assert [item.type for item in answer.output] == ["message", "function_call"]
+    call = answer.output[1]
+    assert (call.call_id, call.name, call.arguments) == ("c1", "find", '{"name": "Ada"}')
+    assert (call.status, answer.status) == ("completed", "completed")
+    assert service.tickets[0].asked.tools[0]["function"]["name"] == "find"
+    assert service.tickets[0].asked.tool_choice["function"]["name"] == "find"
+    events = list(client.responses.create(**asked, stream=True))
+    assert [event.type.removeprefix("response.") for event in events[2:-1]] == [
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * 2,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [item.type for item in events[-1].response.output] == ["message", "function_call"]
+    client.responses.create(model="book", input="So?", previous_response_id=answer.id)
+    before = service.tickets[-1].asked.messages[1]
+    assert (before["content"], before["tool_calls"][0]["id"]) == ("Hm", "c1")
 
 
 def test_one_that_fails_says_so_in_its_stream(client: OpenAI, service: FakeService) -> None:
