@@ -15,7 +15,11 @@ from cli.options import MaxNewTokens, Temperature, TopP, a_path, on_this_machine
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from server.http.security import Access
+    from server.on_ray import RayReplicas
+    from server.settings import Settings
 
 GRACE_S = 5.0
 KEYS = "OFFLOAD_DECODE_API_KEY"
@@ -25,13 +29,12 @@ KEYS = "OFFLOAD_DECODE_API_KEY"
 def serve(
     how: Annotated[Asking, From(asking)],
     stores: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Argument(
             metavar="STORES",
-            help="Stores, and folders of stores; what is published there appears by itself.",
+            help="Stores, and folders of stores; what is published there appears by itself. With --on ray "
+            "also URLs of stores in buckets.",
             show_default=False,
-            parser=a_path,
-            callback=lambda stores: [on_this_machine(store) for store in stores or []],
             autocompletion=completion.stores,
         ),
     ] = None,
@@ -88,6 +91,22 @@ def serve(
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Form of the log on stderr, a line for each request.")
     ] = "text",
+    on: Annotated[
+        Literal["ray"] | None,
+        typer.Option(
+            help="Answer on the machines of the Ray cluster that RAY_ADDRESS names; without, on this one.",
+            show_default=False,
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Servers with --on ray; one for each GPU, or for each machine, where nothing is said.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Serve stores to OpenAI clients.
 
@@ -95,7 +114,10 @@ def serve(
     too. --max-new-tokens, --temperature, --top-p, --selector and --option hold for requests that name none of
     their own.
     """
-    if not stores and how.config.model is None:
+    places = [(store if on else str(on_this_machine(a_path(store)))) for store in stores or []]
+    if replicas is not None and on is None:
+        raise ConfigError("--replicas goes with --on ray: one server runs on this machine alone")
+    if not places and how.config.model is None:
         raise ConfigError("name a store, or a folder of stores; or a model, with --model, to serve it alone")
     try:
         from server.http.listen import address_of, bind, is_loopback, listen
@@ -112,6 +134,7 @@ def serve(
     from server import logs
     from server.catalog import Catalog
     from server.http.app import create_app
+    from server.http.front import create_front
     from server.service import Service
     from server.settings import Settings
 
@@ -130,17 +153,40 @@ def serve(
         deadline_s=deadline,
         tail_bytes=byte_count(memory_for_turns),
     )
+    logs.configure(log_format)
+    if on is not None:
+        with _on_ray(places, settings, log_format, replicas) as running:
+            _announce(address_of(bound), bool(access.keys) or is_loopback(host))
+            listen(create_front(running, access, settings.max_body), bound, GRACE_S)
+        return
     apply_caps(how.caps, how.config.device)
     end_with_a_sentence()
-    logs.configure(log_format)
-    service = Service(Catalog(stores or [], how.config.model), settings)
+    service = Service(Catalog([Path(place) for place in places], how.config.model), settings)
     names = [entry.name for entry in service.catalog.entries()]
     output.note(f"serving {', '.join(names) or 'nothing yet: publish a store'}")
-    output.note(f"listening on {address_of(bound)}")
-    if not access.keys and not is_loopback(host):
-        output.note("warning: whoever reaches this address may ask, append and delete: give --api-key-file")
+    _announce(address_of(bound), bool(access.keys) or is_loopback(host))
     service.preload()
-    listen(create_app(service, access), bound, GRACE_S)
+    listen(create_app(service, access), bound, GRACE_S, service.close)
+
+
+def _announce(address: str, guarded: bool) -> None:
+    output.note(f"listening on {address}")
+    if not guarded:
+        output.note("warning: whoever reaches this address may ask, append and delete: give --api-key-file")
+
+
+def _on_ray(
+    places: list[str], settings: Settings, log_format: Literal["text", "json"], replicas: int | None
+) -> AbstractContextManager[RayReplicas]:
+    from prefill_jobs.ray_workers import installed
+
+    installed("--on ray")  # it says what to install; what comes next only fails
+    from server.on_ray import cache_for, on_ray, plan_for
+
+    plan = plan_for(places, settings, cache_for(places), log_format)
+    names = [entry.name for entry in plan.far.values()] + [path.name for path in plan.places]
+    output.note(f"starting servers on Ray for {', '.join(names)}")
+    return on_ray(plan, replicas)
 
 
 def _access(keys: list[str], file: Path | None, origins: list[str], host: str, loopback: bool) -> Access:

@@ -136,12 +136,12 @@ def prefill_on_ray(
 
     Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers.
     """
-    ray = _ray()
+    ray = installed("--workers ray")
     here = [replace(job, store=_absolute(job.store)) for job in jobs]
     results, texts = read_all(here, staging, rules)
     if texts:
         how = How(model, device, dtype, weights, settings, staging and staging.absolute(), cluster.caps)
-        with _connected(ray, cluster.address):
+        with connected(ray, cluster.address):
             results |= Driver(ray, cluster, how, texts, progress).run()
     return {job: results[own] for job, own in zip(jobs, here, strict=True)}
 
@@ -163,7 +163,8 @@ class Driver:
         self.idle: list[Any] = []
         self.standing: dict[Job, tuple[int, int]] = {}
         self._asked: dict[Any, Job] = {}
-        count, self.share = _shares(ray, cluster.workers, how.device)
+        count, share = shares(ray, cluster.workers, how.device)
+        self.share = {**share, "max_concurrency": 2, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         self.count = min(count, len(texts))
 
     def run(self) -> Results:
@@ -268,23 +269,27 @@ class Lost(Exception):
     """A worker is gone, with its machine or alone."""
 
 
-def _shares(ray: Any, wanted: int | None, device: str) -> tuple[int, dict[str, Any]]:
-    """How many workers, and what Ray is to keep for each: a GPU, or its part of a machine's processors."""
+def shares(ray: Any, wanted: int | None, device: str) -> tuple[int, dict[str, int]]:
+    """How many workers, and what Ray is to keep for each: a GPU, or its part of a machine's processors. As
+    many as are `wanted`; else one for each GPU, or for each machine where there are none.
+    """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = int(sum(machine.get("GPU", 0) for machine in machines))
-    options: dict[str, Any] = {"max_concurrency": 2, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
     if gpus and device != "cpu":
-        return min(wanted or gpus, gpus), options | {"num_cpus": 1, "num_gpus": 1}
+        return min(wanted or gpus, gpus), {"num_cpus": 1, "num_gpus": 1}
     cpus = [int(machine["CPU"]) for machine in machines if machine.get("CPU", 0) >= 1]
     if not cpus:
         raise OffloadDecodeError("the Ray cluster has no processors for workers: add machines to it")
     count = wanted or len(cpus)
     each = max(1, min(cpus) // -(-count // len(cpus)))
-    return min(count, sum(cpu // each for cpu in cpus)), options | {"num_cpus": each}
+    return min(count, sum(cpu // each for cpu in cpus)), {"num_cpus": each}
 
 
 @contextmanager
-def _connected(ray: Any, address: str) -> Iterator[None]:
+def connected(ray: Any, address: str) -> Iterator[None]:
+    """Inside, this process belongs to the cluster at `address`: `ray` is the one that RAY_ADDRESS names, or
+    one of its own on this machine. Raises `OffloadDecodeError` where none answers.
+    """
     if address == "ray":
         address = os.environ.get("RAY_ADDRESS") or "local"
     own = {"include_dashboard": False} if address == "local" else {}
@@ -302,7 +307,8 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _ray() -> Any:
+def installed(option: str) -> Any:
+    """The module, for an option that needs it. Raises `ConfigError` where it cannot be imported."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -310,7 +316,7 @@ def _ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError(
-            f"--workers ray needs Ray, which cannot be imported ({error}): pip install 'offload-decode[ray]'"
+            f"{option} needs Ray, which cannot be imported ({error}): pip install 'offload-decode[ray]'"
         ) from error
 
 

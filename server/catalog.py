@@ -192,8 +192,8 @@ def _last(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2] or model
 
 
-def _base(model: str) -> str:
-    """An id as it is; of a path its last part."""
+def model_name(model: str) -> str:
+    """A model as clients may see it: an id as it is, of a path its last part."""
     is_id = model.count("/") <= 1 and not model.startswith((".", "/", "~")) and not os.path.exists(model)
     return readable(model if is_id else _last(model))
 
@@ -202,7 +202,7 @@ def _of_store(name: str, found: Shelved) -> Entry:
     return Entry(
         name=name,
         path=found.path,
-        base=_base(found.model_id),
+        base=model_name(found.model_id),
         model_id=found.model_id,
         dtype=found.dtype,
         weights=found.weights,
@@ -220,7 +220,7 @@ def _of_model(name: str, model: str, store: Shelved | None, began: int) -> Entry
     return Entry(
         name=name,
         path=None,
-        base=_base(model),
+        base=model_name(model),
         model_id=model,
         dtype="auto" if store is None else store.dtype,
         weights="auto" if store is None else store.weights,

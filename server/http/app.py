@@ -40,7 +40,15 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         app.include_router(room.router())
     add_handlers(app)
     limits = service.settings
-    app.add_middleware(Guard, access=access, most=limits.max_body, uploads=limits.max_upload)
+    guard(app, access, limits.max_body, limits.max_upload)
+    return app
+
+
+def guard(app: FastAPI, access: Access, most: int, uploads: int) -> None:
+    """Put in front of an app what every request passes: it gets an id, it must be allowed to ask, and so many
+    bytes of it are read at most.
+    """
+    app.add_middleware(Guard, access=access, most=most, uploads=uploads)
     if access.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -50,4 +58,3 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
             expose_headers=[seeing.HEADER, "Retry-After"],
         )
     app.add_middleware(seeing.Seen)  # around all others
-    return app

@@ -7,13 +7,14 @@ import errno
 import ipaddress
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
 from offload_decode.errors import ConfigError
-from server.service import Service
 
 BACKLOG = 1024
 _LATE_S = 5  # after which connections are cut, whatever they still do
@@ -49,21 +50,25 @@ def address_of(bound: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """As it stops, answers that are being written have `grace_s` to end, and are then told why they end."""
+    """As it stops, `close` ends what is being answered, while connections wait for it."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace_s: float):
+    def __init__(self, config: uvicorn.Config, close: Callable[[], None]):
         super().__init__(config)
-        self._service, self._grace_s = service, grace_s
+        self._close = close
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the service while connections wait for their answers."""
-        closing = asyncio.create_task(asyncio.to_thread(self._service.close, self._grace_s))
+        """Stop taking requests, and wait until all are answered."""
+        closing = asyncio.create_task(asyncio.to_thread(self._close))
         await super().shutdown(sockets)
         await closing
 
 
-def listen(app: FastAPI, bound: socket.socket, grace_s: float) -> None:
-    """Serve until SIGINT or SIGTERM; answers that are being written then have so many seconds to end."""
+def listen(
+    app: FastAPI, bound: socket.socket, grace_s: float, close: Callable[[float], None] | None = None
+) -> None:
+    """Serve until SIGINT or SIGTERM; answers that are being written then have so many seconds to end, and
+    those that are left are ended by `close`, which is given the seconds.
+    """
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -76,6 +81,10 @@ def listen(app: FastAPI, bound: socket.socket, grace_s: float) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it has stopped
     try:
         with bound, suppress(KeyboardInterrupt):
-            _Server(config, app.state.service, grace_s).run(sockets=[bound])
+            _Server(config, partial(close, grace_s) if close else _nothing).run(sockets=[bound])
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _nothing() -> None:
+    """What is behind the app ends elsewhere."""

@@ -163,9 +163,7 @@ def test_workers_that_cannot_load_the_model_are_not_replaced_for_ever() -> None:
 def test_shares(
     machines: list[dict[str, float]], wanted: int | None, device: str, count: int, share: dict[str, int]
 ) -> None:
-    found, options = ray_workers._shares(MadeUpRay({}, machines), wanted, device)
-    assert found == count
-    assert {name: options[name] for name in options if name.startswith("num_")} == share
+    assert ray_workers.shares(MadeUpRay({}, machines), wanted, device) == (count, share)
 
 
 def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
