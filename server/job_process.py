@@ -78,6 +78,7 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     work, store = job.work, Path(job.work.path)
     progress("read", 0, len(job.documents))
     documents = _texts(folder, job)
+    progress("load", 0, 1)
 
     from offload_decode.memory import own_memory
     from offload_decode.models.loading import load
@@ -97,7 +98,6 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
         settings = Settings(work.method, work.options, kv=work.kv)
         chunk, dtype, weights = settings.chunk, work.dtype, work.weights
     check_prefill(outline(work.model), chunk, dtype, device, Caps(), own_memory(), weights)
-    progress("load", 0, 1)
     loaded = load(work.model, device, dtype, weights)
     progress("tokenize", 0, len(texts))
     if work.kind == "append":

@@ -78,13 +78,16 @@ def started(catalog: Catalog) -> Iterator[Callable[..., Jobs]]:
 
 
 # A process that says `said`, each line when it is its turn: WAIT is for a line on stdin.
-WAIT, DIE = "wait", "die"
+# With CUT it says half a word.
+WAIT, DIE, CUT = "wait", "die", "cut"
 SCRIPT = """
 import json, os, signal, sys
 for line in json.loads(sys.argv[1]):
     if line == "wait":
         if not sys.stdin.readline():
             os._exit(1)
+    elif line == "cut":
+        print('{"sta', end="", flush=True)
     elif line == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     else:
@@ -255,7 +258,7 @@ def test_a_failure_is_its_sentence_and_can_be_tried_again(
 def test_a_process_that_is_killed_is_started_again(
     started: Callable[..., Jobs], says: Callable[..., None]
 ) -> None:
-    says([HALF, DIE], [HALF, DONE])
+    says([HALF, CUT, DIE], [HALF, DONE])
     running = started()
     assert over(running, running.prefill("book", None, [text("facts")]))[0].state == "done"
     says([DIE])
