@@ -19,7 +19,10 @@ from server.text import Text
 from server.tools import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, choice_of, form_of
 from tests.tiny import tiny_model, tiny_tokenizer
 
-BODY = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+BODY = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+    "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}\n{% endfor %}"
+)
 TEMPLATES = {
     "hermes": "{% if tools %}Tools: {{ tools | tojson }} Call one as <tool_call>\n"
     '{"name": its name, "arguments": what it takes}\n</tool_call>\n{% endif %}' + BODY,
