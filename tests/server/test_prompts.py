@@ -136,13 +136,13 @@ def test_without_a_template_the_form_is_plain(kind):
     assert tokens == text_tokens(loaded, text)
 
 
-@templates
+@pytest.mark.parametrize("template", [None, CHAT, SPACED], ids=["plain", "chat", "spaced"])
 @pytest.mark.parametrize("stored", [True, False])
 def test_known_answers_keep_their_tokens(stored, template):
     loaded, spellings = Fake("byte level", template), Spellings()
-    question, letters = user("Who?"), encode_text(loaded.known_tokenizer, "l")
+    question = user("Who?")
     odd = [token for letter in "lamp" for token in encode_text(loaded.known_tokenizer, letter)]
-    assert odd != encode_text(loaded.known_tokenizer, "lamp"), letters
+    assert odd != encode_text(loaded.known_tokenizer, "lamp")
     keep_answer(loaded, [question], said("lamp"), odd, spellings, "book")
     asked = chat_tokens(loaded, stored, [question])
     tokens = chat_tokens(loaded, stored, [question, said(" lamp\n"), user("Why?")], None, spellings, "book")
@@ -183,6 +183,16 @@ def test_a_template_that_changes_an_answer_is_obeyed():
     assert "think" not in loaded.text(told)
 
 
+def test_what_a_template_puts_ahead_of_earlier_answers_stays():
+    template = CHAT.replace("{{ m.content }}", "{{ '(so) ' if m.role == 'assistant' }}{{ m.content }}")
+    loaded, spellings = Fake(template=template), Spellings()
+    keep_answer(
+        loaded, [user("Who")], said("lamp"), encode_text(loaded.known_tokenizer, "lamp"), spellings, ""
+    )
+    told = chat_tokens(loaded, False, [user("Who"), said("lamp"), user("Why")], None, spellings)
+    assert "(so) lamp" in loaded.text(told)
+
+
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_what_the_system_says(stored, role):
@@ -207,7 +217,7 @@ def test_a_template_that_knows_no_system_has_the_user_say_it():
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_parts_of_a_message_and_messages_of_a_role_are_joined(stored):
-    loaded = Fake(template=CHAT)
+    loaded = Fake(template=SPACED)
     parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "is it?"}]
     joined = chat_tokens(loaded, stored, [user(parts), user("Say."), said("")])
     assert joined == chat_tokens(loaded, stored, [user("Who is it?\n\nSay.")])
