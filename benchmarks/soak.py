@@ -35,6 +35,7 @@ MOST_TOKENS = 48
 MOST_WORDS = 400
 REMEMBERED = "32MiB"
 """Memory for turns: so little that it is full before anything is measured."""
+FULL = 0.8
 SELECTORS: tuple[Body, ...] = (
     {},
     {"selector": "topk", "options": {"budget": "64"}},
@@ -93,7 +94,10 @@ class Crowd:
 
 def soaked(server: servers.Server, crowd: Crowd, clients: int, seconds: float) -> Iterator[Row]:
     """Rows of what held while clients came and went for so long."""
-    asyncio.run(crowd.stay(clients, seconds / 5))  # everything has been opened, compiled and filled once
+    for _ in range(5):  # until everything has been opened, compiled and filled once
+        asyncio.run(crowd.stay(clients, seconds / 5))
+        if server.metrics()["kv_cache_usage_perc"] > FULL:
+            break
     before, (asked, left) = at_rest(server), (len(crowd.seen), crowd.left)
     asyncio.run(crowd.stay(clients, seconds))
     after, seen = at_rest(server), crowd.seen[asked:]
