@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.import_utils import fetch__all__
 
-from offload_decode.models import observed
+from offload_decode.models import observed, proof
 from offload_decode.models.lean import last_list
 from tests.cli.conftest import run
 
@@ -35,7 +35,7 @@ NEVER = {
     "zarr",
 }
 GIVING_WAY = """
-from offload_decode.models import observed
+from offload_decode.models import observed, proof
 from offload_decode.models.lean import import_lean
 import_lean()
 import torch, transformers.modeling_utils
@@ -53,8 +53,9 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).sum() == 4
 def test_ask_imports_nothing_that_it_does_not_need_and_answers_as_with_all(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(proof, "_known", {})
     monkeypatch.setattr(observed, "_known", {})
-    monkeypatch.setattr(observed, "_LONG_S", -1.0)  # remembered, as by any first process
+    monkeypatch.setattr(observed, "_LONG_S", -1.0)  # all is remembered, as by any first process
     here = run("ask", store, "Which colour?", "--max-new-tokens", "4")
     command = [sys.executable, "-c", ASKING, "ask", str(store), "Which colour?", "--max-new-tokens", "4"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,0 +1,143 @@
+"""`ask`, `chat` and `batch` with `--server`: questions go there, and answers are shown as they are without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from cli import output
+from cli.questions import Question
+from cli.remote import Manner, Received, Served, Server
+from cli.transcript import Turn
+from offload_decode.errors import ConfigError, OffloadDecodeError
+
+
+def asked(question: str) -> list[dict[str, str]]:
+    """A conversation that a question begins."""
+    return [{"role": "user", "content": question}]
+
+
+def whole(server: Server, name: str, question: str, manner: Manner) -> Received:
+    """The answer to one question, when it is whole."""
+    received = Received()
+    for _ in server.stream(name, asked(question), manner, received):
+        pass
+    return received
+
+
+def report(server: Server, served: Served, question: str, manner: Manner, received: Received) -> Any:
+    """An answer for programs: of what `ask --json` tells, all that a server does."""
+    prompt, cached = received.prompt
+    told: dict[str, Any] = {
+        "question": question,
+        "answer": received.text.strip(),
+        "tokens": received.tokens,
+        "finish": received.finish,
+    }
+    if manner.cite:
+        told["citations"] = received.citations or []
+    told |= {
+        "selector": manner.selector,
+        "options": manner.options,
+        "store": served.name,
+        "model": served.model,
+        "stored_tokens": served.tokens,
+        "server": server.url,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+    }
+    return told if received.stats is None else told | {"stats": received.stats}
+
+
+def describe(received: Received, seconds: float) -> str:
+    """What an answer cost, for people."""
+    prompt, cached = received.prompt
+    return output.facts(
+        [
+            ("prompt", f"{prompt:,} tokens, {cached:,} of them stored or remembered"),
+            ("answer", output.count(received.tokens, "token")),
+            ("time", f"{seconds:.2f} s"),
+        ]
+    )
+
+
+class RemoteTranscript:
+    """A conversation whose turns are kept here, and sent whole each time: the server remembers what it ran."""
+
+    def __init__(self, server: Server, name: str, manner: Manner):
+        self.server, self.name, self.manner = server, name, manner
+        self.messages: list[dict[str, str]] = []
+        self.turns: list[Turn] = []
+
+    def answer(self, question: str) -> Iterator[str]:
+        """Put a question and yield the answer; interrupted, what has come of it stays."""
+        received = Received()
+        try:
+            yield from self.server.stream(
+                self.name, [*self.messages, *asked(question)], self.manner, received
+            )
+        finally:
+            if received.text or received.finish:
+                said = {"role": "assistant", "content": received.text}
+                self.messages += [*asked(question), said]
+                self.turns.append(Turn(question))
+
+    def reset(self) -> None:
+        """Forget every turn."""
+        self.messages, self.turns = [], []
+
+    def save(self, file: Path) -> None:
+        """Raises `ConfigError`: what is saved are tokens, and the server keeps them."""
+        raise ConfigError("a conversation with a server cannot be saved: chat without --server for that")
+
+    def load(self, file: Path) -> None:
+        """Raises `ConfigError`, as `save` does."""
+        raise ConfigError("a conversation cannot be loaded into a server: chat without --server for that")
+
+    @property
+    def length(self) -> int:
+        """Tokens of the turns, which the server alone counts."""
+        return 0
+
+
+Answer = tuple[str, Question, Received | OffloadDecodeError]
+
+
+def answers(
+    server: Server, left: Mapping[str, Sequence[Question]], manner: Manner, at_once: int
+) -> Iterator[Answer]:
+    """The answers to the questions of each store, as they come, or the errors in their place; `at_once` of
+    them are asked at the same time. After an error that is not of one question none is asked any more.
+    """
+    stopped = Event()
+    names: dict[str, str] = {}
+    for store in left:
+        try:
+            names[store] = server.served(store).name
+        except ConfigError as error:
+            yield from ((store, question, error) for question in left[store])
+
+    def answer(store: str, question: Question) -> Answer:
+        received = Received()
+        try:
+            for _ in server.stream(names[store], asked(question.text), manner, received, stopped.is_set):
+                pass
+        except ConfigError as error:
+            return store, question, error
+        except OffloadDecodeError as error:
+            stopped.set()
+            return store, question, error
+        return store, question, received
+
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        running = [pool.submit(answer, store, question) for store in names for question in left[store]]
+        for done in as_completed(running):
+            yield done.result()
+    finally:
+        stopped.set()  # Ctrl-C: threads leave at the next piece
+        pool.shutdown(cancel_futures=True)
