@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,7 @@ from cli.options import (
     TopP,
     question_from,
 )
+from cli.remote import Manner, Reached, Received, Server, check_left_to_server, reaching
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,6 +39,7 @@ def ask(
         str, typer.Argument(metavar="QUESTION", help="The question; - reads standard input.")
     ],
     how: Annotated[Asking, From(asking)],
+    reached: Annotated[Reached | None, From(reaching)],
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -50,6 +53,13 @@ def ask(
     The answer is printed as it is written.
     """
     asked = question_from(question)
+    if reached is not None:
+        check_left_to_server(how)
+        manner = Manner(
+            how.config.selector, how.config.options, max_new_tokens, temperature, top_p, seed, cites
+        )
+        _ask_server(reached, str(store), asked, manner, as_json, stats)
+        return
 
     from offload_decode.engine.citations import cite
     from offload_decode.engine.sampler import Sampler
@@ -97,6 +107,27 @@ def ask(
         )
     if stats:
         output.note(describe(cost, engine))
+
+
+def _ask_server(
+    reached: Reached, store: str, question: str, manner: Manner, as_json: bool, stats: bool
+) -> None:
+    from cli.through_server import asked, describe_received, report
+
+    began, received = time.monotonic(), Received()
+    with Server(reached) as server:
+        served = server.served(store)
+        pieces = server.stream(served.name, asked(question), manner, received)
+        if as_json:
+            for _ in pieces:
+                pass
+            output.answer_json(report(server, served, question, manner, received))
+        else:
+            show(pieces)
+    if manner.cite and not as_json:
+        output.note(attended(received.cited))
+    if stats:
+        output.note(describe_received(received, time.monotonic() - began))
 
 
 def approximations(manifest: Manifest) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -30,13 +30,14 @@ from cli.questions import (
     read_answered,
     read_questions,
 )
+from cli.remote import Manner, Reached, Server, check_left_to_server, reaching
 from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
     from offload_decode.models.loading import LoadedModel
-    from offload_decode.types import Answer
+    from offload_decode.types import CitedDocument
 
 OpenEngine = Callable[[str], "Engine"]
 
@@ -67,8 +68,12 @@ def batch(
         typer.Option(metavar="FILE.jsonl", help="File that answers are appended to.", parser=a_path),
     ],
     how: Annotated[Asking, From(asking)],
+    reached: Annotated[Reached | None, From(reaching)],
     max_new_tokens: MaxNewTokens = 128,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Questions in one forward pass.", min=1)] = 8,
+    batch_size: Annotated[
+        int,
+        typer.Option(metavar="N", help="Questions in one forward pass, or on their way to a server.", min=1),
+    ] = 8,
     cites: Cite = False,
     quiet: Quiet = False,
 ) -> None:
@@ -82,6 +87,8 @@ def batch(
     interrupted.
     """
     config = how.config
+    if reached is not None:
+        check_left_to_server(how)
     check_out(out)
     asked = assign(read_questions(questions), [os.path.normpath(store) for store in stores])
     if out.exists() and out.samefile(questions):
@@ -96,23 +103,17 @@ def batch(
     }
     answered = read_answered(out, settings)
     left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
-
-    from offload_decode.planning.caps import apply_caps
-    from offload_decode.selectors.registry import get
-
-    parse_options(get(config.selector).options_type, config.options, f"selector '{config.selector}'")
-    apply_caps(how.caps, config.device)
+    unasked = {store: own for store, own in left.items() if own}
+    if reached is None:
+        _check_here(how)
     with Progress(quiet) as progress:
-        failures = _answer(
-            {store: own for store, own in left.items() if own},
-            _opener(how),
-            out,
-            settings,
-            max_new_tokens,
-            batch_size,
-            cites,
-            progress,
-        )
+        if reached is None:
+            failures = _answer(
+                unasked, _opener(how), out, settings, max_new_tokens, batch_size, cites, progress
+            )
+        else:
+            manner = Manner(config.selector, config.options, max_new_tokens, cite=cites)
+            failures = _ask_server(reached, unasked, out, settings, manner, batch_size, progress)
     done = sum(map(len, left.values())) - sum(failure.unanswered for failure in failures)
     kept = sum(map(len, asked.values())) - sum(map(len, left.values()))
     output.note(f"{out}: {output.count(done, 'answer')}{f', {kept:,} there already' if kept else ''}", quiet)
@@ -121,6 +122,16 @@ def batch(
         output.note(f"error: {sentence(failure.error)} ({unanswered})")
     if failures:
         raise typer.Exit(min(exit_code(failure.error) for failure in failures))
+
+
+def _check_here(how: Asking) -> None:
+    """What is wrong with the options is told before a model is loaded."""
+    from offload_decode.planning.caps import apply_caps
+    from offload_decode.selectors.registry import get
+
+    config = how.config
+    parse_options(get(config.selector).options_type, config.options, f"selector '{config.selector}'")
+    apply_caps(how.caps, config.device)
 
 
 class Unanswered(NamedTuple):
@@ -182,7 +193,11 @@ def _answer(
                 texts = [question.text for question in part]
                 answers = engine.answer_many(texts, max_new_tokens, batch_size, cites)
                 append_answers(
-                    out, [_line(store, q, a, settings) for q, a in zip(part, answers, strict=True)]
+                    out,
+                    [
+                        _line(store, q, a.text, len(a.tokens), a.finish, a.citations, settings)
+                        for q, a in zip(part, answers, strict=True)
+                    ],
                 )
                 answered += len(part)
                 progress("answer", done + answered, total)
@@ -192,15 +207,53 @@ def _answer(
     return failures
 
 
-def _line(store: str, question: Question, answer: Answer, settings: dict[str, object]) -> dict[str, object]:
+def _ask_server(
+    reached: Reached,
+    left: dict[str, list[Question]],
+    out: Path,
+    settings: dict[str, object],
+    manner: Manner,
+    at_once: int,
+    progress: Progress,
+) -> list[Unanswered]:
+    """Have a server answer all questions, several at a time; answers are written as they come."""
+    from cli.through_server import answers
+
+    failures: dict[str, Unanswered] = {}
+    done, total = 0, sum(map(len, left.values()))
+    with Server(reached) as server:
+        for store, question, given in answers(server, left, manner, at_once):
+            if isinstance(given, OffloadDecodeError):
+                first = failures.get(store, Unanswered(store, 0, given))
+                failures[store] = first._replace(unanswered=first.unanswered + 1)
+            else:
+                cited = given.cited if manner.cite else None
+                text = given.text.strip()
+                append_answers(
+                    out, [_line(store, question, text, given.tokens, given.finish, cited, settings)]
+                )
+            done += 1
+            progress("answer", done, total)
+    return list(failures.values())
+
+
+def _line(
+    store: str,
+    question: Question,
+    text: str,
+    tokens: int,
+    finish: str,
+    citations: Sequence[CitedDocument] | None,
+    settings: dict[str, object],
+) -> dict[str, object]:
     return {
         "id": question.id,
         "store": store,
         "question": question.text,
-        "answer": answer.text,
-        "tokens": len(answer.tokens),
-        "finish": answer.finish,
-        **({} if answer.citations is None else {"citations": list(map(asdict, answer.citations))}),
+        "answer": text,
+        "tokens": tokens,
+        "finish": finish,
+        **({} if citations is None else {"citations": list(map(asdict, citations))}),
         **settings,
         **question.extra,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,11 +21,14 @@ from cli.options import (
     Temperature,
     TopP,
 )
+from cli.remote import Manner, Reached, Server, check_left_to_server, reaching
 from cli.transcript import Transcript
 from offload_decode.errors import OffloadDecodeError
 
 if TYPE_CHECKING:
-    from offload_decode.engine.sampler import Sampler
+    from collections.abc import Callable, Iterator
+
+    from cli.through_server import RemoteTranscript
 
 HELP = """\
 /help        show this
@@ -39,6 +43,7 @@ Everything else is a question. Ctrl-C stops an answer; what is written of it sta
 def chat(
     store: Store,
     how: Annotated[Asking, From(asking)],
+    reached: Annotated[Reached | None, From(reaching)],
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -50,6 +55,13 @@ def chat(
     /save FILE, /load FILE, /quit. Ctrl-C stops an answer and the conversation goes on.
     """
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
+    if reached is not None:
+        check_left_to_server(how)
+        manner = Manner(how.config.selector, how.config.options, max_new_tokens, temperature, top_p, seed)
+        _chat_with_server(reached, str(store), manner, at_terminal)
+        return
     if at_terminal:
         output.note(f"Opening {store} and loading its model …")
 
@@ -57,22 +69,39 @@ def chat(
 
     sampler = Sampler(temperature, top_p, seed)
     engine = open_engine(store, how)
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
-    if at_terminal:
+    transcript = Transcript(engine)
+    answer = partial(transcript.answer, max_new_tokens=max_new_tokens, sampler=sampler)
+    _talk(_Chat(transcript, answer, at_terminal), engine.prefix.length)
+
+
+def _chat_with_server(reached: Reached, store: str, manner: Manner, at_terminal: bool) -> None:
+    from cli.through_server import RemoteTranscript
+
+    with Server(reached) as server:
+        served = server.served(store)
+        transcript = RemoteTranscript(server, served.name, manner)
+        _talk(_Chat(transcript, transcript.answer, at_terminal), served.tokens)
+
+
+def _talk(chat: _Chat, stored: int) -> None:
+    if chat.at_terminal:
         import readline  # noqa: F401  # editing and history for input()
 
-        output.note(f"{engine.prefix.length:,} tokens are ready. Ask something; /help lists the commands.")
-    _Chat(Transcript(engine), sampler, max_new_tokens, at_terminal).run()
+        output.note(f"{stored:,} tokens are ready. Ask something; /help lists the commands.")
+    chat.run()
 
 
 class _Chat:
     """Reads lines until there are no more. At a terminal an error ends a line, elsewhere the command."""
 
-    def __init__(self, transcript: Transcript, sampler: Sampler, max_new_tokens: int, at_terminal: bool):
+    def __init__(
+        self,
+        transcript: Transcript | RemoteTranscript,
+        answer: Callable[[str], Iterator[str]],
+        at_terminal: bool,
+    ):
         self.transcript = transcript
-        self.sampler = sampler
-        self.max_new_tokens = max_new_tokens
+        self.answer = answer
         self.at_terminal = at_terminal
 
     def run(self) -> None:
@@ -130,9 +159,9 @@ class _Chat:
             case _ if command.startswith("/"):
                 output.note(f"There is no command {command}: /help lists those that there are.")
             case _ if line:
-                show(self.transcript.answer(line, self.max_new_tokens, self.sampler))
+                show(self.answer(line))
         return False
 
     def _size(self) -> str:
-        tokens = self.transcript.engine.length - self.transcript.engine.prefix.length
-        return f"{output.count(len(self.transcript.turns), 'turn')} ({output.count(tokens, 'token')})"
+        turns, tokens = len(self.transcript.turns), self.transcript.length
+        return f"{output.count(turns, 'turn')} ({output.count(tokens, 'token')})"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import httpx
 
     from cli.limits import Asking
+    from offload_decode.types import CitedDocument
 
 KEY = "OFFLOAD_DECODE_API_KEY"
 CONNECT_S = 10.0
@@ -87,6 +88,19 @@ class Received:
     citations: list[Any] | None = None
 
     @property
+    def cited(self) -> list[CitedDocument]:
+        """What the answer attended to."""
+        from offload_decode.types import CitedDocument, CitedSpan
+
+        try:
+            return [
+                CitedDocument(one["name"], one["share"], tuple(CitedSpan(**span) for span in one["spans"]))
+                for one in self.citations or []
+            ]
+        except (TypeError, KeyError) as error:
+            raise ServerError("the server's citations cannot be read: it is of another release") from error
+
+    @property
     def tokens(self) -> int:
         """How many were written."""
         return int((self.usage or {}).get("completion_tokens") or 0)
@@ -144,7 +158,7 @@ def check_left_to_server(how: Asking) -> None:
     }
     if named := [name for name, there in given.items() if there]:
         raise ConfigError(
-            f"{named[0]} is settled where the server runs: give it to `offload-decode serve`, not with --server"
+            f"{named[0]} is settled where the server runs: give it to `serve`, not with --server"
         )
 
 
@@ -152,18 +166,14 @@ class Server:
     """A client of a server, for any number of threads; used as a context manager."""
 
     def __init__(self, reached: Reached):
-        try:
-            import httpx
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "--server needs a package of its own: pip install httpx httpx-sse"
-            ) from error
+        import httpx
+
         self.url = reached.url
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {reached.key}"} if reached.key else {},
             timeout=httpx.Timeout(QUIET_S, connect=CONNECT_S, pool=None),
-            trust_env=urlsplit(self.url).hostname not in _LOOPBACK,  # no proxy knows this machine by its loopback
+            trust_env=urlsplit(self.url).hostname not in _LOOPBACK,  # a proxy has a loopback of its own
             limits=httpx.Limits(max_connections=None),
         )
 
@@ -184,7 +194,9 @@ class Server:
             listed = self._json(response)
         try:
             known = {
-                str(one["id"]): Served(str(one["id"]), str(one.get("root") or ""), int(one.get("tokens") or 0))
+                str(one["id"]): Served(
+                    str(one["id"]), str(one.get("root") or ""), int(one.get("tokens") or 0)
+                )
                 for one in listed["data"]
             }
         except (TypeError, KeyError, ValueError) as error:
@@ -196,12 +208,19 @@ class Server:
         raise ConfigError(f"the server at {self.url} has no {store}: it has {names or 'nothing yet'}")
 
     def stream(
-        self, name: str, messages: list[dict[str, str]], manner: Manner, received: Received
+        self,
+        name: str,
+        messages: list[dict[str, str]],
+        manner: Manner,
+        received: Received,
+        stopped: Event | None = None,
     ) -> Iterator[str]:
         """Yield the answer to a conversation piece by piece; `received` holds what has come.
 
-        Waits where the server is busy. Closed early, the server stops. Raises `ConfigError` or `ServerError`.
+        Waits where the server is busy. Closed early, the server stops. Raises `ConfigError`, or
+        `ServerError`, also when `stopped` is set.
         """
+        stopped = stopped or Event()
         body = {
             "model": name,
             "messages": messages,
@@ -216,14 +235,21 @@ class Server:
             "citations": manner.cite,
         }
         for left in reversed(range(TRIES)):
+            if stopped.is_set():
+                break
             try:
-                yield from self._streamed(body, received)
+                for piece in self._streamed(body, received):
+                    if stopped.is_set():
+                        break
+                    yield piece
             except ServerBusy as busy:
                 if not left or received.text:
                     raise
-                time.sleep(min(max(busy.retry_s, 1), LONGEST_WAIT_S))
+                stopped.wait(min(max(busy.retry_s, 1), LONGEST_WAIT_S))
             else:
-                return
+                if not stopped.is_set():
+                    return
+        raise ServerError("not asked, because an earlier question failed")
 
     def _streamed(self, body: Mapping[str, Any], received: Received) -> Iterator[str]:
         from httpx_sse import EventSource, SSEError

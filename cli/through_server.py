@@ -1,8 +1,7 @@
-"""`ask`, `chat` and `batch` with `--server`: questions go there, and answers are shown as they are without."""
+"""`ask`, `chat` and `batch` with `--server`: questions go there, answers look as they do without."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -19,14 +18,6 @@ from offload_decode.errors import ConfigError, OffloadDecodeError
 def asked(question: str) -> list[dict[str, str]]:
     """A conversation that a question begins."""
     return [{"role": "user", "content": question}]
-
-
-def whole(server: Server, name: str, question: str, manner: Manner) -> Received:
-    """The answer to one question, when it is whole."""
-    received = Received()
-    for _ in server.stream(name, asked(question), manner, received):
-        pass
-    return received
 
 
 def report(server: Server, served: Served, question: str, manner: Manner, received: Received) -> Any:
@@ -53,7 +44,7 @@ def report(server: Server, served: Served, question: str, manner: Manner, receiv
     return told if received.stats is None else told | {"stats": received.stats}
 
 
-def describe(received: Received, seconds: float) -> str:
+def describe_received(received: Received, seconds: float) -> str:
     """What an answer cost, for people."""
     prompt, cached = received.prompt
     return output.facts(
@@ -66,7 +57,7 @@ def describe(received: Received, seconds: float) -> str:
 
 
 class RemoteTranscript:
-    """A conversation whose turns are kept here, and sent whole each time: the server remembers what it ran."""
+    """A conversation whose turns are kept here and sent whole: the server remembers what it ran."""
 
     def __init__(self, server: Server, name: str, manner: Manner):
         self.server, self.name, self.manner = server, name, manner
@@ -75,16 +66,14 @@ class RemoteTranscript:
 
     def answer(self, question: str) -> Iterator[str]:
         """Put a question and yield the answer; interrupted, what has come of it stays."""
-        received = Received()
-        try:
-            yield from self.server.stream(
-                self.name, [*self.messages, *asked(question)], self.manner, received
-            )
-        finally:
-            if received.text or received.finish:
-                said = {"role": "assistant", "content": received.text}
-                self.messages += [*asked(question), said]
+        received, said = Received(), {"role": "assistant", "content": ""}
+        messages = [*self.messages, *asked(question)]
+        for piece in self.server.stream(self.name, messages, self.manner, received):
+            if not said["content"]:
+                self.messages = [*messages, said]
                 self.turns.append(Turn(question))
+            said["content"] = received.text
+            yield piece
 
     def reset(self) -> None:
         """Forget every turn."""
@@ -124,7 +113,7 @@ def answers(
     def answer(store: str, question: Question) -> Answer:
         received = Received()
         try:
-            for _ in server.stream(names[store], asked(question.text), manner, received, stopped.is_set):
+            for _ in server.stream(names[store], asked(question.text), manner, received, stopped):
                 pass
         except ConfigError as error:
             return store, question, error

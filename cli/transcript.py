@@ -58,6 +58,11 @@ class Transcript:
 
         return self.engine.pieces(generated())
 
+    @property
+    def length(self) -> int:
+        """Tokens of all turns."""
+        return self.engine.length - self.engine.prefix.length
+
     def reset(self) -> None:
         """Forget every turn."""
         self.engine.crop(self.engine.prefix.length)

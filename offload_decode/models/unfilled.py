@@ -27,11 +27,11 @@ _SHORT = 1 << 16  # elements
 
 
 class Unfilled(TorchFunctionMode):
-    """On the meta device random numbers are not drawn, and arithmetic with short tensors takes what it makes
-    from the CPU.
+    """On the meta device random numbers are not drawn, arithmetic with short tensors takes what it makes from
+    the CPU, and tensors like others are made by their shape.
 
-    There torch runs both in Python, and imports sympy and its compiler for it: a second that changes nothing,
-    as such a tensor has no values.
+    There torch runs all of it in Python, and imports sympy and its compiler for it: a second that changes
+    nothing, as such a tensor has no values.
     """
 
     def __torch_function__(
@@ -44,6 +44,8 @@ class Unfilled(TorchFunctionMode):
         given = kwargs or {}
         if func is torch.nn.init.normal_ and given["tensor"].is_meta:
             return given["tensor"]
+        if func is torch.empty_like and _plain(args[0]) and given.keys() <= {"dtype", "device"}:
+            return torch.empty(args[0].shape, **{"dtype": args[0].dtype, "device": "meta"} | given)
         if (
             getattr(func, "__name__", "").removeprefix("__").removesuffix("__") not in _ARITHMETIC
             or "out" in given
@@ -56,6 +58,10 @@ class Unfilled(TorchFunctionMode):
         if func is torch.arange and str(given.get("device")) == "meta":
             return torch.arange(*args, **given | {"device": "cpu"}).to("meta")
         return func(*args, **given)
+
+
+def _plain(made: Tensor) -> bool:
+    return made.is_meta and made.is_contiguous()
 
 
 def _like(made: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import sys, torch
 from offload_decode.models.unfilled import Unfilled
 with Unfilled(), torch.device("meta"):
     torch.nn.Embedding(4, 2)
-    1.0 / (10000.0 ** (torch.arange(0, 8, 2, dtype=torch.int64).float() / 8))
+    made = 1.0 / (10000.0 ** (torch.arange(0, 8, 2, dtype=torch.int64).float() / 8))
+    assert torch.empty_like(made, device="cpu").shape == (4,)
 assert "sympy" not in sys.modules
 """
 

@@ -1,0 +1,214 @@
+"""`ask`, `chat` and `batch` with `--server`, through the app of `serve`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+
+from cli import remote
+from cli.remote import Manner, Reached, Received, Server
+from offload_decode.errors import StoreError
+from server.errors import Busy
+from server.http.app import create_app
+from server.http.security import Access
+from tests.cli.conftest import refused, run
+from tests.server.fakes import STORED, FakeService
+from tests.server.http.conftest import listening
+
+LIGHT = """
+import atexit, sys
+atexit.register(lambda: print(*sys.modules, file=sys.stderr))
+from cli.main import main
+main()
+"""
+HEAVY = {"torch", "transformers", "numpy", "numba", "zarr", "faiss", "fastapi", "openai"}
+MANNER = Manner("topk", {}, 64)
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[tuple[FastAPI, str]]:
+    app = create_app(FakeService())
+    with listening(app) as address:
+        yield app, address
+
+
+@pytest.fixture
+def service(app: tuple[FastAPI, str]) -> FakeService:
+    """Answers with the last message, a character a token; knows `book` and `tiny`."""
+    app[0].state.service = FakeService()
+    return app[0].state.service
+
+
+@pytest.fixture
+def url(app: tuple[FastAPI, str], service: FakeService) -> str:
+    return app[1]
+
+
+def test_a_question_is_answered_there_as_it_is_told(url: str, service: FakeService) -> None:
+    for store in ("book", "book.kv", "some/where/book.kv"):
+        ran = run("ask", store, " Who wrote it? ", "--server", url)
+        assert (ran.code, ran.out, ran.err) == (0, "Who wrote it?\n", "")
+    how = ["-s", "quest", "-o", "budget=64", "--temperature", "0.5", "--top-p", "0.9", "--seed", "7"]
+    ran = run("ask", "book", "Who wrote it?", "--server", f"{url}/v1/", "--max-new-tokens", "3", *how)
+    assert ran.out == "Who\n"
+    asked = service.tickets[-1].asked
+    assert (asked.model, asked.selector, asked.options) == ("book", "quest", {"budget": "64"})
+    told = asked.generation
+    assert (told.max_tokens, told.temperature, told.top_p, told.seed) == (3, 0.5, 0.9, 7)
+
+
+def test_json_holds_what_the_server_tells(url: str) -> None:
+    ran = run("ask", "book", "Who?", "--server", url, "--json", "--cite")
+    told = json.loads(ran.out)
+    assert (told["question"], told["answer"], told["tokens"], told["finish"]) == ("Who?", "Who?", 4, "stop")
+    assert (told["store"], told["model"], told["stored_tokens"]) == ("book", "tiny", STORED)
+    assert told["cached_tokens"] == STORED
+    (document,) = told["citations"]
+    assert (document["name"], document["share"]) == ("minutes.txt", 0.75)
+    assert told["stats"]["bytes_moved"] == 1000
+    assert "citations" not in json.loads(run("ask", "book", "Who?", "--server", url, "--json").out)
+
+
+def test_notes_say_what_an_answer_attended_to_and_cost(url: str) -> None:
+    ran = run("ask", "book", "Who?", "--server", url, "--cite", "--stats")
+    assert ran.out == "Who?\n"
+    assert "75%  minutes.txt" in ran.err
+    assert f"{STORED:,} of them stored or remembered" in ran.err
+
+
+def test_a_name_that_is_not_there_is_told_with_those_that_are(url: str) -> None:
+    told = refused(2, "ask", "no.kv", "q", "--server", url)
+    assert told.endswith("has no no.kv: it has book, tiny")
+
+
+def test_a_server_that_is_not_there_is_told_with_the_way_to_start_one() -> None:
+    told = refused(1, "ask", "book", "q", "--server", "http://127.0.0.1:9")
+    assert "start one with `offload-decode serve STORE`" in told
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    assert "is not the URL of a server" in refused(2, "ask", "book", "q", "--server", url)
+
+
+def test_something_else_that_answers_is_told_from_a_server() -> None:
+    with listening(FastAPI()) as url:
+        assert "is no server of offload-decode" in refused(1, "ask", "book", "q", "--server", url)
+
+
+@pytest.mark.parametrize("given", [["--device", "cpu"], ["--model", "demo"], ["--ram", "1GiB"]])
+def test_what_is_the_servers_to_settle_is_refused(given: list[str], tmp_path: Path) -> None:
+    told = refused(2, "ask", "book", "q", "--server", "http://127.0.0.1:9", *given)
+    assert told.startswith(f"error: {given[0]} is settled where the server runs")
+    (tmp_path / "q.jsonl").write_text('{"question": "q"}')
+    files = ["--questions", tmp_path / "q.jsonl", "--out", tmp_path / "a.jsonl"]
+    assert told == refused(2, "batch", "book", *files, "--server", "http://127.0.0.1:9", *given)
+
+
+def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text("secret\n")
+    with listening(create_app(FakeService(), Access(("secret",)))) as url:
+        told = refused(2, "ask", "book", "q", "--server", url)
+        assert "asks for a key: give --api-key-file, or set OFFLOAD_DECODE_API_KEY" in told
+        assert run("ask", "book", "q", "--server", url, "--api-key-file", tmp_path / "key").out == "q\n"
+        monkeypatch.setenv("OFFLOAD_DECODE_API_KEY", "secret")
+        assert run("ask", "book", "q", "--server", url).out == "q\n"
+    assert "give the server too" in refused(2, "ask", "book", "q", "--api-key-file", tmp_path / "key")
+    assert "cannot be read" in refused(2, "ask", "book", "q", "--server", url, "--api-key-file", tmp_path)
+
+
+def test_errors_of_the_server_are_its_sentences(url: str, service: FakeService) -> None:
+    assert "temperature" in refused(2, "ask", "book", "q", "--server", url, "--temperature", "3")
+    service.early = StoreError("the store is damaged: restore it")
+    assert refused(1, "ask", "book", "q", "--server", url) == "error: the store is damaged: restore it"
+    service.early, service.late = None, StoreError("the store shrank")
+    ran = run("ask", "book", "q", "--server", url)
+    assert (ran.code, ran.err) == (1, "error: the store shrank\n")
+
+
+def test_a_busy_server_is_asked_again(
+    url: str, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0)
+    faults = iter([Busy("the queue is full", 1), Busy("the queue is full", 1), None])
+    begin = service.chat
+
+    def chat(asked, emit):  # type: ignore[no-untyped-def]
+        if fault := next(faults):
+            raise fault
+        return begin(asked, emit)
+
+    monkeypatch.setattr(service, "chat", chat)
+    assert run("ask", "book", "q", "--server", url).out == "q\n"
+    service.fault = Busy("the queue is full", 1)
+    monkeypatch.setattr(service, "chat", begin)
+    assert refused(1, "ask", "book", "q", "--server", url) == "error: the queue is full"
+
+
+def test_an_answer_that_is_left_is_stopped_there(url: str, service: FakeService) -> None:
+    service.pace_s = 0.05
+    with Server(Reached(url)) as server:
+        pieces = server.stream("book", [{"role": "user", "content": "x" * 64}], MANNER, Received())
+        assert next(pieces) == "x"
+        pieces.close()  # type: ignore[attr-defined]
+        assert service.tickets[0].cancelled.wait(10)
+
+
+def test_a_chat_keeps_its_turns_here(url: str, service: FakeService, tmp_path: Path) -> None:
+    ran = run("chat", "book", "--server", url, stdin="one\ntwo\n/reset\nthree\n")
+    assert (ran.code, ran.out) == (0, "one\ntwo\nthree\n")
+    sent = [[one["content"] for one in ticket.asked.messages] for ticket in service.tickets]
+    assert sent == [["one"], ["one", "one", "two"], ["three"]]
+    assert [one["role"] for one in service.tickets[1].asked.messages] == ["user", "assistant", "user"]
+    for command in ("/save", "/load"):
+        told = run("chat", "book", "--server", url, stdin=f"{command} {tmp_path / 'c.json'}\n")
+        assert told.code == 2
+        assert "chat without --server for that" in told.err
+
+
+def test_a_batch_is_asked_several_at_a_time_and_goes_on(
+    url: str, service: FakeService, tmp_path: Path
+) -> None:
+    lines = [{"question": f"What is {n}?", "id": n, "topic": "n"} for n in range(5)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "a.jsonl"
+    command = ["batch", "x/book.kv", "--questions", tmp_path / "q.jsonl", "--out", out, "--server", url]
+    ran = run(*command, "--batch-size", "3", "--cite", "-q")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    told = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda line: line["id"])
+    assert [(one["answer"], one["store"], one["topic"]) for one in told] == [
+        (line["question"], "x/book.kv", "n") for line in lines
+    ]
+    assert told[0]["citations"][0]["name"] == "minutes.txt"
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:4]))
+    ran = run(*command, "--cite")
+    assert (ran.code, len(service.tickets)) == (0, 6)
+    assert "1 answer, 4 there already" in ran.err
+
+
+def test_a_batch_names_what_was_not_answered(url: str, service: FakeService, tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "a"}\n{"question": "b"}\n')
+    out = tmp_path / "a.jsonl"
+    command = ["batch", "book", "no", "--questions", tmp_path / "q.jsonl", "--out", out, "--server", url]
+    ran = run(*command)
+    assert ran.code == 2
+    assert "has no no: it has book, tiny (unanswered: 2 questions to no)" in ran.err
+    assert len(out.read_text().splitlines()) == 2
+    out.unlink()
+    service.early = StoreError("the store is damaged")
+    ran = run(*command[:2], *command[3:], "--batch-size", "1")
+    assert (ran.code, out.exists()) == (1, False)
+    assert "error: the store is damaged (unanswered: 2 questions to book)" in ran.err
+
+
+def test_nothing_heavy_is_imported_to_ask_a_server(url: str) -> None:
+    command = [sys.executable, "-c", LIGHT, "ask", "book", "q", "--server", url, "--cite"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout == "q\n"
+    assert not set(ran.stderr.splitlines()[-1].split()) & HEAVY
