@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,7 +176,14 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, talk: Transcript, *lines: str |
         return line
 
     monkeypatch.setattr("builtins.input", typing)
-    chat._Chat(talk, Sampler(), 5, at_terminal=True).run()
+    _at_terminal(talk, 5).run()
+
+
+def _at_terminal(talk: Any, most: int) -> chat._Chat:
+    def answer(question: str) -> Iterator[str]:
+        return talk.answer(question, most, Sampler())
+
+    return chat._Chat(talk, answer, at_terminal=True)
 
 
 def test_an_answer_that_is_stopped_stays_as_far_as_it_was_written(

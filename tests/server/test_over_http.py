@@ -11,6 +11,7 @@ from openai import OpenAI
 
 from offload_decode.engine.engine import Engine
 from server.http.app import create_app
+from tests.cli.conftest import run
 from tests.server.http.conftest import listening
 
 QUESTIONS = ("What is the colour of thing 3?", "Who jumps?")
@@ -41,6 +42,13 @@ def test_a_chat_is_what_the_engine_answers(client, shelf):
         assert client.responses.create(model="book", input=question, max_output_tokens=12).output_text == (
             told.text
         )
+
+
+def test_a_question_of_the_command_line_is_answered_as_without_a_server(url, shelf):
+    asked = [QUESTIONS[0], "--max-new-tokens", "12", "-o", "budget=24"]
+    here = run("ask", shelf / "stores" / "book.kv", *asked)
+    there = run("ask", "book", *asked, "--server", url)
+    assert (there.code, there.out) == (0, here.out)
 
 
 def test_a_prompts_log_probabilities_are_the_models(client, service):
