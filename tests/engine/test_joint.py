@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offload_decode.engine import joint, step
+from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Turn, join_key, run_turns
 from offload_decode.engine.step import StoredPrefix
@@ -116,6 +117,13 @@ def test_every_selector_chooses_as_for_one_conversation(opened, passes, selector
     packed = selector in PACKED
     assert (join_key(engine) is not None) == packed
     assert passes == ([3] * 4 if packed else [])
+
+
+def test_other_options_on_one_host_are_searched_apart(opened):
+    host, loaded = opened(1).prefix.host, opened(1).loaded
+    prefixes = [StoredPrefix.over(host, loaded.shape, "topk", {"budget": budget}) for budget in ("4", "40")]
+    talks = [Conversation(loaded, host.store, prefix) for prefix in prefixes]
+    check_equal([Turn(talk, made(3)) for talk in talks], [talk.fork() for talk in talks])
 
 
 def test_selectors_and_budgets_meet_in_one_pass(opened, passes):
@@ -232,7 +240,7 @@ def test_what_fails_is_taken_back_for_all(opened, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(second.store, "check_mapped", damaged)
         with pytest.raises(StoreDamaged):
-            run_turns([Turn(talk, made(3)) for talk in reversed(talks)])
+            run_turns([Turn(talks[place], made(3)) for place in (2, 0, 1, 3)])  # the first alone, and well
     assert [(talk.length, talk.tokens, talk.pending) for talk in talks] == before
     check_equal([Turn(talk, made(3)) for talk in talks], twins)
 
