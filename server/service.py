@@ -94,7 +94,7 @@ class Service:
             resident = self._resident(asked)
             scope = resident.entry.model_id
             loaded, stored = resident.loaded, resident.stored
-            choice = choice_of(loaded, asked.tools, asked.tool_choice)
+            choice = choice_of(loaded, asked.tools, asked.tool_choice, asked.generation.grammar)
             tools = asked.tools if choice else None
             tokens = chat_tokens(loaded, stored, asked.messages, tools, self.spellings, scope)
             keep = partial(keep_answer, loaded, asked.messages, spellings=self.spellings, scope=scope)

@@ -33,9 +33,13 @@ class Choice:
 
 
 def choice_of(
-    loaded: LoadedModel, tools: Sequence[Tool] | None, choice: str | Mapping[str, Any] | None
+    loaded: LoadedModel,
+    tools: Sequence[Tool] | None,
+    choice: str | Mapping[str, Any] | None,
+    text_grammar: Mapping[str, Any] | None = None,
 ) -> Choice | None:
-    """`tools` and `tool_choice` of OpenAI's API; None where no tool is to be called.
+    """`tools` and `tool_choice` of OpenAI's API; None where no tool is to be called. `text_grammar`: the
+    grammar of what is said where no call need be, so that an answer is either.
 
     Raises `WrongField` for a model whose template knows no tools or writes calls in a form that is not read,
     for a choice among tools that are not there, and for schemas that no grammar follows.
@@ -50,9 +54,13 @@ def choice_of(
     form = form_of(loaded.known_tokenizer)
     shown = _shown(loaded.known_tokenizer, form)
     grammar = None
-    if chosen:
+    said = None if chosen else _schema(text_grammar)
+    if said is not None:
+        check_grammar(loaded, {"json_schema": said})
+    if chosen or said is not None:
         tokens = {text: f"<[{token}]>" for token, text in shown.items()}
-        grammar = {"lark": _lark(form, chosen, tokens, several=choice == "required")}
+        several = choice in ("required", "auto", None)
+        grammar = {"lark": _lark(form, chosen or functions, tokens, several, said)}
         check_grammar(loaded, grammar, "tools")
     return Choice(form, names, shown, grammar)
 
@@ -100,6 +108,13 @@ def _chosen(functions: list[dict[str, Any]], choice: str | Mapping[str, Any] | N
     return found
 
 
+def _schema(grammar: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if grammar is None:
+        return None
+    schema: Mapping[str, Any] = grammar.get("json_schema", {"type": "object"})
+    return schema
+
+
 def _shown(tokenizer: Any, form: Form) -> dict[int, str]:
     """The tokens that a decoder leaves out, and that calls are known by."""
     marks = {form.begin, form.end, "[ARGS]" if form.named else None}
@@ -107,8 +122,16 @@ def _shown(tokenizer: Any, form: Form) -> dict[int, str]:
     return {token: str(added) for token, added in known if added.special and str(added) in marks}
 
 
-def _lark(form: Form, functions: list[dict[str, Any]], tokens: Mapping[str, str], several: bool) -> str:
-    """A Lark grammar of calls as the form has them; `tokens` are how it spells special ones."""
+def _lark(
+    form: Form,
+    functions: list[dict[str, Any]],
+    tokens: Mapping[str, str],
+    several: bool,
+    said: Mapping[str, Any] | None,
+) -> str:
+    """A Lark grammar of calls as the form has them, or of JSON of the schema `said`; `tokens` are how it
+    spells special ones.
+    """
 
     def text(written: str) -> str:
         return tokens.get(written) or json.dumps(written, ensure_ascii=False)
@@ -116,8 +139,9 @@ def _lark(form: Form, functions: list[dict[str, Any]], tokens: Mapping[str, str]
     def call(number: int, name: str) -> str:
         if form.named:
             return f"{text(form.begin)} {text(name)} {text('[ARGS]')} arguments_{number}"
-        head = json.dumps({"name": name}, ensure_ascii=False)[:-1] + f', "{form.arguments}": '
-        return f"{text(head)} arguments_{number} {text('}')}"
+        rest = f': {json.dumps(name, ensure_ascii=False)}, "{form.arguments}": '
+        # Cut as JSON is, so that both may be gone on with where other JSON may stand here.
+        return f"{text('{')} {text(json.dumps('name'))} {text(rest)} arguments_{number} {text('}')}"
 
     one = " | ".join(f"call_{number}" for number in range(len(functions)))
     each, between = "call", ""
@@ -129,6 +153,9 @@ def _lark(form: Form, functions: list[dict[str, Any]], tokens: Mapping[str, str]
     if form == MISTRAL:
         start = f'{text(form.begin)} " "? "[" {start} "]"'
     rules = [f"start: {start}", f"call: {one}"]
+    if said is not None:
+        rules[0] += " | said"
+        rules.append(f"said: %json {json.dumps({**said, 'x-guidance': JSON_OPTIONS}, ensure_ascii=False)}")
     for number, function in enumerate(functions):
         schema = {"type": "object", **function["parameters"], "x-guidance": JSON_OPTIONS}
         rules.append(f"call_{number}: {call(number, function['name'])}")

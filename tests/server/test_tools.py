@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from offload_decode.models.loading import wrap
 from server.calls import Calling, Calls
 from server.errors import WrongField
+from server.grammar import grammar_of
 from server.requests import Delta, Ended, Generation, Prompted, Usage
 from server.sampling import Picker
 from server.text import Text
@@ -221,6 +222,30 @@ def test_an_answer_that_must_be_a_call_is_one(kind, special, choice):
         if call.name == "look_up":
             assert arguments["word"] in ("fox", "dog")
             assert arguments["most"] <= 9
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_an_answer_may_be_a_call_or_json_of_the_format_that_is_asked_for(kind):
+    loaded = loaded_with(kind)
+    schema = {"type": "object", "properties": {"legs": {"enum": [2, 4]}}, "required": ["legs"]}
+    chosen = choice_of(loaded, TOOLS, "auto", {"json_schema": {**schema, "additionalProperties": False}})
+    call = {
+        "hermes": '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox", "most": 3}}\n</tool_call>',
+        "llama": '{"name": "look_up", "parameters": {"word": "fox", "most": 3}}',
+        "mistral": '[TOOL_CALLS] [{"name": "look_up", "arguments": {"word": "fox", "most": 3}}]',
+        "mistral named": '[TOOL_CALLS]look_up[ARGS]{"word": "fox", "most": 3}',
+    }[kind]
+    for text, fits in ((call, True), ('{"legs": 4}', True), ('{"legs":2}', True), ('{"legs": 3}', False)):
+        followed = grammar_of(loaded, chosen.grammar)
+        tokens = loaded.tokenizer.encode(text, add_special_tokens=False)
+        taken = 0
+        for token in tokens:
+            if not followed.allowed(len(loaded.tokenizer), frozenset())[token]:
+                break
+            followed.append(token)
+            taken += 1
+        assert (taken == len(tokens)) == fits, text[:taken]
+        assert bool(followed.allowed(300, frozenset([2]))[2]) == fits
 
 
 def test_special_tokens_of_calls_are_shown_and_no_others():
