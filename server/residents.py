@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,8 @@ from server.settings import Settings
 from server.tails import TailKey, tail_key
 
 LOG = logging.getLogger("offload_decode.server")
+MOST_FILES = 1 << 15
+"""Of stores that are open: Linux gives a process 65,530 maps of memory by default."""
 
 
 class ModelKey(NamedTuple):
@@ -44,13 +46,14 @@ class ModelKey(NamedTuple):
 class Resident:
     """A name that can be asked, with a selector: forks of `start` answer.
 
-    key: equal for those whose remembered turns may stand for each other.
+    key: equal for those whose remembered turns may stand for each other. files: of the store.
     """
 
     entry: Entry
     key: TailKey
     loaded: LoadedModel
     start: Conversation
+    files: int = 0
 
     @property
     def stored(self) -> bool:
@@ -60,11 +63,13 @@ class Resident:
 
 class Residents:
     """Opens what requests name. Any thread may ask; a model is loaded in a thread of its own, and until it is
-    there its requests are refused with `Loading`.
+    there its requests are refused with `Loading`. `tell_closed` is told the names of stores that are closed
+    to make room for others.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, tell_closed: Callable[[str], None] = lambda name: None):
         self.settings = settings
+        self._tell_closed = tell_closed
         self._held = own_memory()  # before any model
         self._open: OrderedDict[TailKey, Resident] = OrderedDict()
         self._hosts: WeakValueDictionary[tuple[str, str], HostKV] = WeakValueDictionary()
@@ -119,14 +124,17 @@ class Residents:
                 if key in self._open:
                     return self._open[key]
             if entry.path is None:
-                start = without_corpus(loaded)
+                resident = Resident(entry, key, loaded, without_corpus(loaded))
             else:
-                start = self._opened(entry, entry.path, loaded, selector, merged)
-            resident = Resident(entry, key, loaded, start)
+                engine = self._opened(entry, entry.path, loaded, selector, merged)
+                assert isinstance(engine.store, KVStore), "it was opened from disk"
+                files = sum(1 for spec in engine.store.specs.values() for _ in spec.files())
+                resident = Resident(entry, key, loaded, engine, files)
             with self._lock:
                 self._open[key] = resident
-                while len(self._open) > self.settings.max_open:
-                    self._open.popitem(last=False)
+                closed = self._closed()
+        for name in closed:
+            self._tell_closed(name)
         return resident
 
     def model(self, entry: Entry) -> LoadedModel:
@@ -154,6 +162,20 @@ class Residents:
     def close(self) -> None:
         """Load nothing more."""
         self._loader.shutdown(wait=False, cancel_futures=True)
+
+    def _closed(self) -> set[str]:
+        """With the lock held: close what was used longest ago, until there is room; the names that went."""
+        before = {key.model for key in self._open}
+        while len(self._open) > 1 and (
+            len(self._open) > self.settings.max_open or self._files() > MOST_FILES
+        ):
+            self._open.popitem(last=False)
+        return before - {key.model for key in self._open}
+
+    def _files(self) -> int:
+        """Files of the stores that are open, each of which is a map of memory."""
+        stores = {key.model: one.files for key, one in self._open.items()}
+        return sum(stores.values())
 
     def _model_key(self, entry: Entry) -> ModelKey:
         config = self.settings.config
@@ -202,7 +224,7 @@ class Residents:
         loaded: LoadedModel,
         selector: str,
         options: Mapping[str, object],
-    ) -> Conversation:
+    ) -> Engine:
         """The store at its end, as a selector sees it; those of one store share its rows and indexes."""
         settings = self.settings
         config = replace(settings.config, selector=selector, options=options)

@@ -69,8 +69,8 @@ class Service:
         self.catalog = catalog
         self.settings = settings
         self.metrics = metrics or Metrics()
-        self.residents = Residents(settings)
         self.tails = Tails(settings.tail_bytes)
+        self.residents = Residents(settings, self.tails.drop)
         self.scheduler = Scheduler(settings, self.tails, self.metrics)
         self.spellings = Spellings()
         self.matcher = Matcher()

@@ -50,6 +50,16 @@ def test_the_stores_used_least_recently_are_closed(serve):
     assert ask(service, "book").error is None
 
 
+def test_so_many_stores_are_open_as_have_room_among_the_maps_of_memory(serve, monkeypatch):
+    service = serve()
+    monkeypatch.setattr("server.residents.MOST_FILES", 1)
+    assert ask(service, "book").error is None
+    assert ask(service, "notes").error is None
+    assert service.residents.open_stores() == ["notes"]
+    assert service.tails.stats.entries == 1  # that of the other store went with it
+    assert ask(service, "book").error is None
+
+
 def test_selectors_of_one_store_share_its_rows(service):
     entry = service.catalog.entry("book")
     hosts = {
