@@ -49,7 +49,7 @@ def chat_tokens(
         return encoded(loaded, stored, _framed(prompt, without_system(read), known, stored, " "))
 
     told = template.tools_text(tools) if tools else ""
-    if tools and not told:
+    if (tools and not told) or (called and not template.writes_calls()):
         raise WrongField("the chat template of this model knows no tools", "tools")
     if not stored:
         return encoded(loaded, stored, _alone(template, read, known, tools))
@@ -130,10 +130,13 @@ def _framed(prompt: Prompt, turns: list[Message], known: Known, stored: bool, ah
 
 def _alone(template: Template, messages: list[Message], known: Known, tools: Tools | None) -> list[Part]:
     """As the template puts messages; to one that knows no system, the user says what it says."""
+    said = [message.text.strip() for message in messages if message.role == "system"]
     try:
-        return templated(template, messages, known, tools)
+        written = template.plain(template.rendered(messages, tools)) if said else ""
+        if all(text in written for text in said):
+            return templated(template, messages, known, tools)
     except WrongField:
-        if not any(message.role == "system" for message in messages):
+        if not said:
             raise
     return templated(template, without_system(messages), known, tools)
 

@@ -19,6 +19,8 @@ Tools = Sequence[Mapping[str, Any]]
 _BREAK = "\ufdd0"
 _PROBE, _ANSWER = Message("user", "Who wrote it?"), Message("assistant", "\x02answer\x03")
 _SYSTEM = Message("system", "Answer.")
+_CALL = Call("look_there", {}, "000000000")  # some want ids of nine letters
+_CALLED = (_PROBE, Message("assistant", "", (_CALL,)), Message("tool", "It is.", answers=_CALL.id))
 
 
 class Template:
@@ -80,6 +82,13 @@ class Template:
             without = self.rendered(messages)
         added = _added(self._cut(without), self._cut(self.rendered(messages, tools)))
         return self.plain("".join(part for part in added if not self._is_special(part))).strip()
+
+    def writes_calls(self) -> bool:
+        """Whether the template writes calls of tools, and what these answer."""
+        try:
+            return all(text in self.rendered(_CALLED) for text in (_CALL.name, _CALLED[-1].text))
+        except WrongField:
+            return False
 
     def _written(self, message: Message, names: Mapping[str, str]) -> dict[str, Any]:
         """As templates expect a message."""

@@ -171,7 +171,6 @@ class Reply:
         yield ResponseFunctionCallArgumentsDoneEvent(
             type="response.function_call_arguments.done",
             arguments=call.arguments,
-            name=call.name,
             **place,
             **self._next(),
         )

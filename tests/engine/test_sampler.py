@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from offload_decode.engine import sampler
 from offload_decode.engine.sampler import Sampler
 from offload_decode.errors import ConfigError
 
@@ -30,3 +33,27 @@ def test_the_highest_temperatures_are_uniform(temperature):
 def test_what_is_no_temperature_and_no_share_is_refused(settings):
     with pytest.raises(ConfigError):
         Sampler(**settings)
+
+
+@pytest.mark.parametrize("few", [1, 2, 1024])
+@pytest.mark.parametrize("top_p", [0.05, 0.6, 0.86, 1.0])
+def test_tokens_come_as_often_as_the_nucleus_weighs_them(top_p, few, monkeypatch):
+    monkeypatch.setattr(sampler, "_FEW", few)
+    weights = torch.tensor([0.1, 0.5, 0.05, 0.35])
+    kept = {0.05: [1], 0.6: [1, 3], 0.86: [1, 3, 0], 1.0: [0, 1, 2, 3]}[top_p]
+    expected = torch.zeros(4)
+    expected[kept] = weights[kept] / weights[kept].sum()
+    drawn = Sampler(1.0, top_p, seed=3)(weights.log().expand(20_000, -1))
+    found = drawn.bincount(minlength=4) / 20_000
+    assert (found[expected == 0] == 0).all()
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+
+
+def test_greedy_takes_the_first_of_the_largest():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, -math.inf, 2.0]])
+    assert Sampler()(logits).tolist() == Sampler()(logits.double()).tolist() == [1, 0]
+
+
+def test_a_token_without_weight_is_never_drawn():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(1000, -1)
+    assert set(Sampler(1.0)(logits).tolist()) == {1}

@@ -1,11 +1,13 @@
 // The page: a corpus is picked, questions are asked, and answers are shown as they are written.
 
+import { Jobs } from "./jobs.js";
 import { Spoken } from "./spoken.js";
 import { Turn } from "./turn.js";
 import { chat, keepKey, models, Refused } from "./wire.js";
 
 const at = (id) => document.getElementById(id);
 const spoken = new Spoken(at("spoken"));
+const jobs = new Jobs(at("jobs"), made);
 const number = new Intl.NumberFormat("en");
 
 let known = new Map();
@@ -18,10 +20,17 @@ async function refresh() {
   try {
     show(await models());
     tell("");
+    await jobs.look();
   } catch (error) {
     if (error.status === 401) unlock(at("unlock").dataset.given ? error.message : "");
     else tell(error.message);
   }
+}
+
+/** Some stores are made, or failed to be. */
+async function made(error) {
+  await refresh();
+  if (error) tell(error.message);
 }
 
 function show(found) {

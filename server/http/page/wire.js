@@ -23,6 +23,12 @@ export async function models() {
   return data.sort((one, other) => !one.parent - !other.parent || one.id.localeCompare(other.id));
 }
 
+/** Stores that are made, with how far that is. */
+export async function jobs() {
+  const response = await send("/v1/jobs");
+  return (await response.json()).data;
+}
+
 /** The chunks of an answer, parsed, as they come. */
 export async function* chat(asked, signal) {
   const response = await send("/v1/chat/completions", {

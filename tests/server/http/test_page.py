@@ -54,14 +54,15 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def opened(browser: Browser) -> Iterator[Callable[[str], Page]]:
+def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Opens an address in a profile of its own; what goes wrong in the page fails the test."""
     context = browser.new_context()
     faults: list[str] = []
     hosts: set[str] = set()
 
-    def open_page(address: str) -> Page:
+    def open_page(address: str, first: Callable[[Page], object] = lambda page: None) -> Page:
         page = context.new_page()
+        first(page)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on(
             "console", lambda said: faults.append(said.text) if "Failed to load" not in said.text else None
@@ -78,7 +79,7 @@ def opened(browser: Browser) -> Iterator[Callable[[str], Page]]:
 
 
 @pytest.fixture
-def page(opened: Callable[[str], Page], url: str) -> Page:
+def page(opened: Callable[..., Page], url: str) -> Page:
     page = opened(url)
     expect(page.get_by_label("Corpus")).to_have_value("book")
     return page
@@ -214,7 +215,22 @@ def test_a_server_that_is_loading_is_asked_again(page: Page, service: FakeServic
     expect(page.locator(".text")).to_have_text("one")
 
 
-def test_a_key_is_asked_for(opened: Callable[[str], Page], serve: Callable[..., str]) -> None:
+def test_stores_that_are_being_made_are_shown(opened: Callable[..., Page], url: str) -> None:
+    job = {"id": "a", "kind": "prefill", "store": "minutes", "status": "running", "error": None}
+    job["progress"] = {"stage": "prefill", "done": 30, "total": 120, "seconds_left": 200}
+
+    def begun(page: Page) -> None:
+        page.route("**/v1/jobs", lambda route: route.fulfill(json={"data": [job]}))
+
+    page = opened(url, begun)
+    expect(page.locator("#jobs")).to_have_text("Making minutes · prefill 25% · 3 min left")
+    expect(page.get_by_role("progressbar")).to_have_attribute("value", "30")
+    job.update(status="failed", error={"message": "There is no room on the disk."})
+    expect(page.get_by_role("alert")).to_have_text("There is no room on the disk.")
+    expect(page.locator("#jobs")).to_be_hidden()
+
+
+def test_a_key_is_asked_for(opened: Callable[..., Page], serve: Callable[..., str]) -> None:
     page = opened(serve(keys=("secret",)))
     dialog = page.get_by_role("dialog", name="This server asks for a key")
     dialog.get_by_label("Key").fill("wrong")
