@@ -31,6 +31,7 @@ CHAT = (
 )
 SPACED = CHAT.replace("{{ m.content }}", "{{ ' ' if m.role == 'assistant' }}{{ m.content | trim }}")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT
+UNSEEN = CHAT.replace("messages %}[", "messages if m.role in ('user', 'assistant') %}[")
 IN_PARTS = CHAT.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
@@ -209,8 +210,9 @@ def test_what_the_system_says(stored, role):
     assert behind.endswith("He.</s>[user]Be long.\n\nWhy?[assistant]")
 
 
-def test_a_template_that_knows_no_system_has_the_user_say_it():
-    loaded = Fake(template=NO_SYSTEM)
+@pytest.mark.parametrize("template", [NO_SYSTEM, UNSEEN])
+def test_a_template_that_knows_no_system_has_the_user_say_it(template):
+    loaded = Fake(template=template)
     tokens = chat_tokens(loaded, False, [{"role": "system", "content": "Be brief."}, user("Who?")])
     assert loaded.text(tokens) == "<s>[user]Be brief.\n\nWho?[assistant]"
 
@@ -340,6 +342,13 @@ def test_tools_without_a_template_for_them_are_refused():
     assert refused.value.param == "tools"
     with pytest.raises(WrongField, match="knows no tools"):
         chat_tokens(Fake(template=CHAT.split("{% endif %}", 1)[1]), True, [user("x")], TOOLS)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_calls_that_a_template_would_leave_out_are_refused(stored):
+    messages = [user("Where?"), called("look"), {"role": "tool", "tool_call_id": "call0", "content": "Here."}]
+    with pytest.raises(WrongField, match="knows no tools"):
+        chat_tokens(Fake(template=UNSEEN), stored, messages)
 
 
 def test_what_a_template_says_when_it_refuses_is_passed_on():
