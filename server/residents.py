@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +32,8 @@ from server.settings import Settings
 from server.tails import TailKey, tail_key
 
 LOG = logging.getLogger("offload_decode.server")
+RETURN_S = 10.0
+"""So long a model that was loaded waits for the request that wanted it, before another may take its place."""
 MOST_FILES = 1 << 15
 """Of stores that are open: Linux gives a process 65,530 maps of memory by default."""
 
@@ -74,7 +78,8 @@ class Residents:
         self._open: OrderedDict[TailKey, Resident] = OrderedDict()
         self._hosts: WeakValueDictionary[tuple[str, str], HostKV] = WeakValueDictionary()
         self._models: OrderedDict[ModelKey, Future[LoadedModel]] = OrderedDict()
-        self._unused: set[ModelKey] = set()  # loaded for a request that has not come back yet
+        # Until when (by `time.monotonic`) one that has answered nobody yet keeps its place.
+        self._unused: dict[ModelKey, float] = {}
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._loader = ThreadPoolExecutor(1, "loader")
@@ -144,7 +149,7 @@ class Residents:
             found = self._loading(key)
             if not found.done():
                 raise Loading(f"the model of '{entry.name}' is being loaded: try again in a moment", 2)
-            self._unused.discard(key)
+            self._unused.pop(key, None)
             if found.exception() is not None:
                 del self._models[key]  # the next request tries again
             else:
@@ -188,22 +193,24 @@ class Residents:
 
     def _loading(self, key: ModelKey) -> Future[LoadedModel]:
         """With the lock held: the model, or the promise of it, in the place of the one that was used longest
-        ago. One that was loaded and has answered nobody yet stays: two that are asked for in turn would keep
-        each other out.
+        ago. One that was loaded and has answered nobody yet stays for a while: two that are asked for in turn
+        would keep each other out.
         """
         if key in self._models:
             return self._models[key]
         while len(self._models) >= self.settings.max_models:
-            oldest = next((one for one in self._models if one not in self._unused), None)
+            now = time.monotonic()
+            oldest = next((one for one in self._models if self._unused.get(one, now) <= now), None)
             if oldest is None:
                 raise Loading("another model is being loaded: try again in a moment", 5)
             self._drop(oldest)
-        self._unused.add(key)
+        self._unused[key] = math.inf
         self._models[key] = self._loader.submit(self._load, key)
         return self._models[key]
 
     def _drop(self, key: ModelKey) -> None:
         model = self._models.pop(key)
+        self._unused.pop(key, None)
         if not model.cancel() and model.done() and model.exception() is None:
             loaded = model.result()
             for name in [name for name, resident in self._open.items() if resident.loaded is loaded]:
@@ -212,7 +219,12 @@ class Residents:
 
     def _load(self, key: ModelKey) -> LoadedModel:
         LOG.info("loading the model %s", key.model_id)
-        loaded = load(key.model_id, self.settings.config.device, key.dtype, key.weights)
+        try:
+            loaded = load(key.model_id, self.settings.config.device, key.dtype, key.weights)
+        finally:
+            with self._lock:
+                if key in self._unused:
+                    self._unused[key] = time.monotonic() + RETURN_S
         how = "shares passes" if loaded.packs else "answers one conversation at a time"  # proved here
         LOG.info("loaded the model %s, which %s", key.model_id, how)
         return loaded
@@ -234,7 +246,8 @@ class Residents:
             engine = Engine(loaded, host.store, prefix)
         else:
             engine = Engine.open(KVStore.open(path), loaded, config)
-            self._hosts[entry.name, entry.digest] = engine.prefix.host
+            with self._lock:  # `forget` walks through them
+                self._hosts[entry.name, entry.digest] = engine.prefix.host
         store = engine.store
         given = outline(loaded.model_id), store.manifest, config, settings.caps, self._held
         index = default_kind(store)

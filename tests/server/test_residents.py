@@ -6,6 +6,7 @@ import gc
 import shutil
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from offload_decode.errors import ModelError
 from prefill_jobs.append import append
 from prefill_jobs.job import Settings as PrefillSettings
 from prefill_jobs.job import prefill
+from server import residents
 from server.errors import Loading, NoSuchName
 from server.requests import Generation
 from server.service import ChatAsked
@@ -102,6 +104,18 @@ def test_models_take_turns(serve, shelf, tmp_path):
     assert ask_patiently(service, "others").error is None
     gc.collect()
     assert held() is None
+    assert ask_patiently(service, "book").error is None
+
+
+def test_a_model_whose_request_never_comes_back_makes_way(serve, monkeypatch):
+    monkeypatch.setattr(residents, "RETURN_S", 0.2)
+    service = serve()
+    other = replace(service.catalog.entry("book"), name="other", dtype="bfloat16")
+    assert ask_patiently(service, "book").error is None
+    service.residents.preload(other).result(timeout=60)  # nobody asks it
+    assert ask_patiently(service, "book").error is None
+    with pytest.raises(Loading):
+        service.residents.model(other)  # nor again
     assert ask_patiently(service, "book").error is None
 
 
