@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from offload_decode.plain_json import parse
@@ -52,20 +53,18 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def joined(messages: Iterable[Message]) -> list[Message]:
     """Consecutive messages of a role as one; each answer of a tool stays one of its own."""
-    together: list[Message] = []
-    for message in messages:
-        last = together[-1] if together else None
-        if last is None or last.role != message.role or message.role == "tool":
-            together.append(message)
-            continue
-        text = BETWEEN.join(filter(None, (last.text, message.text)))
-        together[-1] = replace(last, text=text, calls=last.calls + message.calls)
-    return together
+    runs = groupby(enumerate(messages), lambda each: (each[1].role, each[1].role == "tool" and each[0]))
+    return [_as_one([message for _, message in run]) for _, run in runs]
 
 
 def without_system(messages: Iterable[Message]) -> list[Message]:
     """The same, with what the system says ahead of what the user says next."""
     return joined(replace(one, role="user") if one.role == "system" else one for one in messages)
+
+
+def _as_one(run: Sequence[Message]) -> Message:
+    text = BETWEEN.join(message.text for message in run if message.text)
+    return replace(run[0], text=text, calls=tuple(call for message in run for call in message.calls))
 
 
 def _read(number: int, message: object) -> Message:

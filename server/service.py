@@ -4,6 +4,7 @@ where a store is opened first, longer: an event loop calls them in a thread.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from typing import Any
 from server.answering import Emit
 from server.calls import Calling, as_sent
 from server.catalog import Catalog
-from server.errors import WrongField
+from server.errors import TooLarge, WrongField
 from server.jobs import Jobs
 from server.matching import Matcher
 from server.metrics import Metrics
@@ -27,6 +28,11 @@ from server.settings import Settings
 from server.spellings import Spellings
 from server.tails import Tails
 from server.tools import choice_of
+
+LETTERS = 16
+"""Characters of a prompt for each of the tokens that it may have, which are 4 or so as a rule: tokenizers
+take hundreds of bytes of memory for each, before anybody can count the tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class Service:
             loaded, stored = resident.loaded, resident.stored
             choice = choice_of(loaded, asked.tools, asked.tool_choice, asked.generation.grammar)
             tools = asked.tools if choice else None
+            self._check_letters(_letters(asked.messages) + _letters(tools or ()))
             tokens = chat_tokens(loaded, stored, asked.messages, tools, self.spellings, scope)
             keep = partial(keep_answer, loaded, asked.messages, spellings=self.spellings, scope=scope)
             emit = _Spelled(emit, keep)
@@ -112,6 +119,8 @@ class Service:
         check_top(asked.prompt_logprobs, "logprobs")
         with self.releases.asking(asked.model):
             resident = self._resident(asked)
+            if isinstance(asked.prompt, str):
+                self._check_letters(len(asked.prompt))
             tokens = completion_tokens(resident.loaded, resident.stored, asked.prompt)
             request = self._request(asked, resident, tokens)
             request = replace(request, prompt_logprobs=asked.prompt_logprobs, raw=True)
@@ -124,11 +133,12 @@ class Service:
         messages: Sequence[Mapping[str, Any]] | None = None,
         add_special: bool = True,
     ) -> list[int]:
-        """Ids of a text, or of the prompt that messages become. Raises `NoSuchName`, `Loading` or
-        `WrongField`.
+        """Ids of a text, or of the prompt that messages become. Raises `NoSuchName`, `Loading`, `TooLarge`
+        or `WrongField`.
         """
         entry = self.catalog.entry(model)
         loaded = self.residents.model(entry)
+        self._check_letters(len(text or "") if messages is None else _letters(messages))
         if messages is not None:
             return chat_tokens(loaded, entry.path is not None, messages)
         return text_tokens(loaded, text or "", add_special)
@@ -198,6 +208,14 @@ class Service:
         found = self.matcher.match(self.residents.model(entry), asked.messages, stores)
         return replace(asked, model=found[0].name, messages=found[1]) if found else asked
 
+    def _check_letters(self, letters: int) -> None:
+        most = LETTERS * self.settings.max_prompt
+        if letters > most:
+            raise TooLarge(
+                f"the prompt has {letters:,} characters, and this server takes {self.settings.max_prompt:,} "
+                f"tokens, of at most {most:,} characters"
+            )
+
     def _request(self, asked: Asked, resident: Resident, tokens: Sequence[int]) -> Request:
         wanted = asked.generation
         if wanted.max_tokens is None:
@@ -220,6 +238,14 @@ class Service:
     def _close(self, name: str) -> None:
         self.residents.forget(name)
         self.tails.drop(name)
+
+
+def _letters(parts: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of messages or tools, as they are written in a request."""
+    try:
+        return len(json.dumps(parts, ensure_ascii=False))
+    except RecursionError as error:
+        raise WrongField("the messages or tools are nested too deeply") from error
 
 
 class _Spelled:

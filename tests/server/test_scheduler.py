@@ -177,6 +177,20 @@ def test_who_hangs_up_as_the_answer_ends_runs_no_longer_either(service):
         time.sleep(0.01)
 
 
+def test_a_text_is_too_long_before_its_tokens_are_counted(serve, monkeypatch):
+    service, messages = serve(max_prompt=10), [{"role": "user", "content": "word " * 100}]
+    for prompts in ("chat_tokens", "completion_tokens", "text_tokens"):
+        monkeypatch.setattr(f"server.service.{prompts}", None)
+    for ask in (
+        lambda: service.chat(ChatAsked("id", "book", messages=messages), None),
+        lambda: service.complete(CompletionAsked("id", "book", prompt="word " * 100), None),
+        lambda: service.tokenize("book", "word " * 100),
+        lambda: service.tokenize("book", messages=messages),
+    ):
+        with pytest.raises(TooLarge, match="at most 160 characters"):
+            ask()
+
+
 def test_too_much_is_refused(serve):
     service = serve(max_running=1, max_waiting=1, max_prompt=400)
     first = ask(service, tokens=3000)
