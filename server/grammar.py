@@ -163,7 +163,11 @@ def _written(grammar: Mapping[str, Any]) -> str:
         case {"json_object": True}:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
         case {"json_schema": Mapping() as schema}:
-            return LLMatcher.grammar_from_json_schema(_short(_json(schema)), defaults=JSON_OPTIONS)
+            text = _short(_json(schema))
+            try:
+                return LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+            except ValueError as error:
+                raise WrongField("the schema is nested too deeply") from error
         case {"regex": str(regex)}:
             return LLMatcher.grammar_from_regex(_short(regex))
         case {"lark": str(lark)}:

@@ -191,3 +191,11 @@ def test_a_lexer_that_grows_beyond_its_limit_fails_the_answer(loaded, monkeypatc
 
     with pytest.raises(WrongField, match="too many states"):
         answer()
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(loaded):
+    schema = {}
+    for _ in range(500):
+        schema = {"not": schema}
+    with pytest.raises(WrongField, match="nested too deeply"):
+        check_grammar(loaded, {"json_schema": schema})
