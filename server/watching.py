@@ -25,6 +25,8 @@ def watch(folders: Iterable[Path], stop: Event, changed: Callable[[], None]) -> 
             changed()
         except OSError as error:
             log.warning("%s cannot be looked at: %s", error.filename, error.strerror)
+        except Exception:  # whatever it was, the next change is noticed
+            log.exception("a look at the folders failed")
 
 
 def _moments(folders: list[Path], stop: Event) -> Iterator[object]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -159,6 +160,21 @@ def test_without_notices_folders_are_polled(
     catalog = opened(shelf)
     make_store(shelf / "book.kv")
     until(lambda: "book" in names(catalog))
+
+
+def test_a_look_that_fails_is_not_the_last(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "POLL_S", 0.01)
+    looked: list[int] = []
+    stop = threading.Event()
+
+    def changed() -> None:
+        looked.append(1)
+        if len(looked) > 2:
+            stop.set()
+        raise RuntimeError("of a subscriber")
+
+    watching.watch([shelf], stop, changed)
+    assert len(looked) > 2
 
 
 def test_a_store_that_is_replaced_is_another(opened: Opened, shelf: Path) -> None:
