@@ -1,8 +1,11 @@
 """Settings that must stand before anything else is imported."""
 
+import logging
 import os
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 # Without a CUDA device Triton's kernels run under its interpreter. Triton reads this as it is first imported,
@@ -13,3 +16,12 @@ if not torch.cuda.is_available():
 # What is remembered between runs stays out of the user's cache.
 _CACHE = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command that serves sends the logs of its process to its own stderr, which ends with its test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
