@@ -18,7 +18,7 @@ from server.http import answers
 from server.http.answers import Answered, Cited, pieces_of, service_of
 from server.http.errors import RESPONSES, known_names
 from server.http.events import Events
-from server.http.fields import MOST_TOP, TokenId, Written
+from server.http.fields import MOST_TOP, Ids, Written
 from server.http.logprobs import Pieces, of_completion
 from server.http.streaming import DONE, QUIET_S, Stream, data, json_of
 from server.requests import Delta, Done, Ended, Prompted, Scored
@@ -28,9 +28,8 @@ MOST_PROMPTS = 128
 DEFAULT_TOKENS = 16
 """As OpenAI's API has it, where a request names none."""
 
-Ids = Annotated[list[TokenId], Field(min_length=1)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 
 
 class CompletionBody(Written):

@@ -18,6 +18,7 @@ LOG = logging.getLogger("offload_decode.server")
 MOST_ANSWERS = 16
 MOST_TOP = 20
 MOST_TOKENS = 1 << 24
+MOST_IDS = 1 << 20
 _MOST_NAMES = 256
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
@@ -27,6 +28,10 @@ _noted: set[str] = set(_IGNORED)
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Short = Annotated[str, StringConstraints(max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_IDS, fail_fast=True)]
+"""Ids of tokens. Lists of a request fail with their first wrong member: a body may hold millions of them, and
+pydantic takes a kilobyte to tell of each.
+"""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Option = (
     Annotated[str, StringConstraints(max_length=256)]

@@ -27,16 +27,19 @@ class ContentPart(Body):
     text: str
 
 
+Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
 class Item(Body):
     """A message, a call that the model made, or what came of one. Reasoning is passed over."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[ContentPart] | None = None
+    content: Content | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: Content | None = None
 
 
 class NamedSchema(Body):
@@ -71,13 +74,13 @@ class FlatNamedTool(NamedFunction):
 class ResponsesBody(Asks):
     """What is asked of `/v1/responses`."""
 
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: Annotated[str, StringConstraints(max_length=128)] | None = None
     store: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     text: TextConfig | None = None
-    tools: list[FlatTool] | None = Field(None, max_length=MOST_TOOLS)
+    tools: list[FlatTool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
@@ -94,6 +97,12 @@ def router() -> APIRouter:
     async def respond(request: Request, body: ResponsesBody) -> Response:
         """Answer a conversation: whole, or as a stream of events."""
         messages = [*_before(body, remembered), *_messages(body)]
+        if not 0 < len(messages) <= MOST_MESSAGES:
+            raise WrongField(
+                f"input, with what was said before, must be 1 to {MOST_MESSAGES:,} messages: "
+                f"here are {len(messages):,}",
+                "input",
+            )
         asked = chat.asked_by(request, _chat_body(body, messages))
         reply = Reply(_echoed(body), body.citations)
 

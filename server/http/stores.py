@@ -45,7 +45,7 @@ class Text(BaseModel):
 class Texts(Body):
     """Documents for a store; in a form, its files are documents too."""
 
-    documents: Annotated[list[Text], Field(default_factory=list, max_length=MOST_DOCUMENTS)]
+    documents: Annotated[list[Text], Field(default_factory=list, max_length=MOST_DOCUMENTS, fail_fast=True)]
 
 
 class NewStore(Texts):

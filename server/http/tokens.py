@@ -4,20 +4,16 @@ tokenizer of their own.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from server.catalog import Entry
 from server.errors import NoSuchName, WrongField
 from server.http.answers import service_of
 from server.http.chat import Messages, plain
 from server.http.errors import RESPONSES
-from server.http.fields import Body, Name, TokenId
+from server.http.fields import Body, Ids, Name
 from server.service import Service
-
-MOST_IDS = 1 << 20
 
 
 class TokenizeBody(Body):
@@ -43,7 +39,7 @@ class DetokenizeBody(Body):
     """Ids of tokens."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(min_length=1, max_length=MOST_IDS)]
+    tokens: Ids
 
 
 class Detokenized(BaseModel):
@@ -100,7 +96,7 @@ def router() -> APIRouter:
             bos_token=tokenizer.bos_token,
             eos_token=tokenizer.eos_token,
             pad_token=tokenizer.pad_token,
-            chat_template=tokenizer.chat_template,
+            chat_template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
         )
 
     return routes

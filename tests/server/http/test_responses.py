@@ -151,3 +151,9 @@ def test_an_item_that_is_none_is_named(client: OpenAI) -> None:
     for item in ({"type": "function_call", "call_id": "c1"}, {"type": "message", "content": "x"}):
         with pytest.raises(openai.BadRequestError, match="input\\[0\\]"):
             client.responses.create(model="book", input=[item])
+
+
+def test_there_must_be_a_message(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="must be 1 to 4,096 messages") as caught:
+        client.responses.create(model="book", input=[{"type": "reasoning", "id": "r", "summary": []}])
+    assert caught.value.param == "input"

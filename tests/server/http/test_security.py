@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -111,6 +112,21 @@ def test_errors_of_the_wire_have_openais_shape(url: str) -> None:
         assert answer.status_code == int(status)
         assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
     assert answers[405].headers["allow"] == "POST"
+
+
+def test_of_a_long_list_one_wrong_member_is_told(url: str) -> None:
+    wrong = {
+        "completions": {"prompt": [0.5] * 20_000},
+        "chat/completions": {"messages": [{"role": "user", "content": [{}] * 20_000}]},
+        "responses": {"input": [{"role": "user", "content": [{}] * 20_000}]},
+    }
+    for route, body in wrong.items():
+        tracemalloc.start()
+        answer = httpx.post(f"{url}/v1/{route}", json={"model": "book"} | body)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert answer.status_code == 400
+        assert most < 10e6  # a kilobyte for each would be 20 MB
 
 
 def test_no_path_of_the_server_is_told(
