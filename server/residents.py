@@ -136,7 +136,8 @@ class Residents:
                 files = sum(1 for spec in engine.store.specs.values() for _ in spec.files())
                 resident = Resident(entry, key, loaded, engine, files)
             with self._lock:
-                self._open[key] = resident
+                if self._is_here(loaded):  # else another model took its place meanwhile
+                    self._open[key] = resident
                 closed = self._closed()
         for name in closed:
             self._tell_closed(name)
@@ -207,6 +208,11 @@ class Residents:
         self._unused[key] = math.inf
         self._models[key] = self._loader.submit(self._load, key)
         return self._models[key]
+
+    def _is_here(self, loaded: LoadedModel) -> bool:
+        """With the lock held: whether a model is one of those in memory."""
+        ready = [one for one in self._models.values() if one.done() and one.exception() is None]
+        return any(one.result() is loaded for one in ready)
 
     def _drop(self, key: ModelKey) -> None:
         model = self._models.pop(key)

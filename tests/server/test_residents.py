@@ -119,6 +119,20 @@ def test_a_model_whose_request_never_comes_back_makes_way(serve, monkeypatch):
     assert ask_patiently(service, "book").error is None
 
 
+def test_a_store_that_was_opened_too_late_is_not_kept(service, monkeypatch):
+    """Another model took the place of its own while it was being opened."""
+    opened = service.residents._opened
+
+    def late(*args):
+        with service.residents._lock:
+            service.residents._drop(next(iter(service.residents._models)))
+        return opened(*args)
+
+    monkeypatch.setattr(service.residents, "_opened", late)
+    service.residents.get(service.catalog.entry("book"))
+    assert service.residents.open_stores() == []
+
+
 def test_a_model_that_cannot_be_loaded_is_tried_again(serve, shelf, tmp_path):
     shutil.copytree(shelf / "stores", tmp_path / "stores")
     service = serve(tmp_path / "stores", max_models=2)
