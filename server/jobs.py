@@ -87,7 +87,7 @@ class Jobs:
         if not read_only and catalog.folders and (catalog.folders[0] / JOBS).is_dir():
             try:
                 self._begin()
-            except StoreBusy as error:
+            except StoreError as error:
                 log.warning("%s", error)
 
     def jobs(self) -> list[Job]:
@@ -189,14 +189,19 @@ class Jobs:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        if self._files is not None:
-            self._files.close()
-            self._files = None
+        with self._changed:
+            files, self._files = self._files, None
+        if files is not None:
+            files.close()
 
     def _begin(self) -> JobFiles:
-        """Take over the jobs that lie in the folder. Raises `StoreBusy`."""
+        """Take over the jobs that lie in the folder. Raises `StoreBusy` and `StoreError`."""
         if self._files is None:
-            self._files = JobFiles(self._folder())
+            folder = self._folder()
+            try:
+                self._files = JobFiles(folder)
+            except OSError as error:
+                raise StoreError(f"no stores can be made in {folder}: {error.strerror}") from error
             for folder, job in self._files.all():
                 if job is None:
                     log.warning("%s is left out: it holds no job that can be read", folder)
@@ -279,7 +284,10 @@ class Jobs:
         job = replace(job, **{"state": state, "ended": ended, **more})
         self._jobs[job.id] = job
         if self._files is not None:
-            self._files.save(job)
+            try:
+                self._files.save(job)
+            except OSError as error:  # the disk is full, say: the next server finds it as it was before
+                log.error("what became of %s cannot be written down: %s", job.id, error.strerror)
         self._changed.notify_all()
         return job
 
@@ -297,10 +305,13 @@ class Jobs:
                 job = self._note(first, "running", started=time.time())
             try:
                 self._work(job)
-            except OSError as error:
+            except Exception as error:  # whatever it was, the next job runs
                 log.error("%s failed", job.id, exc_info=error)
+                reason = error.strerror if isinstance(error, OSError) else None
                 with self._changed:
-                    self._note(job, "failed", error=error.strerror or "the system refused it")
+                    self._note(
+                        job, "failed", error=reason or "something went wrong; the server's log says what"
+                    )
 
     def _work(self, job: Job) -> None:
         """Run a job to its end, in a process that is started again where it is killed."""

@@ -36,6 +36,8 @@ class Releases:
         finally:
             with self._lock:
                 self._beginning[name] -= 1
+                if not self._beginning[name]:
+                    del self._beginning[name]  # names are what clients write
 
     @contextmanager
     def released(self, name: str) -> Iterator[None]:

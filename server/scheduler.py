@@ -243,6 +243,8 @@ class Scheduler:
             return
         self._count(parts, time.perf_counter() - began)
         for part, one in zip(parts, logits, strict=True):
+            if part.answering not in self._running:  # another of its answers failed
+                continue
             try:
                 part.took(one)
             except Exception as error:  # noqa: BLE001  # of this request alone
@@ -261,8 +263,9 @@ class Scheduler:
             self._pace[model] = 0.5 * self._pace.get(model, seconds / tokens) + 0.5 * seconds / tokens
 
     def _end(self, answering: Answering) -> None:
-        self._leave(answering)
-        self._ending.submit(self._ended, answering)
+        with self._changed:  # `uses` must not look between these two
+            self._leave(answering)
+            self._ending.submit(self._ended, answering)
 
     def _ended(self, answering: Answering) -> None:
         """Remember the turn, and say what it attended to."""
@@ -272,6 +275,7 @@ class Scheduler:
                 store, loaded = answering.resident.start.store, answering.resident.loaded
                 found = cite(answering.watch, store, loaded.known_tokenizer)
             for conversation in answering.conversations():
+                conversation.prefix.watches = ()
                 self.tails.keep(answering.resident.key, conversation)
             answering.emit(Done(answering.usage, answering.stats, found))
         except Exception as error:

@@ -4,6 +4,7 @@ it matters how a job begins, waits and ends.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode.errors import ConfigError, CorpusError, StoreBusy, StoreExists
+from offload_decode.errors import ConfigError, CorpusError, StoreBusy, StoreError, StoreExists
 from offload_decode.models.loading import load
 from prefill_jobs.append import append_texts
 from prefill_jobs.build import build_indexes
@@ -28,7 +29,7 @@ from prefill_jobs.job import Settings, prefill_texts
 from server import job_process, jobs
 from server.catalog import Catalog
 from server.errors import Busy, NoSuchName, ReadOnly, WrongField
-from server.job_files import Job, JobFiles, Stated, Upload, Work
+from server.job_files import JOBS, Job, JobFiles, Stated, Upload, Work
 from server.jobs import Jobs
 from tests.server.test_catalog import make_store, until
 from tests.store.jobs import tree
@@ -264,6 +265,41 @@ def test_a_process_that_is_killed_is_started_again(
     says([DIE])
     (failed,) = over(running, running.prefill("other", None, [text("facts")]))
     assert failed.error == "its process was killed by signal 9, 3 times"
+
+
+def test_a_full_disk_stops_no_later_job(
+    started: Callable[..., Jobs], says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says([DONE])
+    running = started()
+    first = running.prefill("first", None, [text("a")])
+    over(running, first)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(JobFiles, "save", full)
+    later = [running.prefill(name, None, [text("a")]) for name in ("second", "third")]
+    assert [job.state for job in over(running, *later)] == ["done", "done"]
+
+
+def test_whatever_a_job_raises_the_next_one_runs(
+    started: Callable[..., Jobs], says: Callable[..., None]
+) -> None:
+    says([{"stage": "of another release"}], [DONE])
+    running = started()
+    both = [running.prefill(name, None, [text("a")]) for name in ("first", "second")]
+    ended = over(running, *both)
+    assert [(job.state, job.error) for job in ended] == [
+        ("failed", "something went wrong; the server's log says what"),
+        ("done", None),
+    ]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(started: Callable[..., Jobs], shelf: Path) -> None:
+    (shelf / JOBS).write_text("no folder")
+    with pytest.raises(StoreError, match=r"no stores can be made in .*File exists"):
+        started().prefill("book", None, [text("a")])
 
 
 def test_a_job_that_is_cancelled_ends(

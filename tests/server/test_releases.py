@@ -55,6 +55,14 @@ def test_a_store_is_released_when_nothing_uses_it() -> None:
         pass
 
 
+def test_nothing_is_kept_of_names_that_were_asked_for() -> None:
+    own = Answers().releases()
+    for number in range(9):
+        with own.asking(f"name {number}"):
+            assert len(own._beginning) == 1
+    assert not own._beginning
+
+
 def test_who_asks_is_not_kept_waiting_for_long_answers_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(releases, "PATIENCE_S", 0.2)
     answers = Answers()

@@ -12,6 +12,7 @@ import torch
 
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, StoreDamaged
+from server.answering import Answering
 from server.errors import Busy, TimedOut, TooLarge
 from server.requests import Delta, Ended, Generation, Prompted
 from server.service import ChatAsked, CompletionAsked
@@ -279,3 +280,25 @@ def test_an_answer_names_the_passages_it_attended_to(service):
         assert span.text in TEXTS["book"]
         assert 0 < span.share <= document.share + 1e-6
     assert ask(service).all().citations is None
+
+
+def test_a_request_that_failed_tells_nothing_more(service, monkeypatch):
+    """One of its answers fails: in the same pass others of its answers had their tokens too."""
+    take = Answering._take
+
+    def broken(self, one, logits):
+        if one.index == 0 and one.tokens:
+            raise ValueError("it broke")
+        take(self, one, logits)
+
+    monkeypatch.setattr(Answering, "_take", broken)
+    listener = ask(service, n=3)
+    assert isinstance(listener.all().error, ValueError)
+    assert ask(service, question="Why?", tokens=1).all().error is None  # steps go on
+    assert listener.events.empty()
+
+
+def test_what_is_remembered_of_an_answer_watches_nothing(service):
+    assert ask(service, cite=True).all().error is None
+    kept = [entry.conversation for entry in service.tails._entries.values()]
+    assert [conversation.prefix.watches for conversation in kept] == [()]
