@@ -14,6 +14,7 @@ from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import logs
@@ -28,6 +29,7 @@ TRIES = 3
 STORES = "/v1/stores"
 _KEPT = (STORES, "/v1/jobs")
 """Jobs are known to the replica that runs them: all that is asked of them goes to one, as to `STORES`."""
+_LONGEST = 512  # letters of a name that is looked for
 _WIRE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
 
 
@@ -58,7 +60,8 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _whole(receive)
         wire = {key: scope[key] for key in _WIRE if key in scope}
-        wire["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+        # Which origins may ask was decided here: a replica knows of none.
+        wire["headers"] = [(bytes(k), bytes(v)) for k, v in scope["headers"] if bytes(k) != b"origin"]
         name = await _name(scope, body)
         logs.line()["model"] = name
         answering = asyncio.create_task(self._answer(name, wire, body, send))
@@ -179,6 +182,8 @@ async def _whole(receive: Receive) -> bytes:
     parts, more = [], True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
@@ -199,10 +204,10 @@ async def _name(scope: Scope, body: bytes) -> str:
         return STORES
     if scope["method"] != "POST":
         query: dict[str, list[str]] = parse_qs(scope["query_string"].decode("latin-1"))
-        return query.get("model", [""])[0]
+        return query.get("model", [""])[0][:_LONGEST]
     try:
         said = await asyncio.to_thread(json.loads, body)
     except (ValueError, RecursionError):
         return ""  # a replica says what is wrong with it
     name = said.get("model") if isinstance(said, dict) else None
-    return name if isinstance(name, str) else ""
+    return name if isinstance(name, str) and len(name) <= _LONGEST else ""

@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 from starlette.types import Message
 
 from server.errors import Busy
+from server.http.app import guard
 from server.http.front import STORES, TRIES, Lost, create_front, run
 from server.http.security import Access
 
@@ -148,6 +149,19 @@ def test_keys_and_limits_hold_in_front(replicas: MadeUp) -> None:
     assert chat(client, padding="x" * 1000).status_code == 413
     assert client.get("/metrics").text == "# all of them\n"
     assert replicas.asked == ["book"]
+
+
+def test_origins_that_may_ask_are_known_in_front_alone(replicas: MadeUp) -> None:
+    guard(replicas.app, Access(), 1000, 1000)  # as of every server
+    client = TestClient(create_front(replicas, Access(origins=("https://chat.example",)), 1000))
+    for origin, status in (("https://chat.example", 200), ("https://other.example", 403)):
+        client.headers["Origin"] = origin
+        assert chat(client).status_code == status
+
+
+def test_a_name_that_is_too_long_is_looked_for_nowhere(client: TestClient, replicas: MadeUp) -> None:
+    client.post("/v1/chat/completions", json={"model": "x" * 513})
+    assert replicas.asked == [""]
 
 
 @pytest.fixture
