@@ -155,11 +155,15 @@ class Scheduler:
         self._drop_gone()
         self._admit()
         groups: dict[Hashable, list[Answering]] = defaultdict(list)
+        whole = [one for one in self._running if one.prompting and one.whole]
         for answering in self._running:
+            if answering in whole[1:]:
+                continue  # of questions that run whole, one in a step
             key = join_key(answering.conversation)
             groups[answering if key is None else key].append(answering)
+        asking = sum(any(one.prompting for one in group) for group in groups.values())
         for group in groups.values():
-            self._run(self._parts(group))
+            self._run(self._parts(group, asking))
         for answering in [one for one in self._running if one.done]:
             self._end(answering)
         if not self._running:
@@ -201,9 +205,9 @@ class Scheduler:
             except Exception as error:  # noqa: BLE001  # of this request alone
                 self._fail(first, error)
 
-    def _parts(self, group: Sequence[Answering]) -> list[Part]:
+    def _parts(self, group: Sequence[Answering], asking: int) -> list[Part]:
         """What a group runs in one pass: a token of every answer, and prompts, the shortest first, but some
-        of the oldest in any case.
+        of the oldest in any case. So many groups are `asking` in this step.
         """
         parts = [part for one in group if not one.prompting for part in one.parts()]
         prompts = sorted((one for one in group if one.prompting), key=lambda one: one.prompting)
@@ -211,7 +215,7 @@ class Scheduler:
             return parts
         if prompts[0].whole:
             return parts + prompts[0].parts(prompts[0].prompting)
-        left = self._share(prompts[0].resident)
+        left = self._share(prompts[0].resident, asking)
         oldest = min(prompts, key=lambda one: one.submitted)
         shares = {oldest: min(oldest.prompting, max(LEAST_SHARE, left // 4))}
         left -= shares[oldest]
@@ -221,12 +225,12 @@ class Scheduler:
             shares[one], left = before + more, left - more
         return parts + [part for one, share in shares.items() if share for part in one.parts(share)]
 
-    def _share(self, resident: Resident) -> int:
-        """Tokens of prompts in one pass: fewer while answers are being written."""
+    def _share(self, resident: Resident, asking: int) -> int:
+        """Tokens of prompts in one pass: fewer while answers are being written, and the more groups ask."""
         pace = self._pace.get(resident.loaded.model_id)
         if pace is None or all(one.prompting for one in self._running):
             return PASS_TOKENS
-        return max(LEAST_SHARE, min(PASS_TOKENS, int(STEP_S / pace)))
+        return max(LEAST_SHARE, min(PASS_TOKENS, int(STEP_S / pace / asking)))
 
     def _run(self, parts: Sequence[Part]) -> None:
         """One pass; where it fails, each part on its own, so that one request takes no other along."""

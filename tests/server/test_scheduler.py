@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from offload_decode.engine.engine import Engine
+from offload_decode.engine.joint import run_turns
 from offload_decode.errors import ConfigError, StoreDamaged
 from server.answering import Answering
 from server.errors import Busy, TimedOut, TooLarge
@@ -141,6 +142,41 @@ def test_a_long_question_runs_in_parts_while_others_are_answered(serve, monkeypa
     assert before >= 5  # tokens came while it was being read
     assert long.all().error is None
     assert short.all().error is None
+
+
+@pytest.mark.parametrize(("selector", "most"), [("h2o", 64), ("snapkv", 1000)])
+def test_questions_that_share_no_pass_share_the_time_of_a_step(serve, monkeypatch, selector, most):
+    class Known(dict):
+        def get(self, *_):
+            return 1 / 64
+
+        def __setitem__(self, *_):
+            pass
+
+    service, steps, passes = serve(), [], []
+    monkeypatch.setattr("server.scheduler.STEP_S", 1.0)  # 64 tokens
+    monkeypatch.setattr(service.scheduler, "_pace", Known())
+    run, step = run_turns, service.scheduler._step
+
+    def counted(turns):
+        passes.extend(len(turn.tokens) for turn in turns if len(turn.tokens) > 1)
+        return run(turns)
+
+    def one_step():
+        passes.clear()
+        step()
+        steps.append(sum(passes))
+
+    monkeypatch.setattr("server.scheduler.run_turns", counted)
+    monkeypatch.setattr(service.scheduler, "_step", one_step)
+    short = ask(service, "book", QUESTIONS[0], 10_000)
+    while not isinstance(short.next(), Delta):
+        pass
+    steps.clear()
+    asked = [ask(service, "notes", f"{n} Why? " * 60, 2, selector=selector) for n in range(4)]
+    assert all(one.all().error is None for one in asked)
+    short.ticket.cancel()
+    assert 0 < max(steps) <= most
 
 
 def test_who_hangs_up_is_dropped_and_holds_no_memory(service):
