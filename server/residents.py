@@ -34,6 +34,8 @@ from server.tails import TailKey, tail_key
 LOG = logging.getLogger("offload_decode.server")
 RETURN_S = 10.0
 """So long a model that was loaded waits for the request that wanted it, before another may take its place."""
+MOST_WAYS = 8
+"""Selectors and options with which one store is open: each keeps what it searches in memory."""
 MOST_FILES = 1 << 15
 """Of stores that are open: Linux gives a process 65,530 maps of memory by default."""
 
@@ -67,11 +69,11 @@ class Resident:
 
 class Residents:
     """Opens what requests name. Any thread may ask; a model is loaded in a thread of its own, and until it is
-    there its requests are refused with `Loading`. `tell_closed` is told the names of stores that are closed
-    to make room for others.
+    there its requests are refused with `Loading`. `tell_closed` is told the keys of those that are
+    closed to make room for others.
     """
 
-    def __init__(self, settings: Settings, tell_closed: Callable[[str], None] = lambda name: None):
+    def __init__(self, settings: Settings, tell_closed: Callable[[TailKey], None] = lambda key: None):
         self.settings = settings
         self._tell_closed = tell_closed
         self._held = own_memory()  # before any model
@@ -138,9 +140,9 @@ class Residents:
             with self._lock:
                 if self._is_here(loaded):  # else another model took its place meanwhile
                     self._open[key] = resident
-                closed = self._closed()
-        for name in closed:
-            self._tell_closed(name)
+                closed = self._closed(key.model)
+        for one in closed:
+            self._tell_closed(one)
         return resident
 
     def model(self, entry: Entry) -> LoadedModel:
@@ -169,14 +171,17 @@ class Residents:
         """Load nothing more."""
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _closed(self) -> set[str]:
-        """With the lock held: close what was used longest ago, until there is room; the names that went."""
-        before = {key.model for key in self._open}
+    def _closed(self, opened: str) -> list[TailKey]:
+        """With the lock held: close what was used longest ago, until there is room; the keys that went."""
+        ways = [key for key in self._open if key.model == opened]
+        closed = ways[: max(0, len(ways) - MOST_WAYS)]
+        for key in closed:
+            del self._open[key]
         while len(self._open) > 1 and (
             len(self._open) > self.settings.max_open or self._files() > MOST_FILES
         ):
-            self._open.popitem(last=False)
-        return before - {key.model for key in self._open}
+            closed.append(self._open.popitem(last=False)[0])
+        return closed
 
     def _files(self) -> int:
         """Files of the stores that are open, each of which is a map of memory."""

@@ -76,7 +76,7 @@ class Service:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.tails = Tails(settings.tail_bytes)
-        self.residents = Residents(settings, self.tails.drop)
+        self.residents = Residents(settings, self.tails.forget)
         self.scheduler = Scheduler(settings, self.tails, self.metrics)
         self.spellings = Spellings()
         self.matcher = Matcher()

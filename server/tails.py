@@ -114,6 +114,12 @@ class Tails:
                 if entry.key.model == model:
                     self._forget(number)
 
+    def forget(self, key: TailKey) -> None:
+        """Forget the conversations of a key, and with them what their selector keeps in memory."""
+        with self._lock:
+            for number in list(self._of.get(key, {})):
+                self._forget(number)
+
     @property
     def stats(self) -> TailStats:
         """What was found so far, and what is held."""

@@ -62,6 +62,19 @@ def test_so_many_stores_are_open_as_have_room_among_the_maps_of_memory(serve, mo
     assert ask(service, "book").error is None
 
 
+def test_of_the_ways_to_ask_a_store_the_last_ones_stay_in_memory(service):
+    entry = service.catalog.entry("book")
+    held = []
+    for budget in range(8, 8 + 3 * residents.MOST_WAYS):
+        options = {"budget": str(budget)}
+        assert ask(service, "book", selector="quest", options=options).error is None
+        held.append(weakref.ref(service.residents.get(entry, "quest", options).start.prefix.selector))
+    while service.scheduler.uses("book"):
+        time.sleep(0.01)
+    gc.collect()
+    assert sum(one() is not None for one in held) == residents.MOST_WAYS
+
+
 def test_selectors_of_one_store_share_its_rows(service):
     entry = service.catalog.entry("book")
     hosts = {
