@@ -21,7 +21,7 @@ from offload_decode.types import StepStats
 from server import metrics
 from server.requests import Delta, Ended, Event, Failed, Prompted, Request, Scored, Usage
 from server.residents import Resident
-from server.sampling import Picker, scored
+from server.sampling import Picker, scored, vocabulary_of
 from server.text import Text
 
 Emit = Callable[[Event], None]
@@ -104,7 +104,11 @@ class Answering:
         """Memory that its tokens may come to."""
         loaded, request = self.resident.loaded, self.request
         most = request.generation.max_tokens or 0
-        return request.n * tail_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
+        held = request.n * tail_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
+        if request.prompt_logprobs is not None and self.resident.start.pass_tokens > PASS_TOKENS:
+            # All logits of a question that runs whole are there at once, and once more as they are joined.
+            held += 2 * 4 * len(request.tokens) * vocabulary_of(loaded)
+        return held
 
     def begin(self, remembered: Conversation | None) -> None:
         """Go on from a conversation that holds the first tokens of the prompt, or from the stored prefix."""

@@ -338,3 +338,19 @@ def test_what_is_remembered_of_an_answer_watches_nothing(service):
     assert ask(service, cite=True).all().error is None
     kept = [entry.conversation for entry in service.tails._entries.values()]
     assert [conversation.prefix.watches for conversation in kept] == [()]
+
+
+def test_the_logits_of_a_question_that_runs_whole_have_room(serve):
+    service = serve(running_bytes=800_000)
+
+    def score(selector):
+        asked = CompletionAsked(
+            "id", "book", Generation(max_tokens=0), selector=selector, prompt=[70] * 300, prompt_logprobs=0
+        )
+        listener = Listener()
+        service.complete(asked, listener)
+        return listener.all()
+
+    assert len(score("topk").prompted.scores) == 300
+    with pytest.raises(TooLarge, match="more memory"):
+        score("quoka")
