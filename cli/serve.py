@@ -12,6 +12,7 @@ from cli.counts import byte_count, token_count
 from cli.groups import From, with_groups
 from cli.limits import Asking, asking
 from cli.options import MaxNewTokens, Temperature, TopP, a_path, on_this_machine
+from cli.remote import KEY
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from server.settings import Settings
 
 GRACE_S = 5.0
-KEYS = "OFFLOAD_DECODE_API_KEY"
 
 
 @with_groups
@@ -47,7 +47,7 @@ def serve(
         typer.Option(
             metavar="KEY",
             help="Key that clients must give; repeatable. Users of this machine see it: a file hides it.",
-            envvar=KEYS,
+            envvar=KEY,
             show_default=False,
         ),
     ] = None,

@@ -139,6 +139,7 @@ def _headers(error: Exception) -> dict[str, str]:
 
 
 def without_paths(message: str, names: Mapping[str, str]) -> str:
+    """A message in which paths that `names` knows have their name, and others their last part alone."""
     for path in sorted(names, key=len, reverse=True):
         message = message.replace(path, names[path])
     return re.sub(r"(?<![\w.:/])(?:~|\.{1,2})?/(?:[^\s/'\",;]+/)*([^\s/'\",;]+)", r"\1", message)

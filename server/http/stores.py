@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
@@ -32,6 +33,7 @@ from server.service import Service
 
 FORM = "multipart/form-data"
 _MOST_FIELDS, _MOST_FIELD_BYTES = 100, 1 << 20
+_MOST_DELETED = 8  # at a time
 _JSON_FIELDS = ("documents", "options", "index")
 
 
@@ -159,6 +161,8 @@ def router() -> APIRouter:
     """The routes; the app's `state.service` is asked."""
     routes = APIRouter(tags=["stores"])
     more: dict[str, Any] = {"responses": RESPONSES}
+    # They wait for answers to end: in threads of their own, so that other requests find one.
+    deleting = CapacityLimiter(_MOST_DELETED)
 
     @routes.get("/v1/stores", **more)
     def stores(request: Request) -> StoreList:
@@ -204,9 +208,9 @@ def router() -> APIRouter:
         return _job(service, job)
 
     @routes.delete("/v1/stores/{name}", **more)
-    def delete(request: Request, name: Name) -> Deleted:
+    async def delete(request: Request, name: Name) -> Deleted:
         """Delete a store: its name goes at once, its files when no answer reads them any more."""
-        service_of(request).jobs.delete(name)
+        await run_sync(service_of(request).jobs.delete, name, limiter=deleting)
         return Deleted(id=name)
 
     @routes.get("/v1/jobs", **more)

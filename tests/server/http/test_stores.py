@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +163,20 @@ def test_a_job_says_why_it_failed_without_paths(
     for way in ("", "/cancel", "/retry"):
         method = "POST" if way else "GET"
         error(client.request(method, f"/v1/jobs/job-0{way}"), 404)
+
+
+def test_who_waits_for_a_store_to_be_deleted_keeps_no_other_waiting(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = threading.Event()
+    monkeypatch.setattr(Jobs, "delete", lambda self, name: done.wait(60))
+    with client, ThreadPoolExecutor(60) as pool:
+        waiting = [pool.submit(client.delete, f"/v1/stores/{number}") for number in range(50)]
+        try:
+            assert pool.submit(client.get, "/v1/stores").result(timeout=20).status_code == 200
+        finally:
+            done.set()
+        assert {one.result().status_code for one in waiting} == {200}
 
 
 def test_a_store_is_deleted(client: TestClient, shelf: Path) -> None:
