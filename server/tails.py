@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from offload_decode.engine.conversation import Conversation
 
 
+MOST = 1024
+"""Conversations: each is compared with what comes, in microseconds, while answers wait."""
+
+
 class TailKey(NamedTuple):
     """What two conversations must have in common. model: its name in the catalog. options: see `tail_key`.
     store: the digest of the store behind which they stand, empty behind none.
@@ -54,7 +58,9 @@ class _Entry(NamedTuple):
 
 
 class Tails:
-    """Finished conversations, of `max_bytes` in all, the least recently used forgotten first. Thread-safe."""
+    """Finished conversations, of `max_bytes` in all and at most `MOST`, the least recently used forgotten
+    first. Thread-safe.
+    """
 
     def __init__(self, max_bytes: int):
         self._most = max_bytes
@@ -104,7 +110,7 @@ class Tails:
             number = next(self._numbers)
             self._entries[number] = self._of.setdefault(key, {})[number] = entry
             self._held += entry.nbytes
-            while self._held > self._most:
+            while self._held > self._most or len(self._entries) > MOST:
                 self._forget(next(iter(self._entries)))
 
     def drop(self, model: str) -> None:

@@ -127,6 +127,14 @@ def test_the_bytes_are_those_of_the_tensors_and_bounded(opened):
     assert tails.take(KEY, list(range(10, 90))).tokens == list(range(10, 30))
 
 
+def test_there_are_not_more_than_can_be_looked_through(monkeypatch):
+    monkeypatch.setattr("server.tails.MOST", 2)
+    tails = Tails(1 << 30)
+    for token in (3, 4, 5):
+        tails.keep(KEY, Said([token]))
+    assert [tails.take(KEY, [token, 9]) is None for token in (3, 4, 5)] == [True, False, False]
+
+
 def test_without_memory_nothing_is_kept(opened):
     tails = Tails(0)
     tails.keep(KEY, ran(opened(), [10, 11])[0])
