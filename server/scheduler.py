@@ -18,6 +18,7 @@ from contextlib import suppress
 from offload_decode.engine.citations import cite
 from offload_decode.engine.joint import join_key, run_turns
 from offload_decode.errors import OffloadDecodeError
+from offload_decode.memory import give_back
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.types import StepStats
 from server.answering import Answering, Emit, Part
@@ -31,6 +32,8 @@ from server.tails import Tails
 LOG = logging.getLogger("offload_decode.server")
 LEAST_SHARE = 16
 """Tokens of prompts in a step, however slow they are."""
+IDLE_S = 1.0
+"""Seconds without a request after which freed memory goes back to the system."""
 STEP_S = 0.25
 """Seconds by which prompts may delay the next token of the answers that are being written."""
 
@@ -138,9 +141,14 @@ class Scheduler:
             )
 
     def _work(self) -> None:
+        patience: float | None = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._running or self._waiting or self._closing)
+                if not self._changed.wait_for(self._asked, patience):
+                    give_back()
+                    patience = None
+                    continue
+                patience = IDLE_S
                 if self._closing and not self._running and not self._waiting:
                     return
             try:
@@ -149,6 +157,9 @@ class Scheduler:
                 LOG.exception("a step of the scheduler failed")
                 for answering in list(self._running):
                     self._fail(answering, error)
+
+    def _asked(self) -> bool:
+        return bool(self._running or self._waiting or self._closing)
 
     def _step(self) -> None:
         """One token of every answer, and a part of the prompts."""

@@ -354,3 +354,15 @@ def test_the_logits_of_a_question_that_runs_whole_have_room(serve):
     assert len(score("topk").prompted.scores) == 300
     with pytest.raises(TooLarge, match="more memory"):
         score("quoka")
+
+
+def test_a_server_that_is_idle_gives_memory_back_once(serve, monkeypatch):
+    given = []
+    monkeypatch.setattr("server.scheduler.give_back", lambda: given.append(time.monotonic()))
+    monkeypatch.setattr("server.scheduler.IDLE_S", 0.05)
+    service = serve()
+    assert not given
+    for turn in range(2):
+        assert ask(service).all().error is None
+        time.sleep(0.3)
+        assert len(given) == turn + 1
