@@ -19,12 +19,10 @@ from offload_decode.planning.sizes import tail_bytes
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.types import StepStats
 from server import metrics
-from server.requests import Delta, Ended, Event, Failed, Prompted, Request, Scored, Usage
+from server.requests import Delta, Emit, Ended, Event, Failed, Prompted, Request, Scored, Usage
 from server.residents import Resident
 from server.sampling import Picker, scored, vocabulary_of
 from server.text import Text
-
-Emit = Callable[[Event], None]
 
 
 class Part(NamedTuple):
@@ -114,8 +112,6 @@ class Answering:
         """Go on from a conversation that holds the first tokens of the prompt, or from the stored prefix."""
         self._followed.started()
         self._conversation = conversation = remembered or self.resident.start.fork()
-        conversation.selector.reset()
-        conversation.prefix.take_stats()
         self._cached = len(conversation.tokens)
         self._rest = self.request.tokens[self._cached :]
         conversation.admitted(len(self._rest) + self._most, self.request.n)

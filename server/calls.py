@@ -6,11 +6,11 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from server.requests import Delta, Ended, Event, ToolCall
+from server.requests import Delta, Emit, Ended, Event, ToolCall
 
 _BETWEEN = re.compile(r"[\s;,]*")
 _JSON = json.JSONDecoder()
@@ -118,7 +118,7 @@ class Calls:
 class Calling:
     """Puts the calls in place of the text that they are written in; events come in, and go to `emit`."""
 
-    def __init__(self, emit: Callable[[Event], None], form: Form, names: frozenset[str]):
+    def __init__(self, emit: Emit, form: Form, names: frozenset[str]):
         self._emit = emit
         self._form = form
         self._names = names

@@ -4,11 +4,14 @@ shares.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from offload_decode.types import CitedDocument, StepStats
+
+MOST_TOP = 20
+"""Log-probabilities that are told in a token's place."""
 
 
 @dataclass(frozen=True)
@@ -140,3 +143,6 @@ Event = Prompted | Delta | Ended | Done | Failed
 """Of a request: `Prompted` once, then each answer's `Delta`s and its `Ended`, then `Done`; or `Failed` at
 any point.
 """
+
+Emit = Callable[[Event], None]
+"""Is told the events of a request in their order; it must not block."""

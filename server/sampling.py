@@ -15,9 +15,8 @@ from offload_decode.models.loading import LoadedModel
 from offload_decode.models.processors import Processors
 from server.errors import WrongField
 from server.grammar import check_grammar, grammar_of
-from server.requests import Generation, Scored
+from server.requests import MOST_TOP, Generation, Scored
 
-MOST_TOP = 20
 MOST_STOPS, LONGEST_STOP = 64, 1024
 MOST_BIASED = 4096
 _ROWS = 16  # of logits, scored at a time

@@ -21,10 +21,10 @@ from offload_decode.errors import OffloadDecodeError
 from offload_decode.memory import give_back
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.types import StepStats
-from server.answering import Answering, Emit, Part
+from server.answering import Answering, Part
 from server.errors import Busy, TimedOut, TooLarge
 from server.metrics import Metrics
-from server.requests import Done, Failed, Request
+from server.requests import Done, Emit, Failed, Request
 from server.residents import Resident
 from server.settings import Settings
 from server.tails import Tails

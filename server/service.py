@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from server.answering import Emit
 from server.calls import Calling, as_sent
 from server.catalog import Catalog
 from server.errors import TooLarge, WrongField
@@ -20,7 +19,7 @@ from server.matching import Matcher
 from server.metrics import Metrics
 from server.prompts import chat_tokens, completion_tokens, keep_answer, text_tokens
 from server.releases import Releases
-from server.requests import Delta, Done, Event, Generation, Request
+from server.requests import Delta, Done, Emit, Event, Generation, Request
 from server.residents import Resident, Residents
 from server.sampling import check_generation, check_top
 from server.scheduler import Scheduler, Ticket

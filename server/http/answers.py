@@ -16,10 +16,10 @@ from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
 
 from offload_decode.types import CitedDocument
-from server.http.events import Emit, Events, Ticket, while_connected
+from server.http.events import Events, Ticket, while_connected
 from server.http.logprobs import Pieces
 from server.http.streaming import QUIET_S
-from server.requests import Delta, Done, Ended, Event, Prompted, Scored, ToolCall, Usage
+from server.requests import Delta, Done, Emit, Ended, Event, Prompted, Scored, ToolCall, Usage
 from server.service import Service
 
 Start = Callable[[Emit], Ticket]

@@ -27,10 +27,10 @@ from server.http import answers
 from server.http.answers import Answered, Cited, pieces_of, service_of
 from server.http.errors import RESPONSES, known_names
 from server.http.events import Events
-from server.http.fields import MOST_TOKENS, MOST_TOP, Body, Written
+from server.http.fields import MOST_TOKENS, Body, Written
 from server.http.logprobs import Pieces, of_chat
 from server.http.streaming import DONE, QUIET_S, Stream, data, json_of
-from server.requests import Delta, Done, Ended, Prompted
+from server.requests import MOST_TOP, Delta, Done, Ended, Prompted
 from server.service import ChatAsked
 
 MOST_MESSAGES = 4096

@@ -18,10 +18,10 @@ from server.http import answers
 from server.http.answers import Answered, Cited, pieces_of, service_of
 from server.http.errors import RESPONSES, known_names
 from server.http.events import Events
-from server.http.fields import MOST_TOP, Ids, Written
+from server.http.fields import Ids, Written
 from server.http.logprobs import Pieces, of_completion
 from server.http.streaming import DONE, QUIET_S, Stream, data, json_of
-from server.requests import Delta, Done, Ended, Prompted, Scored
+from server.requests import MOST_TOP, Delta, Done, Ended, Prompted, Scored
 from server.service import CompletionAsked
 
 MOST_PROMPTS = 128

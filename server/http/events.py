@@ -16,12 +16,10 @@ from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect, Request
 
 from server.errors import TimedOut
-from server.requests import Done, Event, Failed
+from server.requests import Done, Emit, Event, Failed
 
 MOST_UNREAD = 1 << 14
 """Events that wait for a client, before it is dropped: it reads more slowly than the model writes."""
-
-Emit = Callable[[Event], None]
 
 
 class Ticket(Protocol):

@@ -16,7 +16,6 @@ from server.settings import Settings
 LOG = logging.getLogger("offload_decode.server")
 
 MOST_ANSWERS = 16
-MOST_TOP = 20
 MOST_TOKENS = 1 << 24
 MOST_IDS = 1 << 20
 _MOST_NAMES = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +15,13 @@ from server.catalog import Entry
 from server.errors import NoSuchName
 from server.jobs import Jobs
 from server.metrics import Metrics
-from server.requests import Delta, Done, Ended, Event, Failed, Prompted, Scored, ToolCall, Usage
+from server.requests import Delta, Done, Emit, Ended, Failed, Prompted, Scored, ToolCall, Usage
 from server.service import ChatAsked, CompletionAsked
 from server.settings import Settings
 from tests.tiny import tiny_tokenizer
 
 STORED = 100
 """Tokens that lie in front of every question."""
-Emit = Callable[[Event], None]
 Asked = ChatAsked | CompletionAsked
 CITED = (CitedDocument("minutes.txt", 0.75, (CitedSpan(3, 7, "Ada wrote it.", 0.5),)),)
 
