@@ -70,7 +70,7 @@ class Resident:
 class Residents:
     """Opens what requests name. Any thread may ask; a model is loaded in a thread of its own, and until it is
     there its requests are refused with `Loading`. `tell_closed` is told the keys of those that are
-    closed to make room for others.
+    closed to make room for others, or with their model; it must not come back to ask.
     """
 
     def __init__(self, settings: Settings, tell_closed: Callable[[TailKey], None] = lambda key: None):
@@ -140,9 +140,7 @@ class Residents:
             with self._lock:
                 if self._is_here(loaded):  # else another model took its place meanwhile
                     self._open[key] = resident
-                closed = self._closed(key.model)
-        for one in closed:
-            self._tell_closed(one)
+                self._make_room(key.model)
         return resident
 
     def model(self, entry: Entry) -> LoadedModel:
@@ -171,17 +169,20 @@ class Residents:
         """Load nothing more."""
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _closed(self, opened: str) -> list[TailKey]:
-        """With the lock held: close what was used longest ago, until there is room; the keys that went."""
+    def _make_room(self, opened: str) -> None:
+        """With the lock held: close what was used longest ago, until there is room."""
         ways = [key for key in self._open if key.model == opened]
-        closed = ways[: max(0, len(ways) - MOST_WAYS)]
-        for key in closed:
-            del self._open[key]
+        for key in ways[: max(0, len(ways) - MOST_WAYS)]:
+            self._close(key)
         while len(self._open) > 1 and (
             len(self._open) > self.settings.max_open or self._files() > MOST_FILES
         ):
-            closed.append(self._open.popitem(last=False)[0])
-        return closed
+            self._close(next(iter(self._open)))
+
+    def _close(self, key: TailKey) -> None:
+        """With the lock held: close one, and say so."""
+        del self._open[key]
+        self._tell_closed(key)
 
     def _files(self) -> int:
         """Files of the stores that are open, each of which is a map of memory."""
@@ -224,8 +225,8 @@ class Residents:
         self._unused.pop(key, None)
         if not model.cancel() and model.done() and model.exception() is None:
             loaded = model.result()
-            for name in [name for name, resident in self._open.items() if resident.loaded is loaded]:
-                del self._open[name]
+            for one in [one for one, resident in self._open.items() if resident.loaded is loaded]:
+                self._close(one)
             LOG.info("dropped the model %s", key.model_id)
 
     def _load(self, key: ModelKey) -> LoadedModel:
