@@ -213,13 +213,7 @@ def _planned(
     tell_of_indexer(loaded.model.config, len(tokens))
     positions = loaded.lengths.chosen(len(tokens), settings.context)
     manifest = Manifest(
-        model_id=loaded.model_id,
-        model_config_hash=loaded.config_hash,
-        weights_hash=loaded.weights_hash,
-        tokenizer_hash=loaded.tokenizer_hash,
-        dtype=loaded.dtype,
-        shape=loaded.shape,
-        rope=loaded.rope | positions.noted,
+        **loaded.stated(positions),
         n_tokens=len(tokens),
         token_hash=token_hash(tokens),
         query_samples=settings.query_samples,

@@ -21,13 +21,7 @@ def without_corpus(loaded: LoadedModel, context: int | None = None) -> Conversat
     """
     positions = loaded.lengths.chosen(0, context)
     manifest = Manifest(
-        model_id=loaded.model_id,
-        model_config_hash=loaded.config_hash,
-        weights_hash=loaded.weights_hash,
-        tokenizer_hash=loaded.tokenizer_hash,
-        dtype=loaded.dtype,
-        shape=loaded.shape,
-        rope={**loaded.rope, **positions.noted},
+        **loaded.stated(positions),
         n_tokens=0,
         token_hash=token_hash(np.zeros(0, np.int32)),
         prefill={"method": "none"},

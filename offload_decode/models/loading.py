@@ -29,7 +29,7 @@ from offload_decode.models.gate import shape_of
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.joint import JointCache, logits_after
 from offload_decode.models.packing import packs
-from offload_decode.models.positions import Lengths, lengths_of, rope_parameters
+from offload_decode.models.positions import Lengths, Positions, lengths_of, rope_parameters
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.proof import prove
 from offload_decode.models.proved import note
@@ -70,6 +70,18 @@ class LoadedModel:
     def packs(self) -> bool:
         """Whether several conversations may run in one pass: proved when first asked, then remembered."""
         return packs(self.model.config)
+
+    def stated(self, positions: Positions) -> dict[str, Any]:
+        """What a store's manifest says of the model, where its tokens have these positions."""
+        return {
+            "model_id": self.model_id,
+            "model_config_hash": self.config_hash,
+            "weights_hash": self.weights_hash,
+            "tokenizer_hash": self.tokenizer_hash,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "rope": self.rope | positions.noted,
+        }
 
     @property
     def known_tokenizer(self) -> Any:
