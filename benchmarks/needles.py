@@ -49,19 +49,19 @@ class ScoredAnswer:
     seconds: float
 
 
-def ask(engine: Engine, task: tasks.Task, example: tasks.Example) -> tuple[str, float, float, float]:
+def ask(engine: Engine, task: tasks.HiddenFacts, example: tasks.Example) -> tuple[str, float, float, float]:
     """Text, score, stored tokens attended to by a query row, and seconds."""
     began = time.perf_counter()
-    answer = engine.answer(example.question, task.max_new_tokens)
+    answer = engine.answer(example.asked.text, task.max_new_tokens)
     seconds = time.perf_counter() - began
     attended = answer.stats.selected / max(1, answer.stats.rows)
-    return answer.text, task.score(example, answer.text), attended, seconds
+    return answer.text, task.score(example.asked, answer.text), attended, seconds
 
 
 def replies(
     loaded: LoadedModel,
     haystack: Haystack,
-    task: tasks.Task,
+    task: tasks.HiddenFacts,
     tokens: int,
     index: int,
     arguments: argparse.Namespace,
@@ -140,7 +140,7 @@ def main() -> None:
     for length in map(int, arguments.lengths.split(",")):
         for name in arguments.tasks.split(","):
             for index in range(arguments.contexts):
-                found += replies(loaded, haystack, tasks.get(name), length, index, arguments)
+                found += replies(loaded, haystack, tasks.hidden_facts(name), length, index, arguments)
             print(table(found), flush=True)
     if arguments.out:
         configuration = {

@@ -15,7 +15,7 @@ from typing import Any
 from offload_decode.errors import OffloadDecodeError
 from offload_decode.evals.haystack import python_topics
 from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
-from offload_decode.evals.tasks import Task
+from offload_decode.evals.tasks import HiddenFacts
 from offload_decode.evals.tasks.base import holds, insert
 from offload_decode.evals.tasks.needle import MultiKeyNeedle
 
@@ -63,7 +63,7 @@ def hide_facts(tokenizer: Any, tokens: int) -> Hidden:
     return Hidden(text, facts, left_out, repeated=len(filler) > len(haystack.text))
 
 
-def _drawn(task: Task, rng: random.Random) -> list[Fact]:
+def _drawn(task: HiddenFacts, rng: random.Random) -> list[Fact]:
     episode = task.sample(rng)
     return [
         Fact(sentence, asked.text, asked.answers[0], None)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Episode, Question, Task, insert
+from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question, insert
 from offload_decode.evals.tasks.common_words import CommonWords
 from offload_decode.evals.tasks.header import FIELD_NAMES, DocumentHeader, OneHeader
 from offload_decode.evals.tasks.key_value import KeyValue, WordPairs
@@ -26,7 +26,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 @dataclass(frozen=True)
-class AnyFact(Task):
+class AnyFact(HiddenFacts):
     """`The dusty compass of Old Harbor is KX-4821.`: facts of many shapes, for training only."""
 
     name: ClassVar[str] = "any-fact"
@@ -88,11 +88,11 @@ class AnyFact(Task):
         )
 
 
-def episode(rng: random.Random, length: int) -> Task:
+def episode(rng: random.Random, length: int) -> HiddenFacts:
     """A task with sizes that fit a window of length tokens."""
     many = max(2, min(8, length // 64))
     few = max(2, min(4, length // 128))
-    draws: list[tuple[float, Task]] = [
+    draws: list[tuple[float, HiddenFacts]] = [
         (3, MultiKeyNeedle(distractors=rng.randint(0, many))),
         (1, MultiValueNeedle(values=rng.randint(2, few))),
         (1, MultiQueryNeedle(keys=rng.randint(2, few))),
@@ -123,7 +123,7 @@ class Contexts:
         Answers are statements, where `stated` and the question has one. Weight 1 on them; what is left of the
         window is a phrase bank.
         """
-        episodes: list[tuple[Task, Episode]] = []
+        episodes: list[tuple[HiddenFacts, Episode]] = []
         kind = rng.random()
         if kind < 0.35:
             episodes.append((OneHeader(), OneHeader().sample(rng, "train")))

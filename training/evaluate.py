@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from offload_decode import demo_model
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import python_topics
-from offload_decode.evals.tasks import Task
+from offload_decode.evals.tasks import HiddenFacts
 
 CHUNK = 1024  # tokens of context a forward
 RESERVE = 150  # tokens left for facts and question
@@ -79,7 +79,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, cache: DynamicCache, question
 
 
 def measure(
-    model: PreTrainedModel, tokenizer: Any, task: Task, text: str, cell: Cell, seed: int
+    model: PreTrainedModel, tokenizer: Any, task: HiddenFacts, text: str, cell: Cell, seed: int
 ) -> dict[str, Any]:
     """Mean score over contexts of about cell.tokens tokens, the first fact at evenly spread depths.
 
@@ -96,11 +96,11 @@ def measure(
         cache = prefill(model, tokenizer, examples[0].context)
         for example in examples:
             said = answer(model, tokenizer, cache, example.prompt(), task.max_new_tokens)
-            scores.append(task.score(example, said))
+            scores.append(task.score(example.asked, said))
         if index % 5 == 0 and cell.tokens <= CONTROL_TOKENS:
             cache = prefill(model, tokenizer, filler)
             said = answer(model, tokenizer, cache, examples[0].prompt(), task.max_new_tokens)
-            controls.append(task.score(examples[0], said))
+            controls.append(task.score(examples[0].asked, said))
     return {
         "task": task.name,
         "tokens": cell.tokens,
@@ -143,7 +143,9 @@ def main() -> None:
     results = []
     for cell in options.lengths.split(","):
         for name in options.tasks.split(","):
-            results.append(measure(model, tokenizer, tasks.get(name), text, Cell.parse(cell), options.seed))
+            results.append(
+                measure(model, tokenizer, tasks.hidden_facts(name), text, Cell.parse(cell), options.seed)
+            )
             print(json.dumps(results[-1]), flush=True)
     print(table(results))
 

@@ -42,6 +42,25 @@ class Haystack:
             chars *= 2
 
 
+@dataclass(frozen=True)
+class Strand:
+    """What one text of an eval task is made of (`tasks.Material`): a haystack from a place in it on."""
+
+    haystack: Haystack
+    tokenizer: Any
+    tokens: int
+    start: float
+
+    def filler(self, tokens: int) -> str:
+        """The haystack from `start` on, for so many tokens."""
+        return self.haystack.cut(self.tokenizer, tokens, self.start)
+
+    def count(self, text: str) -> int:
+        """How many of the model's tokens a text takes."""
+        encode = self.tokenizer.encode
+        return len(encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+
+
 def python_topics() -> Haystack:
     """The Python documentation topics, which stand in the standard library of every machine."""
     try:

@@ -156,7 +156,7 @@ def measure(
                     (dense,) = _replies(loaded, store, "dense", {}, [example])
                     (selected,) = _replies(loaded, store, plan.selector, plan.options, [example])
                     size = store.manifest.n_tokens
-                asked, expected = example.question, example.answers[0]
+                asked, expected = example.asked.text, example.asked.answers[0]
                 cells.append(Cell(length, depth, trial, size, asked, expected, dense, selected, control))
     configuration = {**_configuration(loaded, haystack), "text_repeated_at": sorted(repeated)}
     cells.sort(key=lambda cell: plan.lengths.index(cell.length))
@@ -165,7 +165,7 @@ def measure(
 
 def _pair(plan: GridPlan, filler: str, length: int, depth: float, trial: int) -> tuple[Example, Example]:
     rng = random.Random(f"{plan.seed} {length} {depth} {trial}")
-    return tasks.get("needle").pair(rng, filler, depth)
+    return tasks.hidden_facts("needle").pair(rng, filler, depth)
 
 
 def _replies(
@@ -176,10 +176,10 @@ def _replies(
     examples: Sequence[Example],
 ) -> list[ScoredText]:
     engine = Engine.open(store, loaded, selector=selector, options=options)
-    answers = engine.answer_many([example.question for example in examples], MAX_NEW_TOKENS)
+    answers = engine.answer_many([example.asked.text for example in examples], MAX_NEW_TOKENS)
     task = tasks.get("needle")
     return [
-        ScoredText(answer.text, task.score(example, answer.text))
+        ScoredText(answer.text, task.score(example.asked, answer.text))
         for example, answer in zip(examples, answers, strict=True)
     ]
 

@@ -79,10 +79,10 @@ def filler(rng: random.Random, sentences: int) -> str:
 @pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
 def test_it_finds_a_needle(model: Any, tokenizer: Any, depth: float) -> None:
     rng = random.Random(f"depth {depth}")
-    task = tasks.get("needle")
+    task = tasks.hidden_facts("needle")
     example, control = task.pair(rng, filler(rng, 110), depth)
-    assert task.score(example, generated(model, tokenizer, example)) == 1
-    assert task.score(control, generated(model, tokenizer, control)) == 0
+    assert task.score(example.asked, generated(model, tokenizer, example)) == 1
+    assert task.score(control.asked, generated(model, tokenizer, control)) == 0
 
 
 def generated(model: Any, tokenizer: Any, example: tasks.Example) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from offload_decode.evals.tasks.base import Episode, Example, Question, Task
+from offload_decode.evals.tasks.base import Context, Episode, Example, HiddenFacts, Material, Question, Task
 
 _FILES = {
     "needle": "needle",
@@ -20,12 +20,31 @@ _FILES = {
     "header-one": "header",
 }
 
-__all__ = ["Episode", "Example", "Question", "Task", "get", "names"]
+__all__ = [
+    "Context",
+    "Episode",
+    "Example",
+    "HiddenFacts",
+    "Material",
+    "Question",
+    "Task",
+    "get",
+    "hidden_facts",
+    "names",
+]
 
 
 def names() -> tuple[str, ...]:
     """The names that `get` knows."""
     return tuple(_FILES)
+
+
+def hidden_facts(name: str) -> HiddenFacts:
+    """The task of that name, which hides facts in a text that is given. Raises ValueError for others."""
+    task = get(name)
+    if not isinstance(task, HiddenFacts):
+        raise ValueError(f"The task {name!r} writes its own text.")
+    return task
 
 
 def get(name: str) -> Task:

@@ -1,8 +1,7 @@
-"""What an eval task is: facts hidden in a text, a question about them, and a score.
+"""What an eval task is: a text of a given length, questions about it, and a score of the answer alone.
 
-A task says which facts it hides and what it asks (`sample`); where they go in the text is the same for all
-of them (`build`). The control of an example is the same text and question without the facts: a model that
-still answers it has not read the answer from the context.
+Every text has a control, the same without what the questions ask for: a model that still answers has not
+read the answer from the text. `guess` answers from the question alone, which is what chance comes to.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
+from offload_decode.errors import ConfigError
 from offload_decode.evals.tasks.words import Split
 
 _BOUNDARY = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
@@ -49,28 +49,119 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Example:
-    """A context to prefill, a question, the start of the answer, and the strings a right answer holds."""
+class Context:
+    """A text to prefill, the same without what is asked for (`control`), and the questions about it.
 
-    context: str
-    question: str
-    answer_prefix: str
-    answers: tuple[str, ...]
+    `depths`: where in the text, from 0 to 1, what each question asks for stands; None where that is
+    no single place.
+    """
 
-    def prompt(self, with_prefix: bool = False) -> str:
-        """What follows the context and an empty line: the demo model's chat template, written out."""
-        return f"{self.question}\nAnswer:{self.answer_prefix if with_prefix else ''}"
+    text: str
+    control: str
+    questions: tuple[Question, ...]
+    depths: tuple[float | None, ...]
+
+
+class Material(Protocol):
+    """What texts are made of, and how long they are to be."""
+
+    @property
+    def tokens(self) -> int:
+        """How long a text is to be, in the model's own tokens."""
+
+    def filler(self, tokens: int) -> str:
+        """Text of so many tokens, in which nothing is asked for."""
+
+    def count(self, text: str) -> int:
+        """How many of the model's tokens a text takes."""
 
 
 class Task(ABC):
-    """One kind of question. Subclasses set `name` and `max_new_tokens` and write `sample`."""
+    """One kind of question.
+
+    Subclasses set `name` and `max_new_tokens` and write `context` and `guess`; `score` where the answer is
+    more than the strings of `Question.answers`.
+    """
 
     name: ClassVar[str]
     max_new_tokens: ClassVar[int] = 32
 
+    @property
+    def per_context(self) -> int:
+        """How many questions a context has."""
+        return 1
+
+    @abstractmethod
+    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+        """Draw a text of about `material.tokens` tokens, and `per_context` questions about it.
+
+        Keys, values and places are drawn afresh; words and values of the two splits do not meet. Raises
+        `ConfigError` where so few tokens do not hold what is asked for.
+        """
+
+    @abstractmethod
+    def guess(self, rng: random.Random, question: Question) -> str:
+        """An answer from the question alone, as good as can be without the text."""
+
+    def score(self, question: Question, said: str) -> float:
+        """From 0 to 1, how right an answer is: it is read as a whole, and the prompt is not read."""
+        found = sum(holds(said, answer) for answer in question.answers)
+        return found / len(question.answers)
+
+    def ruler_score(self, question: Question, said: str) -> float:
+        """RULER's own score: the share of the answers that occur anywhere in what was said, in any case
+        (arXiv 2404.06654; `string_match_all` of its code).
+        """
+        return sum(answer.lower() in said.lower() for answer in question.answers) / len(question.answers)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A context to prefill and one question about it."""
+
+    context: str
+    asked: Question
+
+    def prompt(self, with_prefix: bool = False) -> str:
+        """What follows the context and an empty line: the demo model's chat template, written out."""
+        return f"{self.asked.text}\nAnswer:{self.asked.answer_prefix if with_prefix else ''}"
+
+
+class HiddenFacts(Task):
+    """Facts hidden in a text: subclasses say which, and what is asked of them (`sample`)."""
+
     @abstractmethod
     def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
         """Draw facts and questions; words and values of the two splits do not meet."""
+
+    @property
+    def per_context(self) -> int:
+        """How many questions a draw of facts has."""
+        return len(self.sample(random.Random(0)).questions)
+
+    def guess(self, rng: random.Random, question: Question) -> str:
+        """An answer to another draw of facts: of the right kind, and no more."""
+        return self.sample(rng).questions[0].response
+
+    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+        """The facts at places drawn afresh, in filler that leaves room for them."""
+        episode = self.sample(rng, split)
+        room = material.tokens - sum(material.count(f"\n\n{fact}\n\n") for fact in episode.facts)
+        if room < 1:
+            raise ConfigError(
+                f"{material.tokens:,} tokens do not hold the facts of the task '{self.name}': "
+                "take a longer text"
+            )
+        filler = material.filler(room)
+        depths = self.ordered([rng.random() for _ in episode.facts])
+        asked = episode.questions[: self.per_context]
+        one_each = len(episode.facts) == len(episode.questions)
+        return Context(
+            insert(filler, episode.facts, depths),
+            filler,
+            asked,
+            tuple(depths[: len(asked)]) if one_each else (None,) * len(asked),
+        )
 
     def build(self, rng: random.Random, filler: str, depth: float | None = None) -> Example:
         """Hide the facts in filler, which is used whole, and ask the first question.
@@ -93,16 +184,11 @@ class Task(ABC):
         depths = [rng.random() if depth is None else depth]
         depths += [rng.random() for _ in episode.facts[1:]]
         context = insert(filler, episode.facts, self.ordered(depths))
-        return [Example(context, q.text, q.answer_prefix, q.answers) for q in episode.questions]
+        return [Example(context, question) for question in episode.questions]
 
     def ordered(self, depths: list[float]) -> list[float]:
         """The depths as the task wants them; tasks whose facts must come in order sort them."""
         return depths
-
-    def score(self, example: Example, generated: str) -> float:
-        """The share of the answers that are in the generated text as whole words; the prompt is not read."""
-        found = sum(holds(generated, answer) for answer in example.answers)
-        return found / len(example.answers)
 
 
 def holds(text: str, answer: str) -> bool:

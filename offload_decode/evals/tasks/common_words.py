@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Episode, Question, Task
+from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question
 from offload_decode.evals.tasks.words import Split
 
 
 @dataclass(frozen=True)
-class CommonWords(Task):
+class CommonWords(HiddenFacts):
     """A numbered list, cut into pieces that are spread over the text: which words come most often?"""
 
     name: ClassVar[str] = "common-words"
@@ -42,4 +42,4 @@ class CommonWords(Task):
         return sorted(depths)
 
 
-TASKS: tuple[type[Task], ...] = (CommonWords,)
+TASKS: tuple[type[HiddenFacts], ...] = (CommonWords,)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Episode, Question, Task
+from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question
 from offload_decode.evals.tasks.words import Split
 
 _FIRST_NAMES = """
@@ -124,7 +124,7 @@ def fields(rng: random.Random, split: Split) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class DocumentHeader(Task):
+class DocumentHeader(HiddenFacts):
     """Several documents, each behind a line `Document: name` and header lines `Field: value`."""
 
     name: ClassVar[str] = "header"
@@ -152,11 +152,16 @@ class DocumentHeader(Task):
 
 
 @dataclass(frozen=True)
-class OneHeader(Task):
+class OneHeader(HiddenFacts):
     """One document, its header at the very start whatever the depth."""
 
     name: ClassVar[str] = "header-one"
     max_new_tokens: ClassVar[int] = 32
+
+    @property
+    def per_context(self) -> int:
+        """As many as every header has fields."""
+        return 5
 
     def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
         header = fields(rng, split)
@@ -178,4 +183,4 @@ def asked(rng: random.Random, field: str, name: str, value: str) -> Question:
     return Question(text, prefix, (value,), statement=statement)
 
 
-TASKS: tuple[type[Task], ...] = (DocumentHeader, OneHeader)
+TASKS: tuple[type[HiddenFacts], ...] = (DocumentHeader, OneHeader)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Episode, Question, Task
+from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question
 from offload_decode.evals.tasks.words import Split
 
 
 @dataclass(frozen=True)
-class KeyValue(Task):
+class KeyValue(HiddenFacts):
     """Short identifiers to short identifiers, as lines of one JSON object spread over the text."""
 
     name: ClassVar[str] = "key-value"
@@ -50,4 +50,4 @@ class WordPairs(KeyValue):
         return words.key(rng, split), words.key(rng, split)
 
 
-TASKS: tuple[type[Task], ...] = (KeyValue, WordPairs)
+TASKS: tuple[type[HiddenFacts], ...] = (KeyValue, WordPairs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Episode, Question, Task
+from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question
 from offload_decode.evals.tasks.words import Split
 
 FACT = "One of the special magic numbers for {key} is: {value}."
@@ -24,7 +24,7 @@ def several(parts: list[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Needle(Task):
+class Needle(HiddenFacts):
     """One number for one key (RULER niah_single_2)."""
 
     name: ClassVar[str] = "needle"
@@ -54,7 +54,7 @@ class MultiKeyNeedle(Needle):
 
 
 @dataclass(frozen=True)
-class MultiValueNeedle(Task):
+class MultiValueNeedle(HiddenFacts):
     """All numbers of one key (RULER niah_multivalue)."""
 
     name: ClassVar[str] = "needle-multivalue"
@@ -72,7 +72,7 @@ class MultiValueNeedle(Task):
 
 
 @dataclass(frozen=True)
-class MultiQueryNeedle(Task):
+class MultiQueryNeedle(HiddenFacts):
     """The numbers of several keys in one answer (RULER niah_multiquery)."""
 
     name: ClassVar[str] = "needle-multiquery"
@@ -92,7 +92,7 @@ class MultiQueryNeedle(Task):
 
 
 @dataclass(frozen=True)
-class PlainFact(Task):
+class PlainFact(HiddenFacts):
     """A fact in everyday words: `The secret code for brisk lantern is 48213.`"""
 
     name: ClassVar[str] = "plain-fact"
@@ -110,4 +110,4 @@ class PlainFact(Task):
         return Episode((fact,), (question,))
 
 
-TASKS: tuple[type[Task], ...] = (Needle, MultiKeyNeedle, MultiValueNeedle, MultiQueryNeedle, PlainFact)
+TASKS: tuple[type[HiddenFacts], ...] = (Needle, MultiKeyNeedle, MultiValueNeedle, MultiQueryNeedle, PlainFact)

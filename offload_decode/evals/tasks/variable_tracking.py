@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Episode, Question, Task
+from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question
 from offload_decode.evals.tasks.words import Split
 
 ASK = "Question: Find all variables that are assigned the value {value} in the text above."
@@ -19,7 +19,7 @@ PREFIX = (
 
 
 @dataclass(frozen=True)
-class VariableTracking(Task):
+class VariableTracking(HiddenFacts):
     """A chain `VAR ABCDE = 12345 ... VAR FGHIJ = VAR ABCDE`, whose links come in order."""
 
     name: ClassVar[str] = "variable-tracking"
@@ -40,4 +40,4 @@ class VariableTracking(Task):
         return sorted(depths)
 
 
-TASKS: tuple[type[Task], ...] = (VariableTracking,)
+TASKS: tuple[type[HiddenFacts], ...] = (VariableTracking,)
