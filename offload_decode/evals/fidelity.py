@@ -21,9 +21,9 @@ from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError, OffloadDecodeError
 from offload_decode.evals.agreement import agreement, forced
+from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.exact import MEASURES, Exact, together
 from offload_decode.evals.fidelity_report import (
-    Contender,
     Entry,
     Failure,
     Fidelity,
@@ -48,7 +48,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.types import StepStats
 
 CONTROLS = ("random", "streaming")
-DENSE, EVERYTHING = "dense", "100%"
+EVERYTHING = "100%"
 # What can befall one selector and leaves the others' results true; anything else is a mistake in the code.
 FAILURES = (OffloadDecodeError, MemoryError, torch.OutOfMemoryError)
 

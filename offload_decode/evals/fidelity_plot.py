@@ -9,7 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from offload_decode.evals.fidelity import CONTROLS, DENSE
+from offload_decode.evals.contender import DENSE
+from offload_decode.evals.fidelity import CONTROLS
 from offload_decode.evals.fidelity_report import Entry, FidelityReport
 from offload_decode.evals.plot import check_matplotlib
 from offload_decode.store.staging import write_atomically

@@ -12,21 +12,8 @@ import torch
 from torch import Tensor
 
 from offload_decode.evals.agreement import Agreement
+from offload_decode.evals.contender import Contender
 from offload_decode.evals.exact import MEASURES
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A selector with the options that set it apart; `label` names it in tables."""
-
-    selector: str
-    options: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """`quest:page_size=32`."""
-        options = ",".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.selector}:{options}" if options else self.selector
 
 
 @dataclass(frozen=True)

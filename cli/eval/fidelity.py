@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import output
+from cli.eval.asked import read_contenders
 from cli.failures import FAILURE
 from cli.options import Device, Json, Model, Quiet, Store, question_from
 from cli.progress import Progress
 from offload_decode.config import split_pairs
 from offload_decode.errors import ConfigError
+from offload_decode.evals.contender import Contender
 
 if TYPE_CHECKING:
-    from offload_decode.evals.fidelity_report import Contender, Entry, FidelityReport
+    from offload_decode.evals.fidelity_report import Entry, FidelityReport
 
 RESULT, PICTURE = "fidelity.json", "fidelity.png"
 _QUESTION = "What is this text about?"
@@ -128,19 +129,12 @@ def fidelity(
 
 def _contenders(given: Sequence[str]) -> tuple[Contender, ...]:
     """What was asked for, or everything, and the controls."""
-    from offload_decode.evals.fidelity import CONTROLS, DENSE
-    from offload_decode.evals.fidelity_report import Contender
+    from offload_decode.evals.contender import DENSE
+    from offload_decode.evals.fidelity import CONTROLS
     from offload_decode.selectors.registry import names
 
-    contenders = []
-    for text in given or names():
-        name, _, options = text.partition(":")
-        # A value may be a list itself: a comma parts two options only where a name follows it.
-        pairs = re.split(r",(?=\w+=)", options) if options else []
-        contenders.append(Contender(name, split_pairs(pairs)))
+    contenders = read_contenders(given or names())
     labels = [contender.label for contender in contenders]
-    if repeated := [label for label in labels if labels.count(label) > 1]:
-        raise ConfigError(f"selector '{repeated[0]}' is given twice")
     missing = [name for name in (DENSE, *CONTROLS) if name not in labels]
     return (*contenders, *map(Contender, missing))
 

@@ -1,4 +1,4 @@
-"""`offload-decode eval`: measures of answers."""
+"""`offload-decode eval needle`: a number hidden at every length and depth."""
 
 from __future__ import annotations
 
@@ -10,28 +10,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import fidelity, output
+from cli import output
 from cli.counts import token_count
+from cli.eval.asked import checked_selector, index_of, read_haystack
 from cli.options import Device, Json, Options, Quiet, Selector
 from cli.progress import Progress
-from offload_decode.config import parse_options, split_pairs
+from offload_decode.config import split_pairs
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.evals.haystack import Haystack
     from offload_decode.evals.needle_grid import MakeStore, NeedleGrid
     from offload_decode.models.loading import LoadedModel
-    from offload_decode.selection.selector import SelectorOptions
     from offload_decode.store.reader import KVStore
 
 RESULT, PICTURE = "needle.json", "needle.png"
 _BUDGET = "64"
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how good the answers are.")
-app.command("fidelity")(fidelity.fidelity)
 
-
-@app.command("needle")
 def needle(
     model: Annotated[
         str, typer.Option(metavar="M", help="'demo' (shipped), a transformers id, or a model's folder.")
@@ -91,8 +87,8 @@ def needle(
     from offload_decode.store.staging import write_atomically
 
     check_matplotlib()
-    haystack = _haystack(text)
-    chosen = _check_selector(selector, options)
+    haystack = read_haystack(text)
+    chosen = checked_selector(selector, options)
     loaded = load(model, device)
     budgets = Budget(chosen.budget, chosen.schedule, chosen.dense_layers)
     budgets.per_layer(counts[0], loaded.shape.full_layers, loaded.shape.kv_heads)
@@ -134,34 +130,6 @@ def _options(budget: str | None, option: list[str] | None) -> dict[str, str]:
     return {"budget": budget or _BUDGET, **options}
 
 
-def _haystack(text: str | None) -> Haystack:
-    from offload_decode.evals.haystack import Haystack, python_topics
-    from prefill_jobs.corpus import read_corpus
-
-    if text is None:
-        return python_topics()
-    documents, _ = read_corpus(text)
-    return Haystack(Path(text).name, "\n\n".join(document.text for document in documents))
-
-
-def _check_selector(selector: str, options: Mapping[str, str]) -> SelectorOptions:
-    """The parsed options: what the selector would refuse after the first prefill is refused before it."""
-    import indexes.registry
-    from offload_decode.selectors.registry import get
-
-    if (kind := _index_of(options)) is not None:
-        indexes.registry.get(kind)
-    return parse_options(get(selector).options_type, options, f"selector '{selector}'")
-
-
-def _index_of(options: Mapping[str, str]) -> str | None:
-    """The kind that is asked for by name."""
-    from offload_decode.kv.head_indexes import AUTO
-
-    kind = options.get("index", AUTO)
-    return None if kind == AUTO else kind
-
-
 def _store_maker(loaded: LoadedModel, haystack: Haystack, options: Mapping[str, str]) -> MakeStore:
     """Prefills with the project's own jobs, and builds the index that the selector is to search."""
     from offload_decode.store.reader import KVStore
@@ -175,7 +143,7 @@ def _store_maker(loaded: LoadedModel, haystack: Haystack, options: Mapping[str, 
                 report(done)
 
         prefill_texts(loaded, [TextDocument(haystack.name, text)], path, progress=progress)
-        if (kind := _index_of(options)) is not None:
+        if (kind := index_of(options)) is not None:
             build_indexes(path, kind)
         return KVStore.open(path)
 

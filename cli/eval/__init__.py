@@ -1,0 +1,11 @@
+"""`offload-decode eval`: measures of answers, one file a command."""
+
+from __future__ import annotations
+
+import typer
+
+from cli.eval import fidelity, needle
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how good the answers are.")
+app.command("needle")(needle.needle)
+app.command("fidelity")(fidelity.fidelity)

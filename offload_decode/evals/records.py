@@ -1,0 +1,92 @@
+"""Records of evaluations that ask questions, and reading them back; docs/evaluation.md says what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from types import NoneType
+from typing import Any, Self, get_type_hints
+
+from offload_decode.errors import ConfigError
+from offload_decode.evals.results import Record, Results
+
+QUESTION, ANSWER = "question", "answer"
+
+
+class _Plain:
+    """Dataclasses of plain values, to and from records."""
+
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """Raises `ConfigError` for a record that lacks a field, or has another kind of value there."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):  # type: ignore[arg-type]
+            value = record.get(field.name)
+            if not _fits(value, get_type_hints(cls)[field.name]):
+                raise ConfigError(
+                    f"a record '{record['record']}' of unit '{record['unit']}' has no proper '{field.name}': "
+                    "the file was changed or is of another release"
+                )
+            values[field.name] = value
+        return cls(**values)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind == float | None:
+        return isinstance(value, (float, int, NoneType)) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, (float, int)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind == list[str]:
+        return isinstance(value, list) and all(isinstance(part, str) for part in value)
+    return isinstance(value, kind)
+
+
+@dataclass(frozen=True)
+class Asked(_Plain):
+    """A question: its unit and number in it, where what it asks for stands, and what chance comes to."""
+
+    unit: str
+    question: int
+    task: str
+    length: int
+    seed: int
+    depth: float | None
+    asked: str
+    expected: list[str]
+    guess: float
+    stored_tokens: int
+
+
+@dataclass(frozen=True)
+class Said(_Plain):
+    """An answer: which way, to the text or to its control, its scores and costs."""
+
+    unit: str
+    question: int
+    way: str
+    control: bool
+    said: str
+    score: float
+    ruler_score: float
+    attended: float
+    bytes_moved: float
+    seconds: float
+
+
+def record(kind: str, of: Asked | Said) -> Record:
+    """As it is written."""
+    return {"record": kind, **asdict(of)}
+
+
+def questions_and_answers(results: Results) -> Iterator[tuple[Asked, list[Said]]]:
+    """Every question with all answers to it. Raises `ConfigError` for records that do not fit together."""
+    answers: dict[tuple[str, int], list[Said]] = {}
+    for said in map(Said.of, results.of(ANSWER)):
+        answers.setdefault((said.unit, said.question), []).append(said)
+    for asked in map(Asked.of, results.of(QUESTION)):
+        yield asked, answers.pop((asked.unit, asked.question), [])
+    if answers:
+        unit, number = next(iter(answers))
+        raise ConfigError(f"{results.path} has answers to a question that it does not have: {unit}, {number}")

@@ -1,0 +1,206 @@
+"""The file of an evaluation: JSON lines, first what is measured with what, then records, unit by unit.
+
+    {"record": "run", "format": 1, "evaluation": ..., "configuration": {...}, "made_with": {...}, "units": n}
+    {"record": ..., "unit": key, ...}          what was measured; the evaluation says which kinds there are
+    {"record": "unit", "unit": key, ...}       all of this unit stands above
+
+A unit's lines are written in one go, and lines behind the last finished unit are those of a process that was
+killed: they are read by nobody, and cut off before more is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from offload_decode.errors import ConfigError
+from offload_decode.plain_files import NotPlain, open_plain
+from offload_decode.plain_json import parse
+
+FORMAT = 1
+MOST_LINE, MOST_FILE = 64 << 20, 8 << 30  # bytes
+RUN, UNIT = "run", "unit"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is measured (`evaluation`, such as `ruler`, and its configuration, the same for every start of one
+    run), with what (`made_with`: model, weights, versions, machine), in how many units, and since when.
+    """
+
+    evaluation: str
+    configuration: Mapping[str, Any]
+    made_with: Mapping[str, Any]
+    units: int
+    started: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is in a file: all records of the units that are finished, and these units."""
+
+    path: Path
+    header: Header
+    records: tuple[Record, ...]
+    finished: frozenset[str]
+    size: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether every unit is finished."""
+        return len(self.finished) >= self.header.units
+
+    def of(self, kind: str) -> list[Record]:
+        """The records of a kind, in their order."""
+        return [record for record in self.records if record["record"] == kind]
+
+
+def read(path: Path) -> Results:
+    """The results in a file. Raises `ConfigError` where there is none, or something else."""
+    try:
+        with open(open_plain(path, follow=True), "rb") as file:
+            if os.fstat(file.fileno()).st_size > MOST_FILE:
+                raise _foreign(path, "it is too large")
+            return _read(path, file)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there are no results at {path}: run `offload-decode eval` with --out first"
+        ) from error
+    except NotPlain as error:
+        raise _foreign(path, str(error)) from error
+    except OSError as error:
+        raise _foreign(path, error.strerror or str(error)) from error
+
+
+def _read(path: Path, file: Any) -> Results:
+    header: Header | None = None
+    records: list[Record] = []
+    waiting: list[Record] = []
+    finished: dict[str, None] = {}
+    size = at = 0
+    while line := file.readline(MOST_LINE):
+        at += len(line)
+        if not line.endswith(b"\n"):
+            if len(line) == MOST_LINE:
+                raise _foreign(path, "a line of it is too long")
+            break  # the process that wrote it was killed here
+        try:
+            record = parse(line)
+        except ValueError as error:
+            raise _foreign(path, f"a line of it is not JSON ({error})") from error
+        if not isinstance(record, dict) or not isinstance(kind := record.get("record"), str):
+            raise _foreign(path, "a line of it is no record")
+        if header is None:
+            header = _header(path, record)
+            size = at
+        elif not isinstance(unit := record.get("unit"), str):
+            raise _foreign(path, "a record of it names no unit")
+        elif kind == UNIT:
+            records += waiting
+            waiting = []
+            finished[unit] = None
+            size = at
+        else:
+            waiting.append(record)
+    if header is None:
+        raise _foreign(path, "it is empty")
+    return Results(path, header, tuple(records), frozenset(finished), size)
+
+
+def _header(path: Path, record: Record) -> Header:
+    kinds = {"evaluation": str, "configuration": dict, "made_with": dict, "units": int, "started": str}
+    if record["record"] != RUN or not all(isinstance(record.get(name), kind) for name, kind in kinds.items()):
+        raise _foreign(path, "its first line does not say what was measured")
+    if record.get("format") != FORMAT:
+        raise _foreign(path, f"its format is {record.get('format')!r}, and this release reads {FORMAT}")
+    return Header(**{name: record[name] for name in kinds})
+
+
+def _foreign(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path} cannot be read as results of an evaluation: {why}")
+
+
+class Writer:
+    """Appends finished units to a file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def unit(self, key: str, records: Sequence[Record], seconds: float) -> None:
+        """Write what a unit measured; it is on the disk when this returns."""
+        told = {"record": UNIT, "unit": key, "seconds": round(seconds, 3), "finished": now()}
+        self.lines([*({"record": "", "unit": key} | record for record in records), told])
+
+    def lines(self, records: Sequence[Record]) -> None:
+        """Write lines, all or (after a kill) some of them."""
+        text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+        left = memoryview(text.encode())
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+        os.fsync(self._descriptor)
+
+
+@contextmanager
+def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
+    """A file to write to, made or gone on with, and what is in it. One process writes it at a time.
+
+    Raises `ConfigError` where there are results of another run, or another process writes them.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    try:
+        _lock(descriptor, path)
+        writer = Writer(descriptor)
+        if os.fstat(descriptor).st_size == 0:
+            writer.lines([{"record": RUN, "format": FORMAT} | _plain(header)])
+        results = read(path)
+        _check_same(results.header, header, path)
+        os.ftruncate(descriptor, results.size)
+        yield writer, results
+    finally:
+        os.close(descriptor)
+
+
+def _plain(header: Header) -> Record:
+    record = {name: getattr(header, name) for name in header.__dataclass_fields__}
+    return dict(json.loads(json.dumps(record)))
+
+
+def _check_same(there: Header, asked: Header, path: Path) -> None:
+    """Results of one run have one configuration, and were made with the same model and versions."""
+    wanted = _plain(asked)
+    for name in ("evaluation", "configuration", "made_with"):
+        before, after = getattr(there, name), wanted[name]
+        if before != after:
+            what = name if isinstance(before, str) else _difference(before, after)
+            raise ConfigError(
+                f"{path} holds results of another run, which differs in {what}: choose another --out, "
+                "or remove it first"
+            )
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    return ", ".join(name for name in {**before, **after} if before.get(name) != after.get(name))
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"another process writes {path}: wait for it, or choose another --out") from error
+
+
+def now() -> str:
+    """The time, as results tell it."""
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
