@@ -1,4 +1,4 @@
-"""Records of evaluations that ask questions, and reading them back; docs/evaluation.md says what they hold."""
+"""Records of evaluations that ask questions, and how they are read; docs/evaluation.md lists their fields."""
 
 from __future__ import annotations
 

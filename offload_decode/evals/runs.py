@@ -1,4 +1,4 @@
-"""The one runner under all evaluations: unit by unit, each written when finished, and resumed after a kill."""
+"""The one runner under all evaluations: unit by unit, each written when finished; resumed after a kill."""
 
 from __future__ import annotations
 
