@@ -135,11 +135,13 @@ class Conversation:
         left = self.positions.most - self.length - len(self.pending) - question + 1
         return max(0, min(tokens, left))
 
-    def ask(self, question: str) -> Tensor:
-        """Put a question: logits `[V]` after its last token. A selector that forgets starts afresh."""
+    def ask(self, question: str, begun: str = "") -> Tensor:
+        """Put a question: logits `[V]` after its last token, or after `begun`, with which the answer is to
+        begin. A selector that forgets starts afresh.
+        """
         with self.taken_back_on_failure():
             self.selector.reset()
-            return self.extend(self.question_tokens(question))
+            return self.extend(self.question_tokens(question, begun))
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from `logits [V]` on, until an end token (which is not yielded), `max_new_tokens`, or the
@@ -184,10 +186,12 @@ class Conversation:
         if rest := pieces.rest():
             yield rest
 
-    def question_tokens(self, question: str) -> list[int]:
-        """Token ids of a question as it is put here: after the corpus or after an answer."""
+    def question_tokens(self, question: str, begun: str = "") -> list[int]:
+        """Token ids of a question as it is put here, after the corpus or after an answer, and of how its own
+        answer begins.
+        """
         put = self.prompt.next if self.cache.tail_length else self.prompt.first
-        return put(self.tokenizer, question)
+        return put(self.tokenizer, question, begun)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of generated tokens, as they spell it: no spaces are removed before full stops."""

@@ -51,10 +51,12 @@ class Opened:
     stored_tokens: int
 
 
-def reply(engine: Engine, way: str, question: str, max_new_tokens: int) -> WayAnswer:
-    """Answer one question greedily, as `Engine.answer` does, with the costs of its decoding steps."""
+def reply(engine: Engine, way: str, question: str, max_new_tokens: int, begun: str = "") -> WayAnswer:
+    """Answer one question greedily, as `Engine.answer` does, with the costs of its decoding steps; `begun` is
+    how the answer begins, and is no part of its text.
+    """
     forked = engine.fork()
-    logits = forked.ask(question)
+    logits = forked.ask(question, begun)
     asking = forked.prefix.take_stats()
     text = engine.decode(list(forked.generate(logits, max_new_tokens)))
     writing = forked.prefix.take_stats()

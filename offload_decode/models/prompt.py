@@ -69,21 +69,27 @@ class Prompt:
             document = Piece(text.rstrip(), users=True)
             yield encode_after(tokenizer, stored, [Piece(kept), document, Piece(stored)])
 
-    def first(self, tokenizer: Any, question: str) -> list[int]:
-        """Token ids of what follows the corpus."""
+    def first(self, tokenizer: Any, question: str, begun: str = "") -> list[int]:
+        """Token ids of what follows the corpus; `begun` is how the answer begins."""
         stored, kept = self.gap
         asked = [Piece(kept + self.ask), Piece(question.strip(), users=True), Piece(self.after)]
-        return encode_after(tokenizer, stored, asked)
+        return encode_after(tokenizer, stored, [*asked, *_begun(self.after, begun)])
 
-    def next(self, tokenizer: Any, question: str) -> list[int]:
-        """Token ids of what follows an answer."""
+    def next(self, tokenizer: Any, question: str, begun: str = "") -> list[int]:
+        """Token ids of what follows an answer; `begun` is how the next one begins."""
         asked = [Piece(self.turn), Piece(question.strip(), users=True), Piece(self.again)]
-        return encode_after(tokenizer, "", asked)
+        return encode_after(tokenizer, "", [*asked, *_begun(self.again, begun)])
 
     @property
     def gap(self) -> tuple[str, str]:
         """The gap where it is stored, and where it is not."""
         return (self.seam.gap, "") if self.seam.stored else ("", self.seam.gap)
+
+
+def _begun(after: str, begun: str) -> list[Piece]:
+    """How an answer begins, without a second space where the prompt ends in white space already."""
+    text = begun.lstrip() if after[-1:].isspace() else begun
+    return [Piece(text, users=True)] if text else []
 
 
 def prompt_for(tokenizer: Any) -> Prompt:

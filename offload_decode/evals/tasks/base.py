@@ -11,8 +11,8 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals.tasks.words import Split
@@ -90,6 +90,10 @@ class Task(ABC):
     def per_context(self) -> int:
         """How many questions a context has."""
         return 1
+
+    def parameters(self) -> dict[str, Any]:
+        """What decides the task's texts beside its name: plain JSON values."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
 
     @abstractmethod
     def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:

@@ -1,0 +1,251 @@
+"""What the commands that ask questions share: their options, and the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import output
+from cli.counts import token_count
+from cli.eval.asked import checked_selector, index_of, read_contenders, read_haystack
+from cli.progress import Progress
+from offload_decode.config import split_pairs
+from offload_decode.errors import ConfigError
+from offload_decode.evals.contender import DENSE, Contender
+
+if TYPE_CHECKING:
+    from cli.eval.stores import PrefilledStores as StoresOf
+    from offload_decode.evals.results import Results
+    from offload_decode.evals.tasks import Task
+    from offload_decode.models.loading import LoadedModel
+    from prefill_jobs.job import Settings
+
+EvalModel = Annotated[
+    str,
+    typer.Option("--model", metavar="M", help="'demo' (shipped), a transformers id, or a model's folder."),
+]
+Text = Annotated[
+    str | None,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help="The text around what is asked for: a file, a folder, or - for standard input.  "
+        "[default: the Python documentation topics]",
+        show_default=False,
+    ),
+]
+Tasks = Annotated[
+    str | None,
+    typer.Option("--tasks", metavar="NAME,…", help="Tasks to ask.  [default: all]", show_default=False),
+]
+Lengths = Annotated[
+    str, typer.Option("--lengths", metavar="N,…", help="Tokens of each text, in the model's own tokens.")
+]
+Selectors = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-s",
+        "--selector",
+        metavar="NAME[:KEY=VALUE,…]",
+        help="A selector beside dense attention, with options of its own as in quest:page_size=32; "
+        "repeatable.  [default: topk]",
+        show_default=False,
+    ),
+]
+Budgets = Annotated[
+    str,
+    typer.Option(
+        "--budgets",
+        metavar="K,…",
+        help="Stored tokens that each selector may attend to: counts, or shares of the store like 2%.",
+    ),
+]
+CommonOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-o",
+        "--option",
+        metavar="KEY=VALUE",
+        help="An option for all selectors, such as tail=clusters; repeatable.",
+        show_default=False,
+    ),
+]
+Limit = Annotated[
+    int, typer.Option("--limit", metavar="N", help="Questions for each task, length and seed.", min=1)
+]
+Seeds = Annotated[
+    str, typer.Option("--seeds", metavar="N,…", help="What decides places, keys and values; each is a run.")
+]
+PrefillMethod = Annotated[
+    str,
+    typer.Option(
+        "--prefill",
+        metavar="NAME[:KEY=VALUE,…]",
+        help="How stores are prefilled: dense, or a sparse method as in quoka:budget=25%.",
+    ),
+]
+Stores = Annotated[
+    Path | None,
+    typer.Option(
+        "--stores",
+        metavar="FOLDER",
+        help="Keep the stores there, and use those that are there.  [default: each is removed when it was "
+        "asked]",
+        show_default=False,
+    ),
+]
+Begin = Annotated[
+    bool,
+    typer.Option(
+        "--begin/--no-begin",
+        help="Let answers begin as the task has it ('The special magic number for … is'), or not.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Where results are written, line by line; the same command goes on with what is there.  "
+        "[default: the command's name and .jsonl]",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the options of a command say; each field is the option of its name."""
+
+    suite: str
+    model: str
+    text: str | None
+    lengths: str
+    contenders: tuple[Contender, ...]
+    limit: int
+    seeds: str
+    prefill: str
+    stores: Path | None
+    begins: bool
+    out: Path | None
+    device: str
+    as_json: bool
+    quiet: bool
+
+
+def contenders_of(
+    selectors: Sequence[str] | None, budgets: str, option: list[str] | None
+) -> tuple[Contender, ...]:
+    """Every selector at every budget, with the options that all have in common; one that has a budget of its
+    own keeps it. Raises `ConfigError` for what a selector would refuse.
+    """
+    common = split_pairs(option or [])
+    if "budget" in common:
+        raise ConfigError("a budget for all selectors is given with --budgets, not with -o")
+    amounts = list(dict.fromkeys(amount.strip() for amount in budgets.split(",")))
+    found: dict[str, Contender] = {}
+    for named in read_contenders(selectors or ["topk"]):
+        if named.selector == DENSE:
+            continue
+        own = "budget" in named.options
+        for amount in [named.options["budget"]] if own else amounts:
+            way = Contender(named.selector, {**common, **named.options, "budget": amount})
+            checked_selector(way.selector, way.options)
+            found[way.label] = way
+    return tuple(found.values())
+
+
+def tasks_named(names: str | None, known: Sequence[str]) -> list[str]:
+    """The tasks of a list with commas; all that are known where there is none."""
+    if names is None:
+        return list(known)
+    wanted = list(dict.fromkeys(name.strip() for name in names.split(",")))
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"there is no task '{name}' here; choose from: {', '.join(known)}")
+    return wanted
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Seeds, separated by commas."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError as error:
+        raise ConfigError(
+            f"'{text:.40}' are no seeds: write numbers separated by commas, like 0,1,2"
+        ) from error
+
+
+def ask_all(wanted: Wanted, tasks: Sequence[Task]) -> None:
+    """Ask every question of the tasks, print the table, and say where the results are."""
+    from offload_decode.evals.answering import Answering, AnswerPlan
+    from offload_decode.evals.runs import run
+    from offload_decode.models.loading import load
+
+    lengths = tuple(dict.fromkeys(map(token_count, wanted.lengths.split(","))))
+    settings = prefill_settings(wanted.prefill)
+    haystack = read_haystack(wanted.text)
+    out = wanted.out or Path(f"{wanted.suite}.jsonl")
+    plan = AnswerPlan(
+        wanted.suite,
+        lengths,
+        wanted.contenders,
+        wanted.limit,
+        numbers(wanted.seeds),
+        wanted.begins,
+        {"method": settings.method, **settings.options},
+    )
+    loaded = load(wanted.model, wanted.device)
+    stores = _stores(wanted, loaded, haystack.name, settings)
+    evaluation = Answering(plan, tasks, loaded, haystack, stores)
+    with Progress(wanted.quiet) as progress:
+        results = run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
+    show(results, wanted.as_json, wanted.quiet)
+
+
+def prefill_settings(text: str) -> Settings:
+    """How stores are prefilled, as users write it: `quoka:budget=25%`."""
+    from prefill_jobs.job import Settings
+
+    (named,) = read_contenders([text])
+    return Settings(named.selector, dict(named.options))
+
+
+def _stores(wanted: Wanted, loaded: LoadedModel, name: str, settings: Settings) -> StoresOf:
+    from cli.eval.stores import PrefilledStores
+
+    kinds = [kind for way in wanted.contenders if (kind := index_of(way.options)) is not None]
+    return PrefilledStores(loaded, name, settings, kinds, wanted.stores)
+
+
+def show(results: Results, as_json: bool, quiet: bool) -> None:
+    """The table of a run, or all of it as JSON."""
+    from dataclasses import asdict
+
+    if as_json:
+        output.answer_json({**asdict(results.header), "records": results.records})
+    else:
+        output.answer(output.table(_rows(results)))
+    output.note(str(results.path), quiet)
+
+
+def _rows(results: Results) -> list[list[str]]:
+    """A line for each task, length and way."""
+    from offload_decode.evals.intervals import wilson
+    from offload_decode.evals.records import questions_and_answers
+
+    cells: dict[tuple[str, int, str], list[float]] = {}
+    for asked, answers in questions_and_answers(results):
+        for said in answers:
+            way = "control" if said.control else said.way
+            cells.setdefault((asked.task, asked.length, way), []).append(said.score)
+    rows = [["task", "tokens", "way", "right", "interval", "questions"]]
+    for (task, length, way), scores in cells.items():
+        share = wilson(scores)
+        interval = f"{share.low:.0%} to {share.high:.0%}"
+        rows.append([task, f"{length:,}", way, f"{share.mean:.1%}", interval, str(share.count)])
+    return rows

@@ -1,0 +1,64 @@
+"""The stores that evaluations ask: prefilled by the project's own jobs, for a while or to keep."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from offload_decode.models.loading import LoadedModel
+from offload_decode.store.reader import KVStore
+from prefill_jobs.build import build_indexes
+from prefill_jobs.corpus import TextDocument
+from prefill_jobs.job import Settings, prefill_texts
+
+
+class PrefilledStores:
+    """Called with a text, gives its store (`evals.runs.Stores`), with the indexes of `kinds`.
+
+    In `keep`, where a folder is given, stores stay and are found again by the text, the model and how it was
+    prefilled; a prefill that was interrupted goes on. Otherwise they are gone when they were asked.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        name: str,
+        settings: Settings,
+        kinds: Iterable[str] = (),
+        keep: Path | None = None,
+    ) -> None:
+        self._loaded, self._name, self._settings = loaded, name, settings
+        self._kinds, self._keep = tuple(sorted(set(kinds))), keep
+
+    @contextmanager
+    def __call__(self, text: str, report: Callable[[int], None]) -> Iterator[KVStore]:
+        """The store of a text; `report` is told the tokens that are prefilled."""
+        if self._keep is not None:
+            self._keep.mkdir(parents=True, exist_ok=True)
+            yield self._made(text, self._keep / f"{self._fingerprint(text)}.kv", report)
+            return
+        with TemporaryDirectory(prefix="offload-decode-eval-") as folder:
+            yield self._made(text, Path(folder) / "store.kv", report)
+
+    def _made(self, text: str, path: Path, report: Callable[[int], None]) -> KVStore:
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == "prefill":
+                report(done)
+
+        if not path.exists():
+            document = TextDocument(self._name, text)
+            prefill_texts(self._loaded, [document], path, self._settings, progress=progress)
+        for kind in self._kinds:
+            build_indexes(path, kind)
+        return KVStore.open(path)
+
+    def _fingerprint(self, text: str) -> str:
+        loaded = self._loaded
+        made = [loaded.config_hash, loaded.weights_hash, loaded.tokenizer_hash, loaded.dtype, loaded.weights]
+        parts = json.dumps([text, self._name, made, asdict(self._settings)], default=str)
+        return hashlib.sha256(parts.encode()).hexdigest()[:32]

@@ -1,0 +1,176 @@
+"""Questions about texts, answered densely and with selectors side by side, and scored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+from offload_decode.engine.engine import Engine
+from offload_decode.errors import ConfigError
+from offload_decode.evals.contender import DENSE, Contender
+from offload_decode.evals.haystack import Haystack, Strand
+from offload_decode.evals.records import ANSWER, QUESTION, Asked, Said, record
+from offload_decode.evals.results import Record
+from offload_decode.evals.runs import Stores, Unit
+from offload_decode.evals.side_by_side import reply
+from offload_decode.evals.tasks import Question, Task
+from offload_decode.models.loading import LoadedModel
+from offload_decode.store.reader import KVStore
+
+CONTROL_EVERY = 4  # contexts: a control costs a prefill of its own
+GUESSES = 20
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """What is asked: `limit` questions for each task, length (in tokens) and seed, which every contender
+    answers as dense attention does; `begins`: answers begin as the task says. `prefill` says how stores
+    are made.
+    """
+
+    suite: str
+    lengths: tuple[int, ...]
+    contenders: tuple[Contender, ...]
+    limit: int
+    seeds: tuple[int, ...] = (0,)
+    begins: bool = True
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One context: the how-manieth of its task, length and seed, and how many questions of it are asked."""
+
+    task: Task
+    length: int
+    seed: int
+    index: int
+    asked: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.task.name}/{self.length}/{self.seed}/{self.index}"
+
+    @property
+    def controlled(self) -> bool:
+        return self.index % CONTROL_EVERY == 0
+
+
+class Answering:
+    """An `Evaluation` (`runs`): each unit is one text with its questions; see docs/evaluation.md."""
+
+    def __init__(
+        self,
+        plan: AnswerPlan,
+        tasks: Sequence[Task],
+        loaded: LoadedModel,
+        haystack: Haystack,
+        stores: Stores,
+    ) -> None:
+        """Raises `ConfigError` for contenders that cannot be told apart."""
+        self.plan, self.tasks = plan, tuple(tasks)
+        self.loaded, self.haystack, self.stores = loaded, haystack, stores
+        self.name = plan.suite
+        self.ways = (Contender(DENSE), *(way for way in plan.contenders if way.label != DENSE))
+        labels = [way.label for way in self.ways]
+        if repeated := [label for label in labels if labels.count(label) > 1]:
+            raise ConfigError(f"'{repeated[0]}' is given twice")
+        self._places = {place.key: place for place in self._all()}
+
+    def configuration(self) -> Mapping[str, Any]:
+        """All that decides the questions and the ways of answering them."""
+        return {
+            **asdict(self.plan),
+            "contenders": [way.label for way in self.ways],
+            "tasks": {task.name: task.parameters() for task in self.tasks},
+            "text": self.haystack.name,
+            "text_sha256": self.haystack.sha256,
+            "control_every": CONTROL_EVERY,
+        }
+
+    def units(self) -> Sequence[Unit]:
+        """The shortest texts first, all tasks of a length before the next."""
+        return [
+            Unit(key, place.length * (2 if place.controlled else 1)) for key, place in self._places.items()
+        ]
+
+    def measure(self, unit: Unit, report: Callable[[int], None]) -> Sequence[Record]:
+        """Every question of one text, by every way; every so often also to the control, densely."""
+        place = self._places[unit.key]
+        rng = random.Random(f"{place.seed} {place.task.name} {place.length} {place.index}")
+        strand = Strand(self.haystack, self.loaded.tokenizer, place.length, rng.random())
+        drawn = place.task.context(rng, strand)
+        questions = list(enumerate(drawn.questions[: place.asked]))
+        records: list[Record] = []
+        with self.stores(drawn.text, report) as store:
+            for number, question in questions:
+                asked = self._asked(place, number, question, drawn.depths[number], store, rng)
+                records.append(record(QUESTION, asked))
+            for way in self.ways:
+                records += self._answers(place, store, way, questions, control=False)
+        if place.controlled:
+            with self.stores(drawn.control, lambda done: report(place.length + done)) as store:
+                records += self._answers(place, store, self.ways[0], questions, control=True)
+        return records
+
+    def _all(self) -> Iterator[_Place]:
+        for length in self.plan.lengths:
+            for task in self.tasks:
+                for seed in self.plan.seeds:
+                    each = task.per_context
+                    for index, first in enumerate(range(0, self.plan.limit, each)):
+                        yield _Place(task, length, seed, index, min(each, self.plan.limit - first))
+
+    def _asked(
+        self,
+        place: _Place,
+        number: int,
+        question: Question,
+        depth: float | None,
+        store: KVStore,
+        rng: random.Random,
+    ) -> Asked:
+        task = place.task
+        guesses = [task.score(question, task.guess(rng, question)) for _ in range(GUESSES)]
+        return Asked(
+            unit=place.key,
+            question=number,
+            task=task.name,
+            length=place.length,
+            seed=place.seed,
+            depth=depth,
+            asked=question.text,
+            expected=list(question.answers),
+            guess=fmean(guesses),
+            stored_tokens=store.manifest.n_tokens,
+        )
+
+    def _answers(
+        self,
+        place: _Place,
+        store: KVStore,
+        way: Contender,
+        questions: Sequence[tuple[int, Question]],
+        control: bool,
+    ) -> Iterator[Record]:
+        engine = Engine.open(store, self.loaded, selector=way.selector, options=way.options)
+        task = place.task
+        for number, question in questions:
+            begun = question.answer_prefix if self.plan.begins else ""
+            answer = reply(engine, way.label, question.text, task.max_new_tokens, begun)
+            said = Said(
+                unit=place.key,
+                question=number,
+                way=way.label,
+                control=control,
+                said=answer.text,
+                score=task.score(question, answer.text),
+                ruler_score=task.ruler_score(question, answer.text),
+                attended=answer.attended,
+                bytes_moved=answer.bytes_moved,
+                seconds=answer.seconds,
+            )
+            yield record(ANSWER, said)
