@@ -43,7 +43,7 @@ def ablation(
             "--option",
             metavar="KEY=VALUE",
             help="An option of the selector. Given several times with different values, it makes the grid: "
-            "-o budget=64 -o budget=256 -o tail=none -o tail=clusters are four ways.",
+            "-o budget=64 -o budget=256 -o tail=off -o tail=clusters are four ways.",
             show_default=False,
         ),
     ] = None,

@@ -18,11 +18,14 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE, Contender
 
 if TYPE_CHECKING:
-    from cli.eval.stores import PrefilledStores as StoresOf
+    from offload_decode.evals.haystack import Haystack
     from offload_decode.evals.results import Results
+    from offload_decode.evals.runs import Stores as StoresOf
     from offload_decode.evals.tasks import Task
     from offload_decode.models.loading import LoadedModel
     from prefill_jobs.job import Settings
+
+_REHEARSED = 64  # tokens
 
 EvalModel = Annotated[
     str,
@@ -182,6 +185,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def ask_all(wanted: Wanted, tasks: Sequence[Task]) -> None:
     """Ask every question of the tasks, print the table, and say where the results are."""
+    from cli.eval.stores import PrefilledStores
     from offload_decode.evals.answering import Answering, AnswerPlan
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
@@ -200,7 +204,9 @@ def ask_all(wanted: Wanted, tasks: Sequence[Task]) -> None:
         {"method": settings.method, **settings.options},
     )
     loaded = load(wanted.model, wanted.device)
-    stores = _stores(wanted, loaded, haystack.name, settings)
+    kinds = [kind for way in wanted.contenders if (kind := index_of(way.options)) is not None]
+    stores = PrefilledStores(loaded, haystack.name, settings, kinds, wanted.stores)
+    rehearse(wanted.contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
     evaluation = Answering(plan, tasks, loaded, haystack, stores)
     with Progress(wanted.quiet) as progress:
         results = run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
@@ -215,11 +221,15 @@ def prefill_settings(text: str) -> Settings:
     return Settings(named.selector, dict(named.options))
 
 
-def _stores(wanted: Wanted, loaded: LoadedModel, name: str, settings: Settings) -> StoresOf:
-    from cli.eval.stores import PrefilledStores
+def rehearse(
+    contenders: Sequence[Contender], loaded: LoadedModel, haystack: Haystack, stores: StoresOf
+) -> None:
+    """Open a store of a few words in every way, so that what cannot be done shows before anything long."""
+    from offload_decode.engine.engine import Engine
 
-    kinds = [kind for way in wanted.contenders if (kind := index_of(way.options)) is not None]
-    return PrefilledStores(loaded, name, settings, kinds, wanted.stores)
+    with stores(haystack.cut(loaded.tokenizer, _REHEARSED), lambda done: None) as store:
+        for way in contenders:
+            Engine.open(store, loaded, selector=way.selector, options=way.options)
 
 
 def show(results: Results, as_json: bool, quiet: bool) -> None:

@@ -27,15 +27,15 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_given_twice_make_a_grid(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "made" / "run.jsonl"
-    grid = ("-o", "budget=8", "-o", "budget=16", "-o", "dense_layers=none", "-o", "dense_layers=0")
+    grid = ("-o", "budget=8", "-o", "budget=16", "-o", "tail=off", "-o", "tail=sample")
     ran = run("eval", "ablation", "--model", home / "model", *ASK, *grid, "--out", out)
     assert ran.code == 0, ran.err
     assert read(out).header.configuration["contenders"] == [
         "dense",
-        "topk:budget=8,dense_layers=none",
-        "topk:budget=8,dense_layers=0",
-        "topk:budget=16,dense_layers=none",
-        "topk:budget=16,dense_layers=0",
+        "topk:budget=8,tail=off",
+        "topk:budget=8,tail=sample",
+        "topk:budget=16,tail=off",
+        "topk:budget=16,tail=sample",
     ]
     again = run("eval", "ablation", "--model", home / "model", *ASK, *grid, "--out", out)
     assert (again.code, again.out) == (0, ran.out)
