@@ -152,7 +152,8 @@ def _store_maker(loaded: LoadedModel, haystack: Haystack, options: Mapping[str, 
 
 def _rows(grid: NeedleGrid) -> list[list[str]]:
     """Lengths and ways down, depths across, accuracy in percent."""
-    from offload_decode.evals.needle_grid import PANELS, label
+    from offload_decode.evals.lengths import label
+    from offload_decode.evals.needle_grid import PANELS
 
     plan = grid.plan
     ways = {"dense": "dense", "selected": plan.selector, "control": "control"}
@@ -166,7 +167,7 @@ def _rows(grid: NeedleGrid) -> list[list[str]]:
 
 
 def _notes(grid: NeedleGrid, out: Path, quiet: bool) -> None:
-    from offload_decode.evals.needle_grid import label
+    from offload_decode.evals.lengths import label
 
     if repeated := grid.configuration["text_repeated_at"]:
         lengths = ", ".join(map(label, repeated))

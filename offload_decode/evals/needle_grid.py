@@ -52,14 +52,6 @@ class GridPlan:
         return sum(self.lengths) * (len(self.depths) + 1) * self.trials
 
 
-def label(length: int) -> str:
-    """`32K` for 32,768 tokens; the plain number where no unit divides it."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if length % size == 0:
-            return f"{length // size}{unit}"
-    return f"{length:,}"
-
-
 @dataclass(frozen=True)
 class ScoredText:
     """The generated text and its score, from 0 to 1."""

@@ -9,7 +9,8 @@ from textwrap import fill
 from typing import Any
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel, label
+from offload_decode.evals.lengths import label
+from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel
 from offload_decode.store.staging import write_atomically
 
 _LOW, _MIDDLE, _HIGH, _INK = "#f4ece4", "#7fb8ad", "#0f5c5c", "#22302f"

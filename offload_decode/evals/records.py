@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import cache
 from types import NoneType
 from typing import Any, Self, get_type_hints
 
@@ -11,6 +12,8 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals.results import Record, Results
 
 QUESTION, ANSWER = "question", "answer"
+_MOST = 2**63
+_LIMITS = {**dict.fromkeys(("depth", "guess", "score", "ruler_score"), (0, 1)), "seed": (-_MOST, _MOST)}
 
 
 class _Plain:
@@ -20,15 +23,24 @@ class _Plain:
     def of(cls, record: Record) -> Self:
         """Raises `ConfigError` for a record that lacks a field, or has another kind of value there."""
         values: dict[str, Any] = {}
-        for field in fields(cls):  # type: ignore[arg-type]
-            value = record.get(field.name)
-            if not _fits(value, get_type_hints(cls)[field.name]):
+        for name, kind in _kinds(cls).items():  # type: ignore[arg-type]
+            value = record.get(name)
+            if not _fits(value, kind) or not _within(value, *_LIMITS.get(name, (0, _MOST))):
                 raise ConfigError(
-                    f"a record '{record['record']}' of unit '{record['unit']}' has no proper '{field.name}': "
+                    f"a record '{record['record']}' of unit '{record['unit']}' has no proper '{name}': "
                     "the file was changed or is of another release"
                 )
-            values[field.name] = value
+            values[name] = value
         return cls(**values)
+
+
+@cache
+def _kinds(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _within(value: Any, least: int, most: int) -> bool:
+    return not isinstance(value, (int, float)) or least <= value <= most
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -17,7 +17,8 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText, label, measure
+from offload_decode.evals.lengths import label
+from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText, measure
 from offload_decode.evals.plot import save_png
 from offload_decode.evals.tasks.base import holds
 from offload_decode.models.loading import LoadedModel, wrap

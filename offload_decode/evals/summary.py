@@ -1,0 +1,241 @@
+"""What the answers of a run come to: accuracies with intervals, beside chance and beside dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean, median
+
+from offload_decode.errors import ConfigError
+from offload_decode.evals.contender import DENSE
+from offload_decode.evals.intervals import (
+    CONFIDENCE,
+    Difference,
+    Share,
+    difference,
+    mean_of,
+    paired_difference,
+    wilson,
+    wilson_of,
+)
+from offload_decode.evals.records import Asked, Said, questions_and_answers
+from offload_decode.evals.results import Results
+
+TRUSTED = 0.9
+"""Where dense attention itself scores less, a ratio to it is not given: it would divide noise by noise."""
+REACHED = 0.99
+
+Place = tuple[str, int]
+"""A task and a length in tokens."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way of answering one task at one length, all seeds together.
+
+    `scores` are by question, in the order of the file. `guess` is the mean score of guesses from the
+    question alone, `control` the score where the fact was taken out of the text (None: not asked).
+    `attended`, `stored` and `bytes_moved` are means of the answers', `seconds` the median; all but `stored`
+    a generated token. `to_dense` compares answers to the same questions.
+    """
+
+    task: str
+    length: int
+    way: str
+    scores: dict[tuple[str, int], float] = field(repr=False)
+    score: Share
+    ruler: Share
+    seeds: dict[int, float]
+    guess: float
+    control: Share | None
+    attended: float
+    stored: float
+    bytes_moved: float
+    seconds: float
+    ratio: float | None
+    to_dense: Difference | None
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether it is no better than chance, as far as the interval tells."""
+        return not self.above_chance(CONFIDENCE)
+
+    @property
+    def chance(self) -> float:
+        """The larger of what guesses and the control score."""
+        return max(self.guess, 0.0 if self.control is None else self.control.mean)
+
+    def above_chance(self, confidence: float) -> bool:
+        """Whether the interval of score - chance lies above 0. Chance was measured too: on as many questions
+        as were guessed at, or on those of the control.
+        """
+        count = self.score.count
+        if self.control is not None and self.control.mean > self.guess:
+            count = self.control.count
+        score = wilson_of(self.score.mean, self.score.count, confidence)
+        return difference(score, wilson_of(self.chance, count, confidence)).low > 0
+
+    @property
+    def spread(self) -> float:
+        """The largest difference between the means of two seeds."""
+        return max(self.seeds.values()) - min(self.seeds.values())
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One way at one length: its worst task, and then the mean over tasks, each with the same weight."""
+
+    length: int
+    way: str
+    worst: Cell
+    mean: Share
+    tasks: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The cells of a run, in the order of its records, and what can be said of all of them."""
+
+    evaluation: str
+    cells: tuple[Cell, ...]
+    units: tuple[int, int]
+
+    @cached_property
+    def tasks(self) -> tuple[str, ...]:
+        """In the order of the file, as `lengths` (the shortest first) and `ways`."""
+        return tuple(dict.fromkeys(cell.task for cell in self.cells))
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(sorted({cell.length for cell in self.cells}))
+
+    @cached_property
+    def ways(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.way for cell in self.cells))
+
+    @cached_property
+    def by_place(self) -> dict[tuple[str, int, str], Cell]:
+        """Cells by task, length and way."""
+        return {(cell.task, cell.length, cell.way): cell for cell in self.cells}
+
+    def headlines(self) -> list[Headline]:
+        """For every length and way."""
+        found = []
+        for length in self.lengths:
+            for way in self.ways:
+                cells = [cell for cell in self.cells if (cell.length, cell.way) == (length, way)]
+                if cells:
+                    worst = min(cells, key=lambda cell: (cell.score.mean, cell.score.low))
+                    mean = mean_of([cell.score for cell in cells])
+                    found.append(Headline(length, way, worst, mean, len(cells)))
+        return found
+
+    def reaching(self) -> dict[Place, dict[str, Cell | None]]:
+        """For every task and length and every selector with several budgets, the cell with the smallest
+        budget from which on every measured budget scores 99 % of dense; None where no budget does.
+
+        Tasks that dense attention itself does not solve are left out.
+        """
+        found: dict[Place, dict[str, Cell | None]] = {}
+        for family, ways in self.families().items():
+            if len(ways) < 2:
+                continue
+            for place in dict.fromkeys((cell.task, cell.length) for cell in self.cells):
+                cells = [cell for way in ways if (cell := self.by_place.get((*place, way)))]
+                if not cells or any(cell.ratio is None for cell in cells):
+                    continue
+                enough: Cell | None = None
+                for cell in sorted(cells, key=lambda cell: -cell.attended):
+                    if cell.ratio is None or cell.ratio < REACHED:
+                        break
+                    enough = cell
+                found.setdefault(place, {})[family] = enough
+        return found
+
+    def families(self) -> dict[str, list[str]]:
+        """Ways that differ in their budget alone, by what they have in common."""
+        found: dict[str, list[str]] = {}
+        for way in self.ways:
+            if way != DENSE:
+                found.setdefault(without_budget(way), []).append(way)
+        return found
+
+
+def without_budget(way: str) -> str:
+    """`quest:page_size=32` of `quest:budget=64,page_size=32`."""
+    name, _, options = way.partition(":")
+    kept = [option for option in options.split(",") if option and not option.startswith("budget=")]
+    return f"{name}:{','.join(kept)}" if kept else name
+
+
+def budget_of(way: str) -> str | None:
+    """`64` of `quest:budget=64,page_size=32`; None where a way names none."""
+    for option in way.partition(":")[2].split(","):
+        if option.startswith("budget="):
+            return option.removeprefix("budget=")
+    return None
+
+
+def summarize(results: Results) -> Summary:
+    """Of a run that asks questions. Raises `ConfigError` where it has no answers, or records do not fit."""
+    answers: dict[tuple[str, int, str], list[tuple[Asked, Said]]] = {}
+    controls: dict[Place, list[float]] = {}
+    for asked, all_said in questions_and_answers(results):
+        place = (asked.task, asked.length)
+        for said in all_said:
+            if said.control:
+                controls.setdefault(place, []).append(said.score)
+            else:
+                answers.setdefault((*place, said.way), []).append((asked, said))
+    if not answers:
+        raise ConfigError(f"{results.path} holds no answers to questions: let a part of the run finish first")
+    cells: dict[tuple[str, int, str], Cell] = {}
+    for task, length, way in sorted(answers, key=lambda key: key[2] != DENSE):
+        dense = cells.get((task, length, DENSE))
+        cells[task, length, way] = _cell(
+            task, length, way, answers[task, length, way], controls.get((task, length), ()), dense
+        )
+    ordered = tuple(cells[key] for key in answers)
+    return Summary(results.header.evaluation, ordered, (len(results.finished), results.header.units))
+
+
+def _cell(
+    task: str,
+    length: int,
+    way: str,
+    answers: Sequence[tuple[Asked, Said]],
+    control: Sequence[float],
+    dense: Cell | None,
+) -> Cell:
+    scores = {(asked.unit, asked.question): said.score for asked, said in answers}
+    if len(scores) < len(answers):
+        raise ConfigError(f"a question of task '{task}' has two answers by '{way}': the file was changed")
+    score = wilson(list(scores.values()))
+    seeds: dict[int, list[float]] = {}
+    for asked, said in answers:
+        seeds.setdefault(asked.seed, []).append(said.score)
+    ratio = to_dense = None
+    if dense is not None and way != DENSE:
+        both = [key for key in scores if key in dense.scores]
+        if both:
+            ours, theirs = [scores[key] for key in both], [dense.scores[key] for key in both]
+            to_dense = paired_difference(ours, theirs)
+            ratio = fmean(ours) / fmean(theirs) if dense.score.mean >= TRUSTED else None
+    return Cell(
+        task=task,
+        length=length,
+        way=way,
+        scores=scores,
+        score=score,
+        ruler=wilson([said.ruler_score for _, said in answers]),
+        seeds={seed: fmean(seeds[seed]) for seed in sorted(seeds)},
+        guess=fmean(asked.guess for asked, _ in answers),
+        control=wilson(control) if control else None,
+        attended=fmean(said.attended for _, said in answers),
+        stored=fmean(asked.stored_tokens for asked, _ in answers),
+        bytes_moved=fmean(said.bytes_moved for _, said in answers),
+        seconds=median(said.seconds for _, said in answers),
+        ratio=ratio,
+        to_dense=to_dense,
+    )

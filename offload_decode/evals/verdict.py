@@ -1,0 +1,69 @@
+"""What has to be said before anything else: sentences on whether a run's accuracies mean anything."""
+
+from __future__ import annotations
+
+from offload_decode.evals.contender import DENSE
+from offload_decode.evals.intervals import CONFIDENCE, Share, wilson_of
+from offload_decode.evals.summary import TRUSTED, Summary
+
+
+def verdict(summary: Summary) -> list[str]:
+    """Sentences, the gravest first; none where there is nothing to warn of."""
+    said = [_chance(summary), _controls(summary), _dense(summary), _unfinished(summary)]
+    return [sentence for sentence in said if sentence]
+
+
+def at_chance(summary: Summary) -> list[str]:
+    """Tasks that no way answers better than chance at any length, sure of all together (Bonferroni)."""
+    confidence = 1 - (1 - CONFIDENCE) / len(summary.cells)
+    above = {cell.task for cell in summary.cells if cell.above_chance(confidence)}
+    return [task for task in summary.tasks if task not in above]
+
+
+def _chance(summary: Summary) -> str:
+    tasks = at_chance(summary)
+    if len(tasks) == len(summary.tasks):
+        which = f"the task {tasks[0]}" if len(tasks) == 1 else "every task"
+        return (
+            f"This model answers no better than chance on {which}, in every way that was measured: "
+            "nothing here says anything about a selector."
+        )
+    if tasks:
+        return f"No better than chance, in every way: {', '.join(tasks)} (of {len(summary.tasks)} tasks)."
+    return ""
+
+
+def _controls(summary: Summary) -> str:
+    """What is answered beyond guessing where the facts were taken out was not read from the text."""
+    places = {(cell.task, cell.length): cell for cell in summary.cells}
+    answered: dict[str, Share] = {}
+    for (task, _), cell in places.items():
+        if cell.control is not None:
+            confidence = 1 - (1 - CONFIDENCE) / len(places)
+            control = wilson_of(cell.control.mean, cell.control.count, confidence)
+            if control.low > cell.guess:
+                answered[task] = max(control, answered.get(task, control), key=lambda share: share.mean)
+    if not answered:
+        return ""
+    most = max(share.mean for share in answered.values())
+    return (
+        f"The control was answered in up to {100 * most:.2g} %, although the facts were taken out of its "
+        f"texts ({', '.join(answered)}): do not trust the accuracies there."
+    )
+
+
+def _dense(summary: Summary) -> str:
+    dense = [cell for cell in summary.cells if cell.way == DENSE]
+    lost = at_chance(summary)
+    weak = dict.fromkeys(cell.task for cell in dense if cell.score.mean < TRUSTED and cell.task not in lost)
+    if not weak:
+        return ""
+    return (
+        f"Dense attention itself is under {100 * TRUSTED:.0f} % in {', '.join(weak)}: "
+        "no ratio to dense is given where it is."
+    )
+
+
+def _unfinished(summary: Summary) -> str:
+    done, units = summary.units
+    return "" if done >= units else f"The run is not finished: {done:,} of {units:,} parts are measured."

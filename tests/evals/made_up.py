@@ -1,0 +1,97 @@
+"""Runs that nobody measured: answers are right with a given probability."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from offload_decode.evals import records, results
+from offload_decode.evals.records import ANSWER, QUESTION, Asked, Said
+from offload_decode.evals.results import Header, Record
+
+MADE_WITH = {
+    "model": "made-up",
+    "weights_hash": "0123456789abcdef",
+    "dtype": "torch.float32",
+    "device": "cpu",
+    "versions": {"python": "3.11.2", "offload-decode": "0.1.0", "torch": "2.13.0"},
+}
+WAYS = ("dense", "topk:budget=64", "topk:budget=256", "quest:budget=64,page_size=32", "streaming:budget=256")
+
+
+def budget(way: str, length: int) -> int:
+    """Tokens that a way attends to."""
+    return length if way == "dense" else int(way.split("budget=")[1].split(",")[0])
+
+
+def write_run(
+    path: Path,
+    right: Callable[[str, int, str], float] | float = 0.9,
+    *,
+    tasks: Sequence[str] = ("niah_single_1", "vt", "cwe"),
+    lengths: Sequence[int] = (2048, 8192),
+    ways: Sequence[str] = WAYS,
+    questions: int = 20,
+    seeds: Sequence[int] = (0,),
+    guess: float = 0.0,
+    control: float | None = 0.0,
+    evaluation: str = "ruler",
+    said: str = "So it is",
+    made_with: dict[str, Any] = MADE_WITH,
+    luck: int = 0,
+    unfinished: int = 0,
+) -> Path:
+    """Write a run in which an answer is right with probability `right(task, length, way)`; its path.
+
+    A question has one difficulty, whatever the way, and other questions and difficulties with another `luck`.
+    """
+    chance = right if callable(right) else lambda *_: right
+    configuration = {
+        "suite": evaluation,
+        "lengths": list(lengths),
+        "contenders": list(ways),
+        "limit": questions,
+        "seeds": list(seeds),
+        "tasks": {task: {} for task in tasks},
+        "text": "books.txt",
+        "text_sha256": "ab" * 32,
+    }
+    places = list(product(lengths, tasks, seeds, range(questions)))
+    header = Header(
+        evaluation, configuration, made_with, len(places) + unfinished, "2026-01-01T00:00:00+00:00"
+    )
+    with results.opened(path, header) as (writer, _):
+        lines: list[Record] = []
+        for length, task, seed, i in places:
+            unit = f"{task}/{length}/{seed}/{i}"
+            rng = random.Random(f"{unit} {luck}")
+            question = Asked(
+                unit,
+                0,
+                task,
+                length,
+                seed,
+                rng.random() if task.startswith("niah") else None,
+                f"What is the number of {task}?",
+                [str(rng.randrange(10**6))],
+                guess,
+                length + 40,
+            )
+            lines.append(records.record(QUESTION, question) | {"unit": unit})
+            hard, guessed = rng.random(), rng.random()
+            for way in ways:
+                score = float(hard < chance(task, length, way))
+                tokens = budget(way, length)
+                seconds = 0.01 + tokens / 1e6
+                answer = Said(unit, 0, way, False, said, score, score, tokens, 100.0 * tokens, seconds)
+                lines.append(records.record(ANSWER, answer))
+            if control is not None and i % 4 == 0:
+                score = float(guessed < control)
+                answer = Said(unit, 0, ways[0], True, said, score, score, length, 1.0, 0.1)
+                lines.append(records.record(ANSWER, answer))
+            lines.append({"record": "unit", "unit": unit, "seconds": 1.0, "finished": results.now()})
+        writer.lines(lines)
+    return path
