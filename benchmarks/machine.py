@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from numba import njit
 
 from indexes.rows.prefetch import prefetch_row
+from offload_decode.evals.processor import cpu_name
 from offload_decode.memory import total_memory
 
 BYTES = 512 << 20  # far beyond the caches
@@ -102,14 +102,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def cpu_name() -> str:
-    """The processor as the system names it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _rate(size: int, move: Callable[[], object]) -> float:

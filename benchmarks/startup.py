@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import machine, tables
+from benchmarks import tables
+from offload_decode.evals.processor import cpu_name
 
 ROOT = Path(__file__).parent.parent
 QUESTION = "What is this about?"
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         min((stages(asked.store, how) for _ in range(asked.runs)), key=lambda found: sum(found.values()))
         for how in ("lean", "whole")
     )
-    print(f"{machine.cpu_name()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}\n")
+    print(f"{cpu_name()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}\n")
     print(
         f"`ask` to its end: {min(r.wall for r in runs):.2f} s, processor {min(r.cpu for r in runs):.2f} s\n"
     )
