@@ -24,7 +24,7 @@ from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.made_with import made_with
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import holds, insert
-from offload_decode.evals.tasks.needle import ASK, FACT, MultiKeyNeedle
+from offload_decode.evals.tasks.ruler.niah import ASK, FACT, MultiKeyNeedle
 from offload_decode.models.loading import LoadedModel, load
 
 NEEDLES = 10

@@ -113,7 +113,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path, help="haystack; default: the standard library's documentation")
-    parser.add_argument("--tasks", default="needle-multikey", help="names, separated by commas")
+    parser.add_argument("--tasks", default="niah_multikey_1", help="names, separated by commas")
     parser.add_argument("--lengths", default="8192,32768", help="tokens, separated by commas")
     parser.add_argument("--contexts", type=int, default=12, help="contexts for each task and length")
     parser.add_argument(

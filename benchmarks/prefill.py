@@ -34,7 +34,7 @@ from offload_decode.config import split_pairs
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.made_with import made_with
 from offload_decode.evals.tasks.base import holds, insert
-from offload_decode.evals.tasks.needle import ASK, FACT
+from offload_decode.evals.tasks.ruler.niah import ASK, FACT
 from offload_decode.kernels.rows import Rows
 from offload_decode.models.attention import NAME, prefix_attention
 from offload_decode.models.cache import PrefixLayer

@@ -17,7 +17,7 @@ from offload_decode.evals.haystack import python_topics
 from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
 from offload_decode.evals.tasks import HiddenFacts
 from offload_decode.evals.tasks.base import holds, insert
-from offload_decode.evals.tasks.needle import MultiKeyNeedle
+from offload_decode.evals.tasks.ruler.niah import MultiKeyNeedle
 
 MAX_NEW_TOKENS = 40
 _DEPTHS = (0.05, 0.27, 0.5, 0.73, 0.95)

@@ -14,8 +14,9 @@ from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question, inse
 from offload_decode.evals.tasks.common_words import CommonWords
 from offload_decode.evals.tasks.header import FIELD_NAMES, DocumentHeader, OneHeader
 from offload_decode.evals.tasks.key_value import KeyValue, WordPairs
-from offload_decode.evals.tasks.needle import MultiKeyNeedle, MultiQueryNeedle, MultiValueNeedle, PlainFact
-from offload_decode.evals.tasks.variable_tracking import VariableTracking
+from offload_decode.evals.tasks.plain_fact import PlainFact
+from offload_decode.evals.tasks.ruler.niah import MultiKeyNeedle, MultiQueryNeedle, MultiValueNeedle
+from offload_decode.evals.tasks.ruler.tracking import VariableTracking
 from offload_decode.evals.tasks.words import Split
 from training.synthetic import Row, phrase_bank
 
@@ -100,7 +101,7 @@ def episode(rng: random.Random, length: int) -> HiddenFacts:
         (4, AnyFact()),
         (2, KeyValue(pairs=rng.randint(1, many))),
         (3, WordPairs(pairs=rng.randint(1, many))),
-        (1.5, VariableTracking(links=rng.randint(2, few + 1))),
+        (1.5, VariableTracking(hops=rng.randint(1, few))),
     ]
     if length >= 512:
         draws.append(

@@ -157,7 +157,7 @@ def measure(
 
 def _pair(plan: GridPlan, filler: str, length: int, depth: float, trial: int) -> tuple[Example, Example]:
     rng = random.Random(f"{plan.seed} {length} {depth} {trial}")
-    return tasks.hidden_facts("needle").pair(rng, filler, depth)
+    return tasks.hidden_facts("niah_single_2").pair(rng, filler, depth)
 
 
 def _replies(
@@ -169,7 +169,7 @@ def _replies(
 ) -> list[ScoredText]:
     engine = Engine.open(store, loaded, selector=selector, options=options)
     answers = engine.answer_many([example.asked.text for example in examples], MAX_NEW_TOKENS)
-    task = tasks.get("needle")
+    task = tasks.get("niah_single_2")
     return [
         ScoredText(answer.text, task.score(example.asked, answer.text))
         for example, answer in zip(examples, answers, strict=True)

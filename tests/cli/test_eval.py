@@ -62,7 +62,7 @@ def test_the_selectors_index_is_built(home: Path, tmp_path: Path) -> None:
 def test_an_answered_control_and_a_repeated_text_are_said(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needle_grid.tasks.get("needle").__class__, "score", lambda *_: 1.0)
+    monkeypatch.setattr(needle_grid.tasks.get("niah_single_2").__class__, "score", lambda *_: 1.0)
     (tmp_path / "text.txt").write_text("Too short. ")
     where = ("--text", tmp_path / "text.txt", "--out", tmp_path)
     ran = run("eval", "needle", "--model", home / "model", *SIZES, *where)

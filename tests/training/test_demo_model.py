@@ -79,7 +79,7 @@ def filler(rng: random.Random, sentences: int) -> str:
 @pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
 def test_it_finds_a_needle(model: Any, tokenizer: Any, depth: float) -> None:
     rng = random.Random(f"depth {depth}")
-    task = tasks.hidden_facts("needle")
+    task = tasks.hidden_facts("niah_single_2")
     example, control = task.pair(rng, filler(rng, 110), depth)
     assert task.score(example.asked, generated(model, tokenizer, example)) == 1
     assert task.score(control.asked, generated(model, tokenizer, control)) == 0

@@ -25,7 +25,8 @@ class Question:
     """A question; `answer_prefix` may be put after `Answer:`; answers are in the order of the text.
 
     `quote` stands around an answer where it does so in the text: the response a model learns is copied with
-    it. `statement` is the answer as a sentence that ends as the fact does, key and all.
+    it. `statement` is the answer as a sentence that ends as the fact does, key and all. `keys` are what each
+    answer is the answer for, where several are asked for at once.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Question:
     answers: tuple[str, ...]
     quote: str = ""
     statement: str = ""
+    keys: tuple[str, ...] = ()
 
     @property
     def response(self) -> str:
@@ -132,7 +134,13 @@ class Example:
 
 
 class HiddenFacts(Task):
-    """Facts hidden in a text: subclasses say which, and what is asked of them (`sample`)."""
+    """Facts hidden in a text: subclasses say which, and what is asked of them (`sample`).
+
+    `instruction` is said before the text. The text is the material's own, unless `haystack` and `placed` say
+    otherwise.
+    """
+
+    instruction: ClassVar[str] = ""
 
     @abstractmethod
     def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
@@ -148,24 +156,31 @@ class HiddenFacts(Task):
         return self.sample(rng).questions[0].response
 
     def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
-        """The facts at places drawn afresh, in filler that leaves room for them."""
+        """The facts at places drawn afresh, in a haystack that leaves room for them; the control has more
+        of the haystack instead.
+        """
         episode = self.sample(rng, split)
-        room = material.tokens - sum(material.count(f"\n\n{fact}\n\n") for fact in episode.facts)
+        whole = material.tokens - (material.count(self.instruction) if self.instruction else 0)
+        room = whole - sum(material.count(f"\n\n{fact}\n\n") for fact in episode.facts)
         if room < 1:
-            raise ConfigError(
-                f"{material.tokens:,} tokens do not hold the facts of the task '{self.name}': "
-                "take a longer text"
-            )
-        filler = material.filler(room)
+            raise too_short(self, material.tokens)
         depths = self.ordered([rng.random() for _ in episode.facts])
         asked = episode.questions[: self.per_context]
         one_each = len(episode.facts) == len(episode.questions)
         return Context(
-            insert(filler, episode.facts, depths),
-            filler,
+            self.instruction + self.placed(self.haystack(material, room), episode.facts, depths),
+            self.instruction + self.haystack(material, whole),
             asked,
             tuple(depths[: len(asked)]) if one_each else (None,) * len(asked),
         )
+
+    def haystack(self, material: Material, tokens: int) -> str:
+        """Text of so many tokens to hide the facts in."""
+        return material.filler(tokens)
+
+    def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
+        """The facts in a haystack, each near its depth."""
+        return insert(haystack, facts, depths)
 
     def build(self, rng: random.Random, filler: str, depth: float | None = None) -> Example:
         """Hide the facts in filler, which is used whole, and ask the first question.
@@ -187,12 +202,19 @@ class HiddenFacts(Task):
         episode = self.sample(rng)
         depths = [rng.random() if depth is None else depth]
         depths += [rng.random() for _ in episode.facts[1:]]
-        context = insert(filler, episode.facts, self.ordered(depths))
+        context = self.placed(filler, episode.facts, self.ordered(depths))
         return [Example(context, question) for question in episode.questions]
 
     def ordered(self, depths: list[float]) -> list[float]:
         """The depths as the task wants them; tasks whose facts must come in order sort them."""
         return depths
+
+
+def too_short(task: Task, tokens: int) -> ConfigError:
+    """What is raised where a text of so many tokens does not hold what is asked for."""
+    return ConfigError(
+        f"{tokens:,} tokens do not hold the facts of the task '{task.name}': take a longer text"
+    )
 
 
 def holds(text: str, answer: str) -> bool:

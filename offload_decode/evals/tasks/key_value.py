@@ -21,7 +21,7 @@ class KeyValue(HiddenFacts):
 
     def draw(self, rng: random.Random, split: Split) -> tuple[str, str]:
         """A key and its value."""
-        return words.identifier(rng)[:13], words.identifier(rng)[:13]
+        return words.identifier(rng, split)[:13], words.identifier(rng, split)[:13]
 
     def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
         pairs = dict(self.draw(rng, split) for _ in range(self.pairs))

@@ -1,62 +1,43 @@
-"""Words for keys and values, in two halves: one to train on, one that only evaluation sees."""
+"""Words for keys and values, in two halves: one to train on, one that only evaluation sees.
+
+`words.txt` holds them, with where they are from.
+"""
 
 from __future__ import annotations
 
 import random
+import string
 import uuid
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 Split = Literal["train", "eval"]
 
-_ADJECTIVES = """
-able ample ancient angry arctic autumn awake azure bald bitter blank bold brave brief bright brisk broad
-bronze calm careful cheap chief civil clean clear clever cloudy coarse cold common coral cosmic crimson
-crisp cruel curious damp dapper daring dark deep dense dim distant dizzy double dry dull dusty eager early
-earnest east elastic elder empty equal exact faint fair famous fancy fast feral fierce fine firm flat fluffy
-fond foggy formal fragile frank free fresh frosty frozen gentle giant gifted glad global golden good grand
-grave green grim gritty hairy handy happy hardy harsh hasty heavy hidden hollow honest huge humble hungry
-icy idle jolly keen kind large lazy lean level light little lively local lonely long loud loyal lucky lunar
-mad magic major mellow mild minor misty mobile modern modest moist muddy mute narrow native neat nervous new
-nimble noble noisy north odd old open orange outer pale patient plain polite proud purple quick quiet rapid
-rare raw ready red rich ripe rough round royal rusty sad salty scarlet secret sharp short shy silent silver
-simple sleepy slim slow small smooth snowy soft solar solid sour south spare spicy square stable stale
-steady steep stern stiff still stout strange strict strong sudden sunny super sweet swift tall tame tart
-tender thick thin tidy tiny tired tough urban usual vague vast violet vivid warm wary weak weary west wet
-white wide wild windy wise witty wooden yellow young zealous
-"""
-
-_NOUNS = """
-acorn actor anchor anvil apple apron arch arrow atlas attic badge bakery balloon bamboo banner barn barrel
-basin basket beacon beam bear beaver bell bench berry bicycle bird blade blanket boat bottle boulder branch
-brick bridge broom brush bucket buffalo button cabin cable cactus camel camera candle canoe canyon captain
-carpet cart castle cat cave cellar chair chalk chapel cherry chess chimney circle cliff clock cloud coach
-coast cobra coin comet compass copper corner cotton cousin crane crater crow crown crystal cup curtain
-dancer deer desert desk diamond doctor dolphin donkey door dragon drawer drum duck eagle echo elbow engine
-falcon farmer feather fence ferry fiddle field finch finger flag flame flute forest fossil fountain fox frog
-galaxy garden gate ghost glacier glass glove goat goose grain grape gravel guitar hammer hammock harbor harp
-hawk hedge helmet heron hill hinge honey horn horse hotel house iron island ivory jacket jaguar jar jewel
-judge jungle kettle key king kite kitten knife knot ladder lagoon lake lamp lantern lemon leopard letter
-lily lion lizard locket magnet mantle maple marble market meadow medal melon mill mirror monkey moon moose
-mountain mouse museum napkin needle nest notebook oak ocean olive onion orchard organ otter owl oyster
-paddle painter palace panda panther paper parcel parrot peach pebble pencil penguin pepper piano pigeon
-pillow pilot pine pirate planet plum pocket pond poppy prairie prince puppet quarry queen rabbit radio raven
-ribbon ring river robin rocket rope rose saddle sailor salmon school scissors seal shadow shark sheep shelf
-shell shield ship shoe shore shovel singer sky snail snake spider spoon squirrel stable star statue stone
-storm stove summit swan table tailor teapot temple tent thistle thunder tiger toast torch tower train
-trumpet tulip tunnel turtle valley vase velvet village violin volcano wagon walnut whale wheel whistle
-willow window wizard wolf zebra
-"""
+_FILE = Path(__file__).with_name("words.txt")
 
 
-def _halves(words: str) -> dict[Split, tuple[str, ...]]:
-    ordered = words.split()
-    held_out = tuple(ordered[4::5])
-    return {"train": tuple(w for w in ordered if w not in held_out), "eval": held_out}
+def _read() -> dict[tuple[str, Split], tuple[str, ...]]:
+    found: dict[tuple[str, Split], list[str]] = defaultdict(list)
+    for line in _FILE.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            word, kinds, half = line.split("\t")
+            split: Split = "train" if half == "train" else "eval"
+            for kind in (*kinds, "all"):
+                found[kind, split].append(word)
+    return {which: tuple(listed) for which, listed in found.items()}
 
 
-ADJECTIVES = _halves(_ADJECTIVES)
-NOUNS = _halves(_NOUNS)
+def _halves(kind: str) -> dict[Split, tuple[str, ...]]:
+    return {"train": _WORDS[kind, "train"], "eval": _WORDS[kind, "eval"]}
+
+
+_WORDS = _read()
+ADJECTIVES = _halves("a")
+NOUNS = _halves("n")
+EVERY = _halves("all")
+KNOWN = frozenset(EVERY["train"] + EVERY["eval"])
 
 
 def key(rng: random.Random, split: Split) -> str:
@@ -77,9 +58,47 @@ def number(rng: random.Random, split: Split, digits: int = 7) -> str:
             return str(value)
 
 
-def identifier(rng: random.Random) -> str:
+def _belongs(drawn: str, split: Split) -> bool:
+    """Words whose codes add up to a multiple of five are for evaluation."""
+    return (sum(map(ord, drawn)) % 5 == 0) == (split == "eval")
+
+
+def letters(rng: random.Random, split: Split, alphabet: str, count: int) -> str:
+    """Letters in disorder that are no word of the lists."""
+    while True:
+        drawn = "".join(rng.choices(alphabet, k=count))
+        if _belongs(drawn, split) and drawn.lower() not in KNOWN:
+            return drawn
+
+
+def coded(rng: random.Random, split: Split) -> str:
+    """A coded word of six small letters."""
+    return letters(rng, split, string.ascii_lowercase, 6)
+
+
+def variable(rng: random.Random, split: Split) -> str:
+    """A variable's name, of five capitals."""
+    return letters(rng, split, string.ascii_uppercase, 5)
+
+
+def vocabulary(rng: random.Random, split: Split) -> Iterator[str]:
+    """Different words without end: those of the lists in disorder, then made-up ones."""
+    listed = EVERY[split]
+    yield from rng.sample(listed, len(listed))
+    seen = set(KNOWN)
+    while True:
+        word = made_up(rng)
+        if word not in seen and _belongs(word, split):
+            seen.add(word)
+            yield word
+
+
+def identifier(rng: random.Random, split: Split) -> str:
     """A random UUID (version 4 layout)."""
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    while True:
+        drawn = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        if _belongs(drawn, split):
+            return drawn
 
 
 def distinct(draw: Callable[[], str], count: int) -> list[str]:

@@ -1,0 +1,197 @@
+"""RULER's tasks hold what its definitions say: so many needles, hops and words, and as long as asked for."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from offload_decode import demo_model
+from offload_decode.errors import ConfigError
+from offload_decode.evals import tasks
+from offload_decode.evals.haystack import Strand, python_topics
+from offload_decode.evals.tasks import Context, words
+from offload_decode.evals.tasks.ruler import SUITE
+from offload_decode.evals.tasks.ruler.tracking import VariableTracking
+from offload_decode.evals.tasks.words import Split
+from tests.tiny import tiny_tokenizer
+
+DRAWN = [name for name in SUITE if not name.startswith("qa")]
+NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (\S+) is: (\S+)\.(?=\s|$)")
+VALUE = {"number": r"\d{7}", "uuid": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"}
+
+
+@cache
+def demo_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(demo_model.path())
+
+
+def drawn(name: str, tokens: int = 6000, seed: int = 1, split: Split = "eval", demo: bool = False) -> Context:
+    tokenizer = demo_tokenizer() if demo else tiny_tokenizer()
+    return tasks.get(name).context(
+        random.Random(seed), Strand(python_topics(), tokenizer, tokens, 0.3), split
+    )
+
+
+@pytest.mark.parametrize("demo", [False, True])
+@pytest.mark.parametrize("tokens", [8192, 20000])
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_text_is_as_long_as_asked_for(name: str, tokens: int, demo: bool) -> None:
+    context = drawn(name, tokens, demo=demo)
+    strand = Strand(python_topics(), demo_tokenizer() if demo else tiny_tokenizer(), tokens, 0.3)
+    largest_piece = 128 if "multikey_3" in name and not demo else 0  # a line of two UUIDs, byte by byte
+    assert 0.99 * tokens - largest_piece <= strand.count(context.text) <= tokens
+    assert 0.97 * tokens - largest_piece <= strand.count(context.control) <= 1.02 * tokens
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_seed_decides_the_text_and_another_draws_afresh(name: str) -> None:
+    first, again, other = drawn(name), drawn(name), drawn(name, seed=2)
+    assert first == again
+    assert not {a for q in first.questions for a in q.answers} & {
+        a for q in other.questions for a in q.answers
+    }
+    if first.depths[0] is not None:
+        assert first.depths != other.depths
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_control_holds_no_answer(name: str) -> None:
+    context = drawn(name)
+    tokens = set(re.findall(r"[\w-]+", context.control))
+    for question in context.questions:
+        assert not set(question.answers) & tokens
+        assert set(question.answers) <= set(re.findall(r"[\w-]+", context.text))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_question_does_not_hold_the_answer(name: str) -> None:
+    for question in drawn(name).questions:
+        assert not any(a in question.text + question.answer_prefix for a in question.answers)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_split_for_training_has_other_answers(name: str) -> None:
+    halves = [
+        {a for seed in range(4) for q in drawn(name, 3000, seed, split).questions for a in q.answers}
+        for split in ("train", "eval")
+    ]
+    assert not halves[0] & halves[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "needles", "kind"),
+    [
+        ("niah_single_1", 1, "number"),
+        ("niah_single_2", 1, "number"),
+        ("niah_single_3", 1, "uuid"),
+        ("niah_multikey_1", 4, "number"),
+        ("niah_multivalue", 4, "number"),
+        ("niah_multiquery", 4, "number"),
+    ],
+)
+def test_needles(name: str, needles: int, kind: str) -> None:
+    context = drawn(name)
+    found = NEEDLE.findall(context.text)
+    assert len(found) == needles
+    assert len({key for key, _ in found}) == (1 if name == "niah_multivalue" else needles)
+    assert len({value for _, value in found}) == needles
+    for key, value in found:
+        adjective, noun = key.split("-")
+        assert adjective in words.ADJECTIVES["eval"]
+        assert noun in words.NOUNS["eval"]
+        assert re.fullmatch(VALUE[kind], value)
+    assert len(context.questions) == (needles if name == "niah_multikey_1" else 1)
+    for question in context.questions:
+        assert [v for k, v in found if k in question.text] == sorted(question.answers, key=context.text.index)
+    assert not NEEDLE.search(context.control)
+
+
+def test_the_noise_of_single_1_is_the_five_sentences_and_the_needle_a_line_among_them() -> None:
+    lines = drawn("niah_single_1").text.split("\n")[1:]
+    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    assert [bool(NEEDLE.fullmatch(line)) for line in lines].count(True) == 1
+    assert all(noise.startswith(line) or NEEDLE.fullmatch(line) for line in lines)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("niah_multikey_2", "number"), ("niah_multikey_3", "uuid")])
+def test_every_line_is_a_needle_of_another_key(name: str, kind: str) -> None:
+    context = drawn(name)
+    lines = context.text.split("\n")[1:]
+    found = [NEEDLE.fullmatch(line) for line in lines]
+    pairs = {match[1]: match[2] for match in found if match}
+    assert len(pairs) == len(lines) == len(set(pairs.values()))
+    assert all(re.fullmatch(VALUE[kind], value) for value in pairs.values())
+    assert len(context.questions) == 4
+    for question, depth in zip(context.questions, context.depths, strict=True):
+        (key,) = [key for key in pairs if f" {key} " in question.text]
+        assert (pairs[key],) == question.answers
+        assert depth == context.text.index(f"One of the special magic {kind}s for {key}") / len(context.text)
+    assert len(set(lines) - set(context.control.split("\n"))) == 4
+
+
+@pytest.mark.parametrize("chains", [1, 3])
+def test_chains_of_four_hops_come_in_order(chains: int) -> None:
+    strand = Strand(python_topics(), tiny_tokenizer(), 8192, 0.3)
+    context = VariableTracking(chains=chains).context(random.Random(3), strand)
+    assigned = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w{5})", context.text)
+    assert len(assigned) == 5 * chains
+    assert len(context.questions) == chains
+    for question in context.questions:
+        (value,) = re.findall(r"\d{5}", question.text)
+        chain = [to for to, source in assigned if {to, source} & {value, *question.answers}]
+        assert tuple(chain) == question.answers
+        for (before, _), (_, source) in pairwise([a for a in assigned if a[0] in chain]):
+            assert source == before
+    assert "VAR" not in context.control
+
+
+@pytest.mark.parametrize(("tokens", "times", "others"), [(8192, 30, 3), (2000, 6, 1)])
+def test_ten_words_come_thirty_times_and_the_others_three_times(tokens: int, times: int, others: int) -> None:
+    context = drawn("cwe", tokens)
+    listed = re.findall(r"(\d+)\. (\w+)", context.text)
+    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
+    counts = Counter(word for _, word in listed)
+    assert {word for word, count in counts.items() if count == times} == set(context.questions[0].answers)
+    assert sorted(set(counts.values())) == [others, times]
+    assert len(context.questions[0].answers) == 10
+    control = Counter(re.findall(r"\d+\. (\w+)", context.control))
+    assert sum(count == times for count in control.values()) == 10
+
+
+def test_coded_words_follow_zipf_with_an_exponent_of_two() -> None:
+    context = drawn("fwe", 20000)
+    counts = Counter(context.text.split("coded words. ")[1].split())
+    (dots, noise), *coded = counts.most_common()
+    assert dots == "..."
+    assert all(re.fullmatch("[a-z]{6}", word) and word not in words.KNOWN for word, _ in coded)
+    for rank, (_, count) in enumerate(coded[:6], 2):
+        assert count == pytest.approx(noise * rank**-2.0, abs=1)
+    assert tuple(word for word, _ in coded[:3]) == context.questions[0].answers
+    assert coded[2][1] > coded[3][1]
+    named = Counter(context.control.split("coded words. ")[1].split())
+    assert sorted(named.values()) == sorted(counts.values())
+
+
+def test_words_never_run_out() -> None:
+    drawing = words.vocabulary(random.Random(0), "eval")
+    many = [next(drawing) for _ in range(len(words.EVERY["eval"]) + 500)]
+    assert len(set(many)) == len(many)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_too_few_tokens_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"40 tokens do not hold the facts of the task '{name}'"):
+        drawn(name, 40)
+
+
+def test_the_suite_are_thirteen_tasks_that_are_known() -> None:
+    assert len(set(SUITE)) == 13
+    assert set(DRAWN) <= set(tasks.names())
