@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -233,29 +233,16 @@ def rehearse(
 
 
 def show(results: Results, as_json: bool, quiet: bool) -> None:
-    """The table of a run, or all of it as JSON."""
-    from dataclasses import asdict
+    """The table of a run and what it comes to, or all of it as JSON; then where it is."""
+    from offload_decode.evals.summary import summarize
+    from offload_decode.evals.summary_table import rows
+    from offload_decode.evals.verdict import verdict
 
     if as_json:
         output.answer_json({**asdict(results.header), "records": results.records})
     else:
-        output.answer(output.table(_rows(results)))
-    output.note(str(results.path), quiet)
-
-
-def _rows(results: Results) -> list[list[str]]:
-    """A line for each task, length and way."""
-    from offload_decode.evals.intervals import wilson
-    from offload_decode.evals.records import questions_and_answers
-
-    cells: dict[tuple[str, int, str], list[float]] = {}
-    for asked, answers in questions_and_answers(results):
-        for said in answers:
-            way = "control" if said.control else said.way
-            cells.setdefault((asked.task, asked.length, way), []).append(said.score)
-    rows = [["task", "tokens", "way", "right", "interval", "questions"]]
-    for (task, length, way), scores in cells.items():
-        share = wilson(scores)
-        interval = f"{share.low:.0%} to {share.high:.0%}"
-        rows.append([task, f"{length:,}", way, f"{share.mean:.1%}", interval, str(share.count)])
-    return rows
+        summary = summarize(results)
+        output.answer(output.table(rows(summary)))
+        for sentence in verdict(summary):
+            output.answer(sentence)
+    output.note(f"{results.path}: see it with `offload-decode eval report {results.path}`", quiet)
