@@ -129,7 +129,8 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, help="haystack (default: the standard library's documentation topics)"
     )
-    parser.add_argument("--tasks", default=",".join(tasks.names()))
+    hiding = [name for name in tasks.names() if isinstance(tasks.get(name), HiddenFacts)]
+    parser.add_argument("--tasks", default=",".join(hiding))
     parser.add_argument(
         "--lengths", default="2048:20,8192:20,32768:20,131072:4", help="tokens:contexts[xquestions], ..."
     )

@@ -24,6 +24,13 @@ _FILES = {
     "common-words": "common_words",
     "header": "header",
     "header-one": "header",
+    "passkey": "passkey",
+    "count-mentions": "aggregate.count_mentions",
+    "filter-records": "aggregate.filter_records",
+    "join-story": "aggregate.join_story",
+    "every-record": "aggregate.every_record",
+    "tally-lines": "aggregate.tally_lines",
+    "graph-walk": "aggregate.graph_walk",
 }
 
 __all__ = [

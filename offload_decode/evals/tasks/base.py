@@ -54,14 +54,16 @@ class Episode:
 class Context:
     """A text to prefill, the same without what is asked for (`control`), and the questions about it.
 
-    `depths`: where in the text, from 0 to 1, what each question asks for stands; None where that is
-    no single place.
+    `depths`: where in the text, from 0 to 1, what each question asks for stands; None where that is no
+    single place. `needed`: how many tokens of the text each question needs at least, where the task can
+    tell.
     """
 
     text: str
     control: str
     questions: tuple[Question, ...]
     depths: tuple[float | None, ...]
+    needed: tuple[int, ...] = ()
 
 
 class Material(Protocol):
@@ -108,6 +110,10 @@ class Task(ABC):
     @abstractmethod
     def guess(self, rng: random.Random, question: Question) -> str:
         """An answer from the question alone, as good as can be without the text."""
+
+    def most_tokens(self, question: Question, material: Material) -> int:
+        """How many tokens an answer may take: more than `max_new_tokens` where answers grow with the text."""
+        return self.max_new_tokens
 
     def score(self, question: Question, said: str) -> float:
         """From 0 to 1, how right an answer is: it is read as a whole, and the prompt is not read."""

@@ -1,0 +1,84 @@
+"""Passkey retrieval by Quest's protocol (arXiv 2406.10774, section 4.2.2).
+
+The wording is that of Mohtashami and Jaggi (arXiv 2305.16300), which Quest has by way of YaRN.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from offload_decode.errors import ConfigError
+from offload_decode.evals.tasks import words
+from offload_decode.evals.tasks.aggregate import reading
+from offload_decode.evals.tasks.base import Context, Material, Question, Task
+from offload_decode.evals.tasks.words import Split
+
+LENGTHS = (10_000, 100_000)  # tokens of text, as in Quest's table 1
+BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+TELL = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+FACT = "The pass key is {key}. Remember it. {key} is the pass key."
+ASK = "What is the pass key?"
+PREFIX = " The pass key is"
+_DIGITS = 5
+_ROUNDS = 40  # of the five sentences, to count their tokens
+
+
+@dataclass(frozen=True)
+class Passkey(Task):
+    """A number of five digits among five sentences that repeat, at a depth drawn evenly.
+
+    In the control the five sentences go on instead. Chance: 1 in 18,000, as many keys as the split for
+    evaluation has.
+    """
+
+    name: ClassVar[str] = "passkey"
+    max_new_tokens: ClassVar[int] = 16
+
+    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+        key = words.number(rng, split, _DIGITS)
+        fact = FACT.format(key=key)
+        size = material.count(_noise(_ROUNDS * len(NOISE))) / (_ROUNDS * len(NOISE))
+        sentences = int((material.tokens - material.count(f"{TELL}\n\n{fact}\n\n")) / size)
+        if sentences < 1:
+            raise ConfigError(f"{material.tokens:,} tokens do not hold a pass key: take a longer text")
+        before = round(rng.random() * sentences)
+        after = sentences - before
+        instead = round(material.count(fact) / size)
+        question = Question(ASK, PREFIX, (key,), statement=f"The pass key is {key}.")
+        return Context(
+            "\n".join([TELL, _noise(before), fact, _noise(after)]),
+            "\n".join([TELL, _noise(before), _noise(instead), _noise(after)]),
+            (question,),
+            (before / sentences,),
+            (material.count(fact),),
+        )
+
+    def guess(self, rng: random.Random, question: Question) -> str:
+        """Another key."""
+        return words.number(rng, "eval", _DIGITS)
+
+    def score(self, question: Question, said: str) -> float:
+        """1 for the key as the one number that is given."""
+        return float(reading.number(said) == int(question.answers[0]))
+
+
+def _noise(sentences: int) -> str:
+    """So many sentences, the five in turn."""
+    rounds, rest = divmod(sentences, len(NOISE))
+    return " ".join([*NOISE * rounds, *NOISE[:rest]])
+
+
+TASKS: tuple[type[Task], ...] = (Passkey,)
