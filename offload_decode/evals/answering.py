@@ -110,10 +110,10 @@ class Answering:
                 asked = self._asked(place, number, question, drawn.depths[number], store, rng)
                 records.append(record(QUESTION, asked))
             for way in self.ways:
-                records += self._answers(place, store, way, questions, control=False)
+                records += self._answers(place, strand, store, way, questions, control=False)
         if place.controlled:
             with self.stores(drawn.control, lambda done: report(place.length + done)) as store:
-                records += self._answers(place, store, self.ways[0], questions, control=True)
+                records += self._answers(place, strand, store, self.ways[0], questions, control=True)
         return records
 
     def _all(self) -> Iterator[_Place]:
@@ -151,6 +151,7 @@ class Answering:
     def _answers(
         self,
         place: _Place,
+        strand: Strand,
         store: KVStore,
         way: Contender,
         questions: Sequence[tuple[int, Question]],
@@ -160,7 +161,8 @@ class Answering:
         task = place.task
         for number, question in questions:
             begun = question.answer_prefix if self.plan.begins else ""
-            answer = reply(engine, way.label, question.text, task.max_new_tokens, begun)
+            most = task.most_tokens(question, strand)
+            answer = reply(engine, way.label, question.text, most, begun)
             said = Said(
                 unit=place.key,
                 question=number,
