@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,27 @@ class Processors:
 
     They see `tokens`, the conversation after the stored ones, and what is generated; `ends` are the tokens
     that end the answer, which has at `most` so many. Sampling (`do_sample`, `temperature`, `top_k`, `top_p`)
-    and beams are left out.
+    and beams are left out, unless `asked` has keyword arguments of `model.generate`: `samples` then says
+    whether a token is to be drawn. Raises `ConfigError` for arguments that are none, and for beams.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, tokens: Sequence[int], ends: frozenset[int], most: int):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        tokens: Sequence[int],
+        ends: frozenset[int],
+        most: int,
+        asked: Mapping[str, Any] | None = None,
+    ):
         if most < 1:
             raise ConfigError(f"an answer of {most} tokens is none: max_new_tokens must be 1 or more")
-        config = copy.deepcopy(model.generation_config)
-        config.do_sample = False
+        if asked is None:
+            config = copy.deepcopy(model.generation_config)
+            config.do_sample = False
+        else:
+            config = _told(model, asked)
+        self.samples = bool(config.do_sample)
         config.eos_token_id = sorted(ends) or None
         config.pad_token_id = 0  # nothing is padded, and without one there is a warning
         config.max_length = len(tokens) + most
@@ -51,3 +64,16 @@ class Processors:
         if self._processors or self._stop is not None:
             self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=1)
         return self._stop is not None and bool(self._stop(self._ids, None)[0])
+
+
+def _told(model: Any, asked: Mapping[str, Any]) -> Any:
+    """The `generation_config` of `model.generate(**asked)`."""
+    try:
+        config, unknown = model._prepare_generation_config(None, **asked)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"these arguments of a generation cannot be used: {error}") from error
+    if unknown:
+        raise ConfigError(f"a generation has no argument '{next(iter(unknown))}': leave it out")
+    if (mode := config.get_generation_mode()) not in ("greedy_search", "sample"):
+        raise ConfigError(f"{mode.value} is not done here: leave it out, for greedy decoding or sampling")
+    return config

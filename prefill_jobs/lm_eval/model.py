@@ -1,0 +1,293 @@
+"""The model as lm-eval asks it: texts to tokens by the conventions of its `hf` model, answers from stores.
+
+These are `lm_eval.models.huggingface.HFLM`'s: how a context and its continuation are told apart, what stands
+before an empty one, from which side a long one is cut, how stop strings end an answer. With dense attention,
+or a budget of all tokens, every result is that model's to float rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import jinja2
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from tqdm import tqdm
+
+from offload_decode.engine.conversation import Conversation
+from offload_decode.errors import ConfigError
+from offload_decode.evals.made_with import made_with
+from offload_decode.models.checkpoint import source_of
+from offload_decode.models.gguf import SUFFIX
+from offload_decode.models.loading import load
+from offload_decode.models.names import find_tokenizer
+from prefill_jobs.lm_eval.answers import Score, Scoring, Writing, answers, scores
+from prefill_jobs.lm_eval.prefixes import Tokens, groups
+from prefill_jobs.lm_eval.registration import NAME
+from prefill_jobs.lm_eval.settings import Settings
+from prefill_jobs.lm_eval.stores import Stores
+
+MAX_GEN_TOKS = 256
+"""Tokens of an answer, where neither its task nor `--gen_kwargs` say."""
+
+logger = logging.getLogger("lm_eval.offload_decode")  # below lm-eval's own, which alone are shown
+
+Run = Callable[[Conversation, int, list[int]], Iterator[tuple[int, Any]]]
+
+
+@register_model(NAME)
+class OffloadDecodeLM(TemplateLM):
+    """A model that answers lm-eval's requests from stores; its arguments are those of `Settings`."""
+
+    def __init__(self, pretrained: str, **given: Any):
+        super().__init__()
+        self.settings = settings = Settings.of(pretrained, given)
+        self.loaded = load(pretrained, settings.device, settings.dtype, settings.weights)
+        self.tokenizer = self.loaded.known_tokenizer
+        self._device = self.loaded.device
+        folder = None if settings.stores is None else Path(settings.stores)
+        self._stores = Stores(self.loaded, settings.prefilling, settings.asking, folder)
+        self._counts = {"behind_stores": 0, "bare": 0, "stores": 0, "stored_tokens": 0, "following_tokens": 0}
+        if pretrained.endswith(SUFFIX) or source_of(pretrained) != pretrained:
+            find_tokenizer(pretrained, self.tokenizer)  # some tasks size their texts by it
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> Self:
+        """From `--model_args`, and what lm-eval's own options say: where both do, the former hold."""
+        more = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if more.get("device") == "cuda:0":  # what lm-eval says where the user says nothing
+            more["device"] = "auto"
+        return cls(**{**more, **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
+        """The same from a string, which programs that call lm-eval may give."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context is."""
+        if self.settings.prefix_token_id is not None:
+            return self.settings.prefix_token_id
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else int(begin)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a context with its continuation, which is cut from the left where there are more."""
+        if self.settings.max_length is not None:
+            return self.settings.max_length
+        config = self.loaded.model.config.get_text_config()
+        stated = (getattr(config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
+        return next((int(length) for length in stated if length is not None), 2048)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which lm-eval tells cached requests of one chat template from those of another."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A chat as the tokenizer's template writes it; without its system message, if that fails."""
+        try:
+            return self._templated(chat_history, add_generation_prompt)
+        except jinja2.exceptions.TemplateError:
+            logger.warning("The chat template fails: trying without the system message.")
+            others = [message for message in chat_history if message["role"] != "system"]
+            return self._templated(others, add_generation_prompt)
+
+    def _templated(self, chat: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        written: str = self.tokenizer.apply_chat_template(
+            chat,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return written
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids; nothing is put before a text that begins with the token that a text begins with."""
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        return self._encoded(string, add_special_tokens)
+
+    def _encoded(self, string: str, special: bool | None) -> list[int]:
+        special = self.settings.add_bos_token if special is None else special
+        how = {} if special is None else {"add_special_tokens": special}
+        return list(self.tokenizer.encode(string, verbose=False, **how))
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """Scores of (text, tokens of the context, tokens of the continuation), in their order."""
+        scorings = [Scoring(*self._cut(context, continuation)) for _, context, continuation in requests]
+
+        def run(start: Conversation, stored: int, places: list[int]) -> Iterator[tuple[int, Score]]:
+            return scores(start, stored, [scorings[place] for place in places], self.settings.batch_size)
+
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        contexts = [scoring.context for scoring in scorings]
+        following = [len(scoring.continuation) for scoring in scorings]
+        for place, score in self._run("loglikelihood", contexts, following, run, disable_tqdm):
+            results[place] = tuple(score)
+            if (text := requests[place][0]) is not None:
+                self.cache_hook.add_partial("loglikelihood", text, results[place])
+        return results
+
+    def _cut(self, context: list[int], continuation: list[int]) -> tuple[Tokens, list[int]]:
+        if not continuation or len(continuation) > self.max_length:
+            raise ConfigError(
+                f"a continuation of {len(continuation):,} tokens cannot be scored: it must have one at "
+                f"least, and no more than max_length, {self.max_length:,}"
+            )
+        whole, most = len(context) + len(continuation), self.max_length + 1
+        if whole > most:
+            logger.warning(
+                "A context and its continuation have %s tokens, more than max_length (%s): "
+                "the first %s are left out.",
+                *(f"{number:,}" for number in (whole, self.max_length, whole - most)),
+            )
+        kept = context[max(0, whole - most) :]
+        return np.array(kept, np.int32), continuation
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, in windows of `max_length`."""
+        windows: list[tuple[tuple[str, str] | None, list[int], list[int]]] = []
+        owners: list[int] = []
+        for owner, request in enumerate(requests):
+            own = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
+            )
+            for context, continuation in map(make_disjoint_window, own):
+                windows.append((None, context, continuation))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        found = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
+        for owner, (logprob, _) in zip(owners, found, strict=True):
+            totals[owner] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers up to the first stop string of each."""
+        writings = [self._writing(*request.args) for request in requests]
+
+        def run(start: Conversation, stored: int, places: list[int]) -> Iterator[tuple[int, list[int]]]:
+            return answers(start, stored, [writings[place] for place in places], self.settings.batch_size)
+
+        results = [""] * len(requests)
+        contexts = [writing.context for writing in writings]
+        following = [writing.most for writing in writings]
+        for place, tokens in self._run("generate_until", contexts, following, run, disable_tqdm):
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            results[place] = postprocess_generated_text(text, list(writings[place].stops), None)
+            self.cache_hook.add_partial("generate_until", requests[place].args, results[place])
+        return results
+
+    def _writing(self, context: str, given: dict[str, Any]) -> Writing:
+        asked: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
+        end = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
+        stops = handle_stop_sequences(asked.pop("until"), eos=end)
+        most = asked.pop("max_gen_toks")
+        if not asked["do_sample"]:
+            asked.pop("temperature", None)
+        room = self.max_length - most
+        if most < 1 or room < 1:
+            raise ConfigError(
+                f"max_gen_toks is {most:,}: it must be 1 or more, and less than max_length, "
+                f"which is {self.max_length:,}"
+            )
+        begins = has_bos_prefix(context, getattr(self.tokenizer, "bos_token", None))
+        tokens = self._encoded(context, False if begins else None) or [self.prefix_token_id]
+        if len(tokens) > room:
+            logger.warning(
+                "A context has %s tokens, and max_length (%s) leaves room for %s: the first are left out.",
+                *(f"{number:,}" for number in (len(tokens), self.max_length, room)),
+            )
+        if "max_length" in asked:
+            most = asked.pop("max_length") - min(len(tokens), room)
+        return Writing(np.array(tokens[-room:], np.int32), most, [stop for stop in stops if stop], asked)
+
+    def _run(
+        self,
+        what: str,
+        contexts: Sequence[Tokens],
+        following: Sequence[int],
+        run: Run,
+        quiet: bool,
+    ) -> Iterator[tuple[int, Any]]:
+        """Each context's place with what `run` makes of it, prefix by prefix."""
+        with tqdm(total=len(contexts), desc=f"Running {what} requests", disable=quiet) as bar:
+            for stored, places in self._groups(contexts, following):
+                prefix = contexts[places[0]][:stored]
+                most = max(len(contexts[place]) - stored + following[place] for place in places)
+
+                def told(done: int, total: int = stored) -> None:
+                    bar.set_postfix_str(f"prefill {done:,} of {total:,} tokens" if done < total else "")
+
+                with self._stores.behind(prefix, most, told) as start:
+                    for number, result in run(start, stored, places):
+                        yield places[number], result
+                        bar.update()
+                self._count(stored, [len(contexts[place]) - stored for place in places])
+        logger.info(
+            "%s of %s requests were answered from stores (%s of them), the others by the bare model.",
+            self._counts["behind_stores"],
+            self._counts["behind_stores"] + self._counts["bare"],
+            self._counts["stores"],
+        )
+
+    def _groups(
+        self, contexts: Sequence[Tokens], following: Sequence[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        # Where a model rotates its keys by the length of the whole text, only texts of a kind can share them.
+        alike: dict[Any, list[int]] = {}
+        for place, (context, more) in enumerate(zip(contexts, following, strict=True)):
+            alike.setdefault(self.loaded.lengths.chosen(0, len(context) + more), []).append(place)
+        for places in alike.values():
+            own = [contexts[place] for place in places]
+            for group in groups(own, self.settings.min_prefix, self.settings.question_tokens):
+                yield group.stored, [places[member] for member in group.members]
+
+    def _count(self, stored: int, following: list[int]) -> None:
+        kind = "behind_stores" if stored else "bare"
+        self._counts[kind] += len(following)
+        if stored:
+            self._counts["stores"] += 1
+            self._counts["stored_tokens"] += stored * len(following)
+            self._counts["following_tokens"] += sum(following)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside the results: the model, how it was asked, and how much lay in stores."""
+        return {
+            "offload_decode": {
+                **made_with(self.loaded),
+                "settings": asdict(self.settings),
+                "requests": self._counts,
+            }
+        }

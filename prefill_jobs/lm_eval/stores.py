@@ -1,0 +1,97 @@
+"""Prefixes as stores: made when they are asked behind, and kept where a folder for them is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from offload_decode.config import EngineConfig
+from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.corpusless import without_corpus
+from offload_decode.engine.engine import Engine
+from offload_decode.errors import StoreMismatch
+from offload_decode.kv.head_indexes import AUTO
+from offload_decode.models.loading import LoadedModel
+from offload_decode.store.format import token_hash
+from offload_decode.store.reader import KVStore
+from offload_decode.types import Document
+from prefill_jobs.build import build_indexes
+from prefill_jobs.job import Settings, prefill_tokens
+from prefill_jobs.lm_eval.prefixes import Tokens
+
+
+class Stores:
+    """Of one model, prefilled with the same `settings`, and asked as `config` says. `folder`: where they are
+    kept, for later runs too; None for a temporary one, from which each is removed after use.
+    """
+
+    def __init__(self, loaded: LoadedModel, settings: Settings, config: EngineConfig, folder: Path | None):
+        self.loaded = loaded
+        self.settings = settings
+        self.config = config
+        self.folder = folder
+
+    @contextmanager
+    def behind(
+        self, prefix: Tokens, following: int, progress: Callable[[int], None]
+    ) -> Iterator[Conversation]:
+        """A conversation behind `prefix [P]`, which at most `following` tokens will follow; behind none, that
+        with the bare model. `progress` is told the tokens that are prefilled so far.
+
+        Raises `StoreError`, `ConfigError`, `DoesNotFit`.
+        """
+        if not len(prefix):
+            yield without_corpus(self.loaded, following)
+        elif self.folder is not None:
+            yield self._opened(self.folder, prefix, following, progress)
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="offload-decode-"))
+            try:
+                yield self._opened(folder, prefix, following, progress)
+            finally:
+                shutil.rmtree(folder)
+
+    def _opened(
+        self, folder: Path, prefix: Tokens, following: int, progress: Callable[[int], None]
+    ) -> Engine:
+        settings = replace(self.settings, context=following)
+        path = folder / f"{self._digest(prefix, following)}.kv"
+        if not path.exists():
+            documents = [Document("context", 0, len(prefix))]
+            prefill_tokens(
+                self.loaded,
+                prefix,
+                documents,
+                path,
+                settings,
+                progress=lambda stage, done, total: progress(done) if stage == "prefill" else None,
+            )
+        store = KVStore.open(path)
+        if store.manifest.token_hash != token_hash(prefix):
+            raise StoreMismatch(f"{path} is of another text than its name says: remove it.")
+        kind = str(self.config.options.get("index", AUTO))
+        if kind != AUTO:
+            build_indexes(path, kind)
+        return Engine.open(store, self.loaded, self.config)
+
+    def _digest(self, prefix: Tokens, following: int) -> str:
+        """By the tokens, the model, and all that shapes what is stored of them."""
+        loaded = self.loaded
+        positions = loaded.lengths.chosen(len(prefix), following)
+        said = [
+            token_hash(prefix),
+            loaded.weights_hash,
+            loaded.config_hash,
+            loaded.tokenizer_hash,
+            loaded.dtype,
+            loaded.weights,
+            positions.noted,
+            asdict(replace(self.settings, context=None)),
+        ]
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=dict).encode()).hexdigest()[:32]
