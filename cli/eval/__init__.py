@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from cli.eval import ablation, fidelity, needle, ruler
+from cli.eval import ablation, fidelity, needle, perplexity, ruler, sparsity
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how good the answers are.")
 app.command("needle")(needle.needle)
 app.command("ruler")(ruler.ruler)
 app.command("ablation")(ablation.ablation)
 app.command("fidelity")(fidelity.fidelity)
+app.command("perplexity")(perplexity.perplexity)
+app.command("sparsity")(sparsity.sparsity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE, Contender
 
 if TYPE_CHECKING:
+    from offload_decode.evals.answering import Answering
     from offload_decode.evals.haystack import Haystack
     from offload_decode.evals.results import Results
     from offload_decode.evals.runs import Stores as StoresOf
@@ -185,8 +186,15 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def ask_all(wanted: Wanted, tasks: Sequence[Task]) -> None:
     """Ask every question of the tasks, print the table, and say where the results are."""
+    from offload_decode.evals.answering import Answering
+
+    show(measured(wanted, tasks, Answering), wanted.as_json, wanted.quiet)
+
+
+def measured(wanted: Wanted, tasks: Sequence[Task], evaluated: type[Answering]) -> Results:
+    """The results of asking every question of the tasks."""
     from cli.eval.stores import PrefilledStores
-    from offload_decode.evals.answering import Answering, AnswerPlan
+    from offload_decode.evals.answering import AnswerPlan
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
 
@@ -207,10 +215,9 @@ def ask_all(wanted: Wanted, tasks: Sequence[Task]) -> None:
     kinds = [kind for way in wanted.contenders if (kind := index_of(way.options)) is not None]
     stores = PrefilledStores(loaded, haystack.name, settings, kinds, wanted.stores)
     rehearse(wanted.contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
-    evaluation = Answering(plan, tasks, loaded, haystack, stores)
+    evaluation = evaluated(plan, tasks, loaded, haystack, stores)
     with Progress(wanted.quiet) as progress:
-        results = run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
-    show(results, wanted.as_json, wanted.quiet)
+        return run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
 
 
 def prefill_settings(text: str) -> Settings:
@@ -232,17 +239,24 @@ def rehearse(
             Engine.open(store, loaded, selector=way.selector, options=way.options)
 
 
-def show(results: Results, as_json: bool, quiet: bool) -> None:
-    """The table of a run and what it comes to, or all of it as JSON; then where it is."""
+def show(
+    results: Results,
+    as_json: bool,
+    quiet: bool,
+    told: Callable[[Results], str] | None = None,
+) -> None:
+    """What is `told` of a run, its table and what it comes to, or all of it as JSON; then where it is."""
+    if as_json:
+        output.answer_json({**asdict(results.header), "records": results.records})
+    else:
+        output.answer((told or _judged)(results))
+    output.note(f"{results.path}: see it with `offload-decode eval report {results.path}`", quiet)
+
+
+def _judged(results: Results) -> str:
     from offload_decode.evals.summary import summarize
     from offload_decode.evals.summary_table import rows
     from offload_decode.evals.verdict import verdict
 
-    if as_json:
-        output.answer_json({**asdict(results.header), "records": results.records})
-    else:
-        summary = summarize(results)
-        output.answer(output.table(rows(summary)))
-        for sentence in verdict(summary):
-            output.answer(sentence)
-    output.note(f"{results.path}: see it with `offload-decode eval report {results.path}`", quiet)
+    summary = summarize(results)
+    return "\n".join([output.table(rows(summary)), *verdict(summary)])

@@ -41,7 +41,7 @@ class AnswerPlan:
 
 
 @dataclass(frozen=True)
-class _Place:
+class AnswerPlace:
     """One context: the how-manieth of its task, length and seed, and how many questions of it are asked."""
 
     task: Task
@@ -110,23 +110,23 @@ class Answering:
                 asked = self._asked(place, number, question, drawn.depths[number], store, rng)
                 records.append(record(QUESTION, asked))
             for way in self.ways:
-                records += self._answers(place, strand, store, way, questions, control=False)
+                records += self.answers(place, strand, store, way, questions, control=False)
         if place.controlled:
             with self.stores(drawn.control, lambda done: report(place.length + done)) as store:
-                records += self._answers(place, strand, store, self.ways[0], questions, control=True)
+                records += self.answers(place, strand, store, self.ways[0], questions, control=True)
         return records
 
-    def _all(self) -> Iterator[_Place]:
+    def _all(self) -> Iterator[AnswerPlace]:
         for length in self.plan.lengths:
             for task in self.tasks:
                 for seed in self.plan.seeds:
                     each = task.per_context
                     for index, first in enumerate(range(0, self.plan.limit, each)):
-                        yield _Place(task, length, seed, index, min(each, self.plan.limit - first))
+                        yield AnswerPlace(task, length, seed, index, min(each, self.plan.limit - first))
 
     def _asked(
         self,
-        place: _Place,
+        place: AnswerPlace,
         number: int,
         question: Question,
         depth: float | None,
@@ -148,15 +148,16 @@ class Answering:
             stored_tokens=store.manifest.n_tokens,
         )
 
-    def _answers(
+    def answers(
         self,
-        place: _Place,
+        place: AnswerPlace,
         strand: Strand,
         store: KVStore,
         way: Contender,
         questions: Sequence[tuple[int, Question]],
         control: bool,
     ) -> Iterator[Record]:
+        """The records of all answers of one way to a text's questions."""
         engine = Engine.open(store, self.loaded, selector=way.selector, options=way.options)
         task = place.task
         for number, question in questions:

@@ -1,0 +1,193 @@
+"""`offload-decode eval perplexity`: how well a text's continuation is foretold from its stored beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import output
+from cli.counts import token_count
+from cli.eval.asked import index_of, read_haystack
+from cli.eval.running import (
+    Budgets,
+    CommonOptions,
+    EvalModel,
+    Out,
+    PrefillMethod,
+    Selectors,
+    contenders_of,
+    prefill_settings,
+    rehearse,
+    show,
+)
+from cli.options import Device, Json, Quiet
+from cli.progress import Progress
+
+if TYPE_CHECKING:
+    from offload_decode.evals.resampling import Estimate
+    from offload_decode.evals.results import Results
+
+_DEMO = "the demo model finds facts and knows no language: its perplexity says nothing of another model's"
+_POINTS = 16  # lines of the table by position
+
+
+def perplexity(
+    model: EvalModel = "demo",
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="The text: a file, a folder, or - for standard input.  [default: the Python documentation "
+            "topics]",
+            show_default=False,
+        ),
+    ] = None,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            "--lengths",
+            metavar="N,…",
+            help="Stored tokens before what is foretold; with --sliding the one length of the text.",
+        ),
+    ] = "8K",
+    places: Annotated[
+        int, typer.Option("--places", metavar="N", help="Places of the text, evenly spread.", min=1)
+    ] = 4,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            "--chunk",
+            metavar="N",
+            help="Tokens that are foretold behind a store. They attend to each other whole: keep them few.",
+            min=2,
+        ),
+    ] = 256,
+    selector: Selectors = None,
+    budgets: Budgets = "64,256,1024",
+    option: CommonOptions = None,
+    windows: Annotated[
+        str,
+        typer.Option(
+            "--windows",
+            metavar="N,…",
+            help="Baselines: the bare model, which reads so many tokens before those that are foretold and "
+            "knows of nothing else.",
+        ),
+    ] = "512",
+    sliding: Annotated[
+        bool,
+        typer.Option(
+            "--sliding",
+            help="Foretell the whole text, chunk by chunk, each behind a store of all that stands before it.",
+        ),
+    ] = False,
+    prefill: PrefillMethod = "dense",
+    out: Out = None,
+    device: Device = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure perplexity by selector and budget.
+
+    The beginning of a text is stored. The tokens that follow are run behind it, and each is foretold from all
+    before it: with dense attention to the store, and with every selector at every budget.
+
+    The table shows the negative log-likelihood (NLL) of a token in nats and the perplexity, and how much more
+    NLL that is than with dense attention, with a 95 % interval over blocks of 32 tokens.
+    """
+    from cli.eval.stores import PrefilledStores
+    from offload_decode.errors import ConfigError
+    from offload_decode.evals.perplexity import Perplexity, PerplexityPlan
+    from offload_decode.evals.runs import run
+    from offload_decode.models.loading import load
+    from prefill_jobs.growing import GrowingStore
+
+    counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
+    if sliding and len(counts) > 1:
+        raise ConfigError("with --sliding, --lengths is one number, the length of the whole text")
+    contenders = contenders_of(selector, budgets, option)
+    settings = prefill_settings(prefill)
+    haystack = read_haystack(text)
+    plan = PerplexityPlan(
+        haystack,
+        counts,
+        contenders,
+        places,
+        chunk,
+        tuple(dict.fromkeys(map(token_count, windows.split(",")))),
+        sliding,
+        {"method": settings.method, **settings.options},
+    )
+    kinds = sorted({kind for way in contenders if (kind := index_of(way.options)) is not None})
+    loaded = load(model, device)
+    with (
+        TemporaryDirectory(prefix="offload-decode-eval-") as folder,
+        Progress(quiet) as progress,
+    ):
+        grown = GrowingStore(loaded, Path(folder), plan.longest, settings, kinds)
+        evaluation = Perplexity(loaded, plan, grown)
+        rehearse(contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
+        results = run(
+            evaluation,
+            loaded,
+            out or Path("perplexity.jsonl"),
+            lambda done, total: progress("prefill", done, total),
+        )
+    show(results, as_json, quiet, _text)
+    if model == "demo":
+        output.note(_DEMO, quiet)
+
+
+def _text(results: Results) -> str:
+    """The table of all ways, what share is the tail's, and in the sliding fashion NLL by position."""
+    from offload_decode.evals.contender import DENSE
+    from offload_decode.evals.perplexity_report import likelihoods
+
+    rows = [["way", "stored", "NLL", "perplexity", "more than dense", "interval", "attended", "tokens"]]
+    notes = []
+    sliding = results.header.configuration.get("fashion") == "sliding"
+    for line in likelihoods(results):
+        rows.append(
+            [
+                line.way,
+                f"up to {line.length:,}" if sliding else f"{line.length:,}",
+                f"{line.nll:.4f}",
+                f"{line.perplexity:,.2f}",
+                *(["", ""] if line.way == DENSE else _difference(line.more)),
+                "-" if line.attended is None else f"{line.attended:,.0f}",
+                f"{line.tokens:,}",
+            ]
+        )
+        if line.way == DENSE and line.tail_share is not None:
+            notes.append(
+                f"behind {'up to ' if sliding else ''}{line.length:,} tokens, {line.tail_share:.1%} of dense "
+                "attention goes to the chunk itself, which all selectors attend to whole"
+            )
+    parts = [output.table(rows), *notes]
+    if sliding:
+        parts += ["", output.table(_curve(results))]
+    return "\n".join(parts)
+
+
+def _curve(results: Results) -> list[list[str]]:
+    """Positions down, ways across: the mean NLL there."""
+    from offload_decode.evals.perplexity_report import curve
+
+    points = curve(results, _POINTS)
+    ways = list(dict.fromkeys(point.way for point in points))
+    lines: dict[tuple[int, int], list[str]] = {}
+    for point in points:
+        lines.setdefault((point.first, point.last), []).append(f"{point.nll:.4f}")
+    return [
+        ["NLL of tokens", *ways],
+        *([f"{first:,} to {last:,}", *cells] for (first, last), cells in lines.items()),
+    ]
+
+
+def _difference(more: Estimate) -> list[str]:
+    interval = "-" if more.low is None else f"{more.low:+.4f} to {more.high:+.4f}"
+    return [f"{more.value:+.4f}", interval]

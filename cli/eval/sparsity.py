@@ -1,0 +1,160 @@
+"""`offload-decode eval sparsity`: how few tokens hold the attention, and does that tell what is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import output
+from cli.counts import token_count
+from cli.eval.running import (
+    Begin,
+    EvalModel,
+    Lengths,
+    Limit,
+    Out,
+    PrefillMethod,
+    Seeds,
+    Stores,
+    Tasks,
+    Text,
+    Wanted,
+    contenders_of,
+    measured,
+    show,
+    tasks_named,
+)
+from cli.options import Device, Json, Quiet
+
+if TYPE_CHECKING:
+    from offload_decode.evals.results import Results
+    from offload_decode.evals.sparsity_report import Prediction, Question, Sparse
+
+
+def sparsity(
+    model: EvalModel = "demo",
+    text: Text = None,
+    tasks: Tasks = None,
+    lengths: Lengths = "4K",
+    budgets: Annotated[
+        str,
+        typer.Option(
+            "--budgets",
+            metavar="K,…",
+            help="Stored tokens that topk may attend to, from few to many: the fewest that answer as well as "
+            "dense attention are what a question needs.",
+        ),
+    ] = "4,8,16,32,64,128,256,512,1024",
+    limit: Limit = 10,
+    seeds: Seeds = "0",
+    prefill: PrefillMethod = "dense",
+    stores: Stores = None,
+    begin: Begin = True,
+    out: Out = None,
+    device: Device = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure how sparse attention is, by task, layer and head.
+
+    Every question of the tasks is answered with dense attention. Of the queries from which the answer is
+    generated, the table shows how many stored tokens hold 75, 90, 95 and 99 % of the attention to stored
+    tokens (the mean over layers and heads; for 90 % also the median head and the one at the 95th percentile),
+    the entropy in nats, and its exponential, the effective number of keys.
+
+    Then every question is answered by topk with each of the budgets. The fewest tokens with which, and with
+    all larger budgets, an answer scores no less than the dense one are what the question needs; and the last
+    table shows how well entropy foretells that (Spearman's rank correlation), beside the length alone.
+    """
+    from offload_decode.evals import tasks as known
+    from offload_decode.evals.sparsity import Sparsity
+
+    counts = sorted({token_count(budget) for budget in budgets.split(",")})
+    wanted = Wanted(
+        "sparsity",
+        model,
+        text,
+        lengths,
+        contenders_of(["topk"], ",".join(map(str, counts)), None),
+        limit,
+        seeds,
+        prefill,
+        stores,
+        begin,
+        out,
+        device,
+        as_json,
+        quiet,
+    )
+    chosen = [known.get(name) for name in tasks_named(tasks, known.names())]
+    show(measured(wanted, chosen, Sparsity), as_json, quiet, _text)
+
+
+def _text(results: Results) -> str:
+    from offload_decode.evals.sparsity_report import predictions, questions, sparse_by
+
+    asked = questions(results)
+    by_task = sparse_by(results, lambda record: (record["task"], record["length"]))
+    by_layer = sparse_by(results, lambda record: record["layer"])
+    heading = ["75 %", "90 %", "median head", "95th head", "95 %", "99 %", "entropy", "effective"]
+    tasks = [["task", "tokens", *heading, "needed", "of them", "dense score"]]
+    for (task, length), sparse in by_task.items():
+        own = [one for one in asked if (one.asked.task, one.asked.length) == (task, length)]
+        tasks.append([task, f"{length:,}", *_cells(sparse), *_needed(own)])
+    layers = [["layer", *heading], *([str(layer), *_cells(own)] for layer, own in by_layer.items())]
+    parts = [output.table(tasks), "", output.table(layers), "", output.table(_foretold(predictions(asked)))]
+    return "\n".join([*parts, *_left_out(asked)])
+
+
+def _cells(sparse: Sparse) -> list[str]:
+    means = {name: f"{mean:,.0f}" for name, (mean, _, _) in sparse.keys.items()}
+    _, middle, late = sparse.keys["90"]
+    return [
+        means["75"],
+        means["90"],
+        f"{middle:,.0f}",
+        f"{late:,.0f}",
+        means["95"],
+        means["99"],
+        f"{sparse.entropy:.2f}",
+        f"{sparse.effective:,.0f}",
+    ]
+
+
+def _needed(asked: Sequence[Question]) -> list[str]:
+    """The median of the tokens needed, the questions for which that is known, and the mean dense score."""
+    known = [one.needed for one in asked if one.needed is not None]
+    shown = f"{median(known):,.0f}" if known else "-"
+    return [shown, f"{len(known)}/{len(asked)}", f"{fmean(one.dense for one in asked):.0%}"]
+
+
+def _foretold(found: Sequence[Prediction]) -> list[list[str]]:
+    rows = [["foretells the tokens needed", "over", "rank correlation", "interval", "Pearson (logs)"]]
+    for line in found:
+        interval = "-" if line.rank.low is None else f"{line.rank.low:+.2f} to {line.rank.high:+.2f}"
+        over = f"{line.count} {line.over}"
+        rows.append([line.predictor, over, _shown(line.rank.value), interval, _shown(line.pearson)])
+    return rows
+
+
+def _shown(correlation: float) -> str:
+    return "-" if math.isnan(correlation) else f"{correlation:+.2f}"
+
+
+def _left_out(asked: Sequence[Question]) -> list[str]:
+    beyond, unknown = sum(one.beyond for one in asked), sum(one.needed is None for one in asked)
+    notes = []
+    if unknown:
+        notes.append(
+            f"{output.count(unknown, 'question')} left out of needed tokens: the dense answer scores 0 there"
+        )
+    if beyond:
+        notes.append(
+            f"{output.count(beyond, 'question')} not answered as well with the largest budget: taken to need "
+            "all stored tokens"
+        )
+    return notes

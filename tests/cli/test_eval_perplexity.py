@@ -1,0 +1,105 @@
+"""`eval perplexity` and `eval sparsity` print their tables and go on with what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offload_decode.evals import answering, sparsity
+from offload_decode.evals.results import read
+from offload_decode.evals.side_by_side import WayAnswer
+from offload_decode.evals.sparsity import LayerAttention
+from offload_decode.models import loading
+from tests.cli.conftest import TEXT, refused, run
+
+FORETELL = ("--lengths", "100", "--places", "1", "--chunk", "40", "--budgets", "8", "--windows", "20")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_perplexity_prints_a_line_for_each_way(home: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--out", out)
+    ran = run(*asked)
+    assert ran.code == 0, ran.err
+    heading, *lines = ran.out.splitlines()
+    assert heading.split()[:5] == ["way", "stored", "NLL", "perplexity", "more"]
+    assert [line.split()[:2] for line in lines[:3]] == [
+        ["dense", "100"],
+        ["topk:budget=8", "100"],
+        ["window:20", "100"],
+    ]
+    assert lines[3].startswith("behind 100 tokens, ")
+    assert "demo model" not in ran.err
+    before = out.read_bytes()
+    assert run(*asked).out == ran.out
+    assert out.read_bytes() == before
+
+
+def test_sliding_shows_every_position(home: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    asked = ("eval", "perplexity", "--model", home / "model", "--text", text, *FORETELL, "--sliding")
+    ran = run(*asked, "--out", out, "-q")
+    assert ran.code == 0, ran.err
+    positions = [line.split()[:3] for line in ran.out.splitlines()[-3:]]
+    assert positions == [["1", "to", "40"], ["41", "to", "80"], ["81", "to", "99"]]
+    assert ran.err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--lengths", "1K,2K", "--sliding"), "with --sliding, --lengths is one number"),
+        (("--windows", "x"), "'x' is no number of tokens"),
+        (("-s", "none"), "unknown selector 'none'"),
+        (("--chunk", "1"), "chunk"),
+    ],
+)
+def test_mistakes_are_told_before_a_model_is_loaded(
+    options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("a model was loaded"))
+    ran = run("eval", "perplexity", *options)
+    assert ran.code == 2
+    assert said in ran.err
+
+
+def test_a_text_that_is_too_short_is_refused(home: Path, text: Path, tmp_path: Path) -> None:
+    asked = ("eval", "perplexity", "--model", home / "model", "--text", text, "--lengths", "1M")
+    assert "take a longer text" in refused(2, *asked, "--out", tmp_path / "run.jsonl")
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_sparsity_prints_tasks_layers_and_what_foretells(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply, listen = answering.reply, sparsity.listen
+
+    def short(engine: object, way: str, question: str, most: int, begun: str = "") -> WayAnswer:
+        return reply(engine, way, question, 2, begun)  # type: ignore[arg-type]
+
+    def few(engine: object, question: str, most: int, begun: str = "") -> list[LayerAttention]:
+        return listen(engine, question, 2, begun)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(answering, "reply", short)
+    monkeypatch.setattr(sparsity, "listen", few)
+    ask = ("--tasks", "plain-fact", "--lengths", "200", "--limit", "1", "--budgets", "64,8")
+    out = tmp_path / "run.jsonl"
+    ran = run("eval", "sparsity", "--model", home / "model", *ask, "--out", out)
+    assert ran.code == 0, ran.err
+    tasks, layers, foretold = ran.out.split("\n\n")
+    assert tasks.splitlines()[1].startswith("plain-fact")
+    assert [line.split()[0] for line in layers.splitlines()] == ["layer", "0", "1", "2"]
+    assert foretold.startswith("foretells the tokens needed")
+    # A tiny random model is right about nothing, and that is said.
+    assert "1 question left out of needed tokens: the dense answer scores 0 there" in foretold
+    assert read(out).header.configuration["contenders"] == ["dense", "topk:budget=8", "topk:budget=64"]
+    shown = json.loads(run("eval", "sparsity", "--model", home / "model", *ask, "--out", out, "--json").out)
+    assert len([record for record in shown["records"] if record["record"] == "sparsity"]) == 6
