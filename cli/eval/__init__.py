@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from cli.eval import ablation, fidelity, needle, perplexity, ruler, sparsity
+from cli.eval import ablation, aggregate, fidelity, needle, passkey, perplexity, ruler, sparsity
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how good the answers are.")
 app.command("needle")(needle.needle)
 app.command("ruler")(ruler.ruler)
+app.command("aggregate")(aggregate.aggregate)
+app.command("passkey")(passkey.passkey)
 app.command("ablation")(ablation.ablation)
 app.command("fidelity")(fidelity.fidelity)
 app.command("perplexity")(perplexity.perplexity)

@@ -24,7 +24,8 @@ _FEW, _MANY = 60, 4000  # more towns, or people, than these need longer names to
 
 # In small letters too, as answers may be; but `the only person` is nobody.
 PERSON = re.compile(
-    rf"\b[^\W\d_]+ (?!(?-i:person|reason|lesson|season|prison))[^\W\d_]+(?:{'|'.join(_SURNAMES)})(?:-[^\W\d_]+)?(?![\w-])",
+    r"\b[^\W\d_]+ (?!(?-i:person|reason|lesson|season|prison))"
+    rf"[^\W\d_]+(?:{'|'.join(_SURNAMES)})(?:-[^\W\d_]+)?(?![\w-])",
     re.IGNORECASE,
 )
 TOWN = re.compile(
