@@ -23,8 +23,9 @@ from offload_decode.engine.engine import Engine
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.made_with import made_with
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import holds, insert
+from offload_decode.evals.tasks.base import insert
 from offload_decode.evals.tasks.ruler.niah import ASK, FACT, MultiKeyNeedle
+from offload_decode.evals.tasks.scoring import says
 from offload_decode.models.loading import LoadedModel, load
 
 NEEDLES = 10
@@ -44,11 +45,11 @@ class NeedleAnswer:
 
     @property
     def found(self) -> bool:
-        return holds(self.answer, self.expected)
+        return says(self.answer, self.expected)
 
     @property
     def known_without(self) -> bool:
-        return holds(self.control, self.expected)
+        return says(self.control, self.expected)
 
 
 def drawn(seed: int) -> dict[str, str]:

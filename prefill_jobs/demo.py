@@ -16,8 +16,9 @@ from offload_decode.errors import OffloadDecodeError
 from offload_decode.evals.haystack import python_topics
 from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
 from offload_decode.evals.tasks import HiddenFacts
-from offload_decode.evals.tasks.base import holds, insert
+from offload_decode.evals.tasks.base import insert
 from offload_decode.evals.tasks.ruler.niah import MultiKeyNeedle
+from offload_decode.evals.tasks.scoring import says
 
 MAX_NEW_TOKENS = 40
 _DEPTHS = (0.05, 0.27, 0.5, 0.73, 0.95)
@@ -34,8 +35,8 @@ class Fact:
     depth: float | None
 
     def told(self, text: str) -> bool:
-        """Whether a generated text holds the answer."""
-        return holds(text, self.answer)
+        """Whether a generated text gives this answer and no other."""
+        return says(text, self.answer, self.question)
 
 
 @dataclass(frozen=True)

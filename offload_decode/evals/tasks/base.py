@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from offload_decode.errors import ConfigError
+from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.words import Split
 
 _BOUNDARY = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
@@ -117,8 +118,7 @@ class Task(ABC):
 
     def score(self, question: Question, said: str) -> float:
         """From 0 to 1, how right an answer is: it is read as a whole, and the prompt is not read."""
-        found = sum(holds(said, answer) for answer in question.answers)
-        return found / len(question.answers)
+        return scoring.score(question, said)
 
     def ruler_score(self, question: Question, said: str) -> float:
         """RULER's own score: the share of the answers that occur anywhere in what was said, in any case
@@ -221,11 +221,6 @@ def too_short(task: Task, tokens: int) -> ConfigError:
     return ConfigError(
         f"{tokens:,} tokens do not hold the facts of the task '{task.name}': take a longer text"
     )
-
-
-def holds(text: str, answer: str) -> bool:
-    """Whether answer occurs in text as whole words: `123` is not in `51234`."""
-    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) is not None
 
 
 def _nearest(boundaries: list[int], at: float) -> int:

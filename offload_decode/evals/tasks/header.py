@@ -123,8 +123,20 @@ def fields(rng: random.Random, split: Split) -> dict[str, str]:
     return {name: value for name, value in every.items() if name in kept}
 
 
+class _Header(HiddenFacts):
+    """Questions for a field of a header."""
+
+    def guess(self, rng: random.Random, question: Question) -> str:
+        """Another header's value of the same field."""
+        asked = question.answer_prefix.removeprefix(" The ")
+        while True:
+            for field, value in fields(rng, "eval").items():
+                if asked.startswith(f"{field.lower()} of "):
+                    return value
+
+
 @dataclass(frozen=True)
-class DocumentHeader(HiddenFacts):
+class DocumentHeader(_Header):
     """Several documents, each behind a line `Document: name` and header lines `Field: value`."""
 
     name: ClassVar[str] = "header"
@@ -152,7 +164,7 @@ class DocumentHeader(HiddenFacts):
 
 
 @dataclass(frozen=True)
-class OneHeader(HiddenFacts):
+class OneHeader(_Header):
     """One document, its header at the very start whatever the depth."""
 
     name: ClassVar[str] = "header-one"

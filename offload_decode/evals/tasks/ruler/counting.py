@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import pi
 from typing import ClassVar
 
-from offload_decode.evals.tasks import words
+from offload_decode.evals.tasks import scoring, words
 from offload_decode.evals.tasks.base import Context, Material, Question, Task, too_short
 from offload_decode.evals.tasks.ruler.haystacks import fitting
 from offload_decode.evals.tasks.words import Split
@@ -91,6 +92,9 @@ class CommonWords(Task):
         """So many words of those that it could have been."""
         return ", ".join(islice(words.vocabulary(rng, "eval"), self.common))
 
+    def score(self, question: Question, said: str) -> float:
+        return scoring.words_score(question, said)
+
 
 @dataclass(frozen=True)
 class FrequentWords(Task):
@@ -146,7 +150,11 @@ class FrequentWords(Task):
         """So many words of six letters."""
         return ", ".join(words.distinct(lambda: words.coded(rng, "eval"), self.asked))
 
+    def score(self, question: Question, said: str) -> float:
+        return scoring.words_score(question, said, _CODED)
 
+
+_CODED = re.compile("[a-z]{6}")
 _IN_WORDS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
 TASKS: tuple[type[Task], ...] = (CommonWords, FrequentWords)

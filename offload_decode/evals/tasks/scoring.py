@@ -1,0 +1,271 @@
+"""How right an answer is, read alone and as a whole.
+
+Whatever else looks like an answer counts against it: what the right one looks like (a number, a UUID, a
+variable's name) says what else could have been meant for one. So an answer that lists everything, hedges, or
+goes on with other candidates is not right for holding the right one somewhere.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from offload_decode.evals.tasks import words
+
+if TYPE_CHECKING:
+    from offload_decode.evals.tasks.base import Question
+
+Find = Callable[[str, Sequence[str], frozenset[str]], "list[re.Match[str]]"]
+
+# Words that stand around an answer and are never one: none of them is in the lists that words are drawn from.
+_AROUND = """
+a above according all also an and answer answers any appear appears appeared are as assigned at based be been
+both by called coded common contains count counts do document does each every exactly first following for
+found four five frequency frequent frequently from given has have header here hidden i in is it item items
+its key keys last list listed lists mention mentioned more most named namely number numbered numbers occurs
+of often on one only order out provided question read respectively say says second seven six so some special
+stated states sure ten text than that the their them then there these they third thirty this those three time
+times to top total two uuid uuids value values var variable variables was we were what when where which who
+whose with word words written you your
+"""
+AROUND = frozenset(_AROUND.split())
+_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb", '\'\'""""')
+_MARKS = re.compile(r"[*`_\u200b\u200c\u200d\ufeff]+")
+_SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:[,.' ]\d{3})+(?!\d)")
+_NOT_BEFORE = re.compile(
+    r"(?:\b(?:not|never|neither|nor|no|except|excluding|without|than|instead of)|n't)"
+    r"(?:\s+(?:the|a|an|be|is|it|simply|just|number|value|code|uuid|word|variable|special|magic))*"
+    r"[\s\"'(:]*$",
+    re.IGNORECASE,
+)
+_NOT_AFTER = re.compile(
+    r"[\"')]*\s*,?\s*(?:which\s+|that\s+)?(?:(?:is|was|are|were)(?:\s+not\b|n't\b)|(?:is|was)\s+(?:wrong|incorrect|false)\b)",
+    re.IGNORECASE,
+)
+_WORD = re.compile(r"(?<![\w'-])[^\W\d_]+(?![\w'-])")
+_BREAK = re.compile(r"[\n,;:.!?|/()\[\]{}\u2022-]|\d+[.)]?|\band\b", re.IGNORECASE)
+_WORDS, _WORDS_EACH = 40, 20  # an answer has no more, and so many more for each thing that was asked for
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_LEAD = re.compile(r"^\W*(?:the\s+)?answer\W*(?:\bis\b)?\s*:?", re.IGNORECASE)
+
+
+def plain(said: str) -> str:
+    """The text without markdown, with plain quotes and spaces."""
+    text = unicodedata.normalize("NFKC", said).translate(_QUOTES)
+    return re.sub(r"[^\S\n]+", " ", _MARKS.sub("", text)).strip()
+
+
+def score(question: Question, said: str) -> float:
+    """From 0 to 1. One answer is right or wrong; several score |right| / max(|expected|, |given|).
+
+    Where the question has `keys`, an answer is right with its key: `1 for a, 2 for b`, or in the order of the
+    question where the keys are not named.
+    """
+    answers = [plain(answer) for answer in question.answers]
+    text = _unasked(question, plain(said))
+    if _rambles(text, answers):
+        return 0.0
+    find = next((find for looks, find in _LOOKS if all(looks.fullmatch(a) for a in answers)), None)
+    if find is None:
+        return max(float(_says_only(question, text, answer)) for answer in answers)
+    text = _joined(text, answers)
+    asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
+    found = [m for m in find(text, answers, asked) if not _denied(text, m)]
+    if question.keys:
+        pairs = _pairs(text, question.keys, found)
+        return share(zip(_lower(question.keys), _lower(answers), strict=True), pairs)
+    given = {match.group().lower() for match in found}
+    if len(answers) == 1:
+        return float(given == {answers[0].lower()})
+    return share(_lower(answers), given)
+
+
+def says(said: str, answer: str, asked: str = "") -> bool:
+    """Whether an answer says this and nothing else that looks like it."""
+    from offload_decode.evals.tasks.base import Question
+
+    return score(Question(asked, "", (answer,)), said) == 1
+
+
+def share(expected: Iterable[object], given: Iterable[object]) -> float:
+    """|right| / max(|expected|, |given|), each counted once."""
+    wanted, given = set(expected), set(given)
+    return len(wanted & given) / max(len(wanted), len(given))
+
+
+def words_score(question: Question, said: str, looks: re.Pattern[str] | None = None) -> float:
+    """The same for words of any kind, of which those that are listed count, wherever they are from, and in
+    sentences those that could have been meant: those of the lists, or what `looks` like an answer and is not
+    of the lists.
+    """
+    text = _unasked(question, plain(said))
+    if _rambles(text, question.answers):
+        return 0.0
+    asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
+
+    def meant(word: str) -> bool:
+        return word in words.KNOWN if looks is None else bool(looks.fullmatch(word)) > (word in words.KNOWN)
+
+    given: set[str] = set()
+    breaks = [*_BREAK.finditer(text)]
+    begins, ends = [0, *(m.end() for m in breaks)], [*(m.start() for m in breaks), len(text)]
+    for begin, end in zip(begins, ends, strict=True):
+        piece = [m for m in _WORD.finditer(text, begin, end) if not _denied(text, m)]
+        drawn = [m.group().lower() for m in piece]
+        rest = [word for word in drawn if word not in AROUND and word not in asked]
+        if len(rest) < len(drawn):
+            rest = [word for word in rest if meant(word)]
+        given.update(rest)
+    return share(_lower(question.answers), given)
+
+
+def exact(answers: Sequence[str], said: str) -> float:
+    """Whether the whole of an answer is one of these, by SQuAD's normal form (arXiv 1606.05250)."""
+    return float(any(_normal(answer) == _normal(_LEAD.sub("", said)) for answer in answers))
+
+
+def token_f1(answers: Sequence[str], said: str) -> float:
+    """The best F1 of the answer's words and those of one of these, by SQuAD's normal form."""
+    return max(_f1(_normal(answer).split(), _normal(_LEAD.sub("", said)).split()) for answer in answers)
+
+
+def _f1(expected: list[str], given: list[str]) -> float:
+    common = (Counter(expected) & Counter(given)).total()
+    if not expected or not given:
+        return float(expected == given)
+    return 2 * common / (len(expected) + len(given))
+
+
+def _normal(text: str) -> str:
+    """SQuAD's: small letters, no punctuation, no articles, single spaces."""
+    kept = "".join(c for c in plain(text).lower() if not unicodedata.category(c).startswith(("P", "S")))
+    return " ".join(_ARTICLES.sub(" ", kept).split())
+
+
+def _lower(texts: Sequence[str]) -> list[str]:
+    return [text.lower() for text in texts]
+
+
+def _rambles(text: str, answers: Sequence[str]) -> bool:
+    """Whether so much is said that it is no answer but a piece of the text, right answers and all."""
+    return len(text.split()) > _WORDS + _WORDS_EACH * len(answers)
+
+
+def _unasked(question: Question, text: str) -> str:
+    """Without what is repeated of the question."""
+    for part in (question.text, question.answer_prefix):
+        if part.strip():
+            text = re.sub(re.escape(plain(part)), " ", text, flags=re.IGNORECASE)
+    return text
+
+
+def _joined(text: str, answers: Sequence[str]) -> str:
+    """Numbers without thousands separators, where that makes them as long as an answer."""
+    lengths = {len(answer) for answer in answers if answer.isdigit()}
+
+    def join(match: re.Match[str]) -> str:
+        digits = re.sub(r"\D", "", match.group())
+        return digits if len(digits) in lengths else match.group()
+
+    return _SEPARATED.sub(join, text)
+
+
+def _denied(text: str, match: re.Match[str]) -> bool:
+    return bool(_NOT_BEFORE.search(text, 0, match.start()) or _NOT_AFTER.match(text, match.end()))
+
+
+def _numbers(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:
+    """Numbers of at least half as many digits as an answer, and none of the question's: `1.`, `four of 10`
+    and the like are not meant.
+    """
+    least = min(map(len, answers)) / 2
+    every = re.finditer(r"(?<!\w)(?<!\d\.)\d+(?:\.\d+)?(?!\w)", text)
+    return [m for m in every if len(m.group()) >= least and (m.group() in answers or m.group() not in asked)]
+
+
+def _codes(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:
+    found = re.finditer(r"(?<![\w-])(?=\S*\d)[0-9a-f]+(?:-[0-9a-f]+)+(?![\w-])", text, re.IGNORECASE)
+    return [m for m in found if not set(m.group().lower().split("-")) <= asked]
+
+
+def _compounds(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:
+    found = re.finditer(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])", text, re.IGNORECASE)
+    parts = [(m, set(m.group().lower().split("-"))) for m in found]
+    return [m for m, both in parts if both <= words.KNOWN and not both <= asked]
+
+
+def _variables(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:
+    """Words in capitals; where there are none, words of as many letters that are none of a language."""
+    most = max(map(len, answers))
+    capitals = re.finditer(rf"(?<!\w)[A-Z]{{{most - 1},}}(?!\w)", text)
+    small = re.finditer(rf"(?<!\w)[A-Za-z]{{{most}}}(?!\w)", text)
+    for found in (capitals, small):
+        meant = [m for m in found if m.group().lower() not in asked | AROUND | words.KNOWN]
+        if meant:
+            return meant
+    return []
+
+
+_LOOKS: tuple[tuple[re.Pattern[str], Find], ...] = (
+    (re.compile(r"\d+"), _numbers),
+    (re.compile(r"(?=.*\d)[0-9a-f]+(-[0-9a-f]+)+"), _codes),
+    (re.compile(r"[a-z]+-[a-z]+"), _compounds),
+    (re.compile(r"[A-Z]{4,8}"), _variables),
+)
+
+
+def _pairs(text: str, keys: Sequence[str], found: list[re.Match[str]]) -> set[tuple[str, str]]:
+    """Which value is said to be of which key."""
+    named = "|".join(re.escape(key).replace(r"\-", "[- ]") for key in keys)
+    mentions = list(re.finditer(rf"(?<![\w-])(?:{named})(?![\w-])", text, re.IGNORECASE))
+    if not mentions:
+        # The order is the question's; what is given beyond it belongs to no key.
+        return {(keys[at].lower() if at < len(keys) else "", m.group().lower()) for at, m in enumerate(found)}
+    runs: list[tuple[bool, list[str]]] = []
+    for match in sorted([*mentions, *found], key=lambda match: match.start()):
+        is_key = match in mentions
+        if not runs or runs[-1][0] != is_key:
+            runs.append((is_key, []))
+        runs[-1][1].append(match.group().lower().replace(" ", "-"))
+    if runs[0][0] and runs[-1][0] and len(runs) > 2:
+        runs = runs[1:]  # the keys that were asked for, and then `1 for a, 2 for b`
+    return set(_matched(runs))
+
+
+def _matched(runs: list[tuple[bool, list[str]]]) -> Iterator[tuple[str, str]]:
+    keys_first = runs[0][0]
+    named: list[str] = []
+    waiting: list[str] = []
+    for is_key, run in runs:
+        if is_key and keys_first:
+            named = run
+        elif keys_first:
+            yield from zip(named if len(named) == len(run) else named[-1:] * len(run), run, strict=True)
+        elif not is_key:
+            waiting = run
+        else:
+            yield from zip(run if len(run) == len(waiting) else run[:1] * len(waiting), waiting, strict=True)
+            waiting = []
+    yield from (("", value) for value in waiting)
+
+
+def _says_only(question: Question, text: str, answer: str) -> bool:
+    """Whether nothing but the answer is said, but for words that stand around it."""
+    wanted = " ".join(_tokens(answer))
+    rest = f" {' '.join(_tokens(text))} "
+    if not wanted or f" {wanted} " not in rest:
+        return False
+    around = AROUND | set(_tokens(f"{question.text} {question.answer_prefix}"))
+    if question.statement.endswith(answer):
+        around |= set(_tokens(question.statement.removesuffix(answer)))
+    while f" {wanted} " in rest:
+        rest = rest.replace(f" {wanted} ", " ")
+    return set(rest.split()) <= around
+
+
+def _tokens(text: str) -> list[str]:
+    """Words, with what stands inside them: `07-Mar-2011`, `a@b.org`."""
+    return [token for part in text.lower().split() if (token := part.strip("\"'.,;:!?()[]{}<>-=#$%|"))]
