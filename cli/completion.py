@@ -22,6 +22,13 @@ def index_kinds(incomplete: str) -> list[str]:
     return [kind for kind in kinds() if kind.startswith(incomplete)]
 
 
+def prefill_methods(incomplete: str) -> list[str]:
+    """Prefill methods whose names begin with `incomplete`."""
+    from prefill_jobs.methods.registry import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
 def selector_options(incomplete: str) -> list[str]:
     """KEY= of the options that most selectors have, and index=KIND."""
     keys = ("budget=", "schedule=linear", "dense_layers=", "tail=clusters", "tail=sample")

@@ -178,6 +178,28 @@ def _hnswlib() -> str:
     return version
 
 
+def _extensions() -> str:
+    """Each is imported, as it would be when it is asked for."""
+    from indexes import extensions
+    from indexes import registry as kinds
+    from offload_decode.errors import ExtensionError
+    from offload_decode.selectors import registry as selectors
+    from prefill_jobs.methods import registry as methods
+
+    problems = list(extensions.found()[1])
+    for group in (selectors.EXTENSIONS, kinds.EXTENSIONS, methods.EXTENSIONS):
+        for name in sorted({one.name for one in group.installed()}):
+            try:
+                group.get(name)
+            except ExtensionError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems))
+    if not (brought := installed.extensions()):
+        raise Absent("none")
+    return "; ".join(brought)
+
+
 def _gpu() -> str:
     import torch
 
@@ -227,6 +249,7 @@ _CHECKS: list[tuple[str, bool, Callable[[], str]]] = [
     ("compiler", True, _compiler),
     ("faiss", False, _faiss),
     ("hnswlib", False, _hnswlib),
+    ("extensions", False, _extensions),
     ("gpu", False, _gpu),
     ("self-test", True, _self_test),
 ]

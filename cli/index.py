@@ -22,7 +22,7 @@ def index(
         typer.Option(
             metavar="K",
             help="clusters (4-bit scan, exact scores), flat (exact, needs no building), faiss-ivf, "
-            "faiss-hnsw or hnswlib.",
+            "faiss-hnsw, hnswlib, or an extension's.",
             autocompletion=completion.index_kinds,
         ),
     ] = "clusters",

@@ -62,7 +62,20 @@ def versions(optional: bool = True) -> list[tuple[str, str]]:
         found += faiss_packages() or [("faiss", ABSENT)]
         found += [(name, version_of(name) or ABSENT) for name in OPTIONAL]
         found.append(("gpu", f"NVIDIA driver {driver}" if driver else "no NVIDIA driver"))
+        found += [("extension", brought) for brought in extensions()]
     return found
+
+
+def extensions() -> list[str]:
+    """What every other distribution brings, one line each; none of it is imported."""
+    from indexes.extensions import GROUPS, found
+
+    brought: dict[str, list[str]] = {}
+    for group, what in GROUPS.items():
+        for one in found()[0]:
+            if one.group == group:
+                brought.setdefault(one.by, []).append(f"{what} {one.name}")
+    return [f"{by}: {', '.join(names)}" for by, names in sorted(brought.items())]
 
 
 def unmet() -> list[str]:

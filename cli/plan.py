@@ -164,9 +164,9 @@ def _show(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed)
 
 def _counts(planned: Plan) -> str:
     """What there is to choose from: the same model and corpus in other encodings."""
+    from indexes.registry import usable
     from offload_decode.models.formats import FORMATS
     from offload_decode.planning import sizes
-    from offload_decode.planning.request import INDEXES
     from offload_decode.store.format import kv_kinds
     from offload_decode.types import PAGE_METADATA
 
@@ -195,7 +195,7 @@ def _counts(planned: Plan) -> str:
     ]
     positions = outline.lengths.told(outline.lengths.chosen(tokens))
     given = (shape, tokens, request.kv, outline.dtype)
-    of_a_layer = {kind: sizes.index_costs(kind, *given) for kind in INDEXES}
+    of_a_layer = {kind: sizes.index_costs(kind, *given) for kind in usable()}
     indexes = [
         (kind, len(shape.full_layers) * (costs.memory or costs.file)) for kind, costs in of_a_layer.items()
     ]

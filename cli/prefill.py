@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli import output
+from cli import completion, output
 from cli.counts import token_count
 from cli.failures import FAILURE, sentence
 from cli.limits import admit_prefill, caps_of
@@ -62,7 +62,11 @@ def prefill(
     ],
     method: Annotated[
         str,
-        typer.Option(metavar="NAME", help="dense (exact), quoka, sample or window; see docs/prefill.md."),
+        typer.Option(
+            metavar="NAME",
+            help="dense (exact), quoka, sample, window, or an extension's; see docs/prefill.md.",
+            autocompletion=completion.prefill_methods,
+        ),
     ] = "dense",
     option: Annotated[
         list[str] | None,

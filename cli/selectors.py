@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from cli import output
+from cli.failures import sentence
 from cli.options import Json
 
 
@@ -15,17 +17,36 @@ def selectors(as_json: Json = False) -> None:
     head, with N stored tokens of D dimensions and a budget of k), and its options with their defaults.
     Attention then reads k values, and k keys unless choosing has already given their exact scores.
     """
-    from offload_decode.selection.declared import declared
     from offload_decode.selectors.registry import names
 
-    kinds = [asdict(declared(name)) for name in names()]
+    kinds = [_about(name) for name in names()]
     if as_json:
         output.answer_json({"selectors": kinds})
         return
     for about in kinds:
+        if "problem" in about:
+            output.answer(f"{about['name']}: cannot be used\n  {about['problem']}")
+            continue
         options = " ".join(f"{key}={value}" for key, value in about.pop("options").items())
         output.answer(f"{about.pop('name')}: {about.pop('method')}")
         if about.pop("remembers"):
             output.answer("  remembers the conversation; every question starts afresh")
         facts = {**about, "options": options}
         output.answer(output.facts([(f"  {key}", text) for key, text in facts.items()]))
+
+
+def _about(name: str) -> dict[str, Any]:
+    """What a selector says of itself, and for an extension who brings it, or why it cannot be used."""
+    from offload_decode.errors import ExtensionError
+    from offload_decode.selection.declared import declared, declared_by
+    from offload_decode.selectors.registry import EXTENSIONS
+
+    claims = [one.by for one in EXTENSIONS.installed() if one.name == name]
+    if not claims:
+        return asdict(declared(name))
+    try:
+        found = EXTENSIONS.get(name)
+    except ExtensionError as error:
+        return {"name": name, "problem": sentence(error)}
+    assert found is not None, "it was installed a moment ago"
+    return {**asdict(declared_by(found)), "from": claims[0]}

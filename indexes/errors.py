@@ -1,9 +1,11 @@
 """What can go wrong in vector search. Every message is one sentence and the way out.
 
 OffloadDecodeError, the root of every error here and in `offload_decode.errors`
+├── ExtensionError          what another distribution brings cannot be used; the message names it
 └── VectorIndexError
     ├── InvalidIndexInput   a wrong shape or dtype, a value that is not finite, an option out of range
     ├── UnknownIndex        no index kind of that name; the message lists the known ones
+    ├── UnusableKind        an ExtensionError too: a kind that another distribution brings
     ├── MissingBackend      the library behind a kind is not installed; the message names the extra
     ├── NotCompiled         compilation is switched off in the environment
     ├── IndexNotFound       nothing was saved at that path
@@ -19,6 +21,10 @@ class OffloadDecodeError(Exception):
     """Base of every error that a user can cause and mend, in all rooms: this one is at the bottom."""
 
 
+class ExtensionError(OffloadDecodeError):
+    """An extension that cannot be used."""
+
+
 class VectorIndexError(OffloadDecodeError):
     """Base of every error that `indexes` raises on purpose."""
 
@@ -29,6 +35,10 @@ class InvalidIndexInput(VectorIndexError):
 
 class UnknownIndex(VectorIndexError):
     """A kind that the registry does not hold."""
+
+
+class UnusableKind(ExtensionError, VectorIndexError):
+    """A kind that an extension brings, and that cannot be used."""
 
 
 class MissingBackend(VectorIndexError):

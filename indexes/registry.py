@@ -1,4 +1,6 @@
-"""Index kinds by name. A kind's module is imported when it is asked for, its library when it is used."""
+"""Index kinds by name, built in or an extension's. A kind's module is imported when it is asked for, its
+library when it is used.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from importlib import import_module
 from typing import cast
 
 from indexes.base import VectorIndex
-from indexes.errors import UnknownIndex
+from indexes.errors import UnknownIndex, UnusableKind
+from indexes.extensions import INDEXES, Extensions
 
 _CLASSES = {
     "clusters": "indexes.clusters:ClusteredIndex",
@@ -16,22 +19,45 @@ _CLASSES = {
     "hnswlib": "indexes.hnswlib:HnswlibIndex",
 }
 
+BUILT_IN = tuple(_CLASSES)
+EXTENSIONS = Extensions(INDEXES, lambda: VectorIndex, lambda: BUILT_IN, UnusableKind)
+
 
 def kinds() -> tuple[str, ...]:
-    """Every kind that `get` knows, installed or not."""
-    return tuple(_CLASSES)
+    """Every kind that `get` knows, whether or not its library is installed."""
+    return tuple(EXTENSIONS.names())
+
+
+def usable() -> list[str]:
+    """The kinds that state their bytes: an extension that cannot be used is left out, as `doctor` says."""
+    return [kind for kind in kinds() if _is_usable(kind)]
+
+
+def _is_usable(kind: str) -> bool:
+    try:
+        stated(kind)
+    except UnusableKind:
+        return False
+    return True
 
 
 def get(kind: str) -> type[VectorIndex]:
-    """The class of `kind`. Raises UnknownIndex, or MissingBackend when its library is not installed."""
+    """The class of `kind`. Raises UnknownIndex, UnusableKind, or MissingBackend when its library is not
+    installed.
+    """
     found = stated(kind)
     found.need_library()
     return found
 
 
 def stated(kind: str) -> type[VectorIndex]:
-    """The class of `kind` for what it states of itself, without its library. Raises UnknownIndex."""
+    """The class of `kind` for what it states of itself, without its library. Raises UnknownIndex and
+    UnusableKind.
+    """
+    extension = EXTENSIONS.get(kind)
+    if extension is not None:
+        return extension
     if kind not in _CLASSES:
-        raise UnknownIndex(f"There is no index kind {kind!r}; the kinds are {', '.join(_CLASSES)}.")
+        raise UnknownIndex(f"There is no index kind {kind!r}; the kinds are {', '.join(kinds())}.")
     module, name = _CLASSES[kind].split(":")
     return cast(type[VectorIndex], getattr(import_module(module), name))

@@ -2,6 +2,7 @@
 
 OffloadDecodeError            (from `indexes.errors`, which stands below this room)
 ├── VectorIndexError          anything about an index: `indexes.errors` draws that branch
+├── ExtensionError            what another distribution brings cannot be used (from `indexes.errors` too)
 ├── BucketError               a bucket that cannot be reached, read or written
 ├── ConfigError               an option, budget or name that cannot be used
 ├── DoesNotFit                more memory or disk than there is, or than may be used
@@ -22,6 +23,7 @@ OffloadDecodeError            (from `indexes.errors`, which stands below this ro
 
 from __future__ import annotations
 
+from indexes.errors import ExtensionError as ExtensionError
 from indexes.errors import OffloadDecodeError as OffloadDecodeError
 
 

@@ -42,7 +42,7 @@ from prefill_jobs.extend import Extended, extend_indexes, publish_indexes
 from prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from prefill_jobs.job import Tokens, admit_text
 from prefill_jobs.methods.base import Method
-from prefill_jobs.methods.registry import METHODS, create
+from prefill_jobs.methods.registry import create, get, names
 from prefill_jobs.places import Progress
 
 
@@ -217,14 +217,17 @@ def opened(path: Path) -> KVStore:
 
 
 def method_of(store: KVStore) -> Method:
-    """The method that a store was prefilled with, with its options. Raises `ConfigError` for one that this
-    release does not know.
+    """The method that a store was prefilled with, with its options. Raises `ConfigError` for one that is not
+    installed, and `ExtensionError`.
     """
     found = store.manifest.prefill
     name = str(found["method"])
-    if name not in METHODS:
-        raise ConfigError(f"{store.path} was prefilled by a method '{name}' that this release does not know")
-    known = {option.name for option in fields(METHODS[name].options_type)}
+    if name not in names():
+        raise ConfigError(
+            f"{store.path} was prefilled by a method '{name}', which is neither built in nor installed: "
+            "install the extension or the release that brings it"
+        )
+    known = {option.name for option in fields(get(name).options_type)}
     options = {key: value for key, value in found.items() if key in known}
     return create(name, options, store.manifest.shape)
 

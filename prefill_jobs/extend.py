@@ -112,8 +112,8 @@ def _staged(chosen: type[VectorIndex], path: Path, keys: object, digest: str) ->
 
 
 def _is_of(store: KVStore, staging: Path, kind: str) -> bool:
-    suffix = indexes.registry.stated(kind).suffix
     try:
+        suffix = indexes.registry.stated(kind).suffix
         for layer, head in heads_of(store):
             identity = files.identity(kind, store.keys(layer, head), store.digest(layer, head))
             files.check(index_path(staging, layer, head), identity, suffix)

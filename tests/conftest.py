@@ -13,6 +13,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# As the plugin does it: what an assertion of a suite compared is shown.
+pytest.register_assert_rewrite(
+    *(f"offload_decode.testing.{what}_contract" for what in ("selector", "index", "method"))
+)
+
 # What is remembered between runs stays out of the user's cache.
 _CACHE = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = _CACHE.name

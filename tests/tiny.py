@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from offload_decode.testing.tiny import with_random_weights
 from tests.families import config_of, model_class
 
 
@@ -14,15 +13,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     config.
     """
     config = config_of(family, **changes)
-    torch.manual_seed(seed)
-    model = model_class(config)(config).float().eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 1:  # norms and sinks start as constants, which would hide mistakes with them
-                weight.add_(torch.randn_like(weight) * (1.0 if "sinks" in name else 0.1))
-    # No end token: random weights would stop at random places.
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    return model
+    return with_random_weights(model_class(config), config, seed)
 
 
 def tiny_tokenizer() -> Any:

@@ -34,7 +34,7 @@ def fidelity(
             "--selector",
             metavar="NAME[:KEY=VALUE,…]",
             help="A selector, with options of its own as in topk:index=faiss-ivf or "
-            "quest:page_size=32,metadata=int8; repeatable.  [default: every selector]",
+            "quest:page_size=32,metadata=int8; repeatable.  [default: every built-in one]",
             show_default=False,
         ),
     ] = None,
@@ -131,9 +131,9 @@ def _contenders(given: Sequence[str]) -> tuple[Contender, ...]:
     """What was asked for, or everything, and the controls."""
     from offload_decode.evals.contender import DENSE
     from offload_decode.evals.fidelity import CONTROLS
-    from offload_decode.selectors.registry import names
+    from offload_decode.selectors.registry import built_in
 
-    contenders = read_contenders(given or names())
+    contenders = read_contenders(given or built_in())
     labels = [contender.label for contender in contenders]
     missing = [name for name in (DENSE, *CONTROLS) if name not in labels]
     return (*contenders, *map(Contender, missing))

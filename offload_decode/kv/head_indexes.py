@@ -17,7 +17,7 @@ import numpy.typing as npt
 import indexes.registry
 from indexes import files
 from indexes.base import Hits, VectorIndex
-from indexes.errors import VectorIndexError
+from indexes.errors import UnknownIndex, VectorIndexError
 from offload_decode.errors import ConfigError, OffloadDecodeWarning
 from offload_decode.store.base import Store
 
@@ -93,9 +93,23 @@ class Built:
         )
 
 
+def class_of(store: Store, kind: str) -> type[VectorIndex]:
+    """The class of a kind, to search a store with. Raises as `indexes.registry.get`; of a kind that lies
+    beside the store and is not known here, it says so.
+    """
+    try:
+        return indexes.registry.get(kind)
+    except UnknownIndex:
+        if kind not in [folder.name for folder in kind_folders(store.path)]:
+            raise
+        raise UnknownIndex(
+            f"The '{kind}' index of {store.path} was built by an extension that is not installed here: "
+            "install the package that brings this kind, or search with -o index=flat."
+        ) from None
+
+
 def examine(store: Store, kind: str) -> Built | None:
-    """How far the indexes of a kind are built; None where nobody began. Raises UnknownIndex and
-    MissingBackend.
+    """How far the indexes of a kind are built; None where nobody began. Raises as `class_of`.
 
     Metadata and sizes are looked at, which takes milliseconds: whoever loads an index reads all of it.
     """
@@ -106,7 +120,7 @@ def examine(store: Store, kind: str) -> Built | None:
             return None
         there = sum(metadata_file(index_path(staging, *place)).exists() for place in heads)
         return Built(kind, len(heads), min(there, len(heads) - 1))
-    suffix = indexes.registry.get(kind).suffix
+    suffix = class_of(store, kind).suffix
     there, problem = 0, None
     for layer, head in heads:
         path = index_path(folder, layer, head)
@@ -139,7 +153,7 @@ class HeadIndexes:
         self._loaded: dict[tuple[int, int], VectorIndex] = {}
         self._may_fall_back = kind == AUTO
         self.kind = "clusters" if kind == AUTO else kind
-        self._class = indexes.registry.get(self.kind)
+        self._class = class_of(store, self.kind)
         if self.kind == "flat":
             return
         built = examine(store, self.kind)

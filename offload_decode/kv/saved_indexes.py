@@ -11,6 +11,7 @@ from indexes.base import RecallRecord
 from indexes.errors import VectorIndexError
 from offload_decode.kv.head_indexes import (
     PARTIAL,
+    class_of,
     examine,
     heads_of,
     index_path,
@@ -84,9 +85,7 @@ def verify(
     """Load every index of a kind, which reads all of its bytes; what is wrong with each. A head that has no
     file is not wrong: a build that was stopped did not come to it.
     """
-    from indexes.registry import get
-
-    chosen, folder, heads = get(kind), kind_folder(store.path, kind), heads_of(store)
+    chosen, folder, heads = class_of(store, kind), kind_folder(store.path, kind), heads_of(store)
     if not folder.is_dir():
         return
     for done, (layer, head) in enumerate(heads, 1):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from indexes.registry import kinds
 from offload_decode.config import EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.kv.host import BLOCK_TOKENS
@@ -27,7 +28,7 @@ from offload_decode.planning.plan import (
     nearest_prefill,
     plan,
 )
-from offload_decode.planning.request import INDEXES, QUESTION_TOKENS, SELECTORS, Workload
+from offload_decode.planning.request import QUESTION_TOKENS, SELECTORS, Workload
 from offload_decode.planning.sizes import least_index
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.selectors import registry
@@ -279,7 +280,7 @@ def _request(config: EngineConfig, built: str) -> Workload:
         pass_tokens=registry.get(selector).pass_tokens if selector in registry.names() else PASS_TOKENS,
         selector="quest" if selector == "quest+topk" else selector if selector in SELECTORS else "topk",
         device_cache=config.device_cache,
-        index=index if index in INDEXES else built,
+        index=index if index in kinds() else built,
         metadata=metadata if metadata in PAGE_METADATA else "fp16",
         page_size=int(page) if page.isdecimal() and int(page) else 16,
         budget=str(options.get("budget", "1024")),

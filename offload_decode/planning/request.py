@@ -14,7 +14,6 @@ from offload_decode.types import PAGE_METADATA, ModelShape
 KV = tuple(KV_KINDS)
 WEIGHTS = ("auto", "fp16", "int8", "int4")
 SELECTORS = ("topk", "quest", "dense")
-INDEXES = indexes.registry.kinds()
 QUESTION_TOKENS = PASS_TOKENS  # a question and its answer are planned with twice as many in all
 
 
@@ -49,7 +48,7 @@ class Workload:
             ("kv", self.kv, KV),
             ("weights", self.weights, WEIGHTS),
             ("selector", self.selector, SELECTORS),
-            ("index", self.index, INDEXES),
+            ("index", self.index, indexes.registry.kinds()),
             ("metadata", self.metadata, PAGE_METADATA),
         ):
             if given not in known:

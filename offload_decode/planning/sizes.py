@@ -16,7 +16,7 @@ from offload_decode.kv.host import BLOCK_TOKENS, SCORES
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import BLOCK
 from offload_decode.pages.bounds import bounds_bytes
-from offload_decode.planning.request import INDEXES, QUESTION_TOKENS, Workload
+from offload_decode.planning.request import QUESTION_TOKENS, Workload
 from offload_decode.selection.budgets import SELECTED_IDS, pass_tokens
 from offload_decode.store.format import Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
@@ -126,13 +126,13 @@ def index_costs(
 
 @lru_cache(maxsize=1)
 def least_index() -> str:
-    """The kind that takes least beside the store."""
+    """The built-in kind that takes least beside the store."""
 
     def taken(kind: str) -> int:
         costs = indexes.registry.stated(kind).costs(1 << 20, 128, np.dtype(np.float16), 1)
         return costs.memory + costs.file
 
-    return min(INDEXES, key=taken)
+    return min(indexes.registry.BUILT_IN, key=taken)
 
 
 def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:

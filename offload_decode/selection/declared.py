@@ -1,13 +1,19 @@
-"""What selectors declare of themselves, read from their source: importing them would bring torch along."""
+"""What selectors declare of themselves. Those that are built in are read from their source, for importing
+them would bring torch along; those of extensions, whose source may be anything, from their class.
+"""
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload_decode.selection.selector import Selector
 
 _PACKAGES = ("offload_decode.selectors", "offload_decode.selection")
 _SAID = {"name", "paper", "reads", "holds", "remembers", "options_type"}
@@ -29,20 +35,39 @@ class Declared:
 
 
 def declared(selector: str) -> Declared:
-    """What the selector of that name declares, and inherits. Class variables and defaults are literals."""
+    """What the built-in selector of that name declares, and inherits. Class variables and defaults are
+    literals.
+    """
     module = f"offload_decode.selectors.{selector.replace('+', '_')}"
     own = next(each for each in _classes(module) if _own(module, each).get("name") == selector)
     values = _gathered(module, own)
     options_module, options = values["options_type"]
     return Declared(
         name=selector,
-        method=(ast.get_docstring(own) or "").partition("\n\n")[0].replace("\n", " "),
+        method=_first_paragraph(ast.get_docstring(own)),
         paper=values["paper"],
         reads=values["reads"],
         holds=values["holds"],
         remembers=values["remembers"],
         options=_gathered(options_module, _class(options_module, options)),
     )
+
+
+def declared_by(kind: type[Selector]) -> Declared:
+    """What a class declares."""
+    return Declared(
+        name=kind.name,
+        method=_first_paragraph(inspect.getdoc(kind)),
+        paper=kind.paper,
+        reads=kind.reads,
+        holds=kind.holds,
+        remembers=kind.remembers,
+        options={option.name: option.default for option in fields(kind.options_type)},
+    )
+
+
+def _first_paragraph(docstring: str | None) -> str:
+    return (docstring or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def _gathered(module: str, kind: ast.ClassDef) -> dict[str, Any]:

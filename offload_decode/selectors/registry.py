@@ -1,4 +1,4 @@
-"""Selectors by name, imported when asked for."""
+"""Selectors by name, built in or an extension's, imported when asked for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from indexes.extensions import SELECTORS, Extensions
 from offload_decode import selectors as package
 from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError
@@ -20,18 +21,36 @@ if TYPE_CHECKING:
     from offload_decode.types import ModelShape
 
 
-def names() -> list[str]:
-    """Every selector: one module of this package each; `a_b.py` holds the two stages `a+b`."""
+def built_in() -> list[str]:
+    """The selectors of this package, one module each; `a_b.py` holds the two stages `a+b`."""
     modules = (module.name for module in pkgutil.iter_modules(package.__path__))
     return sorted(module.replace("_", "+") for module in modules if module != "registry")
 
 
-def get(name: str) -> type[Selector]:
-    """The selector class of a name, which is in the module of that name."""
-    if name not in names():
-        raise ConfigError(f"unknown selector '{name}'; known are: {', '.join(names())}")
+def _base() -> type[Selector]:
     from offload_decode.selection.selector import Selector  # with torch, which names alone do without
 
+    return Selector
+
+
+EXTENSIONS = Extensions(SELECTORS, _base, built_in)
+
+
+def names() -> list[str]:
+    """Every selector that `get` knows."""
+    return EXTENSIONS.names()
+
+
+def get(name: str) -> type[Selector]:
+    """The selector class of a name: an extension's, or of the module of that name. Raises `ConfigError` and
+    `ExtensionError`.
+    """
+    extension = EXTENSIONS.get(name)
+    if extension is not None:
+        return extension
+    if name not in built_in():
+        raise ConfigError(f"unknown selector '{name}'; known are: {', '.join(names())}")
+    Selector = _base()
     module = importlib.import_module(f"offload_decode.selectors.{name.replace('+', '_')}")
     found = [
         member
@@ -43,7 +62,7 @@ def get(name: str) -> type[Selector]:
 
 
 def create(name: str, options: Mapping[str, object], host: HostKV, shape: ModelShape) -> Budgeted:
-    """A selector over a store with options as users write them; raises `ConfigError`."""
+    """A selector over a store with options as users write them; raises as `get` does."""
     from offload_decode.selection.budgeted import Budgeted
 
     kind = get(name)

@@ -1,29 +1,58 @@
-"""Prefill methods by name."""
+"""Prefill methods by name, built in or an extension's, imported when asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
+from indexes.extensions import METHODS, Extensions
 from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError
-from offload_decode.types import ModelShape
-from prefill_jobs.methods.base import Method, Options
-from prefill_jobs.methods.dense import Dense
-from prefill_jobs.methods.quoka import QuoKA
-from prefill_jobs.methods.sample import SampleAttention
-from prefill_jobs.methods.window import Window
 
-METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (Dense, QuoKA, SampleAttention, Window)}
+if TYPE_CHECKING:
+    from offload_decode.types import ModelShape
+    from prefill_jobs.methods.base import Method, Options
+
+_CLASSES = {
+    "dense": "prefill_jobs.methods.dense:Dense",
+    "quoka": "prefill_jobs.methods.quoka:QuoKA",
+    "sample": "prefill_jobs.methods.sample:SampleAttention",
+    "window": "prefill_jobs.methods.window:Window",
+}
+BUILT_IN = tuple(_CLASSES)
+
+
+def _base() -> type[Method]:
+    from prefill_jobs.methods.base import Method  # with torch, which names alone do without
+
+    return Method
+
+
+EXTENSIONS = Extensions(METHODS, _base, lambda: BUILT_IN)
+
+
+def names() -> list[str]:
+    """Every method that `get` knows."""
+    return EXTENSIONS.names()
+
+
+def get(name: str) -> type[Method]:
+    """The class of a method. Raises `ConfigError` and `ExtensionError`."""
+    extension = EXTENSIONS.get(name)
+    if extension is not None:
+        return extension
+    if name not in _CLASSES:
+        raise ConfigError(f"unknown prefill method '{name}'; known are: {', '.join(names())}")
+    module, kind = _CLASSES[name].split(":")
+    return cast("type[Method]", getattr(import_module(module), kind))
 
 
 def parse(name: str, options: Mapping[str, object]) -> Options:
-    """The options of a method, from how users write them; raises `ConfigError`."""
-    if name not in METHODS:
-        raise ConfigError(f"unknown prefill method '{name}'; known are: {', '.join(METHODS)}")
-    return parse_options(METHODS[name].options_type, options, f"prefill method '{name}'")
+    """The options of a method, from how users write them; raises as `get` does."""
+    return parse_options(get(name).options_type, options, f"prefill method '{name}'")
 
 
 def create(name: str, options: Mapping[str, object], shape: ModelShape) -> Method:
-    """A method with options as users write them; raises `ConfigError`."""
-    parsed = parse(name, options)
-    return METHODS[name](parsed, shape)
+    """A method with options as users write them; raises as `get` does."""
+    return get(name)(parse(name, options), shape)

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-VOCAB = 131
-TOKENS = {
-    "vocab_size": VOCAB,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,
-}
-COMMON = {
-    **TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
-HEADS = {"head_dim": 16}  # other than hidden_size // num_attention_heads, where a family lets them differ
+from offload_decode.testing.tiny import COMMON, HEADS, TOKENS, VOCAB
+
+__all__ = ["COMMON", "HEADS", "TOKENS", "VOCAB"]
+
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 ALTERNATING = {"sliding_window": 7, "layer_types": [SLIDING, FULL, SLIDING]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

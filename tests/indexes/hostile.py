@@ -19,7 +19,7 @@ import numpy as np
 from indexes import VectorIndex, files, get
 from indexes.approximate import ApproximateIndex
 from indexes.errors import VectorIndexError
-from tests.contracts.index_contract import (
+from offload_decode.testing.index_contract import (
     assert_truthful,
     assert_well_formed,
     clustered_keys,

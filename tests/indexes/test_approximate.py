@@ -14,7 +14,7 @@ from indexes.base import Hits
 from indexes.errors import IndexNotWritten
 from indexes.flat import FlatIndex
 from indexes.tuning import geometric, recall, tune
-from tests.contracts.index_contract import (
+from offload_decode.testing.index_contract import (
     DTYPES,
     IndexContract,
     assert_truthful,

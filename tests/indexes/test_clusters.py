@@ -13,7 +13,7 @@ from indexes import cells, dots, get
 from indexes.clusters import ClusteredIndex
 from indexes.errors import InvalidIndexInput
 from indexes.rows import encodings
-from tests.contracts.index_contract import (
+from offload_decode.testing.index_contract import (
     DIM,
     DTYPES,
     ENCODINGS,

@@ -14,7 +14,13 @@ from indexes import flat, get
 from indexes.errors import InvalidIndexInput
 from indexes.flat import FlatIndex
 from indexes.rows import encodings
-from tests.contracts.index_contract import DTYPES, ENCODINGS, IndexContract, clustered_keys, foreign_queries
+from offload_decode.testing.index_contract import (
+    DTYPES,
+    ENCODINGS,
+    IndexContract,
+    clustered_keys,
+    foreign_queries,
+)
 
 
 class TestFlat(IndexContract):

@@ -16,7 +16,7 @@ from indexes import files, get
 from indexes.approximate import ApproximateIndex
 from indexes.clusters import ClusteredIndex
 from indexes.errors import IndexDamaged, IndexMismatch, VectorIndexError
-from tests.contracts.index_contract import clustered_keys, near_queries
+from offload_decode.testing.index_contract import clustered_keys, near_queries
 
 KINDS = ["clusters", "faiss-ivf", "faiss-hnsw", "hnswlib"]
 ROOT = Path(__file__).parents[2]

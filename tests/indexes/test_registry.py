@@ -11,13 +11,16 @@ import pytest
 
 from indexes import VectorIndex, VectorIndexError, errors, get, keys_digest, kinds
 from indexes.errors import MissingBackend, UnknownIndex
+from indexes.registry import BUILT_IN
 
 
 def test_every_kind_is_found_under_its_own_name() -> None:
-    assert kinds() == ("clusters", "flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
-    for kind in kinds():
+    assert BUILT_IN == ("clusters", "flat", "faiss-ivf", "faiss-hnsw", "hnswlib")
+    assert kinds()[: len(BUILT_IN)] == BUILT_IN
+    for kind in BUILT_IN:
         assert issubclass(get(kind), VectorIndex)
         assert get(kind).name == kind
+        assert get(kind).exact_scores
 
 
 def test_an_unknown_kind_is_answered_with_the_known_ones() -> None:

@@ -14,7 +14,7 @@ from indexes.approximate import ApproximateIndex
 from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import FlatIndex
 from indexes.rescoring import asked_for, rescored
-from tests.contracts.index_contract import (
+from offload_decode.testing.index_contract import (
     DTYPES,
     ENCODINGS,
     IndexContract,

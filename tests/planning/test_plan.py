@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import indexes.registry
 from offload_decode.errors import ConfigError
 from offload_decode.models.outline import Outline
 from offload_decode.planning.bandwidth import Bandwidths, measure, measure_disk
@@ -22,7 +23,7 @@ from offload_decode.planning.plan import (
     plan,
     prefill_chunk,
 )
-from offload_decode.planning.request import INDEXES, KV, SELECTORS, WEIGHTS, Workload
+from offload_decode.planning.request import KV, SELECTORS, WEIGHTS, Workload
 from offload_decode.planning.traffic import speed
 from offload_decode.types import PAGE_METADATA, LayerKind, ModelShape
 from tests.planning.outlines import llama_8b
@@ -66,7 +67,7 @@ requests = st.builds(
     weights=st.sampled_from(WEIGHTS),
     selector=st.sampled_from(SELECTORS),
     budget=st.sampled_from(["64", "1024", "2%"]),
-    index=st.sampled_from(INDEXES),
+    index=st.sampled_from(indexes.registry.BUILT_IN),
     page_size=st.sampled_from([2, 16, 100]),
     metadata=st.sampled_from(PAGE_METADATA),
 )

@@ -20,8 +20,9 @@ from offload_decode.models.loading import wrap
 from offload_decode.selection.budgeted import Budgeted
 from offload_decode.selection.budgets import Budget
 from offload_decode.selection.selector import Memory, Selector, SelectorOptions
+from offload_decode.testing.selector_contract import LAYER
+from offload_decode.testing.stores import stored
 from offload_decode.types import PageSelection, Selection
-from tests.contracts.selector_contract import LAYER, stored
 from tests.tiny import tiny_model
 
 KV_HEADS = 2

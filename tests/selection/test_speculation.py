@@ -18,9 +18,10 @@ from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import wrap
 from offload_decode.selection.speculation import Speculation
 from offload_decode.selectors.registry import create
+from offload_decode.testing.selector_contract import LAYER, SelectorContract
+from offload_decode.testing.stores import stored
 from offload_decode.types import Document
 from prefill_jobs.job import prefill_tokens
-from tests.contracts.selector_contract import LAYER, SelectorContract, stored
 from tests.tiny import tiny_model
 
 N, K = 60, 7

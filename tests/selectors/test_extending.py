@@ -11,7 +11,7 @@ import pytest
 from offload_decode import selectors
 from offload_decode.selection.declared import declared
 from offload_decode.selectors import registry
-from tests.contracts.selector_contract import SelectorContract
+from offload_decode.testing.selector_contract import SelectorContract
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 FILE, TEST = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

@@ -6,7 +6,7 @@ import operator
 
 import torch
 
-from tests.contracts.selector_contract import LAYER
+from offload_decode.testing.selector_contract import LAYER
 from tests.selectors.evicting import EvictingContract, asked, kept_sets
 
 

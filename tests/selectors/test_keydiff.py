@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.contracts.selector_contract import SelectorContract
+from offload_decode.testing.selector_contract import SelectorContract
 from tests.selectors.memory_cases import Case, MemoryCases, assert_best
 
 

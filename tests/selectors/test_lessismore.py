@@ -5,7 +5,7 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
-from tests.contracts.selector_contract import SelectorContract
+from offload_decode.testing.selector_contract import SelectorContract
 from tests.selectors.memory_cases import BATCH, LAYERS, TOKENS, MemoryCases, assert_best
 
 

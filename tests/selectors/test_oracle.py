@@ -4,7 +4,7 @@ import torch
 
 from offload_decode.kv.host import HostKV
 from offload_decode.selectors import registry
-from tests.contracts.selector_contract import LAYER, SelectorContract
+from offload_decode.testing.selector_contract import LAYER, SelectorContract
 from tests.selectors.memory_cases import MemoryCases, assert_best
 
 

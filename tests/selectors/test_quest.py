@@ -12,8 +12,9 @@ from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.pages.reference import page_tokens
 from offload_decode.selectors import quest, registry
+from offload_decode.testing.selector_contract import LAYER, SelectorContract, floats, selected_ids
+from offload_decode.testing.stores import stored
 from offload_decode.types import StepStats
-from tests.contracts.selector_contract import LAYER, SelectorContract, floats, selected_ids, stored
 
 
 class QuestContract(SelectorContract):

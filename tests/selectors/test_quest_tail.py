@@ -15,7 +15,8 @@ from offload_decode.pages.reference import page_scores, page_tokens
 from offload_decode.selectors import quest
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore
-from tests.contracts.selector_contract import LAYER, stored
+from offload_decode.testing.selector_contract import LAYER
+from offload_decode.testing.stores import stored
 from tests.families import VOCAB
 from tests.tiny import tiny_model
 

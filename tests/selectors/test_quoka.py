@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from offload_decode.errors import ConfigError
-from tests.contracts.selector_contract import SelectorContract
+from offload_decode.testing.selector_contract import SelectorContract
 from tests.selectors.memory_cases import Case, MemoryCases, assert_best
 
 

@@ -7,7 +7,7 @@ import torch
 
 from offload_decode.errors import ConfigError
 from offload_decode.selection import key_scores
-from tests.contracts.selector_contract import LAYER, SelectorContract, floats, selected_ids
+from offload_decode.testing.selector_contract import LAYER, SelectorContract, floats, selected_ids
 from tests.selectors.evicting import asked, passes, sampled
 
 

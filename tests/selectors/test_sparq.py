@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from offload_decode.errors import ConfigError
-from tests.contracts.selector_contract import SelectorContract
+from offload_decode.testing.selector_contract import SelectorContract
 from tests.selectors.memory_cases import MemoryCases, assert_best
 
 

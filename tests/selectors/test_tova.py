@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tests.contracts.selector_contract import LAYER, floats
+from offload_decode.testing.selector_contract import LAYER, floats
 from tests.selectors.evicting import EvictingContract, asked, kept_sets
 
 

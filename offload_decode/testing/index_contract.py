@@ -1,4 +1,4 @@
-"""What every index kind must do. A kind's test class inherits this and names the kind."""
+"""What every index kind promises. Inherit, set `kind`, and pytest collects the promises."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def shared_index(kind: str) -> VectorIndex:
 
 
 class IndexContract:
-    """Inherit, set `kind`, and every test below runs for it."""
+    """Promises of `indexes.base.VectorIndex`, of its files too: `indexes.files` keeps most of these."""
 
     kind: ClassVar[str]
 
@@ -111,6 +111,11 @@ class IndexContract:
     @pytest.fixture
     def index(self) -> VectorIndex:
         return shared_index(self.kind)
+
+    def assert_truthful(self, hits: Hits, queries: Array, keys: Array) -> None:
+        """Scores are what the kind says they are: inner products, or estimates, of which nothing is asked."""
+        if self.cls.exact_scores:
+            assert_truthful(hits, queries, keys)
 
     # Shapes and padding
 
@@ -151,11 +156,10 @@ class IndexContract:
     def test_scores_are_inner_products_with_the_stored_keys(self, dtype: Any) -> None:
         keys, queries = clustered_keys(2000, dtype), foreign_queries(6)
         index = self.cls.build(keys, foreign_queries(64, seed=2), k=8)
-        assert index.exact_scores
         for k in (8, 40):
             hits = index.search(queries, k)
             assert_well_formed(hits, 6, k, 2000)
-            assert_truthful(hits, queries, keys)
+            self.assert_truthful(hits, queries, keys)
 
     def test_duplicate_keys_are_distinct_hits_of_equal_score(self) -> None:
         keys = clustered_keys(2000)
@@ -164,7 +168,7 @@ class IndexContract:
         queries -= queries.mean()
         hits = self.cls.build(keys, foreign_queries(64)).search(queries, 600)
         assert_well_formed(hits, 1, 600, 2000)
-        assert_truthful(hits, queries, keys)
+        self.assert_truthful(hits, queries, keys)
         copies = hits.scores[0][hits.ids[0] % 4 == 0]
         np.testing.assert_allclose(copies, copies[:1].repeat(len(copies)), rtol=1e-5)
 
@@ -214,7 +218,7 @@ class IndexContract:
         assert (len(index), index.digest) == (3000, "all")
         hits = index.search(queries, 16)
         assert_well_formed(hits, 64, 16, 3000)
-        assert_truthful(hits, queries, keys)
+        self.assert_truthful(hits, queries, keys)
         assert recall_of(hits, queries, keys, 16) >= 0.86
         assert (
             recall_of(index.search(keys_as_queries(keys[2200:]), 1), keys_as_queries(keys[2200:]), keys, 1)
@@ -333,6 +337,43 @@ class IndexContract:
                     self.cls.load(tmp_path / "i", keys, digest=index.digest)
                 file.write_bytes(whole)
 
+    # What it states
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32", encodings.INT8])
+    @pytest.mark.parametrize("dim", [32, 64])
+    def test_the_bytes_that_it_states_are_those_of_one_that_was_built(
+        self, dim: int, dtype: str, tmp_path: Path
+    ) -> None:
+        # Within a tenth: how many levels of a graph a key is on, and where cells end, is drawn or found.
+        keys = _drawn(4000, dim, dtype)
+        built = self.cls.build(keys)
+        stated = self.cls.costs(len(keys), dim, keys.dtype, 64)
+        built.save(tmp_path / "i")
+        file = sum(path.stat().st_size for path in tmp_path.iterdir() if path.suffix != ".json")
+        assert stated.file == pytest.approx(file, rel=0.1)
+        held = stated.file if stated.memory == 0 else stated.memory
+        assert held == pytest.approx(built.nbytes, rel=0.1)
+
+    def test_what_is_read_grows_with_the_keys_and_the_queries_and_never_beyond_all(self) -> None:
+        def read(n: int, rows: int = 1, k: int = 64) -> int:
+            return self.cls.costs(n, 64, np.dtype(np.float16), k, rows).read
+
+        assert 0 < read(1_000) <= read(10_000) <= read(100_000)
+        assert read(100_000) <= read(100_000, rows=4)
+        held = self.cls.costs(100_000, 64, np.dtype(np.float16), 64)
+        everything = 100_000 * 128 + max(held.memory, held.file)
+        assert read(100_000, rows=1000, k=10_000) <= everything
+        assert self.cls.search_bytes(100_000, 64, 2, 4) > 0
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32", encodings.INT8])
+    @pytest.mark.parametrize("n", [1, 1000])
+    def test_one_that_is_made_up_is_searched_as_a_real_one(self, n: int, dtype: str) -> None:
+        own = self.cls.made_up(_drawn(n, 32, dtype), 64)
+        hits = self.cls.search_heads([own, own], np.ones((2, 3, 32), np.float32), 64)
+        assert hits.ids.shape == (2, 3, 64)
+        assert ((hits.ids >= 0).sum(axis=2) == min(n, 64)).all()
+        assert np.isfinite(hits.scores[hits.ids >= 0]).all()
+
     # Wrong input
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -368,6 +409,12 @@ class IndexContract:
         queries = foreign_queries(3).astype(ml_dtypes.bfloat16)
         narrow, wide = index.search(queries, 5), index.search(queries.astype(np.float32), 5)
         np.testing.assert_array_equal(narrow.ids, wide.ids)
+
+
+def _drawn(n: int, dim: int, dtype: str) -> Array:
+    """Keys without any clusters."""
+    keys = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
+    return encodings.encode(keys, dtype) if dtype == encodings.INT8 else keys.astype(dtype)
 
 
 def _same_json(a: bytes, b: bytes | bytearray) -> bool:

@@ -1,0 +1,30 @@
+"""What selectors, indexes and prefill methods promise, as suites that pytest collects: docs/extensions.md.
+
+A test class inherits one and names what it tests. pytest is imported here and nowhere else, and nothing but
+tests imports this room.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offload_decode.testing.index_contract import IndexContract
+    from offload_decode.testing.method_contract import MethodContract
+    from offload_decode.testing.selector_contract import SelectorContract
+
+__all__ = ["IndexContract", "MethodContract", "SelectorContract"]
+
+_HOMES = {
+    "IndexContract": "index_contract",
+    "MethodContract": "method_contract",
+    "SelectorContract": "selector_contract",
+}
+
+
+def __getattr__(name: str) -> object:
+    # Imported when asked for: pytest loads the plugin beside this file in every run, whatever is tested.
+    if name in _HOMES:
+        return getattr(import_module(f"offload_decode.testing.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'offload_decode.testing' has no attribute '{name}'")

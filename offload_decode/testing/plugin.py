@@ -1,0 +1,60 @@
+"""The pytest plugin: `pytest --offload-decode-selector NAME` runs the suite of what has that name.
+
+pytest imports this file in every run of every project beside which offload-decode is installed. It imports
+nothing but pytest, adds three options, and does nothing until one of them is given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SUITES = {
+    "selector": ("SelectorContract", "name", "offload_decode.selectors.registry"),
+    "index": ("IndexContract", "kind", "indexes.registry"),
+    "method": ("MethodContract", "name", "prefill_jobs.methods.registry"),
+}
+"""What may be asked for: its suite, the attribute that says what the suite is of, and who knows the names."""
+
+asked: list[tuple[str, str]] = []
+"""What was asked for: of SUITES, and by which name."""
+
+pytest.register_assert_rewrite(*(f"offload_decode.testing.{what}_contract" for what in SUITES))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """One option a suite."""
+    group = parser.getgroup("offload-decode", "offload-decode: the contracts of extensions")
+    for what in SUITES:
+        group.addoption(
+            _option(what),
+            action="append",
+            default=[],
+            metavar="NAME",
+            help=f"run the suite of the {what} that is installed under this name, and no other tests",
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect the file of the suites that are asked for, in place of what would be collected."""
+    asked[:] = [(what, name) for what in SUITES for name in config.getoption(_option(what))]
+    for what, name in asked:
+        _refuse_unknown(SUITES[what][2], name)
+    if asked:
+        config.args[:] = [str(Path(__file__).with_name("named.py"))]
+
+
+def _refuse_unknown(registry: str, name: str) -> None:
+    from importlib import import_module
+
+    from offload_decode.errors import OffloadDecodeError
+
+    try:
+        import_module(registry).get(name)
+    except OffloadDecodeError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _option(what: str) -> str:
+    return f"--offload-decode-{what}"

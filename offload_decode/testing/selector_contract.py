@@ -1,0 +1,190 @@
+"""What every selector promises. Inherit, set `name` and `options`, and pytest collects the promises."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.states import attend
+from offload_decode.errors import ConfigError
+from offload_decode.kernels.rows import Rows
+from offload_decode.kv.host import HostKV
+from offload_decode.pages.reference import page_tokens
+from offload_decode.selection.budgeted import Budgeted
+from offload_decode.selectors.registry import create, get
+from offload_decode.store.base import Store
+from offload_decode.testing.stores import STORES, WIDTHS, of_parameter
+from offload_decode.types import PageSelection, Selection, StepStats
+
+LAYER = 1
+
+
+def selected_ids(held: Budgeted, queries: Queries) -> Tensor | None:
+    """Token ids `[Hkv, R, k]` of a selection of tokens or of pages; None for everything."""
+    selection = held.select(LAYER, queries)
+    if isinstance(selection, Selection):
+        assert selection.ids is None or selection.ids.shape[:2] == queries.rows.shape[:2]
+        return selection.ids
+    ids = page_tokens(selection.pages, selection.page_size, held.selector.host.length, selection.limit)
+    if not selection.shared:
+        return ids
+    shared = ids.reshape(len(ids), queries.batch, 1, queries.tokens, -1)
+    return shared.expand(-1, -1, queries.group, -1, -1).flatten(1, 3)
+
+
+def floats(array: Any) -> Tensor:
+    """Stored rows, plain or encoded, in float32 `[N, D]`."""
+    return Rows(array).read(slice(None), torch.device("cpu"))
+
+
+def assert_same(ids: Tensor | None, others: Tensor | None) -> None:
+    """The same tokens in the same order, or everything twice."""
+    assert (ids is None) == (others is None)
+    assert ids is None or others is None or torch.equal(ids, others)
+
+
+class SelectorContract:
+    """Promises of `offload_decode.selection.selector.Selector`, over stores of several shapes."""
+
+    name: ClassVar[str]
+    options: ClassVar[dict[str, object]] = {}
+
+    @pytest.fixture(scope="session", params=[*STORES, *WIDTHS], ids=str)
+    @classmethod
+    def store(cls, request: pytest.FixtureRequest) -> Store:
+        """A store of every shape, plain and in fewer bits."""
+        return of_parameter(request.param)
+
+    def make(self, store: Store, **options: object) -> Budgeted:
+        """The selector over a store, held to its budgets."""
+        host = HostKV(store, torch.device("cpu"))
+        return create(self.name, {**self.options, **options}, host, store.manifest.shape)
+
+    def queries(self, store: Store, seed: int = 6) -> Queries:
+        """Queries of a pass of three tokens."""
+        shape = store.manifest.shape
+        rows = torch.randn(
+            shape.kv_heads, 3 * shape.group, shape.head_dim, generator=torch.Generator().manual_seed(seed)
+        )
+        return Queries(rows, scaling=0.3, group=shape.group, tokens=3)
+
+    def test_it_says_what_it_is(self) -> None:
+        kind = get(self.name)
+        assert kind.name == self.name
+        for said in ("paper", "reads", "holds"):
+            assert str(getattr(kind, said)).strip(), said
+        assert (kind.__doc__ or "").strip(), "its docstring is what `offload-decode selectors` shows"
+        assert dataclasses.fields(kind.options_type)
+        kind.options_type()  # every option has a default
+
+    @pytest.mark.parametrize("budget", ["0", "1", "7", "16", "100%", "5000"])
+    def test_ids_are_valid_unique_and_within_the_budget(self, store: Store, budget: str) -> None:
+        held = self.make(store, budget=budget)
+        ids = selected_ids(held, self.queries(store))
+        budgeted = held.selector.budgets[LAYER]
+        if ids is None or budgeted is None:
+            return
+        assert ids.dtype == torch.int64
+        for row in ids.flatten(0, 1).tolist():
+            real = [token for token in row if token != -1]
+            assert len(set(real)) == len(real) <= budgeted.largest
+            assert all(0 <= token < store.manifest.n_tokens for token in real)
+
+    def test_scores_are_the_inner_products(self, store: Store) -> None:
+        queries = self.queries(store)
+        selection = self.make(store, budget="9").select(LAYER, queries)
+        if isinstance(selection, PageSelection) or selection.ids is None or selection.scores is None:
+            pytest.skip("no scores are told")
+        for head, (ids, scores) in enumerate(zip(selection.ids, selection.scores, strict=True)):
+            keys = floats(store.keys(LAYER, head))
+            exact = (queries.rows[head] @ keys.T).gather(1, ids.clamp(min=0))
+            exact = exact.masked_fill(ids < 0, -torch.inf)
+            torch.testing.assert_close(scores, exact, atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("budget", ["100%", "100000"])
+    def test_a_budget_of_everything_is_dense_attention(self, store: Store, budget: str) -> None:
+        queries, heads = self.queries(store), range(store.manifest.shape.kv_heads)
+        held = self.make(store, budget=budget)
+        state = held.selector.host.attend(LAYER, queries, held.select(LAYER, queries), StepStats())
+        keys, values = (
+            torch.stack([floats(read(LAYER, head)) for head in heads])[None]
+            for read in (store.keys, store.values)
+        )
+        dense = attend(queries.rows[None], keys, values, 0.3)
+        torch.testing.assert_close(state.out, dense.out[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(state.lse, dense.lse[0], atol=1e-5, rtol=0)
+
+    def test_a_dense_layer_selects_everything(self, store: Store) -> None:
+        held = self.make(store, budget="1", dense_layers="1")
+        assert selected_ids(held, self.queries(store)) is None
+
+    def test_every_head_keeps_to_a_budget_of_its_own(self, store: Store) -> None:
+        heads = store.manifest.shape.kv_heads
+        budget = "/".join(str(2 * head + 1) for head in range(heads))
+        if get(self.name).remembers:
+            if heads > 1 and store.manifest.n_tokens > 1:
+                with pytest.raises(ConfigError, match="equally many tokens"):
+                    self.make(store, budget=budget)
+            return
+        ids = selected_ids(self.make(store, budget=budget), self.queries(store))
+        for head, own in enumerate(() if ids is None else ids):
+            assert ((own >= 0).sum(-1) == min(2 * head + 1, store.manifest.n_tokens)).all()
+
+    def test_a_head_with_a_budget_of_everything_is_dense_beside_others(self, store: Store) -> None:
+        shape, n = store.manifest.shape, store.manifest.n_tokens
+        if shape.kv_heads == 1 or n == 1 or get(self.name).remembers:
+            pytest.skip("needs heads that differ")
+        budget = "/".join(["1"] * (shape.kv_heads - 1) + ["100%"])
+        held, queries = self.make(store, budget=budget), self.queries(store)
+        selection = held.select(LAYER, queries)
+        state = held.selector.host.attend(LAYER, queries, selection, StepStats())
+        keys, values = (
+            floats(read(LAYER, shape.kv_heads - 1))[None, None] for read in (store.keys, store.values)
+        )
+        dense = attend(queries.rows[None, -1:], keys, values, 0.3)
+        torch.testing.assert_close(state.out[-1], dense.out[0, 0], atol=1e-5, rtol=0)
+        if (ids := selected_ids(held, queries)) is not None:
+            assert ((ids[:-1] >= 0).sum(-1) == 1).all()
+
+    def test_the_same_question_is_given_the_same_tokens(self, store: Store) -> None:
+        queries = self.queries(store)
+        held, other = self.make(store, budget="7"), self.make(store, budget="7")
+        first = selected_ids(held, queries)
+        assert_same(selected_ids(other, queries), first)
+        held.selector.reset()
+        assert_same(selected_ids(held, queries), first)
+
+    def test_a_fork_goes_on_from_here_and_goes_its_own_way(self, store: Store) -> None:
+        first, then, other = (self.queries(store, seed) for seed in (6, 7, 8))
+        held, alone = self.make(store, budget="7"), self.make(store, budget="7")
+        selected_ids(held, first)
+        selected_ids(alone, first)
+        forked, stray = held.fork(), held.fork()
+        selected_ids(stray, other)
+        stray.selector.reset()
+        expected = selected_ids(alone, then)
+        assert_same(selected_ids(forked, then), expected)
+        assert_same(selected_ids(held, then), expected)
+
+    def test_a_row_that_chooses_by_itself_chooses_the_same_alone(self, store: Store) -> None:
+        held, queries = self.make(store, budget="7"), self.queries(store)
+        if not held.selector.per_row or held.selector.one_question:
+            pytest.skip("its rows choose together")
+        together = selected_ids(held, queries)
+        for token in range(queries.tokens):
+            rows = queries.by_token()[:, 0, :, token].contiguous()
+            alone = selected_ids(held, Queries(rows, queries.scaling, group=queries.group, tokens=1))
+            if together is None or alone is None:
+                assert together is alone is None
+                return
+            of_token = together.reshape(len(together), queries.group, queries.tokens, -1)[:, :, token]
+            assert_same(alone.sort(-1).values, of_token.sort(-1).values)
+
+    def test_an_unknown_option_is_refused(self, store: Store) -> None:
+        with pytest.raises(ConfigError, match="no option"):
+            self.make(store, colour="green")

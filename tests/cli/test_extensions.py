@@ -1,0 +1,148 @@
+"""Extensions on the command line: used, listed, completed, and refused where one is broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli import completion
+from tests.cli.conftest import refused, run
+from tests.extensions.installing import install, install_example
+
+QUESTION = ("What is the number of thing 3?", "--max-new-tokens", "2")
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example, installed, beside a distribution that cannot be imported."""
+    install(
+        tmp_path / "torn",
+        monkeypatch,
+        "torn",
+        {
+            "selectors": {"torn": "torn_module:Torn"},
+            "indexes": {"torn": "torn_module:Torn"},
+            "prefill_methods": {"torn": "torn_module:Torn"},
+        },
+        {"torn_module": "import nowhere"},
+    )
+    install_example(tmp_path / "example", monkeypatch)
+
+
+@pytest.mark.usefixtures("example")
+def test_it_selects_searches_and_prefills(home: Path, copy: Callable[[str], Path], tmp_path: Path) -> None:
+    store = copy("docs.kv")
+    ran = run("ask", store, *QUESTION, "-s", "longest-keys", "-o", "budget=20", "-o", "skip=3", "--json")
+    assert ran.code == 0, ran.err
+    assert refused(2, "ask", store, *QUESTION, "-s", "longest-keys", "-o", "skip=-1").endswith("0 or more")
+    ran = run("index", store, "--kind", "sorted-keys", "--json")
+    assert (ran.code, json.loads(ran.out)["kind"]) == (0, "sorted-keys")
+    ran = run("ask", store, *QUESTION, "-o", "index=sorted-keys", "-o", "budget=20", "--json")
+    assert json.loads(ran.out)["search"] == {"index": "sorted-keys"}
+    flat = run("ask", store, *QUESTION, "-o", "index=flat", "-o", "budget=20", "--json")
+    assert json.loads(ran.out)["answer"] == json.loads(flat.out)["answer"], "both searches are exact"
+    assert "the sorted-keys index" in " ".join(json.loads(run("verify", store, "--json").out)["checked"])
+    corpus, out = home / "corpus.txt", tmp_path / "evenly.kv"
+    ran = run(
+        "prefill", corpus, "--model", home / "model", "--out", out, "--method", "evenly", "-o", "budget=50%"
+    )
+    assert ran.code == 0, ran.err
+    (tmp_path / "more.txt").write_text("Fact 99: the colour of thing 99 is blue.\n")
+    assert run("append", out, tmp_path / "more.txt").code == 0
+    told = json.loads(run("inspect", out, "--json").out)
+    assert told["manifest"]["prefill"]["method"] == "evenly"
+
+
+@pytest.mark.usefixtures("example")
+def test_it_is_listed_by_the_distribution_that_brings_it() -> None:
+    told = {one["name"]: one for one in json.loads(run("selectors", "--json").out)["selectors"]}
+    assert told["longest-keys"]["from"] == "key-lengths 0.1.0"
+    assert told["longest-keys"]["method"] == "Select the longest keys."
+    assert told["longest-keys"]["options"]["skip"] == 0
+    assert "nowhere" in told["torn"]["problem"]
+    assert told["topk"]["paper"].startswith("https://")
+    shown = run("selectors").out
+    assert "longest-keys: Select the longest keys.\n" in shown
+    assert "torn: cannot be used\n  the selector 'torn' of torn 0.1 cannot be used" in shown
+    version = run("--version").out
+    assert (
+        "key-lengths 0.1.0: selector longest-keys, index kind sorted-keys, prefill method evenly" in version
+    )
+
+
+@pytest.mark.usefixtures("example")
+def test_the_shell_completes_its_names() -> None:
+    assert completion.selector_names("lo") == ["loki", "longest-keys"]
+    assert completion.index_kinds("s") == ["sorted-keys"]
+    assert completion.prefill_methods("") == ["dense", "quoka", "sample", "window", "evenly", "torn"]
+    assert completion.selector_options("index=so") == ["index=sorted-keys"]
+
+
+@pytest.mark.usefixtures("example")
+def test_one_that_is_broken_is_one_sentence(home: Path, store: Path, tmp_path: Path) -> None:
+    corpus, into = home / "corpus.txt", ("--model", home / "model", "--out", tmp_path / "s")
+    for arguments in (
+        ["ask", store, *QUESTION, "-s", "torn"],
+        ["ask", store, *QUESTION, "-o", "index=torn"],
+        ["index", store, "--kind", "torn"],
+        ["prefill", corpus, *into, "--method", "torn"],
+    ):
+        said = refused(1, *arguments)
+        assert "'torn' of torn 0.1 cannot be used" in said
+        assert "No module named 'nowhere'" in said
+    assert run("ask", store, *QUESTION).code == 0
+    assert run("--help").code == 0
+
+
+@pytest.mark.usefixtures("example")
+def test_doctor_imports_each_and_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cli import doctor
+
+    monkeypatch.setattr(doctor, "_CHECKS", [check for check in doctor._CHECKS if check[0] == "extensions"])
+    ran = run("doctor", "--json")
+    (check,) = json.loads(ran.out)["checks"]
+    assert (ran.code, check["state"]) == (0, "broken")
+    assert check["found"].count("of torn 0.1 cannot be used") == 3
+    assert "key-lengths" not in check["found"]
+
+
+def test_doctor_says_what_is_installed_and_that_nothing_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cli import doctor
+
+    assert doctor._checked("extensions", False, doctor._extensions).state == "absent"
+    install_example(tmp_path, monkeypatch)
+    check = doctor._checked("extensions", False, doctor._extensions)
+    assert (check.state, check.found.partition(":")[0]) == ("ok", "key-lengths 0.1.0")
+
+
+def test_what_an_extension_made_says_so_where_it_is_not_installed(
+    home: Path, copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    store, made = copy("docs.kv"), tmp_path / "evenly.kv"
+    with pytest.MonkeyPatch.context() as patch:
+        install_example(tmp_path / "example", patch)
+        assert run("index", store, "--kind", "sorted-keys").code == 0
+        arguments = ["--model", home / "model", "--out", made, "--method", "evenly"]
+        assert run("prefill", home / "corpus.txt", *arguments).code == 0
+    said = refused(2, "ask", store, *QUESTION, "-o", "index=sorted-keys")
+    assert "built by an extension that is not installed here: install the package" in said
+    assert run("ask", store, *QUESTION).code == 0
+    assert "sorted-keys" in run("inspect", store).out
+    (problem,) = json.loads(run("verify", store, "--json").out)["problems"]
+    assert "not installed here" in problem
+    assert run("ask", made, *QUESTION).code == 0, "how a store was prefilled is no matter to who asks it"
+    assert "neither built in nor installed" in refused(2, "append", made, home / "corpus.txt")
+
+
+@pytest.mark.usefixtures("example")
+def test_plan_counts_an_index_that_is_an_extension(home: Path) -> None:
+    shown = run("plan", "--model", home / "model", "--tokens", "100K", "-o", "index=sorted-keys").out
+    assert "ask: indexes (sorted-keys)" in shown
+    (choice,) = (line for line in shown.splitlines() if line.startswith("indexes "))
+    assert "sorted-keys" in choice
+    assert "torn" not in choice

@@ -1,0 +1,281 @@
+"""Selectors, indexes and prefill methods that each break one promise: the module of a distribution."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+
+from indexes.base import Costs, Hits
+from indexes.flat import FlatIndex
+from offload_decode.selection.selector import Selector
+from offload_decode.types import Selection
+from prefill_jobs.methods.base import Sparse
+
+
+class First(Selector):
+    """The first k tokens: nothing is wrong with it."""
+
+    name, paper, reads, holds = "first", "none", "nothing", "nothing"
+
+    def choose(self, layer, queries, k):
+        return Selection(self.ids(k).expand(*queries.rows.shape[:2], -1))
+
+    def ids(self, k):
+        return torch.arange(k)
+
+
+class TooMany(First):
+    name = "too-many"
+
+    def ids(self, k):
+        return torch.arange(min(k + 1, self.host.length))
+
+
+class TooFew(First):
+    name = "too-few"
+
+    def ids(self, k):
+        return torch.arange(k // 2)
+
+
+class Repeats(First):
+    name = "repeats"
+
+    def ids(self, k):
+        return torch.arange(k) // 2
+
+
+class Beyond(First):
+    name = "beyond"
+
+    def ids(self, k):
+        return torch.arange(k) + self.host.length - k + 1
+
+
+class Below(First):
+    name = "below"
+
+    def ids(self, k):
+        return torch.arange(k) - 2
+
+
+class LeavesOneOut(First):
+    name = "leaves-one-out"
+
+    def ids(self, k):
+        return torch.arange(min(k, self.host.length - 1))
+
+
+class MadeUpScores(First):
+    name = "made-up-scores"
+
+    def choose(self, layer, queries, k):
+        chosen = super().choose(layer, queries, k)
+        return Selection(chosen.ids, torch.zeros(chosen.ids.shape))
+
+
+class Drawn(First):
+    name = "drawn"
+
+    def ids(self, k):
+        return torch.randperm(self.host.length)[:k]
+
+
+class Turns(First):
+    """Moves on by a token in every step."""
+
+    name = "turns"
+    one_question = True
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.steps = 0
+
+    def ids(self, k):
+        self.steps += 1
+        return (torch.arange(k) + self.steps) % self.host.length
+
+    def reset(self):
+        self.steps = 0
+
+    def fork(self):
+        return copy.copy(self)
+
+
+class NeverResets(Turns):
+    name = "never-resets"
+
+    def reset(self):
+        pass
+
+
+class ForgetsFork(Turns):
+    name = "forgets-fork"
+
+    def fork(self):
+        forked = copy.copy(self)
+        forked.reset()
+        return forked
+
+
+class SharesFork(Turns):
+    name = "shares-fork"
+
+    def fork(self):
+        return self
+
+
+class ChoosesTogether(First):
+    """Says that a row chooses by itself."""
+
+    name = "chooses-together"
+
+    def choose(self, layer, queries, k):
+        last = int(queries.rows.sum(1).abs().sum() * 1000) % self.host.length
+        return Selection(((torch.arange(k) + last) % self.host.length).expand(*queries.rows.shape[:2], -1))
+
+
+class WrongIndex(FlatIndex):
+    def _search(self, queries, k):
+        hits = super()._search(queries, k)
+        return Hits(self.changed(hits.ids), hits.scores)
+
+    def changed(self, ids):
+        return ids
+
+
+class IndexRepeats(WrongIndex):
+    name = "repeats"
+
+    def changed(self, ids):
+        return np.where(np.arange(ids.shape[1]) == 1, ids[:, :1], ids)
+
+
+class IndexBeyond(WrongIndex):
+    name = "beyond"
+
+    def changed(self, ids):
+        return ids + 1
+
+
+class IndexNotAll(WrongIndex):
+    """The last key is never found."""
+
+    name = "not-all"
+
+    def changed(self, ids):
+        return np.where(ids == len(self) - 1, -1, ids)
+
+
+class IndexEstimates(FlatIndex):
+    """Says that its estimates are exact."""
+
+    name = "estimates"
+
+    def _search(self, queries, k):
+        hits = super()._search(queries, k)
+        return Hits(hits.ids, hits.scores * np.float32(1.001))
+
+
+class IndexGuesses(FlatIndex):
+    """The first k keys, with their scores in order."""
+
+    name = "guesses"
+
+    def _search(self, queries, k):
+        scores = queries @ np.asarray(self.keys[:k], np.float32).T
+        order = np.argsort(-scores, axis=1)
+        return Hits(order.astype(np.int64), np.take_along_axis(scores, order, axis=1))
+
+
+class IndexDrawn(FlatIndex):
+    """A search that is not the same twice."""
+
+    name = "drawn"
+
+    def _search(self, queries, k):
+        hits = super()._search(queries, k)
+        if k == len(self):
+            return hits
+        every = np.tile(np.arange(len(self)), (len(queries), 1))
+        return Hits(np.random.default_rng().permuted(every, axis=1)[:, :k], hits.scores)
+
+
+class IndexTrusts(FlatIndex):
+    """Whatever lies there is its own."""
+
+    name = "trusts"
+
+    @classmethod
+    def load(cls, path, keys, *, digest=None):
+        return cls(keys, digest or "")
+
+
+class IndexBoasts(FlatIndex):
+    """States other bytes than it takes."""
+
+    name = "boasts"
+
+    @classmethod
+    def costs(cls, n, dim, dtype, k, rows=1):
+        return Costs(memory=0, file=10 * n, read=0)
+
+
+class WrongMethod(Sparse):
+    paper = "none"
+
+    def choose(self, layer, queries, earlier, k):
+        return self.ids(earlier.length, k).expand(self.shape.kv_heads, -1)
+
+
+class MethodRepeats(WrongMethod):
+    name = "repeats"
+
+    def ids(self, length, k):
+        return torch.zeros(k, dtype=torch.int64)
+
+
+class MethodBeyond(WrongMethod):
+    name = "beyond"
+
+    def ids(self, length, k):
+        return torch.arange(k) + length
+
+
+class MethodTooMany(WrongMethod):
+    name = "too-many"
+
+    def ids(self, length, k):
+        return torch.arange(min(k + 1, length))
+
+
+class MethodDrawn(WrongMethod):
+    name = "drawn"
+
+    def ids(self, length, k):
+        return torch.randperm(length)[:k]
+
+
+class MethodRemembers(WrongMethod):
+    """Goes by the chunks that it has seen, of which one that resumes has seen none."""
+
+    name = "remembers"
+
+    def ids(self, length, k):
+        self.seen = getattr(self, "seen", 0) + 1
+        return (torch.arange(k) + self.seen) % length
+
+
+class MethodLeavesOneOut(WrongMethod):
+    """Even where everything is asked for."""
+
+    name = "leaves-one-out"
+
+    def select(self, layer, queries, earlier):
+        k = min(self._budget(earlier.length)[layer], earlier.length - 1)
+        return torch.arange(max(0, k)).expand(2, -1)
+
+    def ids(self, length, k):
+        raise NotImplementedError
