@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.aggregate import reading
 from offload_decode.evals.tasks.base import Context, Material, Question, Task
 from offload_decode.evals.tasks.words import Split
 
@@ -69,10 +68,6 @@ class Passkey(Task):
     def guess(self, rng: random.Random, question: Question) -> str:
         """Another key."""
         return words.number(rng, "eval", _DIGITS)
-
-    def score(self, question: Question, said: str) -> float:
-        """1 for the key as the one number that is given."""
-        return float(reading.number(said) == int(question.answers[0]))
 
 
 def _noise(sentences: int) -> str:

@@ -92,8 +92,8 @@ class FilterRecords(SpreadFacts):
         right, others = 0, 0
         for answer in question.answers:
             found = re.compile(rf"(?<![\w-]){re.escape(answer)}(?![\w-])", re.IGNORECASE)
-            places = [match.start() for match in found.finditer(said)]
-            wrong = any(reading.denied(said, at) for at in places)
+            places = list(found.finditer(said))
+            wrong = any(reading.denied(said, match) for match in places)
             right += bool(places) and not wrong
             others += wrong
             said = found.sub(";", said)

@@ -45,7 +45,7 @@ wooden yellow young
 """
 _FIRST_NAMES = """
 Ada Adele Agnes Albert Alice Amos Andrew Anton Arthur Astrid Beatrice Bernard Bridget Carla Cecil Charles
-Daisy Daniel Dora Edgar Edith Edmund Eleanor Emil Emma Ernest Esther Ethel Eva Fanny Florence Francis Frank
+Daisy Daniel Dora Edgar Edith Edmund Eleanor Emil Emma Ernest Ethel Eva Fanny Florence Francis Frank
 Freda George Grace Hanna Harriet Harry Helen Henry Ida Isaac Ivan Jacob Jane Jasper Joan
 """
 _OTHER_FIRST_NAMES = """
@@ -61,9 +61,9 @@ _SURNAMES = ("son", "well", "sen", "berg", "ley", "mann", "ett", "ovsky", "smith
 _TOWNS = ("ham", "wick", "bury", "stead", "mouth", "dale")
 _FEW, _MANY = 60, 4000  # more towns, or people, than these need longer names to differ
 
-_NOBODY = "person|reason|lesson|season|prison"
+_NOBODY = "person|reason|lesson|season|prison"  # `the only person` is no name
 
-# In small letters too, as answers may be; but `the only person` is nobody.
+# In small letters too, as answers may be.
 PERSON = re.compile(
     rf"\b[^\W\d_]+ (?!{_NOBODY})[^\W\d_]+(?:{'|'.join(_SURNAMES)})(?:-[^\W\d_]+)?(?![\w-])", re.IGNORECASE
 )

@@ -49,6 +49,10 @@ _DENIED = re.compile(
     r"(?:\s+[\w*\"']+){0,3}\s*\W?$",
     re.IGNORECASE,
 )
+_DENIED_AFTER = re.compile(
+    r"\W{0,3}(?:(?:is|was|are|were)(?:\s+not\b|n't\b)|(?:is|was)\s+(?:wrong|incorrect|false)\b)",
+    re.IGNORECASE,
+)
 
 
 def number(said: str) -> int | None:
@@ -90,17 +94,15 @@ def _value(written: str) -> float:
     return total + group
 
 
-def denied(said: str, at: int) -> bool:
-    """Whether what stands at a place is said not to be so: `not`, `except` and the like shortly before it."""
-    return _DENIED.search(said[:at]) is not None
+def denied(said: str, match: re.Match[str]) -> bool:
+    """Whether it is said not to be so: by `not`, `except` and the like shortly before, `is not` after it."""
+    before, after = said[: match.start()], said[match.end() :]
+    return bool(_DENIED.search(before) or _DENIED_AFTER.match(after))
 
 
 def named(pattern: re.Pattern[str], said: str) -> list[str]:
     """What matches, in small letters, in order, each time again; what is denied in front is marked by `!`."""
-    return [
-        ("!" if denied(said, match.start()) else "") + match.group().lower()
-        for match in pattern.finditer(said)
-    ]
+    return [("!" if denied(said, match) else "") + match.group().lower() for match in pattern.finditer(said)]
 
 
 def only(pattern: re.Pattern[str], said: str, answer: str, asked: str) -> bool:
@@ -112,7 +114,7 @@ def only(pattern: re.Pattern[str], said: str, answer: str, asked: str) -> bool:
 def label(said: str, choices: Iterable[str]) -> str | None:
     """The one choice that is named, singular or plural; None for none, for several, or where it is denied."""
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, choices))})s?\b", re.IGNORECASE)
-    found = {match.group(1).lower(): denied(said, match.start()) for match in pattern.finditer(said)}
+    found = {match.group(1).lower(): denied(said, match) for match in pattern.finditer(said)}
     return next(iter(found)) if len(found) == 1 and not any(found.values()) else None
 
 
