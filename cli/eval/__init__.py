@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cli.eval import ablation, aggregate, fidelity, needle, passkey, perplexity, ruler, sparsity
+from cli.eval import ablation, aggregate, fidelity, needle, passkey, perplexity, report, ruler, sparsity
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how good the answers are.")
 app.command("needle")(needle.needle)
@@ -15,3 +15,4 @@ app.command("ablation")(ablation.ablation)
 app.command("fidelity")(fidelity.fidelity)
 app.command("perplexity")(perplexity.perplexity)
 app.command("sparsity")(sparsity.sparsity)
+app.command("report")(report.report)

@@ -143,7 +143,8 @@ class Writer:
     def lines(self, records: Sequence[Record]) -> None:
         """Write lines, all or (after a kill) some of them."""
         text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
-        left = memoryview(text.encode())
+        # Names of files may hold half characters, which UTF-8 has no form for: JSON spells them out.
+        left = memoryview(text.encode(errors="backslashreplace"))
         while left:
             left = left[os.write(self._descriptor, left) :]
         os.fsync(self._descriptor)

@@ -119,13 +119,16 @@ class Summary:
         """Cells by task, length and way."""
         return {(cell.task, cell.length, cell.way): cell for cell in self.cells}
 
+    def at(self, length: int, way: str) -> list[Cell]:
+        """The cells of all tasks."""
+        return [cell for task in self.tasks if (cell := self.by_place.get((task, length, way)))]
+
     def headlines(self) -> list[Headline]:
         """For every length and way."""
         found = []
         for length in self.lengths:
             for way in self.ways:
-                cells = [cell for cell in self.cells if (cell.length, cell.way) == (length, way)]
-                if cells:
+                if cells := self.at(length, way):
                     worst = min(cells, key=lambda cell: (cell.score.mean, cell.score.low))
                     mean = mean_of([cell.score for cell in cells])
                     found.append(Headline(length, way, worst, mean, len(cells)))

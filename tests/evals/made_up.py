@@ -43,6 +43,7 @@ def write_run(
     made_with: dict[str, Any] = MADE_WITH,
     luck: int = 0,
     unfinished: int = 0,
+    way_budget: Callable[[str, int], int] = budget,
 ) -> Path:
     """Write a run in which an answer is right with probability `right(task, length, way)`; its path.
 
@@ -67,7 +68,7 @@ def write_run(
         lines: list[Record] = []
         for length, task, seed, i in places:
             unit = f"{task}/{length}/{seed}/{i}"
-            rng = random.Random(f"{unit} {luck}")
+            rng = random.Random(f"{unit!a} {luck}")
             question = Asked(
                 unit,
                 0,
@@ -84,7 +85,7 @@ def write_run(
             hard, guessed = rng.random(), rng.random()
             for way in ways:
                 score = float(hard < chance(task, length, way))
-                tokens = budget(way, length)
+                tokens = way_budget(way, length)
                 seconds = 0.01 + tokens / 1e6
                 answer = Said(unit, 0, way, False, said, score, score, tokens, 100.0 * tokens, seconds)
                 lines.append(records.record(ANSWER, answer))

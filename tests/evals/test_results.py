@@ -76,6 +76,13 @@ def test_results_of_another_run_are_left_alone(tmp_path: Path, change: dict[str,
     assert path.read_bytes() == before
 
 
+def test_half_characters_of_file_names_are_kept(tmp_path: Path) -> None:
+    name = "\udc80 \u00e9 \U0001f600 \\udc80"
+    with results.opened(tmp_path / "run.jsonl", HEADER) as (writer, _):
+        writer.unit("a", [{"record": "answer", "said": name}], 0.5)
+    assert results.read(tmp_path / "run.jsonl").records[0]["said"] == name
+
+
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with (

@@ -1,0 +1,31 @@
+"""`eval report` writes one page, and `eval compare` says what changed; both refuse what is no run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.conftest import refused, run
+from tests.evals.made_up import write_run
+
+
+def test_a_page_is_written_and_not_written_over(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{name}.jsonl", 0.9, questions=2) for name in ("one", "two")]
+    out = tmp_path / "new" / "report.html"
+    ran = run("eval", "report", *runs, "--out", out)
+    assert (ran.code, ran.out, ran.err) == (0, "", f"{out}\n")
+    text = out.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "one.jsonl" in text
+    assert "two.jsonl" in text
+    assert "exists already" in refused(2, "eval", "report", runs[0], "--out", out)
+    assert out.read_text() == text
+    assert run("eval", "report", runs[0], "--out", out, "--force", "-q").code == 0
+    assert "two.jsonl" not in out.read_text()
+
+
+def test_what_is_no_run_makes_no_page(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    assert "there are no results at" in refused(2, "eval", "report", tmp_path / "none", "--out", out)
+    (tmp_path / "text").write_text("some text")
+    assert "is no file of an evaluation" in refused(2, "eval", "report", tmp_path / "text", "--out", out)
+    assert not out.exists()

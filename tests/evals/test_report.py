@@ -1,0 +1,246 @@
+"""The page of a run: whole in itself, whatever was written into the run, and readable by everybody."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, sync_playwright
+
+from offload_decode.errors import ConfigError
+from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText
+from offload_decode.evals.report import plot
+from offload_decode.evals.report.html import Markup, cut, tag
+from offload_decode.evals.report.page import page
+from tests.evals.made_up import MADE_WITH, WAYS, budget, write_run
+from tests.server.http.test_page import CHROMIUM, FLAGS
+
+EVIL = "<script>alert('it ran')</script>\"'&\u202e\ud800\x1b]0;"
+
+
+def right(task: str, length: int, way: str) -> float:
+    share = budget(way, length) / (budget(way, length) + 60)
+    return {"niah_single_1": 1.0, "vt": 0.97, "cwe": 0.5}.get(task, 0.9) * share
+
+
+class _Read(HTMLParser):
+    """The elements of a page, and its text by element."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def of(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.tags if tag == name]
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    text = page([write_run(tmp_path / "run.jsonl", right)])
+    read = _Read(text)
+    assert not read.of("script")
+    assert not read.of("link")
+    assert not read.of("img")
+    assert {(link["href"] or "")[0] for link in read.of("a")} == {"#"}
+    assert "http" not in text.replace('http-equiv="Content-Security-Policy"', "")
+    assert "url(" not in text
+    assert "@import" not in text
+    policy = next(meta["content"] for meta in read.of("meta") if meta.get("http-equiv"))
+    style = re.search(r"<style>(.*?)</style>", text, re.S)
+    assert style is not None
+    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    assert policy == (f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'")
+    assert not [attributes for _, attributes in read.tags if "style" in attributes]
+    named = {attributes["id"] for _, attributes in read.tags if "id" in attributes}
+    assert {(link["href"] or "")[1:] for link in read.of("a")} <= named
+
+
+def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
+    made_with = {**MADE_WITH, "model": EVIL, "versions": {EVIL: EVIL}}
+    ways = ("dense", f"topk:budget=8,x={EVIL}")
+    run = write_run(
+        tmp_path / "run.jsonl",
+        0.5,
+        tasks=[EVIL],
+        ways=ways,
+        said=EVIL,
+        evaluation=EVIL,
+        made_with=made_with,
+        way_budget=lambda way, length: 8,
+    )
+    text = page([run])
+    read = _Read(text)
+    assert not read.of("script")
+    assert not any(name.startswith("on") for _, attributes in read.tags for name in attributes)
+    assert "<script>alert('it ran')</script>\"'&\\u202e\\ud800\\u001b]0;" in read.text
+    text.encode()
+    for drawn in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(drawn)
+    assert tag("p", "<b>", Markup("<i>"), title='"') == '<p title="&quot;">&lt;b&gt;<i></p>'
+    assert cut("a" * 1000, 10) == "a" * 10 + " … (990 more characters)"
+
+
+def test_chance_and_an_answered_control_come_first(tmp_path: Path) -> None:
+    lost = _Read(page([write_run(tmp_path / "lost.jsonl", 0.0)])).text
+    assert lost.index("no better than chance on every task") < lost.index("way of answering")
+    answered = _Read(page([write_run(tmp_path / "known.jsonl", 0.95, control=0.4, questions=60)])).text
+    assert answered.index("do not trust") < answered.index("way of answering")
+    assert "no better than chance on" not in answered
+
+
+def test_the_worst_task_is_the_headline_and_every_number_is_in_a_table(tmp_path: Path) -> None:
+    read = _Read(page([write_run(tmp_path / "run.jsonl", right, seeds=(3, 4))]))
+    headline = read.text[read.text.index("way of answering") :]
+    assert headline.index("cwe") < headline.index("vt")
+    assert "Seeds 3, 4 are pooled" in read.text
+    for said in ("RULER ", "control: facts taken out", "guess from the question alone", "0123456789abcdef"):
+        assert said in read.text
+    pictures = [drawn for drawn in read.of("svg") if drawn.get("role") == "img"]
+    assert len(pictures) == 6
+    assert all(table.get("aria-label") for table in read.of("div") if table.get("class") == "scroll")
+
+
+def test_a_ratio_is_not_shown_where_dense_attention_fails(tmp_path: Path) -> None:
+    assert "% of dense" not in _Read(page([write_run(tmp_path / "weak.jsonl", 0.6, tasks=["vt"])])).text
+    assert "100 % of dense" in _Read(page([write_run(tmp_path / "good.jsonl", 1.0, tasks=["vt"])])).text
+
+
+def test_a_large_run_makes_a_small_page(tmp_path: Path) -> None:
+    selectors = ("topk", "quest", "h2o", "streaming")
+    ways = ("dense", *(f"{name}:budget={2**power}" for name in selectors for power in range(6, 11)))
+    tasks = [f"task_{number}" for number in range(13)]
+    lengths = [2**power for power in range(12, 17)]
+    run = write_run(tmp_path / "run.jsonl", right, tasks=tasks, lengths=lengths, ways=ways, questions=1)
+    assert len(page([run]).encode()) < 1_500_000
+
+
+def test_needle_grids_and_fidelity_are_shown_too(tmp_path: Path) -> None:
+    plan = GridPlan((2048, 4096), (0.0, 0.5), "topk", {"budget": "64"})
+    said = {share: ScoredText(EVIL, share) for share in (0.0, 1.0)}
+    cells = tuple(
+        Cell(length, depth, 0, length, "?", "1", said[1.0], said[depth * 2], said[0.0])
+        for length in plan.lengths
+        for depth in plan.depths
+    )
+    (tmp_path / "needle.json").write_text(json.dumps(NeedleGrid(plan, MADE_WITH, cells).to_json(), indent=1))
+    spread = {"p50": 0.1, "p95": 0.2}
+    entry = {"label": EVIL, "budget": "64", "attended": 64.0, "agreement": {"kl_mean": 0.01, "top1": 0.9}}
+    entry["live"] = {"recall": 0.8, "mass": 0.95, "error": spread}
+    found = {"configuration": {"model": "m"}, "entries": [entry], "failures": []}
+    (tmp_path / "fidelity.json").write_text(json.dumps(found))
+    read = _Read(page([tmp_path / "needle.json", tmp_path / "fidelity.json"]))
+    for said_there in ("control: needle taken out", "topk, budget 64", "2K", "fidelity to exact attention"):
+        assert said_there in read.text
+    assert not read.of("script")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "there are no results"),
+        ("[]", "does not say what was measured"),
+        ("{", "is no file of an evaluation"),
+        ('{"configuration": {}}', "neither cells nor entries"),
+        ('{"configuration": {}, "cells": [{"dense": {"score": 7}}]}', "cells are not whole"),
+        ('{"configuration": {}, "entries": [3]}', "entries are not whole"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path: Path, text: str | None, why: str) -> None:
+    path = tmp_path / "file.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        page([path])
+
+
+@pytest.mark.parametrize("values", [[64.0], [64.0, 64.0], [3.0, 5.0], [1.0, 1e6], [2048.0, 8192.0]])
+def test_axes_hold_their_values_and_have_ticks(values: list[float]) -> None:
+    for axis in (plot.log_axis("x", values), plot.axis("x", min(values), max(values))):
+        assert axis.low <= min(values) <= max(values) <= axis.high
+        assert len(axis.ticks) <= 8
+        assert all(axis.low <= at <= axis.high for at, _ in axis.ticks)
+        places = [axis.at(value, 0, 100) for value in sorted(values)]
+        assert places == sorted(places)
+        assert 0 <= places[0] <= places[-1] <= 100
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("page")
+    few: dict[str, Any] = {"tasks": ("niah_single_1", "vt"), "questions": 8, "said": EVIL}
+    runs = [
+        write_run(folder / "run.jsonl", right, ways=WAYS[:4], **few),
+        write_run(folder / "lost.jsonl", 0.0, ways=WAYS[:2], lengths=[2048], **few),
+    ]
+    (folder / "report.html").write_text(page(runs))
+    return (folder / "report.html").as_uri()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible(browser: Browser, shown: str, scheme: Any) -> None:
+    context = browser.new_context(color_scheme=scheme)
+    faults: list[str] = []
+    opened = context.new_page()
+    opened.on("console", lambda said: faults.append(said.text))
+    opened.on("pageerror", lambda error: faults.append(str(error)))
+    opened.goto(shown)
+    opened.locator("summary").first.click()
+    # The policy lets no script in, so that it is checked without it.
+    found = Axe().run(_without_policy(browser, shown, scheme))
+    assert found.violations_count == 0, found.generate_report()
+    assert not faults
+    context.close()
+
+
+def _without_policy(browser: Browser, shown: str, scheme: Any) -> Any:
+    opened = browser.new_context(color_scheme=scheme, bypass_csp=True).new_page()
+    opened.goto(shown)
+    opened.locator("details").evaluate_all("all => all.forEach(each => each.open = true)")
+    return opened
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_nothing_sticks_out_of_a_screen(browser: Browser, shown: str, width: int) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 800})
+    opened = context.new_page()
+    opened.goto(shown)
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    context.close()
+
+
+def test_nothing_is_cut_off_on_paper_and_it_is_light(browser: Browser, shown: str) -> None:
+    context = browser.new_context(viewport={"width": 700, "height": 990}, color_scheme="dark")
+    opened = context.new_page()
+    opened.emulate_media(media="print", color_scheme="dark")
+    opened.goto(shown)
+    wide = "() => [...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
+    assert max(opened.evaluate(wide)) <= 1
+    assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert opened.locator("blockquote").first.evaluate("e => e.getBoundingClientRect().height") > 20
+    context.close()
