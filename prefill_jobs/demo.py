@@ -22,7 +22,7 @@ from offload_decode.evals.tasks.scoring import says
 
 MAX_NEW_TOKENS = 40
 _DEPTHS = (0.05, 0.27, 0.5, 0.73, 0.95)
-_SEED = 1  # a draw that the shipped model gets right; how often it does is measured in its card
+_SEED = 3  # a draw that the shipped model gets right; how often it does is measured in its card
 
 
 @dataclass(frozen=True)

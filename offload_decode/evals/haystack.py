@@ -63,6 +63,12 @@ class Strand:
 
 def python_topics() -> Haystack:
     """The Python documentation topics, which stand in the standard library of every machine."""
+    name = "Python documentation topics (pydoc_data.topics)"
+    return Haystack(name, _BETWEEN.join(text for _, text in sorted(python_topics_by_name().items())))
+
+
+def python_topics_by_name() -> dict[str, str]:
+    """The same one by one. Raises `CorpusError` where Python came without them."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -70,5 +76,4 @@ def python_topics() -> Haystack:
             "this Python came without its documentation topics (pydoc_data): give a text, or use a complete "
             "installation of Python"
         ) from error
-    name = "Python documentation topics (pydoc_data.topics)"
-    return Haystack(name, _BETWEEN.join(text for _, text in sorted(topics.items())))
+    return topics

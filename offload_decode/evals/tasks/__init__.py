@@ -18,6 +18,8 @@ _FILES = {
     "vt": "ruler.tracking",
     "cwe": "ruler.counting",
     "fwe": "ruler.counting",
+    "qa_1": "ruler.qa",
+    "qa_2": "ruler.qa",
     "plain-fact": "plain_fact",
     "key-value": "key_value",
     "key-value-words": "key_value",

@@ -223,7 +223,7 @@ TABLE = [
     *(("common-words", COMMON, *row) for row in THREE_WORDS),
     *(("fwe", CODED, *row) for row in THREE_CODED),
 ]
-SCORERS = ("Task", "CommonWords", "FrequentWords", "Qa")
+SCORERS = ("Task", "CommonWords", "FrequentWords")
 OURS = [name for name in tasks.names() if tasks.get(name).score.__qualname__.startswith(SCORERS)]
 
 

@@ -1,0 +1,232 @@
+"""Questions about documents: the gold ones are in the text, not in the control; files are never trusted."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_decode.errors import ConfigError, CorpusError
+from offload_decode.evals import tasks
+from offload_decode.evals.haystack import Haystack, Strand
+from offload_decode.evals.tasks import scoring
+from offload_decode.evals.tasks.ruler import qa, qa_files
+from offload_decode.evals.tasks.ruler.qa import MultiHop, SingleHop, read, task_of
+from tests.tiny import tiny_tokenizer
+
+SQUAD = {
+    "version": "v2.0",
+    "data": [
+        {
+            "title": f"Article {article}",
+            "paragraphs": [
+                {
+                    "context": f"Town {article}{number} was founded by Queen {article}{number}. "
+                    + "It rains. " * 20,
+                    "qas": [
+                        {
+                            "id": f"{article}{number}",
+                            "question": f"Who founded Town {article}{number}?",
+                            "answers": [
+                                {"text": f"Queen {article}{number}", "answer_start": 0},
+                                {"text": f"the Queen {article}{number}", "answer_start": 0},
+                            ],
+                            "is_impossible": False,
+                        },
+                        {"id": "x", "question": "Why?", "answers": [], "is_impossible": True},
+                    ],
+                }
+                for number in range(6)
+            ],
+        }
+        for article in "ABCDE"
+    ],
+}
+HOTPOT = [
+    {
+        "_id": str(number),
+        "question": f"Where was the author of Book {number} born?",
+        "answer": f"City {number}",
+        "supporting_facts": [[f"Book {number}", 0], [f"Author {number}", 1]],
+        "context": [
+            [f"Book {number}", [f"Book {number} is by Author {number}.", " It is long."]],
+            [f"Author {number}", [f"Author {number} writes.", f" Born in City {number}."]],
+            *([f"Other {number}{other}", ["Nothing of interest. " * 8]] for other in range(8)),
+        ],
+    }
+    for number in range(30)
+]
+
+
+def strand(tokens: int) -> Strand:
+    return Strand(Haystack("none", "No text."), tiny_tokenizer(), tokens, 0.0)
+
+
+def saved(tmp_path: Path, value: Any) -> Path:
+    path = tmp_path / "questions.json"
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return path
+
+
+def documents(text: str) -> list[str]:
+    return [part.strip() for part in re.split(r"Document \d+:\n", text)[1:]]
+
+
+@pytest.mark.parametrize(("value", "hops", "count"), [(SQUAD, 1, 30), (HOTPOT, 2, 30)])
+def test_a_file_gives_its_questions_with_their_documents(
+    value: Any, hops: int, count: int, tmp_path: Path
+) -> None:
+    questions = read(saved(tmp_path, value))
+    assert (questions.hops, len(questions.asked), questions.name) == (hops, count, "questions.json")
+    assert len(set(questions.documents)) == len(questions.documents)
+    for one in questions.asked:
+        assert len(one.needed) == hops
+        assert any(one.answers[0] in questions.documents[at] for at in one.needed)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(SQUAD, SingleHop), (HOTPOT, MultiHop)])
+def test_the_documents_that_answer_are_in_the_text_and_not_in_the_control(
+    value: Any, kind: type, tmp_path: Path
+) -> None:
+    task = task_of(read(saved(tmp_path, value)))
+    assert type(task) is kind
+    context = task.context(random.Random(1), strand(3500))
+    files = {one.question: one for one in task.questions.asked}
+    assert len(context.questions) == len(context.depths) == task.per_context == 4
+    for question, depth in zip(context.questions, context.depths, strict=True):
+        one = files[question.text.rsplit("Question: ")[-1]]
+        for at in one.needed:
+            assert task.questions.documents[at].strip() in documents(context.text)
+            assert task.questions.documents[at].strip() not in documents(context.control)
+        if kind is SingleHop:
+            assert depth is not None
+            assert question.response in context.text[int(depth * len(context.text)) :][:300]
+        assert task.score(question, question.response) == 1
+    for text in (context.text, context.control):
+        assert 0.92 * 3500 <= strand(0).count(text) <= 3500
+        assert len(set(documents(text))) == len(documents(text))
+
+
+@pytest.mark.parametrize("name", ["qa_1", "qa_2"])
+@pytest.mark.parametrize("tokens", [20_000, 100_000])
+def test_our_own_questions_fill_a_text(name: str, tokens: int) -> None:
+    context = tasks.get(name).context(random.Random(2), strand(tokens))
+    for text in (context.text, context.control):
+        assert 0.99 * tokens <= strand(0).count(text) <= tokens
+    again = tasks.get(name).context(random.Random(2), strand(tokens))
+    other = tasks.get(name).context(random.Random(3), strand(tokens))
+    assert again == context
+    assert other.questions != context.questions
+
+
+@pytest.mark.parametrize(("hops", "least"), [(1, 60), (2, 24)])
+def test_every_question_of_ours_is_answered_by_its_documents(hops: int, least: int) -> None:
+    questions = qa_files.ours(hops)
+    assert len(questions.asked) >= least
+    assert len({one.question for one in questions.asked}) == len(questions.asked)
+    for one in questions.asked:
+        assert len(one.needed) == hops, one.question
+        found = [scoring._normal(questions.documents[at]) for at in one.needed]
+        assert any(scoring._normal(answer) in text for answer in one.answers for text in found), one.question
+        assert scoring._normal(one.answers[0]) not in scoring._normal(one.question).split(), one.question
+        if hops == 2:
+            titles = {questions.documents[at].split("\n")[0] for at in one.needed}
+            assert len(titles) == 2, one.question
+
+
+def test_the_topics_hold_no_paragraph_twice() -> None:
+    paragraphs = [
+        " ".join(paragraph.split())
+        for document in qa_files.ours(1).documents
+        for paragraph in document.split("\n\n")[1:]
+    ]
+    assert len(set(paragraphs)) >= 0.99 * len(paragraphs)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("{", "is no JSON"),
+        ("NaN", "is no JSON"),
+        ("[" * 5000, "nested too deeply"),
+        ("3", "the file has no proper 'data'"),
+        ({"data": 3}, "the file has no proper 'data'"),
+        ({"data": [{}]}, "an article has no proper 'paragraphs'"),
+        ({"data": [{"paragraphs": [{"context": ""}]}]}, "a paragraph's context is no text"),
+        ({"data": [{"paragraphs": [{"context": "a", "qas": [3]}]}]}, "a question has no proper 'question'"),
+        (
+            {
+                "data": [
+                    {"paragraphs": [{"context": "a", "qas": [{"question": "q", "answers": [{"text": 1}]}]}]}
+                ]
+            },
+            "an answer has no proper 'text'",
+        ),
+        ({"data": []}, "holds no question"),
+        ([], "holds no question"),
+        ([{"question": "q"}], "a question has no proper 'answer'"),
+        ([{"question": "q", "answer": "a", "context": [["t"]]}], "no title with a list"),
+        ([{**HOTPOT[0], "supporting_facts": []}], "no supporting facts"),
+        ([{**HOTPOT[0], "supporting_facts": [["Nowhere", 0]]}], "of no document of its question"),
+        ([{**HOTPOT[0], "context": [["t", [1]]]}], "a sentence is no text"),
+    ],
+)
+def test_what_is_no_such_file_is_refused_in_a_sentence(value: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=sentence):
+        read(saved(tmp_path, value))
+
+
+def test_files_that_are_missing_no_files_or_too_large_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CorpusError, match="No such file"):
+        read(tmp_path / "none.json")
+    with pytest.raises(CorpusError, match="not a regular file"):
+        read(tmp_path)
+    monkeypatch.setattr(qa_files, "MOST_BYTES", 1000)
+    with pytest.raises(CorpusError, match="is larger than"):
+        read(saved(tmp_path, SQUAD))
+
+
+def test_too_few_tokens_or_documents_are_refused(tmp_path: Path) -> None:
+    task = task_of(read(saved(tmp_path, SQUAD)))
+    with pytest.raises(ConfigError, match="300 tokens do not hold"):
+        task.context(random.Random(0), strand(300))
+    with pytest.raises(ConfigError, match=r"all documents of questions\.json come to .* name a larger file"):
+        task.context(random.Random(0), strand(100_000))
+    with pytest.raises(ConfigError, match="for evaluation alone"):
+        task.context(random.Random(0), strand(4000), "train")
+
+
+def test_a_few_questions_are_asked_at_once_and_a_single_one_alone(tmp_path: Path) -> None:
+    task = task_of(read(saved(tmp_path, HOTPOT[:1])))
+    assert task.per_context == 1
+
+
+def test_a_guess_is_of_the_kind_that_is_asked_for() -> None:
+    rng, task = random.Random(0), tasks.get("qa_1")
+    assert task.guess(rng, qa.Either("… Question: Which is older, Rome or Paris?", "", ("Rome",))) in (
+        "Rome",
+        "Paris",
+    )
+    assert task.guess(rng, qa.Either("… Question: Is Rome old?", "", ("yes",))) == "yes"
+    questions = qa_files.ours(1).asked
+    asked = [qa.Either(f"Question: {one.question}", "", one.answers) for one in questions]
+    scores = [task.score(question, task.guess(rng, question)) for question in asked * 5]
+    assert sum(scores) / len(scores) < 0.1
+
+
+def test_rulers_score_takes_any_answer_anywhere_and_ours_the_whole() -> None:
+    task, question = tasks.get("qa_1"), qa.Either("Question: Who?", "", ("Ada", "Ada King"))
+    for said, ruler, ours in [("Ada", 1, 1), ("ada king.", 1, 1), ("It is Ada or Bob.", 1, 0), ("Bob", 0, 0)]:
+        assert (task.ruler_score(question, said), task.score(question, said)) == (ruler, ours)
+
+
+def test_parameters_name_the_file(tmp_path: Path) -> None:
+    parameters = task_of(read(saved(tmp_path, SQUAD))).parameters()
+    assert json.loads(json.dumps(parameters)) == parameters
+    assert parameters["file"] == "questions.json"
