@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from cli.eval.running import (
     Begin,
     Budgets,
@@ -22,6 +27,10 @@ from cli.eval.running import (
     tasks_named,
 )
 from cli.options import Device, Json, Quiet
+from offload_decode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offload_decode.evals.tasks import Task
 
 
 def ruler(
@@ -32,6 +41,16 @@ def ruler(
     selector: Selectors = None,
     budgets: Budgets = "64,256,1024",
     option: CommonOptions = None,
+    qa: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--qa",
+            metavar="FILE",
+            help="Questions and documents for qa_1 (in SQuAD's format) or qa_2 (in HotpotQA's); repeatable.  "
+            "[default: questions of our own about Python's documentation topics]",
+            show_default=False,
+        ),
+    ] = None,
     limit: Limit = 20,
     seeds: Seeds = "0",
     prefill: PrefillMethod = "dense",
@@ -50,9 +69,8 @@ def ruler(
     from offload_decode.evals import tasks as known
     from offload_decode.evals.tasks.ruler import SUITE
 
-    chosen = [
-        known.get(name) for name in tasks_named(tasks, [name for name in SUITE if name in known.names()])
-    ]
+    own = _from_files(qa or [])
+    chosen = [own.get(name) or known.get(name) for name in tasks_named(tasks, SUITE)]
     wanted = Wanted(
         "ruler",
         model,
@@ -70,3 +88,18 @@ def ruler(
         quiet,
     )
     ask_all(wanted, chosen)
+
+
+def _from_files(files: Sequence[str]) -> dict[str, Task]:
+    """The tasks that files of questions make, by name."""
+    from offload_decode.evals.tasks.ruler import qa, qa_files
+
+    found: dict[str, Task] = {}
+    for file in files:
+        task = qa.task_of(qa_files.read(file))
+        if task.name in found:
+            raise ConfigError(
+                f"two files are for {task.name}: give one in SQuAD's and one in HotpotQA's format"
+            )
+        found[task.name] = task
+    return found

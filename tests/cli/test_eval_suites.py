@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.cli.test_eval_runs import _short
 __all__ = ["_short"]
 
 
-@pytest.mark.parametrize("suite", ["aggregate"])
+@pytest.mark.parametrize("suite", ["ruler", "aggregate"])
 def test_a_suite_has_tasks_that_are_known(suite: str) -> None:
     module = __import__(f"offload_decode.evals.tasks.{suite}", fromlist=["SUITE"])
     assert set(module.SUITE) <= set(tasks.names())
@@ -40,3 +41,24 @@ def test_passkey_asks_at_the_lengths_that_are_given(home: Path, tmp_path: Path) 
 def test_tasks_of_another_suite_are_refused() -> None:
     assert "there is no task 'vt' here" in refused(2, "eval", "aggregate", "--tasks", "vt")
     assert "--budgets" in refused(2, "eval", "ruler", "-o", "budget=3")
+
+
+def test_questions_come_from_a_file_of_the_users(home: Path, tmp_path: Path) -> None:
+    paragraph = {
+        "context": "The harbour master of Velm is called Ansa Tiro. She came in May.",
+        "qas": [
+            {
+                "question": "Who is harbour master of Velm?",
+                "answers": [{"text": "Ansa Tiro", "answer_start": 34}],
+            }
+        ],
+    }
+    others = [{"context": f"In the year {year} nothing happened.", "qas": []} for year in range(1200, 1260)]
+    squad = {"data": [{"title": "Velm", "paragraphs": [paragraph, *others]}]}
+    (tmp_path / "squad.json").write_text(json.dumps(squad))
+    small = ("--tasks", "qa_1", "--lengths", "500", "--limit", "1", "--budgets", "8", "-q")
+    asked = ("eval", "ruler", "--model", home / "model", *small, "--qa", tmp_path / "squad.json")
+    ran = run(*asked, "--out", tmp_path / "run.jsonl")
+    assert ran.code == 0, ran.err
+    assert read(tmp_path / "run.jsonl").of("question")[0]["expected"] == ["Ansa Tiro"]
+    assert "two files are for qa_1" in refused(2, *asked, "--qa", tmp_path / "squad.json")
