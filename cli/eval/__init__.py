@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from cli.eval import ablation, aggregate, fidelity, needle, passkey, perplexity, report, ruler, sparsity
+from cli.eval import (
+    ablation,
+    aggregate,
+    compare,
+    fidelity,
+    needle,
+    passkey,
+    perplexity,
+    report,
+    ruler,
+    sparsity,
+)
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how good the answers are.")
 app.command("needle")(needle.needle)
@@ -16,3 +27,4 @@ app.command("fidelity")(fidelity.fidelity)
 app.command("perplexity")(perplexity.perplexity)
 app.command("sparsity")(sparsity.sparsity)
 app.command("report")(report.report)
+app.command("compare")(compare.compare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.cli.conftest import refused, run
@@ -29,3 +30,19 @@ def test_what_is_no_run_makes_no_page(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("some text")
     assert "is no file of an evaluation" in refused(2, "eval", "report", tmp_path / "text", "--out", out)
     assert not out.exists()
+
+
+def test_a_comparison_is_a_table_a_sentence_and_json(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{share}.jsonl", share, questions=40) for share in (0.2, 0.9)]
+    ran = run("eval", "compare", *runs)
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert lines[-1] == "Of the 30 cells, 30 better by more than noise (p < 0.05, corrected for all cells)."
+    assert all(line.endswith("more than noise") for line in lines[1:-1])
+    assert "bytes moved a token: 1 times as many" in ran.err
+    told = run("eval", "compare", *runs, "--json", "-q")
+    assert told.err == ""
+    found = json.loads(told.out)
+    assert len(found["changes"]) == 30
+    assert found["verdict"] == lines[-1]
+    assert "there are no results at" in refused(2, "eval", "compare", runs[0], tmp_path / "none.jsonl")
