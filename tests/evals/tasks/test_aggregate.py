@@ -6,6 +6,7 @@ import json
 import random
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from offload_decode.evals.tasks.aggregate import (
 )
 from offload_decode.evals.tasks.aggregate.spread import Choice
 from offload_decode.evals.tasks.base import Context, Question
-from tests.tiny import tiny_tokenizer
+from tests.tiny import text_model, tiny_tokenizer
 
 AGGREGATE = ("count-mentions", "filter-records", "join-story", "every-record", "tally-lines", "graph-walk")
 EVERY = (*AGGREGATE, "passkey")
@@ -161,6 +162,16 @@ def test_the_answer_follows_from_the_text_and_not_from_the_control(name: str, se
         assert task.score(question, SOLVERS[name](context.text, question)) == 1
         assert task.score(question, SOLVERS[name](context.control, question)) == 0
         assert task.score(question, " " + question.response) == 1
+
+
+NOTHING = {"count-mentions": "0", "filter-records": "", "every-record": "[]", "join-story": "nobody knows"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", NOTHING)
+def test_the_control_has_nothing_of_what_is_asked_for(name: str, seed: int) -> None:
+    context = drawn(name, seed)
+    assert {SOLVERS[name](context.control, question) for question in context.questions} == {NOTHING[name]}
 
 
 @pytest.mark.parametrize("tokens", [1500, 8000])
@@ -425,3 +436,22 @@ def test_a_pass_key_is_worded_as_published() -> None:
     )
     assert f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n" in context.text
     assert key not in context.control
+
+
+@pytest.fixture(scope="module")
+def untrained() -> Any:
+    return text_model()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_model_with_random_weights_answers_nothing(name: str, untrained: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    task = tasks.get(name)
+    context = task.context(random.Random(1), Strand(Haystack("filler", FILLER), tokenizer, 800, 0.1))
+    for question in context.questions:
+        prompt = f"{context.text}\n\n{question.text}\nAnswer:{question.answer_prefix}"
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        out = untrained.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        said = tokenizer.decode(out[0, ids.shape[1] :])
+        assert said
+        assert task.score(question, said) == 0
