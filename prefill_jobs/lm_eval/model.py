@@ -52,11 +52,13 @@ Run = Callable[[Conversation, int, list[int]], Iterator[tuple[int, Any]]]
 class OffloadDecodeLM(TemplateLM):
     """A model that answers lm-eval's requests from stores; its arguments are those of `Settings`."""
 
-    def __init__(self, pretrained: str, **given: Any):
+    def __init__(self, pretrained: str = "", **given: Any):
         super().__init__()
         self.settings = settings = Settings.of(pretrained, given)
         self.loaded = load(pretrained, settings.device, settings.dtype, settings.weights)
         self.tokenizer = self.loaded.known_tokenizer
+        if settings.add_bos_token is not None:
+            self.tokenizer.add_bos_token = settings.add_bos_token
         self._device = self.loaded.device
         folder = None if settings.stores is None else Path(settings.stores)
         self._stores = Stores(self.loaded, settings.prefilling, settings.asking, folder)

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.metadata import version
+
+from packaging.version import Version
 
 NAME = "offload-decode"
 TARGET = "prefill_jobs.lm_eval.model:OffloadDecodeLM"
+_LEAST = Version("0.4.10")  # earlier ones import torch for their registry, and know no models by name alone
 
 
 def register() -> None:
     """Tell lm-eval of the model, where lm-eval is there; the model is imported when it is asked for."""
-    if "lm_eval" not in sys.modules:
+    if "lm_eval" not in sys.modules or Version(version("lm_eval")) < _LEAST:
         return
     import_module("lm_eval.models")  # its own come first, or it takes its registry for filled
     from lm_eval.api.registry import model_registry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self
 
 import indexes.registry
@@ -14,6 +15,7 @@ from offload_decode.selectors.registry import get
 from prefill_jobs.job import Settings as Prefilling
 
 _PREFILL = "prefill_"
+_NUMBERS = ("min_prefix", "question_tokens", "batch_size", "max_length", "prefix_token_id")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Settings:
             one.name for one in fields(cls) if one.name not in ("pretrained", "options", "prefill_options")
         ]
         named = {name: value for name, value in given.items() if name in own}
+        for name, value in named.items():  # --batch_size comes as text, and a folder named 1 as a number
+            if name in _NUMBERS and str(value).isdecimal():
+                named[name] = int(value)
+            elif name not in _NUMBERS and type(value) is not bool and value is not None:
+                named[name] = str(value)
         prefill = {
             name.removeprefix(_PREFILL): value
             for name, value in given.items()
@@ -76,14 +83,18 @@ class Settings:
         return EngineConfig(selector=self.selector, options=self.options, attend=self.attend)
 
     def _check(self) -> None:
-        if not isinstance(self.pretrained, str):
+        if not isinstance(self.pretrained, str) or not self.pretrained:
             raise ConfigError(
                 "pretrained must name a model: demo, a folder, a .gguf file or a transformers id"
             )
-        for name in ("min_prefix", "question_tokens", "batch_size", "max_length", "prefix_token_id"):
+        for name in _NUMBERS:
             value, least = getattr(self, name), 0 if name == "prefix_token_id" else 1
             if value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name} must be a whole number of {least} or more, not '{value}'")
+        if self.stores is not None and Path(self.stores).exists() and not Path(self.stores).is_dir():
+            raise ConfigError(
+                f"stores={self.stores} is no folder: name one, which is made where there is none"
+            )
         if self.add_bos_token not in (None, True, False):
             raise ConfigError(f"add_bos_token must be true or false, not '{self.add_bos_token}'")
         _ = self.prefilling, self.asking  # they check themselves

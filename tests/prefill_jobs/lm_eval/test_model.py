@@ -225,12 +225,14 @@ def test_a_chat_is_written_as_the_plain_model_writes_it(ours, theirs):
         ({"kv": "int2"}, "int2"),
         ({"question_tokens": 0}, "question_tokens must be a whole number of 1 or more, not '0'"),
         ({"batch_size": "auto"}, "batch_size must be a whole number of 1 or more, not 'auto'"),
+        ({"stores": __file__}, "is no folder"),
+        ({"pretrained": ""}, "pretrained must name a model"),
         ({"add_bos_token": "maybe"}, "add_bos_token must be true or false"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_model_is_loaded(given, told):
     with pytest.raises(Exception, match=told) as caught:
-        OffloadDecodeLM("no/such/model/anywhere", **given)
+        OffloadDecodeLM(**{"pretrained": "no/such/model/anywhere"} | given)
     assert not isinstance(caught.value, TypeError | AssertionError)
 
 
@@ -247,7 +249,7 @@ def test_a_continuation_that_cannot_be_scored_is_refused(ours):
 
 def test_what_lm_eval_says_of_its_own_accord_gives_way(folder):
     lm = OffloadDecodeLM.create_from_arg_string(
-        f"pretrained={folder},min_prefix=40", {"batch_size": 2, "device": "cuda:0", "max_batch_size": None}
+        f"pretrained={folder},min_prefix=40", {"batch_size": "2", "device": "cuda:0", "max_batch_size": None}
     )
     assert (lm.settings.min_prefix, lm.settings.batch_size) == (40, 2)
     assert (lm.device.type == "cuda") == torch.cuda.is_available()
