@@ -123,6 +123,11 @@ def found() -> tuple[tuple[Extension, ...], tuple[str, ...]]:
     return _found(tuple(sys.path))
 
 
+def versions() -> dict[str, str]:
+    """Every distribution that brings extensions, with its version."""
+    return {name: version for name, _, version in (one.by.partition(" ") for one in found()[0])}
+
+
 @cache
 def _found(path: tuple[str, ...]) -> tuple[tuple[Extension, ...], tuple[str, ...]]:
     from importlib.metadata import distributions  # which takes longer than all that follows

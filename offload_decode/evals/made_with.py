@@ -6,6 +6,7 @@ import platform
 from importlib.metadata import version
 from typing import Any
 
+from indexes import extensions
 from offload_decode.evals.processor import cpu_name
 from offload_decode.models.loading import LoadedModel
 
@@ -20,5 +21,9 @@ def made_with(loaded: LoadedModel) -> dict[str, Any]:
         "dtype": loaded.dtype,
         "device": str(loaded.device),
         "processor": cpu_name(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in _PACKAGES},
+            **extensions.versions(),
+        },
     }

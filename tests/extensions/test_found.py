@@ -41,6 +41,7 @@ def test_what_is_installed_stands_beside_what_is_built_in(
     assert indexes.registry.get("sorted-keys").name == "sorted-keys"
     assert methods.get("evenly").name == "evenly"
     assert extensions.found()[1] == ()
+    assert extensions.versions() == {"key-lengths": "0.1.0"}, "which results name"
 
 
 def test_names_are_known_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
