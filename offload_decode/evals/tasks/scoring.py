@@ -65,7 +65,7 @@ def score(question: Question, said: str) -> float:
     question where the keys are not named.
     """
     answers = [plain(answer) for answer in question.answers]
-    text = _unasked(question, plain(said))
+    text = plain(said)
     if _rambles(text, answers):
         return 0.0
     find = next((find for looks, find in _LOOKS if all(looks.fullmatch(a) for a in answers)), None)
@@ -101,7 +101,7 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
     sentences those that could have been meant: those of the lists, or what `looks` like an answer and is not
     of the lists.
     """
-    text = _unasked(question, plain(said))
+    text = plain(said)
     if _rambles(text, question.answers):
         return 0.0
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
@@ -152,14 +152,6 @@ def _lower(texts: Sequence[str]) -> list[str]:
 def _rambles(text: str, answers: Sequence[str]) -> bool:
     """Whether so much is said that it is no answer but a piece of the text, right answers and all."""
     return len(text.split()) > _WORDS + _WORDS_EACH * len(answers)
-
-
-def _unasked(question: Question, text: str) -> str:
-    """Without what is repeated of the question."""
-    for part in (question.text, question.answer_prefix):
-        if part.strip():
-            text = re.sub(re.escape(plain(part)), " ", text, flags=re.IGNORECASE)
-    return text
 
 
 def _joined(text: str, answers: Sequence[str]) -> str:
