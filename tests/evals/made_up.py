@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -95,4 +96,60 @@ def write_run(
                 lines.append(records.record(ANSWER, answer))
             lines.append({"record": "unit", "unit": unit, "seconds": 1.0, "finished": results.now()})
         writer.lines(lines)
+    return path
+
+
+def write_likelihoods(path: Path, fashion: str = "continuation") -> Path:
+    """A run of `eval perplexity`: the fewer tokens, the more nats."""
+    rng = random.Random(0)
+    ways = (*WAYS, "window:512")
+    header = Header("perplexity", {"fashion": fashion, "chunk": 64}, MADE_WITH, 8, "2026-01-01T00:00+00:00")
+    with results.opened(path, header) as (writer, _):
+        for place, length in product(range(4), (2048, 8192)):
+            unit, said = f"{length}/{place}", []
+            dense = [rng.uniform(1.0, 5.0) for _ in range(64)]
+            for way in ways:
+                tokens = None if way.startswith("window") else budget(way, length)
+                more = 0.0 if way == "dense" else 5.0 / (tokens or 512)
+                said.append(
+                    {
+                        "record": "nll",
+                        "way": way,
+                        "place": place,
+                        "length": length,
+                        "stored_tokens": length,
+                        "first": length + 64 * place,
+                        "nll": [nats + more * rng.random() for nats in dense],
+                        "attended": tokens,
+                        "tail_share": 0.1 if way == "dense" else None,
+                    }
+                )
+            writer.unit(unit, said, 1.0)
+    return path
+
+
+def write_sparsity(path: Path, layers: int = 4, heads: int = 3) -> Path:
+    """A run of `eval sparsity`: later layers spread their attention more."""
+    rng = random.Random(0)
+    header = Header("sparsity", {"suite": "sparsity"}, MADE_WITH, 20, "2026-01-01T00:00+00:00")
+    with results.opened(path, header) as (writer, _):
+        for task, i in product(("niah_single_1", "cwe"), range(10)):
+            unit = f"{task}/2048/0/{i}"
+            asked = Asked(unit, 0, task, 2048, 0, None, "Which?", ["this"], 0.0, 2048)
+            said: list[Record] = [records.record(QUESTION, asked)]
+            for way in ("dense", "topk:budget=16", "topk:budget=64"):
+                score = float(way == "dense" or rng.random() < budget(way, 2048) / (budget(way, 2048) + 16))
+                answer = Said(unit, 0, way, False, "that", score, score, budget(way, 2048), 10.0, 0.01)
+                said.append(records.record(ANSWER, answer))
+            for layer in range(layers):
+                width = [1 + rng.random() * 4 ** (layer + (task == "cwe")) for _ in range(heads)]
+                keys = {
+                    name: {key: [1 + part * each for each in width] for key in ("mean", "median", "p95")}
+                    for name, part in (("75", 0.5), ("90", 1.0), ("95", 2.0), ("99", 4.0))
+                }
+                entropy = {key: [math.log(1 + each) for each in width] for key in ("mean", "median", "p95")}
+                line = {"record": "sparsity", "question": 0, "task": task, "length": 2048, "seed": 0}
+                line |= {"stored_tokens": 2048, "part": "answer", "layer": layer, "rows": 3}
+                said.append(line | {"stored_share": [0.9] * heads, "entropy": entropy, "keys": keys})
+            writer.unit(unit, said, 1.0)
     return path

@@ -21,7 +21,7 @@ from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredT
 from offload_decode.evals.report import plot
 from offload_decode.evals.report.html import Markup, cut, tag
 from offload_decode.evals.report.page import page
-from tests.evals.made_up import MADE_WITH, WAYS, budget, write_run
+from tests.evals.made_up import MADE_WITH, WAYS, budget, write_likelihoods, write_run, write_sparsity
 from tests.server.http.test_page import CHROMIUM, FLAGS
 
 EVIL = "<script>alert('it ran')</script>\"'&\u202e\ud800\x1b]0;"
@@ -148,6 +148,28 @@ def test_needle_grids_and_fidelity_are_shown_too(tmp_path: Path) -> None:
     for said_there in ("control: needle taken out", "topk, budget 64", "2K", "fidelity to exact attention"):
         assert said_there in read.text
     assert not read.of("script")
+
+
+def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
+    runs = [
+        write_likelihoods(tmp_path / "perplexity.jsonl"),
+        write_likelihoods(tmp_path / "sliding.jsonl", "sliding"),
+        write_sparsity(tmp_path / "sparsity.jsonl"),
+    ]
+    read = _Read(text := page(runs))
+    for said in (
+        "Likelihood by position",
+        "window:512",
+        "above dense",
+        "Does entropy foretell the budget?",
+        "mean entropy, over questions",
+        "Keys by layer",
+    ):
+        assert said in read.text
+    drawn = [ElementTree.fromstring(one) for one in re.findall(r"<svg.*?</svg>", text, re.S)]
+    titles = [one.findtext("title") for one in drawn if one.get("role") == "img"]
+    assert titles.count("2K tokens") == 2
+    assert titles.count("every token of the text") == titles.count("Keys by layer") == 1
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from offload_decode.errors import ConfigError
+from offload_decode.evals.perplexity import NLL
 from offload_decode.evals.records import ANSWER
-from offload_decode.evals.report import answered, fidelity, needle
+from offload_decode.evals.report import answered, fidelity, likelihood, needle, sparse
 from offload_decode.evals.report.html import Markup, join, tag
 from offload_decode.evals.report.measured import measured
 from offload_decode.evals.report.reading import read
 from offload_decode.evals.results import Results
+from offload_decode.evals.sparsity import SPARSITY
 from offload_decode.evals.summary import summarize
 
 _TITLES = {"ruler": "RULER", "aggregate": "Tasks that need much of a text", "passkey": "Passkeys"}
@@ -92,6 +94,10 @@ def _of_results(path: Path, found: Results) -> _Run:
         summary = summarize(found)
         opening = answered.opening(summary)
         parts += answered.sections(found, summary)
+    if found.of(SPARSITY):
+        parts = sparse.parts(found) + parts
+    if found.of(NLL):
+        parts += likelihood.parts(found)
     if not parts:
         raise ConfigError(f"{path} holds nothing that could be shown yet: let a part of the run finish first")
     model = str(header.made_with.get("model", "?"))
