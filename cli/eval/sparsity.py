@@ -148,6 +148,9 @@ def _shown(correlation: float) -> str:
 def _left_out(asked: Sequence[Question]) -> list[str]:
     beyond, unknown = sum(one.beyond for one in asked), sum(one.needed is None for one in asked)
     notes = []
+    known = {one.needed for one in asked if one.needed is not None}
+    if len(known) == 1:
+        notes.append(f"every question that tells needs {known.pop():,} tokens: there is nothing to foretell")
     if unknown:
         notes.append(
             f"{output.count(unknown, 'question')} left out of needed tokens: the dense answer scores 0 there"
