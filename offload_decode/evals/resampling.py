@@ -37,8 +37,8 @@ def block_mean(runs: Sequence[Array], block: int) -> Estimate:
 
 
 def resampled(statistic: Callable[[Array], float], rows: Array) -> Estimate:
-    """`statistic` of `rows [n, …]`, with the interval from draws of whole rows; draws of which it is nan are
-    left out.
+    """`statistic` of `rows [n, …]`, with the interval from draws of whole rows; there is none where it is nan
+    of more than a few of the draws, because the others are not like all.
     """
     return _estimate(statistic(rows), len(rows), lambda drawn: statistic(rows[drawn]))
 
@@ -50,7 +50,7 @@ def _estimate(value: float, count: int, of: Callable[[npt.NDArray[np.int64]], fl
     rng = np.random.default_rng(0)
     drawn = np.array([of(rng.integers(count, size=count)) for _ in range(DRAWS)])
     known = drawn[~np.isnan(drawn)]
-    if len(known) < DRAWS / 2:
+    if len(known) < DRAWS * CONFIDENCE:
         return Estimate(value, None, None)
     low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Estimate(value, float(low), float(high))

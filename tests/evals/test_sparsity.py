@@ -222,6 +222,11 @@ def test_an_interval_is_wider_where_neighbours_are_alike() -> None:
 def test_too_little_has_no_interval() -> None:
     assert block_mean([np.arange(32.0 * (FEWEST - 1))], 32).low is None
     assert resampled(lambda rows: float(rows.mean()), np.arange(FEWEST - 1.0)).low is None
+    # A single row makes all the difference, and a third of the draws is without it.
+    one = np.column_stack([np.arange(14.0), np.arange(14) == 13])
+    alone = resampled(lambda rows: spearman(rows[:, 0], rows[:, 1]), one)
+    assert alone.value > 0
+    assert alone.low is None
     same = resampled(lambda rows: spearman(rows[:, 0], rows[:, 1]), np.ones((20, 2)))
     assert math.isnan(same.value)
     assert same.low is None
