@@ -1,4 +1,4 @@
-"""Training text that every machine has: docstrings and comments of the installed Python packages.
+"""Training text: docstrings, comments and code that every machine has, and the files of named folders.
 
 The standard library is under the PSF licence and the packages beside it under permissive ones. `pydoc_data`
 is left out: the project's demo runs on it. Nothing is downloaded.
@@ -14,11 +14,12 @@ import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LEFT_OUT = ("pydoc_data", "offload_decode", "test", "tests", "idlelib", "lib2to3")
 MIN_CHARS = 80  # shorter docstrings are mostly "Return x." and teach nothing
+SOURCE_CHARS = 20_000  # of one module's code: enough of each, and no generated table whole
 
 
 def docstrings(source: str) -> Iterator[str]:
@@ -55,12 +56,13 @@ def comments(source: str) -> Iterator[str]:
         yield " ".join(run)
 
 
-def texts(max_chars: int = 16_000_000, seed: int = 0) -> list[str]:
-    """One text a module: its longer docstrings and comments, in an order that seed decides."""
+def installed(prose_chars: int = 8_000_000, code_chars: int = 2_000_000, seed: int = 0) -> tuple[str, str]:
+    """Prose (longer docstrings and comments) and source code of installed modules, in the seed's order."""
     roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
-    found: list[str] = []
-    seen: set[int] = set()
-    total = 0
+    prose: list[str] = []
+    code: list[str] = []
+    seen: set[str] = set()
+    sizes = [0, 0]
     paths = sorted(p for root in roots for p in root.rglob("*.py"))
     random.Random(seed).shuffle(paths)
     for path in paths:
@@ -70,24 +72,35 @@ def texts(max_chars: int = 16_000_000, seed: int = 0) -> list[str]:
             source = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        parts = []
+        if sizes[1] < code_chars:
+            code.append(source[:SOURCE_CHARS])
+            sizes[1] += len(code[-1])
         for part in (*docstrings(source), *comments(source)):
             tidy = re.sub(r"\n{3,}", "\n\n", part.strip())
-            if len(tidy) >= MIN_CHARS and hash(tidy) not in seen:
-                seen.add(hash(tidy))
-                parts.append(tidy)
-        if parts:
-            found.append("\n\n".join(parts))
-            total += len(found[-1])
-        if total >= max_chars:
+            if len(tidy) >= MIN_CHARS and tidy not in seen:
+                seen.add(tidy)
+                prose.append(tidy)
+                sizes[0] += len(tidy)
+        if sizes[0] >= prose_chars:
             break
-    return found
+    return "\n\n".join(prose), "\n\n".join(code)
 
 
-def cached(path: Path, seed: int) -> list[str]:
-    """The texts, read from path when an earlier start of the same run wrote it."""
+def folder_texts(folders: Sequence[Path]) -> dict[str, str]:
+    """Each text file of the folders by its name, paragraphs as they are."""
+    return {
+        path.stem: path.read_text(encoding="utf-8", errors="replace")
+        for folder in folders
+        for path in sorted(folder.rglob("*.txt"))
+    }
+
+
+def cached(path: Path, folders: Sequence[Path], seed: int) -> dict[str, str]:
+    """Every text by name, read from path when an earlier start of the same run wrote it."""
     if not path.exists():
+        prose, code = installed(seed=seed)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(texts(seed=seed)), encoding="utf-8")
+        found = {"docstrings": prose, "code": code} | folder_texts(folders)
+        part.write_text(json.dumps(found), encoding="utf-8")
         part.replace(path)
-    return list(json.loads(path.read_text(encoding="utf-8")))
+    return dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,84 +1,168 @@
-"""What the demo model is trained on: repeats, then phrases, then facts in ever longer windows."""
+"""What the demo models are trained on: repeats, then phrases, then facts in windows of several lengths."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from training import synthetic
-from training.contexts import Contexts
-from training.synthetic import Row
+from training.fillers import Fillers
+from training.rows import Row, Rows
+
+FAR_KEYS = 256  # sampled keys that stand for the tokens of other texts
+FAR_SHARE = 0.6  # of the rows that may have far distractors
+LEAST_FAR = 300
+FARTHEST = 1_200_000  # places of a rotary model in training
 
 
-@dataclass(frozen=True)
-class Batch:
-    """tokens int64[B, T], weights float32[B, T] of predicting each token, and what each row is."""
+class Batch(NamedTuple):
+    """The arguments of `Trainee.forward`, and what each row is; a loader makes tensors of the arrays."""
 
-    tokens: np.ndarray
-    weights: np.ndarray
+    tokens: Any
+    places: Any
+    picked: Any
+    targets: Any
+    weights: Any
+    far_index: Any
+    far_places: Any
+    far_bias: Any
     kinds: list[str]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Ends after `steps`, or earlier when the accuracy of the kind `watch` reaches `goal`."""
+    """Ends when the kind `watch` is right to the share `goal`, or after `steps`; 0 steps have no end."""
 
     name: str
-    window: int
-    steps: int
-    mixture: Mapping[str, float] = field(default_factory=dict)
-    watch: str = "facts"
+    windows: Mapping[int, float]
+    mixture: Mapping[str, float]
+    steps: int = 0
+    watch: str = ""
     goal: float = 2.0
-    rate: tuple[float, float] = (3e-3, 3e-3)
     tokens: int = 4096  # of one step
-    softening: tuple[float, ...] = (1.0,)  # by turns; see network.training_attention
-    stated: bool = False  # answers are sentences that end as the fact does
+    softening: tuple[float, ...] = (1.0,)  # by turns: full layers' scores made smaller leave a margin
+    far: float = 0  # how many tokens of other texts to simulate at most
+    rate: float = 2.5e-3
 
 
-MIXED = {"repeats": 0.02, "phrases": 0.05, "facts": 0.93}
-SOFT = (1.0, 0.8, 0.6)
+SYNTHETIC = {"repeats": 0.02, "phrases": 0.04}
+FACTS = {
+    "needles": 0.22,
+    "pairs": 0.12,
+    "values": 0.09,
+    "plain": 0.13,
+    "records": 0.08,
+    "tracking": 0.09,
+    "documents": 0.13,
+    "common": 0.07,
+    "coded": 0.06,
+}
+SIMPLE = {"pairs": 0.3, "needles": 0.2, "plain": 0.2, "records": 0.14, "documents": 0.1}
+MIXED = SYNTHETIC | FACTS
+
+SOFT = (1.0, 0.8, 0.65)
 
 STAGES = (
-    Stage("repeats-few", 64, 3000, {"repeats-few": 1}, "repeats-few", 0.7, tokens=2048),
-    Stage("repeats", 128, 3000, {"repeats": 1}, "repeats", 0.8, tokens=2048),
-    Stage("phrases", 256, 300, {"repeats": 0.2, "phrases": 0.8}, "phrases", 0.95, tokens=2048),
-    Stage("facts-256", 256, 100, MIXED),
-    Stage("facts-512", 512, 1000, MIXED, rate=(3e-3, 2e-3)),
-    Stage("facts-1024", 1024, 1500, MIXED, rate=(2e-3, 1.5e-3), softening=SOFT),
-    Stage("facts-2048", 2048, 500, MIXED, rate=(1.5e-3, 6e-4), softening=SOFT),
-    Stage("facts-4096", 4096, 150, MIXED, rate=(6e-4, 1e-5), softening=SOFT),
-    Stage("stated-512", 512, 600, MIXED, rate=(2e-3, 2e-3), stated=True),
-    Stage("stated-1024", 1024, 700, MIXED, rate=(2e-3, 1e-3), softening=SOFT, stated=True),
-    Stage("stated-2048", 2048, 400, MIXED, rate=(1e-3, 4e-4), softening=SOFT, stated=True),
-    Stage("stated-4096", 4096, 150, MIXED, rate=(4e-4, 1e-5), softening=SOFT, stated=True),
-    Stage("stated-last", 4096, 480, MIXED, rate=(1e-3, 1e-5), softening=SOFT, stated=True),
+    Stage("repeats-few", {64: 1}, {"repeats-few": 1}, 3000, "repeats-few", 0.7, tokens=2048),
+    Stage("repeats", {128: 1}, {"repeats": 1}, 3000, "repeats", 0.8, tokens=2048),
+    Stage("phrases", {256: 1}, {"repeats": 0.2, "phrases": 0.8}, 600, "phrases", 0.91),
+    Stage("simple", {256: 1}, SYNTHETIC | SIMPLE, 600, "needles", 0.92),
+    Stage("facts", {512: 1}, MIXED, 600, softening=SOFT[:2], far=3e4),
+    Stage("long", {256: 0.15, 512: 0.6, 1024: 0.2, 2048: 0.05}, MIXED, 0, "", 2.0, 8192, SOFT, 1.5e6, 1.5e-3),
 )
 
 
 class Mixer:
-    """Draws batches: the same generator state and stage give the same batch."""
+    """Draws rows and batches: the same seed, step and stage give the same batch."""
 
-    def __init__(self, tokenizer: Any, prose: list[str]) -> None:
-        self.contexts = Contexts(tokenizer, prose)
-        self.words = self.contexts.words
+    def __init__(self, tokenizer: Any, fillers: Fillers, rotary: bool, seed: int) -> None:
+        self.rows = Rows(tokenizer, fillers)
+        self.words = self.rows.words
+        self.rotary, self.seed = rotary, seed
 
-    def batch(self, rng: np.random.Generator, stage: Stage) -> Batch:
-        """One step's rows, each `stage.window` tokens long."""
-        kinds = rng.choice(list(stage.mixture), stage.tokens // stage.window, p=list(stage.mixture.values()))
-        rows = [self.row(rng, str(kind), stage) for kind in kinds]
-        return Batch(np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows]), [str(k) for k in kinds])
+    def batch(self, step: int, stage: Stage, times: int = 1) -> Batch:
+        """One step's rows, all of one length; `times` as many tokens as the stage says."""
+        rng = np.random.default_rng((self.seed, step))
+        window = int(rng.choice(list(stage.windows), p=list(stage.windows.values())))
+        share = np.array(list(stage.mixture.values()))
+        kinds = rng.choice(list(stage.mixture), times * stage.tokens // window, p=share / share.sum())
+        rows = [self.row(rng, str(kind), window) for kind in kinds]
+        return assembled(rng, rows, stage.far, self.rotary)
 
-    def row(self, rng: np.random.Generator, kind: str, stage: Stage) -> Row:
+    def row(self, rng: np.random.Generator, kind: str, length: int) -> Row:
         """One row of a kind."""
-        length = stage.window
-        if kind == "repeats-few":
-            return synthetic.repeats(rng, length, self.words[::8])
-        if kind == "repeats":
-            return synthetic.repeats(rng, length, self.words)
-        if kind == "phrases":
-            return synthetic.phrase_bank(rng, length, self.words)
-        return self.contexts.row(random.Random(int(rng.integers(2**62))), length, stage.stated)
+        if kind in ("repeats-few", "repeats", "phrases"):
+            if kind == "phrases":
+                tokens, weights = synthetic.phrase_bank(rng, length, self.words)
+            else:
+                tokens, weights = synthetic.repeats(
+                    rng, length, self.words[:: 8 if kind == "repeats-few" else 1]
+                )
+            return Row(tokens, weights, np.zeros(length, bool), False, kind)
+        return self.rows.row(random.Random(int(rng.integers(2**62))), length, kind)
+
+
+class Steps(torch.utils.data.Dataset[Batch]):
+    """The batches of a stage by their step, for a loader that may draw them in other processes."""
+
+    def __init__(self, mixer: Mixer, stage: Stage, times: int) -> None:
+        self.mixer, self.stage, self.times = mixer, stage, times
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.mixer.batch(step, self.stage, self.times)
+
+
+def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: bool) -> Batch:
+    """Rows of one length as arrays: which tokens are predicted, which keys of other rows are met."""
+    length = len(rows[0].tokens)
+    tokens = np.stack([row.tokens for row in rows])
+    most = max(32, length // 4)
+    picked = np.zeros((len(rows), most), np.int64)
+    targets = np.zeros((len(rows), most), np.int64)
+    weights = np.zeros((len(rows), most), np.float32)
+    for i, row in enumerate(rows):
+        at = np.flatnonzero(row.weights[1:])
+        if len(at) > most:
+            # All that count in full as long as there is room, then some of the rest.
+            order = rng.permutation(len(at))
+            order = order[np.argsort(-row.weights[at[order] + 1], kind="stable")]
+            at = np.sort(at[order[:most]])
+        picked[i, : len(at)] = at
+        targets[i, : len(at)] = row.tokens[at + 1]
+        weights[i, : len(at)] = row.weights[at + 1]
+    marked = np.flatnonzero(np.concatenate([row.background for row in rows]))
+    count = FAR_KEYS if far else 0
+    index = np.zeros(count, np.int64)
+    bias = np.full((len(rows), count), -np.inf, np.float32)
+    if count and len(marked) >= count:
+        index = rng.choice(marked, count, replace=False)
+        of_row = index // length
+        for i, row in enumerate(rows):
+            others = of_row != i
+            if row.far and others.any() and rng.random() < FAR_SHARE:
+                simulated = rng.uniform(np.log(LEAST_FAR), np.log(far))
+                bias[i, others] = simulated - np.log(others.sum())
+    places, far_places = spread(rng, len(rows), length, count) if rotary else (None, None)
+    if places is None or far_places is None:
+        places = np.broadcast_to(np.arange(length), (len(rows), length)).copy()
+        far_places = np.zeros(count, np.int64)
+    kinds = [row.kind for row in rows]
+    return Batch(tokens, places, picked, targets, weights, index, far_places, bias, kinds)
+
+
+def spread(rng: np.random.Generator, rows: int, length: int, far: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places with a few gaps (PoSE, arXiv 2309.10400): a short window knows the distances of a long text."""
+    reach = int(np.exp(rng.uniform(np.log(length), np.log(FARTHEST))))
+    steps = np.ones((rows, length), np.int64)
+    steps[:, 0] = 0
+    for i in range(rows):
+        gaps = int(rng.integers(0, 4))
+        for at in rng.integers(1, length, gaps):
+            steps[i, at] += int(rng.integers(0, reach))
+    start = reach
+    return start + steps.cumsum(1), rng.integers(0, start, far)

@@ -1,4 +1,4 @@
-"""Measure the demo model with dense attention: `python -m training.evaluate --text FILE`.
+"""Measure a demo model with dense attention: `python -m training.evaluate --text FILE`.
 
 Prints accuracy for each task and length as JSON and as the table of the card. The context goes through plain
 transformers in chunks (its own cache and attention): nothing of this project's engine takes part.
@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from offload_decode import demo_model
 from offload_decode.evals import tasks
-from offload_decode.evals.haystack import python_topics
-from offload_decode.evals.tasks import HiddenFacts
+from offload_decode.evals.haystack import Haystack, Strand, python_topics
+from offload_decode.evals.intervals import wilson
+from offload_decode.evals.tasks import Task
 
 CHUNK = 1024  # tokens of context a forward
-RESERVE = 150  # tokens left for facts and question
+RESERVE = 160  # tokens left for question and answer
 CONTROL_TOKENS = 8192
 
 
@@ -43,14 +44,6 @@ class Cell:
         tokens, _, size = text.partition(":")
         contexts, _, questions = size.partition("x")
         return cls(int(tokens), int(contexts), int(questions or 1))
-
-
-def cut(text: str, tokenizer: Any, tokens: int, rng: random.Random) -> str:
-    """About so many tokens of text from a random start; text is repeated where it is too short."""
-    sample = text[:200_000]
-    chars = int(tokens * len(sample) / len(tokenizer(sample, add_special_tokens=False)["input_ids"]))
-    start = rng.randrange(len(text))
-    return (text[start:] + "\n\n" + text * (chars // len(text) + 1))[:chars]
 
 
 @torch.inference_mode()
@@ -79,45 +72,51 @@ def answer(model: PreTrainedModel, tokenizer: Any, cache: DynamicCache, question
 
 
 def measure(
-    model: PreTrainedModel, tokenizer: Any, task: HiddenFacts, text: str, cell: Cell, seed: int
+    model: PreTrainedModel, tokenizer: Any, task: Task, text: Haystack, cell: Cell, seed: int, prefix: bool
 ) -> dict[str, Any]:
-    """Mean score over contexts of about cell.tokens tokens, the first fact at evenly spread depths.
+    """Mean score over contexts of about cell.tokens tokens, each from another place of the text.
 
-    Every fifth context is also asked without its
-    facts (the control), where it is short enough to prefill twice.
+    With `prefix` the answer is begun for the model, as RULER does. Every fifth context is also asked without
+    what the question asks for (the control), where it is short enough to prefill twice.
     """
     scores: list[float] = []
     controls: list[float] = []
     started = time.time()
+
+    def score(cache: DynamicCache, question: tasks.Question) -> float:
+        begun = question.answer_prefix if prefix else ""
+        said = answer(model, tokenizer, cache, f"{question.text}\nAnswer:{begun}", task.max_new_tokens)
+        return task.score(question, said)
+
     for index in range(cell.contexts):
         rng = random.Random(f"{seed} {task.name} {cell.tokens} {index}")
-        filler = cut(text, tokenizer, cell.tokens - RESERVE, rng)
-        examples = task.examples(rng, filler, (index + 0.5) / cell.contexts)[: cell.questions]
-        cache = prefill(model, tokenizer, examples[0].context)
-        for example in examples:
-            said = answer(model, tokenizer, cache, example.prompt(), task.max_new_tokens)
-            scores.append(task.score(example.asked, said))
+        context = task.context(rng, Strand(text, tokenizer, cell.tokens - RESERVE, rng.random()))
+        cache = prefill(model, tokenizer, context.text)
+        scores += [score(cache, question) for question in context.questions[: cell.questions]]
         if index % 5 == 0 and cell.tokens <= CONTROL_TOKENS:
-            cache = prefill(model, tokenizer, filler)
-            said = answer(model, tokenizer, cache, examples[0].prompt(), task.max_new_tokens)
-            controls.append(task.score(examples[0].asked, said))
+            controls.append(score(prefill(model, tokenizer, context.control), context.questions[0]))
+    share = wilson(scores)
     return {
         "task": task.name,
         "tokens": cell.tokens,
-        "questions": len(scores),
-        "score": round(sum(scores) / len(scores), 3),
+        "questions": share.count,
+        "score": round(share.mean, 3),
+        "low": round(share.low, 3),
+        "high": round(share.high, 3),
         "control": round(sum(controls) / len(controls), 3) if controls else None,
         "seconds": round(time.time() - started, 1),
     }
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Tasks down, lengths across; each cell is the score in percent and the number of questions."""
+    """Tasks down, lengths across; each cell is the score in percent, its interval and the questions."""
     lengths = sorted({r["tokens"] for r in results})
     lines = ["| task | " + " | ".join(f"{n:,}" for n in lengths) + " |", "|---" * (len(lengths) + 1) + "|"]
     for name in dict.fromkeys(r["task"] for r in results):
         cells = {
-            r["tokens"]: f"{100 * r['score']:.0f} % ({r['questions']})" for r in results if r["task"] == name
+            r["tokens"]: f"{r['score']:.0%} ({r['low']:.0%}-{r['high']:.0%}, {r['questions']})"
+            for r in results
+            if r["task"] == name
         }
         lines.append(f"| {name} | " + " | ".join(cells.get(n, "–") for n in lengths) + " |")
     return "\n".join(lines)
@@ -129,23 +128,26 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, help="haystack (default: the standard library's documentation topics)"
     )
-    hiding = [name for name in tasks.names() if isinstance(tasks.get(name), HiddenFacts)]
-    parser.add_argument("--tasks", default=",".join(hiding))
+    parser.add_argument("--tasks", default="niah_single_2,niah_multikey_1", help="names, with commas")
     parser.add_argument(
         "--lengths", default="2048:20,8192:20,32768:20,131072:4", help="tokens:contexts[xquestions], ..."
     )
+    parser.add_argument("--prefix", action="store_true", help="begin the answers, as RULER does")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").eval()
-    text = options.text.read_text(encoding="utf-8") if options.text else python_topics().text
+    text = python_topics()
+    if options.text:
+        text = Haystack(options.text.name, options.text.read_text(encoding="utf-8"))
     results = []
     for cell in options.lengths.split(","):
         for name in options.tasks.split(","):
+            size = Cell.parse(cell)
             results.append(
-                measure(model, tokenizer, tasks.hidden_facts(name), text, Cell.parse(cell), options.seed)
+                measure(model, tokenizer, tasks.get(name), text, size, options.seed, options.prefix)
             )
             print(json.dumps(results[-1]), flush=True)
     print(table(results))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -17,6 +18,18 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '\nAnswer:' }}{% endif %}"
     "{% endfor %}"
 )
+
+
+def samples(texts: Mapping[str, str], chars: int = 4_000_000, piece: int = 2000, seed: int = 0) -> list[str]:
+    """Pieces of every text, as much of each as there is, up to the same number."""
+    rng = random.Random(seed)
+    most = chars // max(1, len(texts))
+    found = []
+    for text in texts.values():
+        for _ in range(min(most, len(text)) // piece):
+            at = rng.randrange(max(1, len(text) - piece))
+            found.append(text[at : at + piece])
+    return found
 
 
 def train(texts: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -1,7 +1,7 @@
-"""Train the demo model from nothing: `python -m training.train --out DIR`.
+"""Train a demo model from nothing: `python -m training.train --model demo --out DIR --text FOLDER`.
 
-Tokenizer, curriculum and export in one command. A run that was stopped goes on from its last checkpoint;
-the batches of a step depend on the seed and the step alone.
+Tokenizer, curriculum, decay and export in one command. A run that was stopped goes on from its last
+checkpoint; the batches of a step depend on the seed and the step alone.
 """
 
 from __future__ import annotations
@@ -13,51 +13,40 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel
 
 from training import corpus, curriculum, network, tokenizer
-from training.curriculum import STAGES, Batch, Stage
+from training.curriculum import STAGES, Batch, Stage, Steps
+from training.fillers import Fillers
+from training.forward import Trainee
+from training.sharpen import FACTORS, losses, sharpen
 
 WARMUP = 50
+DECAY = 0.2  # share of all tokens over which the rate falls to nothing
 CHECKPOINT_SECONDS = 180
 LOG_STEPS = 25
+COMPILED = 256  # shorter windows are not worth the compiler's time
+LAST_STEP = 10**9
+SHARPENED_BY = 6  # batches
+GPU_TIMES = 8  # as many tokens a step on a GPU
 
 Accuracy = dict[str, tuple[float, int]]  # for each kind of row: right tokens, of how many
 
 
-def forward(model: PreTrainedModel, batch: Batch, softening: float) -> tuple[torch.Tensor, Accuracy]:
-    """Weighted cross-entropy, and for each kind of row how many tokens that count were right, of how many."""
-    tokens = torch.from_numpy(batch.tokens)
-    weights = torch.from_numpy(batch.weights)[:, 1:]
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(input_ids=tokens, use_cache=False, softening=softening).last_hidden_state
-        hidden = hidden[:, :-1]
-        rows, columns = torch.nonzero(weights, as_tuple=True)
-        logits = F.linear(hidden[rows, columns], model.lm_head.weight).float()
-    target, weight = tokens[rows, columns + 1], weights[rows, columns]
-    losses = F.cross_entropy(logits, target, reduction="none")
-    loss = (losses * weight).sum() / weight.sum()
-    right = (logits.argmax(-1) == target)[weight >= 0.5].numpy()
-    rows_of = rows[weight >= 0.5].numpy()
-    accuracy: Accuracy = {}
-    for index, kind in enumerate(batch.kinds):
-        mine = right[rows_of == index]
-        total, count = accuracy.get(kind, (0.0, 0))
-        accuracy[kind] = (total + float(mine.sum()), count + len(mine))
-    return loss, accuracy
-
-
-def learning_rate(stage: Stage, step: int, done: int) -> float:
-    """Warm-up at the very start; linear from the stage's first rate to its last over its steps."""
-    share = min(1.0, done / stage.steps)
-    return (stage.rate[0] + (stage.rate[1] - stage.rate[0]) * share) * min(1.0, (step + 1) / WARMUP)
+def averages(recent: Collection[tuple[float, Accuracy]]) -> dict[str, float]:
+    """Mean loss, and for each kind of row the share of right tokens."""
+    means = {"loss": round(sum(loss for loss, _ in recent) / len(recent), 4)}
+    for kind in sorted({kind for _, accuracy in recent for kind in accuracy}):
+        pairs = [accuracy[kind] for _, accuracy in recent if kind in accuracy]
+        means[kind] = round(sum(right for right, _ in pairs) / max(1, sum(count for _, count in pairs)), 3)
+    return means
 
 
 def export(model: PreTrainedModel, words: Any, folder: Path) -> None:
@@ -77,94 +66,154 @@ def export(model: PreTrainedModel, words: Any, folder: Path) -> None:
 class Run:
     """One training run: model, optimizers, and how far it is; all that a checkpoint holds."""
 
-    def __init__(self, out: Path, seed: int) -> None:
+    def __init__(
+        self, name: str, out: Path, texts: list[Path], seed: int, tokens: float, workers: int
+    ) -> None:
         torch.manual_seed(seed)
-        self.out, self.seed = out, seed
-        prose = corpus.cached(out / "corpus.json", seed)
+        self.out, self.budget, self.workers = out, tokens, workers
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        # Emulated where the processor has no such instructions, and then several times slower than float32.
+        self.half = self.device == "cuda" or torch.cpu._is_avx512_bf16_supported()
+        found = corpus.cached(out / "corpus.json", texts, seed)
         if not (out / "tokenizer").exists():
-            tokenizer.save(tokenizer.train(prose[:1500]), out / "tokenizer")
+            tokenizer.save(tokenizer.train(tokenizer.samples(found)), out / "tokenizer")
         self.words = AutoTokenizer.from_pretrained(out / "tokenizer")
         special = (self.words.bos_token_id, self.words.eos_token_id, self.words.pad_token_id)
-        self.model = network.create(network.config(len(self.words), *special))
+        self.model = network.create(network.config(name, len(self.words), *special))
+        self.trainee = Trainee(self.model).to(self.device)
+        self.compiled = torch.compile(self.trainee, dynamic=False)
         self.optimizers = network.optimizers(self.model)
-        self.mixer = curriculum.Mixer(self.words, prose)
-        self.state: dict[str, Any] = {"step": 0, "stage": 0, "done": 0, "seconds": 0.0}
+        fillers = Fillers(self.words, found, out / "fillers.npz", seed)
+        self.mixer = curriculum.Mixer(self.words, fillers, name == "demo-rope", seed)
+        self.state: dict[str, Any] = {"step": 0, "stage": 0, "done": 0, "tokens": 0, "seconds": 0.0}
         if self.checkpoint.exists():
-            saved = torch.load(self.checkpoint, weights_only=True)
-            self.model.load_state_dict(saved["model"])
-            for optimizer, kept in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(kept)
-            self.state = saved["state"]
+            self.load(self.checkpoint)
+        if self.state["tokens"] < (1 - DECAY) * tokens and self.state.pop("decaying", False):
+            self.load(self.constant)
 
     @property
     def checkpoint(self) -> Path:
         return self.out / "checkpoint.pt"
 
-    def save(self) -> None:
+    @property
+    def constant(self) -> Path:
+        """The last checkpoint before the rate fell: a run that is given more tokens goes on from there."""
+        return self.out / "constant.pt"
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        saved = torch.load(path, weights_only=True, map_location=self.device)
+        self.model.load_state_dict(saved["model"])
+        for optimizer, kept in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
+        self.state = saved["state"]
+
+    def save(self, path: Path) -> None:
         """Beside, then renamed."""
-        part = self.checkpoint.with_suffix(".part")
+        part = path.with_suffix(".part")
         kept = [optimizer.state_dict() for optimizer in self.optimizers]
         torch.save({"model": self.model.state_dict(), "optimizers": kept, "state": self.state}, part)
-        os.replace(part, self.checkpoint)
+        os.replace(part, path)
 
-    def step(self, stage: Stage) -> tuple[float, Accuracy]:
-        """Draw a batch and learn from it."""
-        number = self.state["step"]
-        batch = self.mixer.batch(np.random.default_rng((self.seed, number)), stage)
-        loss, accuracy = forward(self.model, batch, stage.softening[number % len(stage.softening)])
-        loss.backward()  # type: ignore[no-untyped-call]
+    def rate(self) -> float:
+        """Warm-up, a constant rate, and a linear fall to nothing at the end of the budget."""
+        left = 1 - self.state["tokens"] / self.budget
+        rate = STAGES[self.state["stage"]].rate
+        share: float = min(1.0, (self.state["step"] + 1) / WARMUP, max(0.0, left) / DECAY)
+        return rate * share
+
+    def batches(self, stage: Stage) -> Iterator[Batch]:
+        """The stage's batches from the next step on, as tensors."""
+        times = GPU_TIMES if self.device == "cuda" else 1
+        loader = DataLoader(
+            Steps(self.mixer, stage, times),
+            batch_size=None,
+            sampler=range(self.state["step"], LAST_STEP),
+            num_workers=self.workers,
+        )
+        return iter(loader)
+
+    def step(self, stage: Stage, batch: Batch) -> tuple[float, Accuracy]:
+        """Learn from a batch."""
+        softening = stage.softening[self.state["step"] % len(stage.softening)]
+        network_ = self.compiled if batch.tokens.shape[1] >= COMPILED else self.trainee
+        arrays = [x.to(self.device, non_blocking=True) for x in batch[:-1]]
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
+            loss, right = network_(*arrays, torch.tensor(softening, device=self.device))
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        rate = self.rate()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(stage, number, self.state["done"])
+                group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
         self.state["step"] += 1
         self.state["done"] += 1
-        return loss.item(), accuracy
+        self.state["tokens"] += batch.tokens.numel()
+        return loss.item(), measured(batch, right.cpu())
+
+    def best_factor(self) -> float:
+        """The factor on the full layers' scores that suits rows with many tokens behind them best."""
+        stage = replace(STAGES[-1], windows={1024: 1.0})
+        batches = [self.mixer.batch(LAST_STEP + i, stage) for i in range(SHARPENED_BY)]
+        found = losses(self.trainee.cpu(), batches)
+        return FACTORS[found.index(min(found))]
 
     def train(self, stopped: threading.Event) -> bool:
         """Go through the stages, logging and saving; whether the end was reached before `stopped` was set."""
         saved_at = noted_at = time.time()
         recent: deque[tuple[float, Accuracy]] = deque(maxlen=50)
         with (self.out / "log.jsonl").open("a") as log:
-            while self.state["stage"] < len(STAGES):
+            batches = self.batches(STAGES[self.state["stage"]])
+            while self.state["tokens"] < self.budget:
+                if self.state["tokens"] >= (1 - DECAY) * self.budget and "decaying" not in self.state:
+                    self.save(self.constant)
+                    self.state["decaying"] = True
                 stage = STAGES[self.state["stage"]]
-                recent.append(self.step(stage))
+                recent.append(self.step(stage, next(batches)))
                 if self.state["step"] % LOG_STEPS == 0:
                     now = time.time()
                     self.state["seconds"] += now - noted_at
                     noted_at = now
                     means = averages(recent)
-                    print(json.dumps({"stage": stage.name} | self.state | means), file=log, flush=True)
-                    known = len(recent) == recent.maxlen
-                    if self.state["done"] >= stage.steps or (
-                        known and means.get(stage.watch, 0) >= stage.goal
-                    ):
+                    print(json.dumps({"name": stage.name} | self.state | means), file=log, flush=True)
+                    known = len(recent) == recent.maxlen and means.get(stage.watch, 0) >= stage.goal
+                    if known or 0 < stage.steps <= self.state["done"]:
                         self.state |= {"stage": self.state["stage"] + 1, "done": 0}
+                        batches = self.batches(STAGES[self.state["stage"]])
                         recent.clear()
-                if stopped.is_set() or self.state["done"] == 0 or time.time() - saved_at > CHECKPOINT_SECONDS:
-                    self.save()
+                if stopped.is_set() or time.time() - saved_at > CHECKPOINT_SECONDS:
+                    self.save(self.checkpoint)
                     saved_at = time.time()
                 if stopped.is_set():
                     return False
         return True
 
 
-def averages(recent: Collection[tuple[float, Accuracy]]) -> dict[str, float]:
-    """Mean loss, and for each kind of row the share of right tokens."""
-    means = {"loss": round(sum(loss for loss, _ in recent) / len(recent), 4)}
-    for kind in sorted({kind for _, accuracy in recent for kind in accuracy}):
-        pairs = [accuracy[kind] for _, accuracy in recent if kind in accuracy]
-        means[kind] = round(sum(right for right, _ in pairs) / max(1, sum(count for _, count in pairs)), 3)
-    return means
+def measured(batch: Batch, right: torch.Tensor) -> Accuracy:
+    """For each kind of row how many of the tokens that count in full were right, of how many."""
+    accuracy: Accuracy = {}
+    counted = batch.weights >= 0.5
+    for kind, mine, true in zip(batch.kinds, counted, right, strict=True):
+        total, count = accuracy.get(kind, (0.0, 0))
+        accuracy[kind] = (total + int(true[mine].sum()), count + int(mine.sum()))
+    return accuracy
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=network.MODELS, default="demo")
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint, log and export")
+    parser.add_argument(
+        "--text", type=Path, nargs="*", default=[], help="folders of text files to read as well"
+    )
+    parser.add_argument("--tokens", type=float, default=100, help="millions of tokens in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that draw batches (a few for a GPU)"
+    )
     parser.add_argument("--export", type=Path, help="folder of the finished model (default: OUT/model)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -172,8 +221,12 @@ def main() -> None:
     stopped = threading.Event()
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, lambda *_: stopped.set())
-    run = Run(options.out, options.seed)
+    run = Run(options.model, options.out, options.text, options.seed, options.tokens * 1e6, options.workers)
     if run.train(stopped):
+        run.save(run.checkpoint)
+        factor = run.best_factor()
+        sharpen(run.model, factor)
+        print(f"full layers' scores are sharpened by {factor}")
         export(run.model, run.words, options.export or options.out / "model")
 
 

@@ -1,0 +1,72 @@
+"""The fast forward pass computes what transformers does; a far key counts as many tokens as it stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from training import network
+from training.forward import Trainee, attend
+
+LENGTH = 256
+WORDS = 64
+
+
+def small(name: str) -> Any:
+    settings = network.config(name, WORDS, 0, 1, 2)
+    settings.hidden_size, settings.intermediate_size = 32, 32
+    torch.manual_seed(0)
+    return network.create(settings)
+
+
+def arguments(far: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {
+        "tokens": torch.randint(3, WORDS, (2, LENGTH)),
+        "places": torch.arange(LENGTH).expand(2, -1),
+        "picked": torch.randint(0, LENGTH, (2, 40)),
+        "targets": torch.randint(3, WORDS, (2, 40)),
+        "weights": torch.rand(2, 40),
+        "far_index": torch.arange(far),
+        "far_places": torch.zeros(far, dtype=torch.long),
+        "far_bias": torch.full((2, far), float("-inf")),
+        "softening": torch.tensor(1.0),
+    }
+
+
+@pytest.mark.parametrize("name", network.MODELS)
+def test_it_gives_the_loss_of_transformers(name: str) -> None:
+    model = small(name)
+    given = arguments()
+    with torch.no_grad():
+        loss, right = Trainee(model)(**given)
+        logits = model(given["tokens"]).logits
+    logits = logits.gather(1, given["picked"][:, :, None].expand(-1, -1, WORDS))
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), given["targets"].flatten(), reduction="none"
+    )
+    weights = given["weights"].flatten()
+    torch.testing.assert_close(loss, (losses * weights).sum() / weights.sum())
+    assert torch.equal(right, logits.argmax(-1) == given["targets"])
+
+
+@pytest.mark.parametrize("name", network.MODELS)
+def test_far_keys_that_stand_for_nothing_change_nothing(name: str) -> None:
+    trainee = Trainee(small(name))
+    with torch.no_grad():
+        near, _ = trainee(**arguments())
+        with_far, _ = trainee(**arguments(8))
+        counted, _ = trainee(**arguments(8) | {"far_bias": torch.zeros(2, 8)})
+    torch.testing.assert_close(near, with_far)
+    assert not torch.allclose(near, counted)
+
+
+def test_a_key_that_stands_for_many_counts_as_many() -> None:
+    torch.manual_seed(2)
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    bias = torch.zeros(1, 3, 5)
+    bias[..., 4] = torch.log(torch.tensor(7.0))
+    many = [torch.cat([x, x[:, :, 4:].expand(-1, -1, 6, -1)], 2) for x in (key, value)]
+    torch.testing.assert_close(attend(query, key, value, bias), attend(query, *many, torch.zeros(1, 3, 11)))

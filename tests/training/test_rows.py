@@ -1,0 +1,138 @@
+"""Training rows hold what they ask for, count only answers, and never draw what evaluation draws."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from offload_decode import demo_model
+from offload_decode.evals.tasks import words
+from training import curriculum
+from training.curriculum import FACTS, STAGES, Mixer, Stage
+from training.fillers import Fillers
+from training.rows import Rows
+
+LENGTH = 512
+TEXT = "Some people walked slowly over the hills before evening. They sang about stones and water.\n" * 400
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo_model.path(), local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def fillers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Fillers:
+    return Fillers(
+        tokenizer, {"hills": TEXT}, tmp_path_factory.mktemp("fillers") / "fillers.npz", 0, made=20_000
+    )
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer: Any, fillers: Fillers) -> Rows:
+    return Rows(tokenizer, fillers)
+
+
+def answered(tokenizer: Any, row: Any) -> list[tuple[str, str]]:
+    """All that stands before each answer, and the answer."""
+    counted = np.flatnonzero(row.weights == 1)
+    ends = [i for i in counted if row.tokens[i] == tokenizer.eos_token_id]
+    found, start = [], 0
+    for end in ends:
+        first = next(i for i in counted if i >= start)
+        found.append((tokenizer.decode(row.tokens[1:first]), tokenizer.decode(row.tokens[first:end])))
+        start = end + 1
+    return found
+
+
+@pytest.mark.parametrize("kind", FACTS)
+def test_an_answer_is_made_of_words_of_the_text_before_it(tokenizer: Any, rows: Rows, kind: str) -> None:
+    rng = random.Random(kind)
+    asked = 0
+    for _ in range(4):
+        row = rows.row(rng, LENGTH, kind)
+        assert len(row.tokens) == len(row.weights) == len(row.background) == LENGTH
+        assert row.tokens[0] == tokenizer.bos_token_id
+        assert not (row.background & (row.weights > 0)).any()
+        for before, answer in answered(tokenizer, row):
+            asked += 1
+            # The statement around a value is learned; every name, number and code must be read.
+            for word in re.findall(r"[A-Za-z]*\d\w*|[A-Z]{3,}", answer.split(": ")[-1]):
+                if not re.search(rf"(?:^|\s){re.escape(word)}\.", answer):
+                    assert word in before, (word, answer)
+    assert asked >= 4
+
+
+def test_background_answers_nothing(tokenizer: Any, rows: Rows) -> None:
+    row = rows.row(random.Random(3), LENGTH, "needles")
+    text = tokenizer.decode(row.tokens[row.background])
+    assert "magic" not in text
+
+
+def test_words_of_evaluation_are_never_drawn(rows: Rows) -> None:
+    assert not set(rows.names.known) & set(words.EVERY["eval"])
+    rng = random.Random(0)
+    drawn = {part for _ in range(2000) for part in re.findall(r"[a-z]+", rows.names.key(rng).lower())}
+    assert drawn & set(words.EVERY["train"])
+    assert not drawn & set(words.EVERY["eval"])
+
+
+def test_a_rival_is_another_key_that_shares_much(rows: Rows) -> None:
+    rng = random.Random(1)
+    keys = [rows.names.keys(rng, 6) for _ in range(50)]
+    assert all(len(set(group)) == 6 for group in keys)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_batch_depends_on_seed_and_step_alone(tokenizer: Any, fillers: Fillers, rotary: bool) -> None:
+    stage = Stage("all", {256: 0.5, 512: 0.5}, {"phrases": 0.2, "needles": 0.4, "plain": 0.4}, far=1e5)
+    one, other = (Mixer(tokenizer, fillers, rotary, seed=5) for _ in range(2))
+    one.batch(3, stage)
+    first, second, third = one.batch(4, stage), other.batch(4, stage), other.batch(5, stage)
+    for mine, same in zip(first[:-1], second[:-1], strict=True):
+        np.testing.assert_array_equal(mine, same)
+    assert first.tokens.shape != third.tokens.shape or not np.array_equal(first.tokens, third.tokens)
+
+
+def test_targets_are_the_tokens_behind_the_picked_ones(tokenizer: Any, fillers: Fillers) -> None:
+    batch = Mixer(tokenizer, fillers, False, seed=1).batch(0, STAGES[-2])
+    rows_, columns = np.nonzero(batch.weights)
+    np.testing.assert_array_equal(
+        batch.targets[rows_, columns], batch.tokens[rows_, batch.picked[rows_, columns] + 1]
+    )
+
+
+def test_far_keys_are_background_of_other_rows_and_stand_for_as_many_tokens(
+    tokenizer: Any, fillers: Fillers
+) -> None:
+    stage = Stage("far", {512: 1.0}, {"plain": 1.0}, far=1e5, tokens=16 * 512)
+    mixer = Mixer(tokenizer, fillers, False, seed=2)
+    batch = mixer.batch(1, stage)
+    assert batch.far_bias.shape == (16, curriculum.FAR_KEYS)
+    of_row = batch.far_index // 512
+    stands_for = np.exp(batch.far_bias.astype(np.float64))
+    for i, mine in enumerate(stands_for):
+        assert not mine[of_row == i].any()
+        assert mine.sum() == 0 or 300 <= mine.sum() * (1 + 1e-6) <= 1.001e5
+    assert (stands_for.sum(1) > 0).any()
+
+
+def test_places_of_a_rotary_row_go_on_by_one_but_for_a_few_gaps() -> None:
+    places, far = curriculum.spread(np.random.default_rng(0), 4, 512, 32)
+    steps = np.diff(places, axis=1)
+    assert (steps >= 1).all()
+    assert (steps > 1).sum() <= 4 * 3
+    assert far.max() <= places.min()
+
+
+def test_a_run_starts_from_folders_of_text(tmp_path: Path) -> None:
+    from training import corpus
+
+    (tmp_path / "one.txt").write_text(TEXT)
+    assert corpus.folder_texts([tmp_path]) == {"one": TEXT}

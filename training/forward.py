@@ -1,0 +1,167 @@
+"""A fast forward pass for training: no cache, no padding, the last layer only where a token is predicted.
+
+It uses the weights of the transformers model it is given and computes the same. Beyond that, queries of the
+full layers may meet keys of texts far away: each of a few keys taken from other rows of the batch counts
+`m / n` times in the softmax (importance sampling of its denominator), as m such tokens would. So a window of
+512 tokens teaches what a text of a million demands: a match whose score outweighs them all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class Trainee(nn.Module):
+    """Wraps a Cohere 2 or Llama model; `forward` gives the loss and which predictions were right."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.inner = model
+        settings: Any = model.config
+        self.parallel = settings.model_type == "cohere2"
+        self.heads, self.shared = settings.num_attention_heads, settings.num_key_value_heads
+        self.dim = settings.head_dim
+        theta = settings.rope_parameters["rope_theta"]
+        turns = theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        self.turns: torch.Tensor
+        self.register_buffer("turns", turns, persistent=False)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        places: torch.Tensor,
+        picked: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        far_index: torch.Tensor,
+        far_places: torch.Tensor,
+        far_bias: torch.Tensor,
+        softening: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens and their places int64[B, T]; picked int64[B, P]: where the next token is predicted; targets
+        and weights [B, P]; far_index int64[N] into B * T: the sampled keys, far_places int64[N], and
+        far_bias float32[B, N]: the logarithm of what each stands for, or -inf; softening: factor on the
+        full layers' scores.
+
+        Returns the weighted mean cross-entropy and bool[B, P]: right predictions.
+        """
+        model: Any = self.inner.model
+        batch, length = tokens.shape
+        x = F.embedding(tokens, model.embed_tokens.weight)
+        near = self.rotations(places)
+        far = self.rotations(far_places)
+        last = len(model.layers) - 1
+        order = torch.arange(length, device=tokens.device)
+        for index, layer in enumerate(model.layers):
+            attention = layer.self_attn
+            normed = self.norm(layer.input_layernorm, x)
+            key, value = (
+                self.split(attention.k_proj(normed), self.shared),
+                self.split(attention.v_proj(normed), self.shared),
+            )
+            at = order.expand(batch, length)
+            turned = near
+            if index == last:
+                at = picked
+                rows = picked[:, :, None].expand(-1, -1, x.shape[2])
+                normed, x = normed.gather(1, rows), x.gather(1, rows)
+                here = picked[:, None, :, None].expand(-1, 1, -1, self.dim // 2)
+                turned = (near[0].gather(2, here), near[1].gather(2, here))
+            query = self.split(attention.q_proj(normed), self.heads)
+            window = getattr(attention, "sliding_window", None)
+            if window is not None:
+                out = banded(self.rotate(query, *turned), self.rotate(key, *near), value, window)
+            else:
+                taken, held = self.sample(key, far_index), self.sample(value, far_index)
+                if not self.parallel:
+                    query, key, taken = (
+                        self.rotate(query, *turned),
+                        self.rotate(key, *near),
+                        self.rotate(taken, *far),
+                    )
+                key = torch.cat([key, taken.expand(batch, -1, -1, -1)], 2)
+                value = torch.cat([value, held.expand(batch, -1, -1, -1)], 2)
+                seen = torch.where(order <= at[:, :, None], 0.0, float("-inf"))
+                beyond = far_bias[:, None, :].expand(-1, at.shape[1], -1)
+                bias = torch.cat([seen, beyond], 2)
+                out = attend(query * softening, key, value, bias)
+            out = attention.o_proj(out.transpose(1, 2).flatten(2))
+            if self.parallel:
+                x = x + out + layer.mlp(normed)
+            else:
+                x = x + out
+                x = x + layer.mlp(self.norm(layer.post_attention_layernorm, x))
+        x = self.norm(model.norm, x)
+        logits = F.linear(x.flatten(0, 1), model.embed_tokens.weight).float()
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        loss = (losses * weights.flatten()).sum() / weights.sum()
+        return loss, (logits.argmax(-1) == targets.flatten()).view_as(targets)
+
+    def norm(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        """Cohere's layer norm without bias, or Llama's root mean square."""
+        epsilon = module.variance_epsilon
+        size = (x.shape[-1],)
+        if self.parallel:
+            return F.layer_norm(x, size, module.weight, None, epsilon)
+        return F.rms_norm(x, size, module.weight, epsilon)
+
+    def split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        """[B, T, heads * D] to [B, heads, T, D]."""
+        return x.view(*x.shape[:2], heads, self.dim).transpose(1, 2)
+
+    def sample(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """[B, H, T, D] to the N tokens of index, [1, H, N, D]."""
+        return x.transpose(1, 2).flatten(0, 1)[index].transpose(0, 1)[None]
+
+    def rotations(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [B, 1, T, D / 2] of places [B, T], or [1, 1, N, D / 2] of places [N]."""
+        angles = places.float()[..., None] * self.turns
+        angles = angles[:, None] if places.ndim == 2 else angles[None, None]
+        return angles.cos(), angles.sin()
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary positions: neighbouring dimensions are a pair in Cohere, the two halves in Llama."""
+        if self.parallel:
+            a, b = x[..., ::2], x[..., 1::2]
+            return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """query [B, Hq, P, D], key and value [B, H, S, D], bias [B, P, S] to [B, Hq, P, D]."""
+    batch, heads, count, dim = query.shape
+    shared = key.shape[1]
+    scores = query.reshape(batch, shared, -1, dim) @ key.transpose(-1, -2) * dim**-0.5
+    scores = scores.view(batch, shared, heads // shared, count, -1) + bias[:, None, None]
+    weights: torch.Tensor = scores.softmax(-1).view(batch, shared, -1, key.shape[2])
+    return (weights @ value).view(batch, heads, count, dim)
+
+
+def banded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
+    """Sliding-window attention: each block of queries sees its own block of keys and the one before.
+
+    query [B, Hq, T, D], key and value [B, H, T, D] to [B, Hq, T, D]; T is a multiple of window, or smaller.
+    """
+    batch, heads, length, dim = query.shape
+    shared = key.shape[1]
+    size = min(window, length)
+    blocks = length // size
+
+    def with_previous(x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(batch, shared, 1, blocks, size, dim)
+        return torch.cat([F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :, :-1], x], 4)
+
+    row = torch.arange(size, device=query.device)[:, None] + size
+    column = torch.arange(2 * size, device=query.device)
+    band = (column <= row) & (column > row - window)
+    seen = band & ((torch.arange(blocks, device=query.device)[:, None, None] > 0) | (column >= size))
+    grouped = query.reshape(batch, shared, heads // shared, blocks, size, dim)
+    scores = grouped @ with_previous(key).transpose(-1, -2) * dim**-0.5
+    weights: torch.Tensor = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return (weights @ with_previous(value)).reshape(batch, heads, length, dim)

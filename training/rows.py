@@ -1,0 +1,176 @@
+"""Training rows: facts hidden in filler, followed by questions and answers until the window is full."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from training import counting, facts
+from training.facts import Item, Names
+from training.fillers import Fillers
+from training.synthetic import phrase_bank
+
+REST = 0.3  # weight of the phrase bank behind the last question
+
+
+@dataclass(frozen=True)
+class Row:
+    """tokens int64[T]; weights float32[T] of predicting each; background bool[T]: filler without answers;
+    far: whether tokens of other texts may be simulated behind the row."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    background: np.ndarray
+    far: bool
+    kind: str
+
+
+class Rows:
+    """Makes rows with a tokenizer and fillers."""
+
+    def __init__(self, tokenizer: Any, fillers: Fillers) -> None:
+        self.fast = tokenizer.backend_tokenizer
+        self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self.fillers = fillers
+        self.names = Names(fillers.known)
+        self.words = np.arange(len(tokenizer.all_special_ids), len(tokenizer))
+
+    def row(self, rng: random.Random, length: int, kind: str) -> Row:
+        """`<|bos|>text\\n\\nquestion\\nAnswer: answer<|eos|>\\nquestion...`; weight 1 on the answers."""
+        items = self.items(rng, length, kind)
+        while True:
+            made = self.fitted(rng, items, length, kind)
+            if made:
+                return made
+            items = self.items(rng, length, kind)
+
+    def items(self, rng: random.Random, length: int, kind: str) -> list[Item]:
+        """Facts of the kind, and often of others beside them; counted lists stand alone."""
+        found = [self.item(rng, length, kind)]
+        if kind in ("common", "coded") or rng.random() < 0.3:
+            return found
+        budget = length * 1.2 * rng.random()
+        while True:
+            size = sum(len(fact) for item in found for fact in item.facts)
+            if size > budget or len(found) > 8:
+                return found
+            other = rng.choice(["needles", "values", "plain", "records", "pairs", "tracking", "documents"])
+            found.append(self.item(rng, length // 2, other))
+
+    def item(self, rng: random.Random, length: int, kind: str) -> Item:
+        """One thing to learn, of a size that goes with the length."""
+        names = self.names
+        many = max(2, length // 50)
+        few = max(2, min(6, length // 110))
+        if kind == "needles":
+            dense = rng.random() < 0.25
+            return facts.needles(rng, names, many // 2 if dense else rng.randint(1, few))
+        if kind == "pairs":
+            return facts.pairs(rng, names, rng.randint(3, length // 26))
+        if kind == "values":
+            return facts.many_values(rng, names, rng.randint(2, min(4, few)))
+        if kind == "plain":
+            return facts.plain(rng, names, rng.randint(1, few))
+        if kind == "records":
+            return facts.records(rng, names, rng.randint(2, few + 2))
+        if kind == "tracking":
+            return facts.tracking(rng, names, rng.choice([2, 3, 4, 5, 5]))
+        if kind == "documents":
+            return facts.documents(rng, names, rng.randint(1, max(2, length // 100)))
+        if kind == "common":
+            return counting.common_words(rng, names, int(length * rng.uniform(0.4, 0.8)))
+        if kind == "coded":
+            return counting.coded_words(rng, names, int(length * rng.uniform(0.4, 0.8)))
+        raise ValueError(kind)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, without `<|bos|>`."""
+        encoded = self.fast.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(e.ids, np.int64) for e in encoded]
+
+    def fitted(self, rng: random.Random, items: list[Item], length: int, kind: str) -> Row | None:
+        """The row, or None where facts and one question do not fit."""
+        before, after = items[0].before, items[0].after
+        pieces = [fact for item in items for fact in item.facts]
+        asks = [ask for item in items for ask in item.asks]
+        rng.shuffle(asks)
+        texts = [before, *pieces, *(" " + piece for piece in pieces)]
+        texts += [after + asks[0][0], *("\n" + ask for ask, _ in asks), *(answer for _, answer in asks)]
+        encoded = self.encode(texts)
+        head, encoded = encoded[0], encoded[1:]
+        bare, spaced = encoded[: len(pieces)], encoded[len(pieces) : 2 * len(pieces)]
+        first, *rest = encoded[2 * len(pieces) :]
+        asked, answers = rest[: len(asks)], rest[len(asks) :]
+        taken = 1 + len(head) + sum(map(len, spaced)) + len(first) + len(answers[0]) + 1
+        if taken > length:
+            return None
+        # A share of what is left goes to filler, the rest to further questions.
+        more = sum(len(a) + len(b) + 1 for a, b in zip(asked[1:], answers[1:], strict=True))
+        wanted = min(more, length // 2)
+        left = max(0, length - taken - wanted)
+        counted = kind in ("common", "coded")
+        room = int(left * (1.0 if rng.random() < 0.5 else rng.random()))
+        filler = (
+            np.zeros(0, np.int64) if counted else self.fillers.cut(rng, room, items[0].noise).astype(np.int64)
+        )
+        text, background = self.hidden(rng, filler, bare, spaced, items)
+        tokens = [np.array([self.bos]), head, text]
+        behind = 1 + len(head)
+        weights: list[np.ndarray] = [np.zeros(behind + len(text), np.float32)]
+        size = behind + len(text)
+        order = list(range(len(asks)))
+        for i in order:
+            question = first if i == 0 else asked[i]
+            if size + len(question) + len(answers[i]) + 1 > length:
+                continue
+            tokens += [question, answers[i], np.array([self.eos])]
+            weights += [np.zeros(len(question), np.float32), np.ones(len(answers[i]) + 1, np.float32)]
+            size += len(question) + len(answers[i]) + 1
+        if length > size:
+            bank, scores = phrase_bank(np.random.default_rng(rng.getrandbits(62)), length - size, self.words)
+            tokens.append(bank)
+            weights.append(np.float32(REST) * scores)
+        marked = np.zeros(length, bool)
+        marked[behind : behind + len(text)] = background
+        far = all(item.far for item in items)
+        return Row(np.concatenate(tokens), np.concatenate(weights), marked, far, kind)
+
+    def hidden(
+        self,
+        rng: random.Random,
+        filler: np.ndarray,
+        bare: list[np.ndarray],
+        spaced: list[np.ndarray],
+        items: list[Item],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The filler with the facts at the ends of sentences, and which tokens are filler."""
+        if not len(filler):
+            whole = np.concatenate([bare[0], *spaced[1:]])
+            return whole, np.zeros(len(whole), bool)
+        places = self.fillers.places(filler)
+        at: list[tuple[int, float, int]] = []
+        index = 0
+        for item in items:
+            drawn = [int(places[rng.randrange(len(places))]) for _ in item.facts]
+            if item.ordered:
+                drawn.sort()
+            # Ties keep the order of the facts, and a fact asked for may be anywhere.
+            at += [(place, index + j, index + j) for j, place in enumerate(drawn)]
+            index += len(item.facts)
+        at.sort()
+        parts: list[np.ndarray] = []
+        marks: list[np.ndarray] = []
+        last = 0
+        for place, _, fact in at:
+            before = filler[last:place]
+            new = bare[fact] if place == 0 and not parts else spaced[fact]
+            parts += [before, new]
+            marks += [np.ones(len(before), bool), np.zeros(len(new), bool)]
+            last = place
+        parts.append(filler[last:])
+        marks.append(np.ones(len(filler) - last, bool))
+        return np.concatenate(parts), np.concatenate(marks)
