@@ -14,7 +14,7 @@ from offload_decode.evals.results import Results
 from offload_decode.evals.significance import holm, paired, unpaired
 from offload_decode.evals.summary import Cell, summarize
 
-_MACHINE = ("machine", "device")
+_MACHINE = ("processor", "device")
 """What speed depends on, of what a run was made with."""
 
 

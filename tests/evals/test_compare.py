@@ -109,8 +109,9 @@ def test_pairs_need_the_same_questions_of_the_same_text(tmp_path: Path) -> None:
     assert all(change.pairs == 0 for change in other.changes)
 
 
-def test_times_of_other_machines_are_not_compared(tmp_path: Path) -> None:
-    found = two(tmp_path, 0.9, 0.9, {}, {"made_with": {**MADE_WITH, "device": "cuda:0"}})
+@pytest.mark.parametrize("other", [{"device": "cuda:0"}, {"processor": "another"}])
+def test_times_of_other_machines_are_not_compared(tmp_path: Path, other: dict[str, str]) -> None:
+    found = two(tmp_path, 0.9, 0.9, {}, {"made_with": {**MADE_WITH, **other}})
     assert found.seconds_ratio is None
     assert found.bytes_ratio == 1.0
 

@@ -30,7 +30,7 @@ def wrong_answers(answered: Answers) -> Markup | None:
     folded = [
         tag(
             "details",
-            tag("summary", task, tag("small", f" {seen[task]:,} questions that some way got wrong")),
+            tag("summary", task, tag("small", f" {seen[task]:,} that some way got wrong")),
             [_example(asked, said) for asked, said in kept],
         )
         for task, kept in examples.items()
