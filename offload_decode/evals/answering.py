@@ -12,7 +12,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack, Strand
-from offload_decode.evals.records import ANSWER, QUESTION, Asked, Said, record
+from offload_decode.evals.records import ANSWER, GUESSES, QUESTION, Asked, Said, record
 from offload_decode.evals.results import Record
 from offload_decode.evals.runs import Stores, Unit
 from offload_decode.evals.side_by_side import reply
@@ -21,7 +21,6 @@ from offload_decode.models.loading import LoadedModel
 from offload_decode.store.reader import KVStore
 
 CONTROL_EVERY = 4  # contexts: a control costs a prefill of its own
-GUESSES = 20
 
 
 @dataclass(frozen=True)

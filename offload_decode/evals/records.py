@@ -12,6 +12,8 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals.results import Record, Results
 
 QUESTION, ANSWER = "question", "answer"
+GUESSES = 20
+"""How many guesses a question's `guess` is the mean of."""
 _MOST = 2**63
 _LIMITS = {**dict.fromkeys(("depth", "guess", "score", "ruler_score"), (0, 1)), "seed": (-_MOST, _MOST)}
 

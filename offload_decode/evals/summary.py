@@ -13,14 +13,14 @@ from offload_decode.evals.intervals import (
     CONFIDENCE,
     Difference,
     Share,
-    difference,
     mean_of,
     paired_difference,
     wilson,
     wilson_of,
 )
-from offload_decode.evals.records import Asked, Said, questions_and_answers
+from offload_decode.evals.records import GUESSES, Asked, Said, questions_and_answers
 from offload_decode.evals.results import Results
+from offload_decode.evals.significance import larger
 
 TRUSTED = 0.9
 """Where dense attention itself scores less, a ratio to it is not given: it would divide noise by noise."""
@@ -58,23 +58,22 @@ class Cell:
 
     @property
     def at_chance(self) -> bool:
-        """Whether it is no better than chance, as far as the interval tells."""
+        """Whether it is no better than chance, as far as can be told."""
         return not self.above_chance(CONFIDENCE)
 
     @property
-    def chance(self) -> float:
-        """The larger of what guesses and the control score."""
-        return max(self.guess, 0.0 if self.control is None else self.control.mean)
+    def chance(self) -> Share:
+        """What guesses score, or the control where that is surely more. Every question was guessed at many
+        times, so that chance is known better than the score.
+        """
+        guess = wilson_of(self.guess, self.score.count * GUESSES)
+        if self.control is not None and larger(self.control, guess) < (1 - CONFIDENCE) / 2:
+            return self.control
+        return guess
 
     def above_chance(self, confidence: float) -> bool:
-        """Whether the interval of score - chance lies above 0. Chance was measured too: on as many questions
-        as were guessed at, or on those of the control.
-        """
-        count = self.score.count
-        if self.control is not None and self.control.mean > self.guess:
-            count = self.control.count
-        score = wilson_of(self.score.mean, self.score.count, confidence)
-        return difference(score, wilson_of(self.chance, count, confidence)).low > 0
+        """Whether the score is larger than chance."""
+        return larger(self.score, self.chance) < (1 - confidence) / 2
 
     @property
     def spread(self) -> float:

@@ -12,6 +12,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals import results
 from offload_decode.evals.intervals import difference, mean_of, paired_difference, wilson, wilson_of
 from offload_decode.evals.records import ANSWER
+from offload_decode.evals.significance import larger
 from offload_decode.evals.summary import Summary, budget_of, summarize, without_budget
 from offload_decode.evals.summary_table import headline_rows, rows
 from offload_decode.evals.verdict import at_chance, verdict
@@ -125,6 +126,27 @@ def test_luck_in_one_of_many_cells_is_not_called_skill(tmp_path: Path) -> None:
         cells = [replace(cell, score=score) for cell, score in zip(whole.cells, scores, strict=True)]
         lucky += at_chance(replace(whole, cells=tuple(cells))) != list(whole.tasks)
     assert lucky <= 3
+
+
+@pytest.mark.parametrize(
+    ("right", "of", "guess", "better"),
+    [(1, 20, 0.0, False), (2, 20, 0.0, True), (3, 20, 0.0, True), (3, 20, 0.1, False), (20, 20, 0.2, True)],
+)
+def test_a_few_answers_that_nobody_guesses_are_better_than_chance(
+    tmp_path: Path, right: int, of: int, guess: float, better: bool
+) -> None:
+    """Questions are guessed at twenty times each, so that chance is known better than the score."""
+    whole = summary(tmp_path, 0.5, guess=guess, control=0.0)
+    cell = replace(whole.cells[0], score=wilson_of(right / of, of))
+    assert cell.at_chance is not better
+    lucky = replace(cell, control=wilson_of(0.4, 5))
+    assert lucky.chance.mean == pytest.approx(0.4 if guess == 0 else guess), "two of five may be guessed"
+
+
+def test_fishers_test_of_the_lady_tasting_tea() -> None:
+    """All four cups of four told from four: one in 70 (The Design of Experiments, 1935)."""
+    assert larger(wilson_of(1.0, 4), wilson_of(0.0, 4)) == pytest.approx(1 / 70)
+    assert larger(wilson_of(0.75, 4), wilson_of(0.25, 4)) == pytest.approx(17 / 70)
 
 
 def test_one_task_at_chance_is_named(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def _figure(task: str, length: int, drawn: Sequence[plot.Line], any_cell: Cell) 
         for line in drawn
     )
     across = plot.log_axis("tokens attended", places or [1.0])
-    picture = plot.lines(title, told, across, plot.PERCENT, drawn, [(any_cell.chance, "chance")])
+    picture = plot.lines(title, told, across, plot.PERCENT, drawn, [(any_cell.chance.mean, "chance")])
     return tag("figure", tag("figcaption", tag("strong", task), f" {label(length)}"), picture)
 
 
