@@ -36,7 +36,7 @@ _QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb", '\'\'""""')
 _MARKS = re.compile(r"[*`_\u200b\u200c\u200d\ufeff]+")
 _SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:[,.' ]\d{3})+(?!\d)")
 _NOT_BEFORE = re.compile(
-    r"(?:\b(?:not|never|neither|nor|no|except|excluding|without|than|instead of)|n't)"
+    r"(?:\b(?:not|never|neither|nor|no|except|excluding|without|than|instead of|anything but)|n't)"
     r"(?:\s+(?:the|a|an|be|is|it|simply|just|number|value|code|uuid|word|variable|special|magic))*"
     r"[\s\"'(:]*$",
     re.IGNORECASE,
@@ -45,7 +45,13 @@ _NOT_AFTER = re.compile(
     r"[\"')]*\s*,?\s*(?:which\s+|that\s+)?(?:(?:is|was|are|were)(?:\s+not\b|n't\b)|(?:is|was)\s+(?:wrong|incorrect|false)\b)",
     re.IGNORECASE,
 )
-_WORD = re.compile(r"(?<![\w'-])[^\W\d_]+(?![\w'-])")
+_WORD = re.compile(r"(?<![\w-])(?<!\w')[^\W\d_]+(?![\w-])(?!'\w)")
+_KEY = re.compile(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])")
+_POLITE = re.compile(
+    r"\b(?:please\s+)?(?:let me know|feel free|i hope|hope this|if you (?:need|have|would|want))\b"
+    r"[^.!?\n]*[.!?]?",
+    re.IGNORECASE,
+)
 _BREAK = re.compile(r"[\n,;:.!?|/()\[\]{}\u2022-]|\d+[.)]?|\band\b", re.IGNORECASE)
 _WORDS, _WORDS_EACH = 40, 20  # an answer has no more, and so many more for each thing that was asked for
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -53,8 +59,8 @@ _LEAD = re.compile(r"^\W*(?:the\s+)?answer\W*(?:\bis\b)?\s*:?", re.IGNORECASE)
 
 
 def plain(said: str) -> str:
-    """The text without markdown, with plain quotes and spaces."""
-    text = unicodedata.normalize("NFKC", said).translate(_QUOTES)
+    """The text without markdown and good wishes, with plain quotes and spaces."""
+    text = _POLITE.sub(" ", unicodedata.normalize("NFKC", said).translate(_QUOTES))
     return re.sub(r"[^\S\n]+", " ", _MARKS.sub("", text)).strip()
 
 
@@ -74,9 +80,12 @@ def score(question: Question, said: str) -> float:
     text = _joined(text, answers)
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
     found = [m for m in find(text, answers, asked) if not _denied(text, m)]
+    others = _other_keys(question, text, asked) if find is not _compounds else []
     if question.keys:
-        pairs = _pairs(text, question.keys, found)
+        pairs = _pairs(text, [*question.keys, *others], found)
         return share(zip(_lower(question.keys), _lower(answers), strict=True), pairs)
+    if others:
+        return 0.0  # whatever is said is said of them
     given = {match.group().lower() for match in found}
     if len(answers) == 1:
         return float(given == {answers[0].lower()})
@@ -187,6 +196,19 @@ def _compounds(text: str, answers: Sequence[str], asked: frozenset[str]) -> list
     found = re.finditer(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])", text, re.IGNORECASE)
     parts = [(m, set(m.group().lower().split("-"))) for m in found]
     return [m for m, both in parts if both <= words.KNOWN and not both <= asked]
+
+
+def _other_keys(question: Question, text: str, asked: frozenset[str]) -> list[str]:
+    """Keys such as `quiet-river` that an answer names and a question about such a key does not."""
+    adjectives, nouns = words.ADJECTIVES, words.NOUNS
+    found = [m.group().lower() for m in _compounds(text, (), asked)] if _KEY.search(question.text) else []
+    return [
+        key
+        for key in dict.fromkeys(found)
+        if any(
+            key.split("-")[0] in adjectives[half] and key.split("-")[1] in nouns[half] for half in adjectives
+        )
+    ]
 
 
 def _variables(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:

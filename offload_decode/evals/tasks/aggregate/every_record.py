@@ -17,7 +17,7 @@ from offload_decode.evals.tasks.base import Material, Question
 from offload_decode.evals.tasks.words import Split
 
 _RATE = 0.55  # records asked for, for each square root of all records
-_FENCE = re.compile(r"```[a-zA-Z]*\s*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```[a-zA-Z]*\s*(.*?)```", re.DOTALL)
 _ASK = (
     "Extract every {kind} from the text as a JSON list with one object for each, with the keys {keys}.",
     "Write a JSON list of all {kind}s in the text. Each object has the keys {keys}.",

@@ -35,7 +35,7 @@ _ASK = (
     "Which people from {town} have the trade of a {trade}? Give every name.",
     "Name everybody in the text who is both a {trade} and at home in {town}.",
 )
-_ANY_NAME = re.compile(r"\b[A-Z][^\W\d_]+ [A-Z][^\W\d_]+\b")
+_ANY_NAME = re.compile(r"\b(?!(?:All|And|In|The|These|Yes)\b)[A-Z][^\W\d_]+ [A-Z][^\W\d_]+\b")
 
 
 @dataclass(frozen=True)

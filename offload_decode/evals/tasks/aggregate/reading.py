@@ -22,9 +22,10 @@ _NUMBER = re.compile(
     rf"|\b(?:{'|'.join(_TIMES)})\b",
     re.IGNORECASE,
 )
+_WRAPPED = re.compile(r"</?[a-z]+>|\\boxed\b|[{}$]", re.IGNORECASE)  # in which some models put an answer
 _DIGIT = re.compile(r"\d")
 _UNSURE = re.compile(
-    r"\b(?:maybe|perhaps|probably|possibly|or|between|not|cannot|unsure|uncertain|unknown|guess)\b|n't\b",
+    r"\b(?:maybe|perhaps|probably|possibly|might|may|could|or|between|not|cannot|unsure|uncertain|unknown|guess)\b|n't\b",
     re.IGNORECASE,
 )
 _VAGUE_BEFORE = re.compile(
@@ -45,7 +46,7 @@ _UNITS = re.compile(
 )
 _NOTHING_ELSE = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:of|in|throughout|altogether|overall)\b", re.IGNORECASE)
 _DENIED = re.compile(
-    r"(?:\b(?:not|no|never|neither|nor|except|excluding|unlike|without|cannot)|n't)"
+    r"(?:\b(?:not|no|never|neither|nor|except|excluding|unlike|without|cannot|anything but)|n't)"
     r"(?:\s+[\w*\"']+){0,3}\s*\W?$",
     re.IGNORECASE,
 )
@@ -61,6 +62,7 @@ def number(said: str) -> int | None:
     It may be written in digits, with thousands separators, or in words. It stands where a count stands:
     alone, after `is`, `:` and the like, or before `times` and the like; `Chapter 12` gives no count.
     """
+    said = _WRAPPED.sub(" ", said)
     found = list(_NUMBER.finditer(said))
     values = {_value(match.group()) for match in found}
     if len(values) != 1 or _UNSURE.search(said) or _DIGIT.search(_NUMBER.sub(" ", said)):
