@@ -224,6 +224,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "report.html").as_uri()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_accessible(browser: Browser, shown: str, scheme: Any) -> None:
     context = browser.new_context(color_scheme=scheme)
