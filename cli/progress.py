@@ -27,6 +27,7 @@ _UNITS = {
     "pull": "bytes",
     "verify indexes": "heads",
     "answer": "questions",
+    "draw texts": "texts",
     "fidelity": "tokens",
 }
 

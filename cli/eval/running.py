@@ -217,6 +217,7 @@ def measured(wanted: Wanted, tasks: Sequence[Task], evaluated: type[Answering]) 
     rehearse(wanted.contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
     evaluation = evaluated(plan, tasks, loaded, haystack, stores)
     with Progress(wanted.quiet) as progress:
+        evaluation.check(lambda done, total: progress("draw texts", done, total))
         return run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
 
 

@@ -16,7 +16,7 @@ from offload_decode.evals.records import ANSWER, GUESSES, QUESTION, Asked, Said,
 from offload_decode.evals.results import Record
 from offload_decode.evals.runs import Stores, Unit
 from offload_decode.evals.side_by_side import reply
-from offload_decode.evals.tasks import Question, Task
+from offload_decode.evals.tasks import Context, Question, Task
 from offload_decode.models.loading import LoadedModel
 from offload_decode.store.reader import KVStore
 
@@ -96,12 +96,20 @@ class Answering:
             Unit(key, place.length * (2 if place.controlled else 1)) for key, place in self._places.items()
         ]
 
+    def check(self, report: Callable[[int, int], None]) -> None:
+        """Draw a text of every task and length, so that what cannot be asked shows before anything long.
+
+        `report` is told how many are drawn, of how many. Raises `ConfigError`.
+        """
+        first = {(place.task.name, place.length): place for place in reversed(self._places.values())}
+        for done, place in enumerate(first.values(), 1):
+            self._drawn(place)
+            report(done, len(first))
+
     def measure(self, unit: Unit, report: Callable[[int], None]) -> Sequence[Record]:
         """Every question of one text, by every way; every so often also to the control, densely."""
         place = self._places[unit.key]
-        rng = random.Random(f"{place.seed} {place.task.name} {place.length} {place.index}")
-        strand = Strand(self.haystack, self.loaded.tokenizer, place.length, rng.random())
-        drawn = place.task.context(rng, strand)
+        drawn, strand, rng = self._drawn(place)
         questions = list(enumerate(drawn.questions[: place.asked]))
         records: list[Record] = []
         with self.stores(drawn.text, report) as store:
@@ -122,6 +130,12 @@ class Answering:
                     each = task.per_context
                     for index, first in enumerate(range(0, self.plan.limit, each)):
                         yield AnswerPlace(task, length, seed, index, min(each, self.plan.limit - first))
+
+    def _drawn(self, place: AnswerPlace) -> tuple[Context, Strand, random.Random]:
+        """The text and its questions, what it is made of, and the generator that goes on from there."""
+        rng = random.Random(f"{place.seed} {place.task.name} {place.length} {place.index}")
+        strand = Strand(self.haystack, self.loaded.tokenizer, place.length, rng.random())
+        return place.task.context(rng, strand), strand, rng
 
     def _asked(
         self,

@@ -30,6 +30,8 @@ RUN, UNIT = "run", "unit"
 
 Record = dict[str, Any]
 
+_FIRST = b'{"record": "run"'
+
 
 @dataclass(frozen=True)
 class Header:
@@ -154,14 +156,19 @@ class Writer:
 def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
     """A file to write to, made or gone on with, and what is in it. One process writes it at a time.
 
-    Raises `ConfigError` where there are results of another run, or another process writes them.
+    A file of another run in which nothing was finished is begun anew. Raises `ConfigError` where there are
+    results of another run, where another process writes them, and where nothing can be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another --out") from error
     try:
         _lock(descriptor, path)
         writer = Writer(descriptor)
-        if os.fstat(descriptor).st_size == 0:
+        if _holds_nothing(descriptor, path):
+            os.ftruncate(descriptor, 0)
             writer.lines([{"record": RUN, "format": FORMAT} | _plain(header)])
         results = read(path)
         _check_same(results.header, header, path)
@@ -169,6 +176,14 @@ def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
         yield writer, results
     finally:
         os.close(descriptor)
+
+
+def _holds_nothing(descriptor: int, path: Path) -> bool:
+    """Whether a file is empty, or its run was ended before anything was finished."""
+    begun = os.pread(descriptor, 1 << 16, 0)
+    if b"\n" not in begun and begun.startswith(_FIRST[: len(begun)]):
+        return True
+    return not read(path).finished
 
 
 def _plain(header: Header) -> Record:

@@ -147,6 +147,16 @@ def test_an_answer_that_is_begun_goes_on_from_there(loaded: LoadedModel, tmp_pat
         assert begun.tolist() == engine.fork().extend(whole).tolist()
 
 
+def test_what_cannot_be_asked_shows_before_anything_is_prefilled(loaded: LoadedModel) -> None:
+    short = evaluation(loaded, dataclasses.replace(PLAN, lengths=(300, 10)))
+    told: list[tuple[int, int]] = []
+    with pytest.raises(ConfigError, match="10 tokens do not hold"):
+        short.check(lambda *now: told.append(now))
+    assert set(told) <= {(1, 4), (2, 4), (3, 4)}
+    evaluation(loaded).check(lambda *now: told.append(now))
+    assert told[-1] == (2, 2)
+
+
 def test_ways_that_cannot_be_told_apart_are_refused(loaded: LoadedModel) -> None:
     with pytest.raises(ConfigError, match="given twice"):
         evaluation(loaded, dataclasses.replace(PLAN, contenders=(FEW, FEW)))

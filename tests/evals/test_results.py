@@ -83,6 +83,32 @@ def test_half_characters_of_file_names_are_kept(tmp_path: Path) -> None:
     assert results.read(tmp_path / "run.jsonl").records[0]["said"] == name
 
 
+@pytest.mark.parametrize("left", [0, 5, 40, None])
+def test_a_run_that_was_ended_before_anything_was_finished_is_in_nobodys_way(
+    tmp_path: Path, left: int | None
+) -> None:
+    path = tmp_path / "run.jsonl"
+    written(path, [])
+    path.write_bytes(path.read_bytes()[:left])
+    other = dataclasses.replace(HEADER, configuration={"seed": 2})
+    with results.opened(path, other) as (writer, _):
+        writer.unit("a", [], 0.1)
+    assert results.read(path).header == other
+
+
+def test_other_files_are_left_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("years of work")
+    with pytest.raises(ConfigError, match="cannot be read as results"), results.opened(path, HEADER):
+        raise AssertionError("it was opened")
+    assert path.read_text() == "years of work"
+
+
+def test_a_file_that_cannot_be_written_is_told_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="choose another --out"), results.opened(tmp_path, HEADER):
+        raise AssertionError("it was opened")
+
+
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with (

@@ -24,7 +24,9 @@ def read(path: Path) -> Results | Mapping[str, Any]:
                 return results.read(path)
             file.seek(0)
             value = parse(file.read(MOST))
-    except (FileNotFoundError, NotPlain) as error:
+    except FileNotFoundError as error:
+        raise ConfigError(f"there are no results at {path}: run `offload-decode eval` first") from error
+    except NotPlain as error:
         raise ConfigError(f"there are no results at {path}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
