@@ -36,6 +36,8 @@ _RECORDS = [{"seller": "Leo Clockwell", "town": "Vasedale", "price": 8}]
         ("count-mentions", _COUNT, "<answer>8</answer>", 1),
         ("count-mentions", _COUNT, "I think it might be 8", 0),
         ("tally-lines", _TALLY, "anything but order", 0),
+        ("tally-lines", _TALLY, "Least frequent: order", 0),
+        ("tally-lines", _TALLY, "order is the second most frequent", 0),
         ("every-record", Question("", "", (json.dumps(_RECORDS),)), f"```json {json.dumps(_RECORDS)} ```", 1),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,6 +64,9 @@ _ASK = (
 )
 
 
+_ANOTHER_RANK = re.compile(r"\b(?:least|fewest|rarest|second|third|fourth|fifth|last)\b", re.IGNORECASE)
+
+
 @dataclass(frozen=True)
 class TallyLines(SpreadFacts):
     """Letters to a shop, of five kinds that are to be told from what they say.
@@ -95,7 +99,9 @@ class TallyLines(SpreadFacts):
         return Draw(tuple(written), (question,), (tuple(range(len(written))),))
 
     def score(self, question: Question, said: str) -> float:
-        """1 for the right kind alone."""
+        """1 for the right kind alone, and not for its being the second or the least frequent."""
+        if _ANOTHER_RANK.search(said):
+            return 0.0
         return float(reading.label(said, _LETTERS) == question.answers[0])
 
 
