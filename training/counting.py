@@ -6,7 +6,8 @@ import random
 import string
 
 from offload_decode.evals.tasks import words
-from training.facts import Item, Names
+from training.items import Item
+from training.names import Names
 
 COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from offload_decode.evals.tasks import words
-from training.facts import NOISE
+from training.items import NOISE
 
 ALPHABETS = (
     (0x0430, 0x044F),  # Cyrillic

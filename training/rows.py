@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from training import counting, facts
-from training.facts import Item, Names
+from training import chains, counting, documents, facts, needles
 from training.fillers import Fillers
+from training.items import Item
+from training.names import Names
 from training.synthetic import phrase_bank
 
 REST = 0.3  # weight of the phrase bank behind the last question
+COUNTED = 3.0  # weight of an answer that was counted: a whole list is read for a few words
 
 
 @dataclass(frozen=True)
@@ -68,23 +70,23 @@ class Rows:
         few = max(2, min(6, length // 110))
         if kind == "needles":
             dense = rng.random() < 0.25
-            return facts.needles(rng, names, many // 2 if dense else rng.randint(1, few))
+            return needles.needles(rng, names, many // 2 if dense else rng.randint(1, few))
         if kind == "pairs":
             return facts.pairs(rng, names, rng.randint(3, length // 26))
         if kind == "values":
-            return facts.many_values(rng, names, rng.randint(2, min(4, few)))
+            return needles.many_values(rng, names, rng.randint(2, min(4, few)))
         if kind == "plain":
             return facts.plain(rng, names, rng.randint(1, few))
         if kind == "records":
             return facts.records(rng, names, rng.randint(2, few + 2))
         if kind == "tracking":
-            return facts.tracking(rng, names, rng.choice([2, 3, 4, 5, 5]))
+            return chains.tracking(rng, names, rng.choice([2, 3, 4, 5, 5]))
         if kind == "documents":
-            return facts.documents(rng, names, rng.randint(1, max(2, length // 100)))
+            return documents.documents(rng, names, rng.randint(1, max(2, length // 100)))
         if kind == "common":
-            return counting.common_words(rng, names, int(length * rng.uniform(0.4, 0.8)))
+            return counting.common_words(rng, names, int(length * rng.uniform(0.5, 0.9)))
         if kind == "coded":
-            return counting.coded_words(rng, names, int(length * rng.uniform(0.4, 0.8)))
+            return counting.coded_words(rng, names, int(length * rng.uniform(0.5, 0.9)))
         raise ValueError(kind)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -113,6 +115,7 @@ class Rows:
         wanted = min(more, length // 2)
         left = max(0, length - taken - wanted)
         counted = kind in ("common", "coded")
+        worth = COUNTED if counted else 1.0
         room = int(left * (1.0 if rng.random() < 0.5 else rng.random()))
         filler = (
             np.zeros(0, np.int64) if counted else self.fillers.cut(rng, room, items[0].noise).astype(np.int64)
@@ -128,7 +131,7 @@ class Rows:
             if size + len(question) + len(answers[i]) + 1 > length:
                 continue
             tokens += [question, answers[i], np.array([self.eos])]
-            weights += [np.zeros(len(question), np.float32), np.ones(len(answers[i]) + 1, np.float32)]
+            weights += [np.zeros(len(question), np.float32), np.full(len(answers[i]) + 1, worth, np.float32)]
             size += len(question) + len(answers[i]) + 1
         if length > size:
             bank, scores = phrase_bank(np.random.default_rng(rng.getrandbits(62)), length - size, self.words)

@@ -41,7 +41,7 @@ def rows(tokenizer: Any, fillers: Fillers) -> Rows:
 
 def answered(tokenizer: Any, row: Any) -> list[tuple[str, str]]:
     """All that stands before each answer, and the answer."""
-    counted = np.flatnonzero(row.weights == 1)
+    counted = np.flatnonzero(row.weights >= 1)
     ends = [i for i in counted if row.tokens[i] == tokenizer.eos_token_id]
     found, start = [], 0
     for end in ends:

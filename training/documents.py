@@ -1,0 +1,73 @@
+"""Documents with a name, a title and other fields, and questions that name the document by either."""
+
+from __future__ import annotations
+
+import random
+
+from offload_decode.evals.tasks import words
+from offload_decode.evals.tasks.header import date, person, title
+from training.items import Item
+from training.names import Names
+
+ASKED_IN_WORDS = {
+    "Author": ("Who is the author of {n}?", "Who wrote {n}?"),
+    "Editor": ("Who is the editor of {n}?",),
+    "Created": ("When was {n} created?",),
+    "Title": ("What is {n} called?",),
+    "Language": ("In which language is {n} written?",),
+    "Requires": ("What does {n} require?",),
+}
+
+
+def documents(rng: random.Random, names: Names, count: int) -> Item:
+    """Documents with a name, a title and other fields; the questions name the document by either."""
+    every = ("Author", "Editor", "Status", "Type", "Created", "Topic", "Language", "Version", "Requires")
+    chosen = rng.sample(every, rng.randint(2, 5))
+    number = rng.random() < 0.5
+    start, ending = rng.choice(["pep-", "rfc-", "doc", "note-", "chapter-"]), rng.choice(["", ".txt", ".md"])
+    stems = (
+        words.distinct(lambda: start + words.number(rng, "train", 4), count)
+        if number
+        else names.keys(rng, count)
+    )
+    titles = words.distinct(lambda: title(rng, "train"), count)
+    facts, asks = [], []
+    head = rng.choice(["Document: {n}\n\n", "Document: {n}\n", "# {n}\n\n", "{n}\n\n", ""])
+    for stem, called in zip(stems, titles, strict=True):
+        name = stem + ending
+        fields = {"Title": called} | {f: field_value(rng, names, f) for f in chosen}
+        facts.append("\n" + head.format(n=name) + "\n".join(f"{f}: {v}" for f, v in fields.items()) + "\n")
+        for f in rng.sample(sorted(fields), min(3, len(fields))):
+            by_title = not head or (f != "Title" and rng.random() < 0.5)
+            if by_title and f == "Title":
+                continue
+            whom = (
+                rng.choice(["the document titled {t}", 'the document titled "{t}"', "{t}"])
+                if by_title
+                else "{n}"
+            )
+            whom = whom.format(t=called, n=name)
+            wordings = ("What is the {f} of {n}?", *ASKED_IN_WORDS.get(f, ()))
+            ask = rng.choice(wordings).format(f=rng.choice([f, f.lower()]), n=whom)
+            prefix = f" The {f.lower()} of {whom} is" if rng.random() < 0.4 else ""
+            asks.append((f"{ask}\nAnswer:{prefix}", f" {fields[f]}"))
+    return Item(facts, asks, ordered=True)
+
+
+def field_value(rng: random.Random, names: Names, name: str) -> str:
+    """A value of a header field."""
+    if name in ("Author", "Editor"):
+        return ", ".join(person(rng, "train") for _ in range(rng.choice([1, 1, 2])))
+    if name == "Status":
+        return rng.choice(
+            ["Active", "Draft", "Final", "Accepted", "Rejected", "Withdrawn", "Deferred", "Superseded"]
+        )
+    if name == "Created":
+        return date(rng)
+    if name == "Version":
+        return f"{rng.randint(0, 9)}.{rng.randint(0, 19)}"
+    if name == "Requires":
+        return str(rng.randint(1, 9999))
+    if name == "Language":
+        return rng.choice(["English", "Dutch", "German", "Latin", "Greek", "Welsh", "Finnish"])
+    return rng.choice([names.word(rng).capitalize(), "Standards Track", "Informational", "Report", "Guide"])

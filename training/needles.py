@@ -1,0 +1,103 @@
+"""RULER's needles (arXiv 2404.06654, appendix B) for training: one or several keys, values or questions."""
+
+from __future__ import annotations
+
+import random
+
+from offload_decode.evals.tasks import words
+from training.items import Ask, Item
+from training.names import Names
+
+MAGIC = "One of the special magic {kind}s for {key} is: {value}."
+HIDDEN_ONE = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you "
+    "about the {kind} afterwards.\n"
+)
+HIDDEN_ALL = (
+    "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. I will quiz "
+    "you about the {kind}s afterwards.\n"
+)
+
+
+def magic_value(rng: random.Random, names: Names, kind: str) -> str:
+    if kind == "number":
+        return words.number(rng, "train", 7)
+    return words.identifier(rng, "train") if kind == "uuid" else f"{names.word(rng)}-{names.word(rng)}"
+
+
+def needles(rng: random.Random, names: Names, count: int) -> Item:
+    """RULER's needles: one or several keys, values or questions, asked in our form or in RULER's."""
+    kind = rng.choices(["number", "word", "uuid"], [8, 1, 2 if count <= 4 else 1])[0]
+    uuids = kind == "uuid" and rng.random() < 0.6
+    keys = words.distinct(lambda: words.identifier(rng, "train"), count) if uuids else names.keys(rng, count)
+    values = words.distinct(lambda: magic_value(rng, names, kind), count)
+    facts = [MAGIC.format(kind=kind, key=k, value=v) for k, v in zip(keys, values, strict=True)]
+    ruler = rng.random() < 0.4
+    asks: list[Ask] = []
+    for k, v in zip(keys, values, strict=True):
+        asks.append(one_ask(rng, kind, k, v, ruler))
+    if count > 1 and rng.random() < 0.3:
+        chosen = rng.sample(range(count), min(count, rng.randint(2, 4)))
+        some = [keys[i] for i in chosen]
+        pairs = [(keys[i], values[i]) for i in chosen]
+        question = (
+            f"What are all the special magic {kind}s for {several(some)} mentioned in the provided text?"
+        )
+        prefix = f" The special magic {kind}s for {several(some)} mentioned in the provided text are"
+        listed = ": " + ", ".join(f"{k}: {v}" for k, v in pairs) + "."
+        said = " " + " ".join(f"The special magic {kind} for {k} is: {v}." for k, v in pairs)
+        if ruler:
+            asks.append((f"{question}{prefix}", listed))
+        elif rng.random() < 0.4:
+            asks.append((f"{question}\nAnswer:{prefix}", listed))
+        else:
+            asks.append((f"{question}\nAnswer:", said))
+    before = (HIDDEN_ONE if rng.random() < 0.5 else HIDDEN_ALL).format(kind=kind)
+    noise = rng.random() < 0.1
+    if ruler:
+        return Item(facts, asks, before=before, after="\n", noise=noise)
+    return Item(facts, asks, before=before if rng.random() < 0.5 else "", noise=noise)
+
+
+def one_ask(rng: random.Random, kind: str, key: str, value: str, ruler: bool) -> Ask:
+    question = f"What is the special magic {kind} for {key} mentioned in the provided text?"
+    prefix = f" The special magic {kind} for {key} mentioned in the provided text is"
+    if ruler:
+        return question + prefix, f" {value}."
+    if rng.random() < 0.4:
+        return f"{question}\nAnswer:{prefix}", f" {value}."
+    return f"{question}\nAnswer:", f" The special magic {kind} for {key} is: {value}."
+
+
+def many_values(rng: random.Random, names: Names, count: int) -> Item:
+    """All values of one key, among needles of other keys."""
+    kind = rng.choice(["number", "number", "number", "word"])
+    others = rng.choice([0, 0, 1, 2])
+    keys = names.keys(rng, 1 + others)
+    facts, asks = [], []
+    ruler = rng.random() < 0.4
+    lists: dict[str, list[str]] = {key: [] for key in keys}
+    for key in [keys[0]] * count + keys[1:]:
+        new = magic_value(rng, names, kind)
+        lists[key].append(new)
+    order = [(key, v) for key, vs in lists.items() for v in vs]
+    rng.shuffle(order)
+    facts = [MAGIC.format(kind=kind, key=k, value=v) for k, v in order]
+    for key in keys:
+        mine = [v for k, v in order if k == key]
+        question = f"What are all the special magic {kind}s for {key} mentioned in the provided text?"
+        prefix = f" The special magic {kind}s for {key} mentioned in the provided text are"
+        answer = " " + ", ".join(mine) + "."
+        if ruler:
+            asks.append((question + prefix, answer))
+        else:
+            asks.append((f"{question}\nAnswer:{prefix if rng.random() < 0.4 else ''}", answer))
+    before = HIDDEN_ALL.format(kind=kind)
+    if ruler:
+        return Item(facts, asks, ordered=True, before=before, after="\n")
+    return Item(facts, asks, ordered=True, before=before if rng.random() < 0.5 else "")
+
+
+def several(parts: list[str]) -> str:
+    """`a, b, and c`, as RULER lists keys."""
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + ", and " + parts[-1]
