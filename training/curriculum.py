@@ -61,6 +61,7 @@ FACTS = {
     "documents": 0.13,
     "common": 0.07,
     "coded": 0.06,
+    "suite": 0.08,
 }
 SIMPLE = {"pairs": 0.3, "needles": 0.2, "plain": 0.2, "records": 0.14, "documents": 0.1}
 MIXED = SYNTHETIC | FACTS

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from training import chains, counting, documents, facts, needles
+from training import chains, counting, documents, facts, needles, suite
 from training.fillers import Fillers
 from training.items import Item
 from training.names import Names
 from training.synthetic import phrase_bank
 
 REST = 0.3  # weight of the phrase bank behind the last question
+ALONE = ("common", "coded", "suite")  # nothing beside them: they write their whole text
 COUNTED = 3.0  # weight of an answer that was counted: a whole list is read for a few words
 
 
@@ -35,7 +36,7 @@ class Rows:
     """Makes rows with a tokenizer and fillers."""
 
     def __init__(self, tokenizer: Any, fillers: Fillers) -> None:
-        self.fast = tokenizer.backend_tokenizer
+        self.tokenizer, self.fast = tokenizer, tokenizer.backend_tokenizer
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.fillers = fillers
         self.names = Names(fillers.known)
@@ -53,7 +54,7 @@ class Rows:
     def items(self, rng: random.Random, length: int, kind: str) -> list[Item]:
         """Facts of the kind, and often of others beside them; counted lists stand alone."""
         found = [self.item(rng, length, kind)]
-        if kind in ("common", "coded") or rng.random() < 0.3:
+        if kind in ALONE or rng.random() < 0.3:
             return found
         budget = length * 1.2 * rng.random()
         while True:
@@ -87,6 +88,8 @@ class Rows:
             return counting.common_words(rng, names, int(length * rng.uniform(0.5, 0.9)))
         if kind == "coded":
             return counting.coded_words(rng, names, int(length * rng.uniform(0.5, 0.9)))
+        if kind == "suite":
+            return suite.drawn(rng, self.tokenizer, self.fillers, length)
         raise ValueError(kind)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -114,11 +117,12 @@ class Rows:
         more = sum(len(a) + len(b) + 1 for a, b in zip(asked[1:], answers[1:], strict=True))
         wanted = min(more, length // 2)
         left = max(0, length - taken - wanted)
-        counted = kind in ("common", "coded")
-        worth = COUNTED if counted else 1.0
+        worth = COUNTED if kind in ("common", "coded") else 1.0
         room = int(left * (1.0 if rng.random() < 0.5 else rng.random()))
         filler = (
-            np.zeros(0, np.int64) if counted else self.fillers.cut(rng, room, items[0].noise).astype(np.int64)
+            np.zeros(0, np.int64)
+            if kind in ALONE
+            else self.fillers.cut(rng, room, items[0].noise).astype(np.int64)
         )
         text, background = self.hidden(rng, filler, bare, spaced, items)
         tokens = [np.array([self.bos]), head, text]
