@@ -50,7 +50,7 @@ class Stage:
     rate: float = 2.5e-3
 
 
-SYNTHETIC = {"repeats": 0.02, "phrases": 0.04}
+SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.06}
 FACTS = {
     "needles": 0.22,
     "pairs": 0.12,
@@ -72,6 +72,7 @@ STAGES = (
     Stage("repeats-few", {64: 1}, {"repeats-few": 1}, 3000, "repeats-few", 0.7, tokens=2048),
     Stage("repeats", {128: 1}, {"repeats": 1}, 3000, "repeats", 0.8, tokens=2048),
     Stage("phrases", {256: 1}, {"repeats": 0.2, "phrases": 0.8}, 600, "phrases", 0.91),
+    Stage("recall", {128: 0.5, 256: 0.5}, {"phrases": 0.2, "recall": 0.8}, 1500, "recall", 0.9),
     Stage("simple", {256: 1}, SYNTHETIC | SIMPLE, 600, "needles", 0.92),
     Stage("facts", {512: 1}, MIXED, 600, softening=SOFT[:2], far=3e4),
     Stage("long", {256: 0.15, 512: 0.6, 1024: 0.2, 2048: 0.05}, MIXED, 0, "", 2.0, 8192, SOFT, 1.5e6, 1.5e-3),
@@ -97,9 +98,10 @@ class Mixer:
 
     def row(self, rng: np.random.Generator, kind: str, length: int) -> Row:
         """One row of a kind."""
-        if kind in ("repeats-few", "repeats", "phrases"):
-            if kind == "phrases":
-                tokens, weights = synthetic.phrase_bank(rng, length, self.words)
+        if kind in ("repeats-few", "repeats", "phrases", "recall"):
+            if kind in ("phrases", "recall"):
+                drawn = synthetic.phrase_bank if kind == "phrases" else synthetic.recall
+                tokens, weights = drawn(rng, length, self.words)
             else:
                 tokens, weights = synthetic.repeats(
                     rng, length, self.words[:: 8 if kind == "repeats-few" else 1]
