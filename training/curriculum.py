@@ -72,7 +72,7 @@ STAGES = (
     Stage("repeats-few", {64: 1}, {"repeats-few": 1}, 3000, "repeats-few", 0.7, tokens=2048),
     Stage("repeats", {128: 1}, {"repeats": 1}, 3000, "repeats", 0.8, tokens=2048),
     Stage("phrases", {256: 1}, {"repeats": 0.2, "phrases": 0.8}, 600, "phrases", 0.91),
-    Stage("recall", {128: 0.5, 256: 0.5}, {"phrases": 0.2, "recall": 0.8}, 1500, "recall", 0.9),
+    Stage("recall", {128: 0.5, 256: 0.5}, {"phrases": 0.2, "recall": 0.8}, 300, "recall", 0.9),
     Stage("simple", {256: 1}, SYNTHETIC | SIMPLE, 600, "needles", 0.92),
     Stage("facts", {512: 1}, MIXED, 600, softening=SOFT[:2], far=3e4),
     Stage("long", {256: 0.15, 512: 0.6, 1024: 0.2, 2048: 0.05}, MIXED, 0, "", 2.0, 8192, SOFT, 1.5e6, 1.5e-3),

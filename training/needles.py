@@ -44,14 +44,13 @@ def needles(rng: random.Random, names: Names, count: int) -> Item:
             f"What are all the special magic {kind}s for {several(some)} mentioned in the provided text?"
         )
         prefix = f" The special magic {kind}s for {several(some)} mentioned in the provided text are"
-        listed = ": " + ", ".join(f"{k}: {v}" for k, v in pairs) + "."
-        said = " " + " ".join(f"The special magic {kind} for {k} is: {v}." for k, v in pairs)
+        said = " ".join(f"The special magic {kind} for {k} is: {v}." for k, v in pairs)
         if ruler:
-            asks.append((f"{question}{prefix}", listed))
+            asks.append((f"{question}{prefix}", f": {said}"))
         elif rng.random() < 0.4:
-            asks.append((f"{question}\nAnswer:{prefix}", listed))
+            asks.append((f"{question}\nAnswer:{prefix}", f": {said}"))
         else:
-            asks.append((f"{question}\nAnswer:", said))
+            asks.append((f"{question}\nAnswer:", f" {said}"))
     before = (HIDDEN_ONE if rng.random() < 0.5 else HIDDEN_ALL).format(kind=kind)
     noise = rng.random() < 0.1
     if ruler:
@@ -62,11 +61,13 @@ def needles(rng: random.Random, names: Names, count: int) -> Item:
 def one_ask(rng: random.Random, kind: str, key: str, value: str, ruler: bool) -> Ask:
     question = f"What is the special magic {kind} for {key} mentioned in the provided text?"
     prefix = f" The special magic {kind} for {key} mentioned in the provided text is"
+    said = f"The special magic {kind} for {key} is: {value}."
+    # Said whole behind the prefix too: the key is then right before the value, as in the text.
     if ruler:
-        return question + prefix, f" {value}."
+        return question + prefix, f": {said}"
     if rng.random() < 0.4:
-        return f"{question}\nAnswer:{prefix}", f" {value}."
-    return f"{question}\nAnswer:", f" The special magic {kind} for {key} is: {value}."
+        return f"{question}\nAnswer:{prefix}", f": {said}"
+    return f"{question}\nAnswer:", f" {said}"
 
 
 def many_values(rng: random.Random, names: Names, count: int) -> Item:

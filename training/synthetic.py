@@ -62,8 +62,10 @@ def recall(rng: np.random.Generator, length: int, words: np.ndarray) -> Row:
     def some(least: int, most: int) -> np.ndarray:
         return rng.choice(words, int(rng.integers(least, most + 1)))
 
-    told, asked = [some(0, 2), some(1, 4), some(1, 1)], [some(0, 2), some(1, 8), some(1, 1)]
-    size, spread = int(rng.integers(1, 4)), int(rng.choice([0, 1, 8]))
+    level = rng.random()  # easy rows show what is to be matched, hard ones keep it a few tokens further back
+    told = [some(0, 2), some(1, 1 + round(3 * level)), some(1, 1)]
+    asked = [some(0, 2), some(1, 1 + round(7 * level)), some(1, 1)]
+    size, spread = int(rng.integers(1, 2 + round(2 * level))), int(rng.choice([0, 1, 8]))
     wide = words if rng.random() < 0.5 else rng.choice(words, 24)  # keys that share their words are harder
     tokens: list[np.ndarray] = []
     weights: list[np.ndarray] = []
@@ -75,7 +77,7 @@ def recall(rng: np.random.Generator, length: int, words: np.ndarray) -> Row:
 
     while sum(map(len, tokens)) < length:
         pairs = []
-        for _ in range(int(rng.integers(2, 9))):
+        for _ in range(int(rng.integers(2, 4 + round(5 * level)))):
             key, value = rng.choice(wide, size), some(1, 3)
             if key.tobytes() in seen:
                 continue
