@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
@@ -13,25 +12,21 @@ import typer
 from cli import output
 from cli.counts import token_count
 from cli.eval.asked import checked_selector, index_of, read_haystack
+from cli.eval.running import EvalModel
 from cli.options import Device, Json, Options, Quiet, Selector
 from cli.progress import Progress
 from offload_decode.config import split_pairs
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offload_decode.evals.haystack import Haystack
-    from offload_decode.evals.needle_grid import MakeStore, NeedleGrid
-    from offload_decode.models.loading import LoadedModel
-    from offload_decode.store.reader import KVStore
+    from offload_decode.evals.needle_grid import NeedleGrid
 
 RESULT, PICTURE = "needle.json", "needle.png"
 _BUDGET = "64"
 
 
 def needle(
-    model: Annotated[
-        str, typer.Option(metavar="M", help="'demo' (shipped), a transformers id, or a model's folder.")
-    ] = "demo",
+    model: EvalModel = "demo",
     text: Annotated[
         str | None,
         typer.Option(
@@ -80,11 +75,13 @@ def needle(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
+    from cli.eval.stores import PrefilledStores
     from offload_decode.evals.needle_grid import GridPlan, measure
     from offload_decode.evals.plot import check_matplotlib, save_png
     from offload_decode.models.loading import load
     from offload_decode.selection.budgets import Budget
     from offload_decode.store.staging import write_atomically
+    from prefill_jobs.job import Settings
 
     check_matplotlib()
     haystack = read_haystack(text)
@@ -93,13 +90,15 @@ def needle(
     budgets = Budget(chosen.budget, chosen.schedule, chosen.dense_layers)
     budgets.per_layer(counts[0], loaded.shape.full_layers, loaded.shape.kv_heads)
     plan = GridPlan(counts, shares, selector, options, trials)
+    kinds = [] if (kind := index_of(options)) is None else [kind]
+    stores = PrefilledStores(loaded, haystack.name, Settings(), kinds)
     out.mkdir(parents=True, exist_ok=True)
     with Progress(quiet) as progress:
         grid = measure(
             loaded,
             haystack,
             plan,
-            _store_maker(loaded, haystack, options),
+            stores,
             lambda done, total: progress("prefill", done, total),
         )
     write_atomically(out / RESULT, json.dumps(grid.to_json(), indent=1).encode())
@@ -128,26 +127,6 @@ def _options(budget: str | None, option: list[str] | None) -> dict[str, str]:
     if budget is not None and "budget" in options:
         raise ConfigError("the budget is given twice: use --budget or -o budget=…")
     return {"budget": budget or _BUDGET, **options}
-
-
-def _store_maker(loaded: LoadedModel, haystack: Haystack, options: Mapping[str, str]) -> MakeStore:
-    """Prefills with the project's own jobs, and builds the index that the selector is to search."""
-    from offload_decode.store.reader import KVStore
-    from prefill_jobs.build import build_indexes
-    from prefill_jobs.corpus import TextDocument
-    from prefill_jobs.job import prefill_texts
-
-    def make(text: str, path: Path, report: Callable[[int], None]) -> KVStore:
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage == "prefill":
-                report(done)
-
-        prefill_texts(loaded, [TextDocument(haystack.name, text)], path, progress=progress)
-        if (kind := index_of(options)) is not None:
-            build_indexes(path, kind)
-        return KVStore.open(path)
-
-    return make
 
 
 def _rows(grid: NeedleGrid) -> list[list[str]]:

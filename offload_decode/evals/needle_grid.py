@@ -10,15 +10,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 from offload_decode.engine.engine import Engine
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.made_with import made_with
+from offload_decode.evals.runs import Stores
 from offload_decode.evals.tasks import Example
 from offload_decode.models.loading import LoadedModel
 from offload_decode.store.reader import KVStore
@@ -27,9 +26,6 @@ Panel = Literal["dense", "selected", "control"]
 PANELS: tuple[Panel, ...] = get_args(Panel)
 # Enough for models that repeat the question before they answer it; others stop earlier.
 MAX_NEW_TOKENS = 64
-
-MakeStore = Callable[[str, Path, Callable[[int], None]], KVStore]
-"""Prefill a text into a new store, reporting the tokens done, and open it."""
 
 
 @dataclass(frozen=True)
@@ -112,26 +108,22 @@ def measure(
     loaded: LoadedModel,
     haystack: Haystack,
     plan: GridPlan,
-    make_store: MakeStore,
+    stores: Stores,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> NeedleGrid:
     """Measure every cell of a plan, with one temporary store at a time; `progress` counts prefilled tokens.
 
     The trials of a length take their text from evenly spread places. One control for each length and trial
-    serves all depths: without the needle their texts are the same. Raises as `make_store` and `Engine.open`.
+    serves all depths: without the needle their texts are the same. Raises as `stores` and `Engine.open`.
     """
     done, cells, repeated = 0, [], set()
 
     @contextmanager
     def stored(text: str, length: int) -> Iterator[KVStore]:
         nonlocal done
-        with TemporaryDirectory(prefix="offload-decode-needle-") as folder:
-            # A store is a little longer than its cell: the needle and what opens the prompt.
-            yield make_store(
-                text,
-                Path(folder) / "store",
-                lambda now: progress(done + min(now, length), plan.tokens),
-            )
+        # A store is a little longer than its cell: the needle and what opens the prompt.
+        with stores(text, lambda now: progress(done + min(now, length), plan.tokens)) as store:
+            yield store
         done += length
 
     # The longest first: the time that is left, judged by the speed so far, is then not promised too short.

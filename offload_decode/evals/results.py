@@ -167,10 +167,11 @@ def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
     try:
         _lock(descriptor, path)
         writer = Writer(descriptor)
-        if _holds_nothing(descriptor, path):
+        results = None if _is_torn(descriptor) else read(path)
+        if results is None or not results.finished:
             os.ftruncate(descriptor, 0)
             writer.lines([{"record": RUN, "format": FORMAT} | _plain(header)])
-        results = read(path)
+            results = read(path)
         _check_same(results.header, header, path)
         os.ftruncate(descriptor, results.size)
         yield writer, results
@@ -178,12 +179,10 @@ def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
         os.close(descriptor)
 
 
-def _holds_nothing(descriptor: int, path: Path) -> bool:
-    """Whether a file is empty, or its run was ended before anything was finished."""
+def _is_torn(descriptor: int) -> bool:
+    """Whether a file is empty, or was left within its first line."""
     begun = os.pread(descriptor, 1 << 16, 0)
-    if b"\n" not in begun and begun.startswith(_FIRST[: len(begun)]):
-        return True
-    return not read(path).finished
+    return b"\n" not in begun and begun.startswith(_FIRST[: len(begun)])
 
 
 def _plain(header: Header) -> Record:

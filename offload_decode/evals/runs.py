@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from offload_decode.evals import results
 from offload_decode.evals.made_with import made_with
 from offload_decode.evals.results import Header, Record, Results
 from offload_decode.models.loading import LoadedModel
+from offload_decode.store.reader import KVStore
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Unit:
 class Stores(Protocol):
     """Where evaluations get their stores from: `prefill_jobs` makes them, which stands above this room."""
 
-    def __call__(self, text: str, report: Callable[[int], None]) -> Any:
-        """A context manager that gives the `KVStore` of a text; `report` is told the tokens done."""
+    def __call__(self, text: str, report: Callable[[int], None]) -> AbstractContextManager[KVStore]:
+        """Gives the store of a text; `report` is told the tokens done."""
 
 
 class Evaluation(Protocol):

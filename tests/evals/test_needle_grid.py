@@ -7,12 +7,14 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cli.eval.stores import PrefilledStores
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import needle_grid
@@ -20,12 +22,12 @@ from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.lengths import label
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText, measure
 from offload_decode.evals.plot import save_png
+from offload_decode.evals.runs import Stores
 from offload_decode.evals.tasks.scoring import says
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Answer, StepStats
-from prefill_jobs.corpus import TextDocument
-from prefill_jobs.job import prefill_texts
+from prefill_jobs.job import Settings
 from tests.tiny import text_model, tiny_tokenizer
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(100)))
@@ -39,22 +41,19 @@ def loaded() -> LoadedModel:
     return wrap(text_model(), tiny_tokenizer(), "tiny")
 
 
-def _make_store(loaded: LoadedModel, contexts: list[str]) -> needle_grid.MakeStore:
-    def make(text: str, path: Path, report: Callable[[int], None]) -> KVStore:
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage == "prefill":
-                report(done)
+def _stores(loaded: LoadedModel, contexts: list[str]) -> Stores:
+    stores = PrefilledStores(loaded, "text", Settings())
 
+    def noted(text: str, report: Callable[[int], None]) -> AbstractContextManager[KVStore]:
         contexts.append(text)
-        prefill_texts(loaded, [TextDocument("text", text)], path, progress=progress)
-        return KVStore.open(path)
+        return stores(text, report)
 
-    return make
+    return noted
 
 
 def _run(loaded: LoadedModel, plan: GridPlan = PLAN, **others: Any) -> tuple[NeedleGrid, list[str]]:
     contexts: list[str] = []
-    return measure(loaded, WORDS, plan, _make_store(loaded, contexts), **others), contexts
+    return measure(loaded, WORDS, plan, _stores(loaded, contexts), **others), contexts
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +189,7 @@ def test_lengths_beyond_the_text_are_named(loaded: LoadedModel, monkeypatch: pyt
     _answering(monkeypatch, _look_up)
     short = Haystack("short", "Some words. " * 20)
     plan = GridPlan((200, 300), (0.5,), "topk", {"budget": "16"})
-    grid = measure(loaded, short, plan, _make_store(loaded, []))
+    grid = measure(loaded, short, plan, _stores(loaded, []))
     assert grid.configuration["text_repeated_at"] == [300]
 
 
