@@ -39,7 +39,7 @@ SMALL = 200_000  # tokens up to which baselines are built for all heads
 CAPTURED = 32_768  # tokens of the text that is prefilled where no store is given
 GRAPHS = ("faiss-hnsw", "hnswlib")
 SLOW = ("faiss-ivf", *GRAPHS)  # kinds that are built for some heads beyond so many tokens
-OFFERED = ("long-tailed", "gaussian", "captured")
+QUOTED = ("long-tailed", "gaussian", "captured")
 
 
 def our_ways(layer: Layer, names: Sequence[str], few: int) -> dict[str, Callable[[], Maker]]:
@@ -194,7 +194,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=names, default=["long-tailed", "captured"], help=", ".join(OFFERED))
+    parser.add_argument("--data", type=names, default=["long-tailed", "captured"], help=", ".join(QUOTED))
     parser.add_argument("--tokens", type=numbers, default=[16_384, 131_072], help="sizes of made-up data")
     parser.add_argument("--store", type=Path, help="a store whose keys, values and queries are `captured`")
     parser.add_argument("--text", type=Path, help="without a store: a text to prefill; else Python's topics")
@@ -212,9 +212,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="save everything that was measured")
     parser.add_argument("--results", type=Path, default=history.RESULTS, help="for the plot and the history")
     arguments = parser.parse_args(argv)
-    unknown = sorted(set(arguments.data) - set(OFFERED))
+    unknown = sorted(set(arguments.data) - set(QUOTED))
     if unknown:
-        parser.error(f"unknown data {', '.join(unknown)}: choose of {', '.join(OFFERED)}")
+        parser.error(f"unknown data {', '.join(unknown)}: choose of {', '.join(QUOTED)}")
     if arguments.quick:
         arguments.tokens, arguments.captured_tokens, arguments.heads = [2048], 1024, 2
         arguments.k, arguments.more_k, arguments.seconds, arguments.baseline_heads = "128", "32", 0.01, 1

@@ -21,6 +21,7 @@ from cli.counts import token_count
 from cli.failures import FAILURE
 from cli.options import Device, Json, Quiet, a_path
 from cli.progress import Progress
+from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def demo(
     ] = None,
     tokens: Annotated[str, typer.Option(metavar="N", help="Tokens of text.")] = "32K",
     model: Annotated[
-        str, typer.Option(metavar="M", help="'demo' (shipped), a transformers id, or a model's folder.")
+        str, typer.Option(metavar="M", help=f"{QUOTED} (shipped), a transformers id, or a model's folder.")
     ] = "demo",
     device: Device = "auto",
     as_json: Json = False,

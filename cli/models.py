@@ -14,6 +14,7 @@ import typer
 from cli import output
 from cli.failures import FAILURE
 from cli.options import Json
+from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
     from offload_decode.models.proof import Proof
@@ -25,7 +26,7 @@ def models(
         str | None,
         typer.Argument(
             metavar="[M]",
-            help="'demo' (shipped), a transformers id, a folder or a .gguf file; only its config is read.",
+            help=f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read.",
             show_default=False,
         ),
     ] = None,

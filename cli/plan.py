@@ -16,6 +16,7 @@ from cli import output
 from cli.counts import byte_count, token_count
 from cli.options import Json, Options, Selector
 from offload_decode.config import split_pairs
+from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def plan(
         str,
         typer.Option(
             metavar="M",
-            help="'demo' (shipped), a transformers id, a folder or a .gguf file; only its config is read.",
+            help=f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read.",
         ),
     ],
     tokens: Annotated[

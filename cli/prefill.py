@@ -27,6 +27,7 @@ from cli.options import (
 )
 from cli.progress import Progress
 from cli.push import summary
+from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def prefill(
     model: Annotated[
         str,
         typer.Option(
-            metavar="M", help="'demo' (shipped), a transformers id, a model's folder, or a .gguf file."
+            metavar="M", help=f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file."
         ),
     ],
     out: Annotated[

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from offload_decode import demo_models
 from server.errors import NoSuchName
 from server.shelf import Shelf, Shelved
 from server.watching import watch
@@ -185,7 +186,8 @@ def _spellings(name: str, key: str) -> Iterable[str]:
 
 def _known_as(model: str) -> str:
     """As stores name it, which know a folder by its whole path."""
-    return str(Path(model).resolve()) if model != "demo" and os.path.exists(model) else model
+    is_shipped = model in demo_models.NAMES
+    return str(Path(model).resolve()) if not is_shipped and os.path.exists(model) else model
 
 
 def _last(model: str) -> str:

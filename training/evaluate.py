@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from offload_decode import demo_model
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack, Strand, python_topics
 from offload_decode.evals.intervals import wilson
 from offload_decode.evals.tasks import Task
+from offload_decode.models.checkpoint import source_of
 
 CHUNK = 1024  # tokens of context a forward
 RESERVE = 160  # tokens left for question and answer
@@ -124,7 +124,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=demo_model.path())
+    parser.add_argument("--model", type=source_of, default="demo", help="a shipped model's name, or a folder")
     parser.add_argument(
         "--text", type=Path, help="haystack (default: the standard library's documentation topics)"
     )

@@ -25,12 +25,13 @@ from cli.eval.running import (
 )
 from cli.options import Device, Json, Quiet
 from cli.progress import Progress
+from offload_decode import demo_models
 
 if TYPE_CHECKING:
     from offload_decode.evals.resampling import Estimate
     from offload_decode.evals.results import Results
 
-_DEMO = "the demo model finds facts and knows no language: its perplexity says nothing of another model's"
+_DEMO = "a demo model finds facts and knows no language: its perplexity says nothing of another model's"
 _POINTS = 16  # lines of the table by position
 
 
@@ -138,7 +139,7 @@ def perplexity(
             lambda done, total: progress("prefill", done, total),
         )
     show(results, as_json, quiet, _text)
-    if model == "demo":
+    if model in demo_models.NAMES:
         output.note(_DEMO, quiet)
 
 

@@ -14,6 +14,7 @@ from cli.counts import token_count
 from cli.eval.asked import checked_selector, index_of, read_contenders, read_haystack
 from cli.progress import Progress
 from offload_decode.config import split_pairs
+from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE, Contender
 
@@ -30,7 +31,7 @@ _REHEARSED = 64  # tokens
 
 EvalModel = Annotated[
     str,
-    typer.Option("--model", metavar="M", help="'demo' (shipped), a transformers id, or a model's folder."),
+    typer.Option("--model", metavar="M", help=f"{QUOTED} (shipped), a transformers id, or a model's folder."),
 ]
 Text = Annotated[
     str | None,

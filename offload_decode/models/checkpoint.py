@@ -8,10 +8,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offload_decode import demo_models
 from offload_decode.errors import ConfigError, ModelError, OffloadDecodeError
 from offload_decode.memory import is_out_of_memory
 from offload_decode.models.formats import GGUF, check_packages, quantization_of
@@ -20,7 +20,7 @@ from offload_decode.models.gguf import SUFFIX, check_gguf
 from offload_decode.models.wrappers import class_of, text_of
 from offload_decode.types import ModelShape
 
-WAY_OUT = "give 'demo', a folder, a .gguf file, or a transformers id"
+WAY_OUT = f"give {demo_models.QUOTED}, a folder, a .gguf file, or a transformers id"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 TEMPLATE = "chat_template.json"
@@ -73,13 +73,13 @@ _BY_LAYER = frozenset(["intermediate_size", "num_key_value_heads"])
 
 
 def source_of(model_id: str) -> str:
-    """What is to be loaded: the shipped model's folder for `demo`, and a GGUF file where a folder holds just
+    """What is to be loaded: a shipped model's folder for its name, and a GGUF file where a folder holds just
     that. Raises `ConfigError`, and `ModelError` for a folder that is not there.
     """
     if not model_id.strip():
         raise ConfigError(f"the model is empty: {WAY_OUT}")
-    if model_id == "demo":
-        return str(files("offload_decode") / "demo_model")
+    if model_id in demo_models.NAMES:
+        return str(demo_models.path(model_id))
     looks_local = model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1
     if model_id.endswith(SUFFIX):
         if not os.path.lexists(model_id):
@@ -119,8 +119,8 @@ def read_config(model_id: str) -> tuple[Any, ModelShape]:
 
 
 def stated_config(model_id: str) -> Any:
-    """The transformers config of `demo`, a folder, a .gguf file or a transformers id, served or not: of a
-    multimodal model that of its text alone.
+    """The transformers config of a shipped model, a folder, a .gguf file or a transformers id, served or not:
+    of a multimodal model that of its text alone.
 
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload_decode import demo_models
 from offload_decode.errors import ModelError
 from offload_decode.memory import lifted
 from offload_decode.models.cache import PrefixCache
@@ -147,7 +148,7 @@ class LoadedModel:
 
 
 def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str = "auto") -> LoadedModel:
-    """Load `demo` (the shipped model), a folder, a .gguf file or a transformers id, with its tokenizer.
+    """Load a shipped model, such as `demo`, a folder, a .gguf file or a transformers id, with its tokenizer.
 
     `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
     `float32`. `weights` is `auto` (in that dtype), `int8` or `int4` (`models.quantised`): the model's hash is
@@ -231,6 +232,6 @@ def _read_weights(source: str, found: list[Path], config: Any, dtype: str) -> tu
 
 def _known_as(model_id: str, source: str) -> str:
     """A name by which a store finds its model again from any folder."""
-    if model_id != "demo" and Path(model_id).is_dir():
+    if model_id not in demo_models.NAMES and Path(model_id).is_dir():
         return str(Path(model_id).resolve())
     return str(Path(source).absolute()) if source.endswith(SUFFIX) else model_id

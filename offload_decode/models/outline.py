@@ -64,7 +64,7 @@ class Outline:
 
 
 def outline(model_id: str) -> Outline:
-    """The outline of `demo`, a folder, a .gguf file or a transformers id; only the config is read.
+    """The outline of a shipped model, a folder, a .gguf file or a transformers id; only the config is read.
 
     To count parameters takes seconds of imports: the outline of a folder is remembered by its config's bytes.
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.

@@ -11,6 +11,7 @@ import indexes.registry
 from offload_decode.config import EngineConfig, parse_options
 from offload_decode.errors import ConfigError
 from offload_decode.kv.head_indexes import AUTO
+from offload_decode.models.checkpoint import WAY_OUT
 from offload_decode.selectors.registry import get
 from prefill_jobs.job import Settings as Prefilling
 
@@ -84,9 +85,7 @@ class Settings:
 
     def _check(self) -> None:
         if not isinstance(self.pretrained, str) or not self.pretrained:
-            raise ConfigError(
-                "pretrained must name a model: demo, a folder, a .gguf file or a transformers id"
-            )
+            raise ConfigError(f"pretrained must name a model: {WAY_OUT}")
         for name in _NUMBERS:
             value, least = getattr(self, name), 0 if name == "prefix_token_id" else 1
             if value is not None and (type(value) is not int or value < least):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_decode import demo_models
 from offload_decode.engine.engine import Engine
 from prefill_jobs.job import Settings, prefill
 from tests.cli.conftest import refused, run
@@ -87,7 +88,7 @@ def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     corpus = home / "corpus.txt"
     told = refused(1, "prefill", corpus, "--model", tmp_path / "empty", "--out", tmp_path / "s")
-    assert "give 'demo', a folder, a .gguf file, or a transformers id" in told
+    assert f"give {demo_models.QUOTED}, a folder, a .gguf file, or a transformers id" in told
     assert not (tmp_path / "s").exists()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_decode import demo_models
 from offload_decode.errors import ConfigError
 from offload_decode.store.reader import KVStore
 from prefill_jobs.build import build_indexes
@@ -102,6 +103,18 @@ def test_the_model_that_is_given_and_that_of_a_store_are_one(opened: Opened, she
     make_store(shelf / "book.kv", model=str(shelf / "tiny"))
     catalog = opened(shelf, model=os.path.relpath(shelf / "tiny"))
     assert names(catalog) == ["book", "tiny"]
+
+
+@pytest.mark.parametrize("name", demo_models.NAMES)
+def test_a_shipped_model_is_no_folder_of_its_name(
+    opened: Opened, shelf: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_store(shelf / "book.kv", model=name)
+    (shelf.parent / name).mkdir()
+    monkeypatch.chdir(shelf.parent)
+    catalog = opened(shelf, model=name)
+    assert names(catalog) == ["book", name]
+    assert catalog.entry(name).model_id == name
 
 
 def test_what_is_no_store_has_no_name(opened: Opened, shelf: Path) -> None:

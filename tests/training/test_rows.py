@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from offload_decode import demo_model
+from offload_decode import demo_models
 from offload_decode.evals.tasks import words
 from training import curriculum
 from training.curriculum import FACTS, STAGES, Mixer, Stage
@@ -24,7 +24,7 @@ TEXT = "Some people walked slowly over the hills before evening. They sang about
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(demo_model.path(), local_files_only=True)
+    return AutoTokenizer.from_pretrained(demo_models.path("demo"), local_files_only=True)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode import demo_model
+from offload_decode import demo_models
 from offload_decode.errors import ConfigError
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Strand, python_topics
@@ -30,7 +30,7 @@ VALUE = {"number": r"\d{7}", "uuid": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}
 def demo_tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(demo_model.path())
+    return AutoTokenizer.from_pretrained(demo_models.path("demo"))
 
 
 def drawn(name: str, tokens: int = 6000, seed: int = 1, split: Split = "eval", demo: bool = False) -> Context:

@@ -1,0 +1,13 @@
+"""The small trained models that ship with the project: they find facts in long texts and do nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAMES = ("demo",)
+QUOTED = " or ".join(f"'{name}'" for name in NAMES)
+
+
+def path(name: str) -> Path:
+    """The folder of one of `NAMES`, for `from_pretrained`: weights, tokenizer and card."""
+    return Path(__file__).parent / name
