@@ -16,7 +16,7 @@ class CommonWords(HiddenFacts):
     """A numbered list, cut into pieces that are spread over the text: which words come most often?"""
 
     name: ClassVar[str] = "common-words"
-    max_new_tokens: ClassVar[int] = 16
+    max_new_tokens: ClassVar[int] = 32
     common: int = 2
     times: int = 12
     others: int = 16

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offload_decode.evals.tasks import words
+from offload_decode.evals.tasks import scoring, words
 from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question
 from offload_decode.evals.tasks.words import Split
 
@@ -134,13 +134,17 @@ class _Header(HiddenFacts):
                 if asked.startswith(f"{field.lower()} of "):
                     return value
 
+    def score(self, question: Question, said: str) -> float:
+        """1 for the field's value alone: whatever stands beside it could be another field's."""
+        return scoring.alone(question, said)
+
 
 @dataclass(frozen=True)
 class DocumentHeader(_Header):
     """Several documents, each behind a line `Document: name` and header lines `Field: value`."""
 
     name: ClassVar[str] = "header"
-    max_new_tokens: ClassVar[int] = 32
+    max_new_tokens: ClassVar[int] = 96
     documents: int = 3
 
     def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
@@ -168,7 +172,7 @@ class OneHeader(_Header):
     """One document, its header at the very start whatever the depth."""
 
     name: ClassVar[str] = "header-one"
-    max_new_tokens: ClassVar[int] = 32
+    max_new_tokens: ClassVar[int] = 96
 
     @property
     def per_context(self) -> int:

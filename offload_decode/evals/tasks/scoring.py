@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from offload_decode.evals.tasks import words
+from offload_decode.evals.tasks.hedges import denied, unsure, vague
 
 if TYPE_CHECKING:
     from offload_decode.evals.tasks.base import Question
@@ -22,29 +23,19 @@ Find = Callable[[str, Sequence[str], frozenset[str]], "list[re.Match[str]]"]
 
 # Words that stand around an answer and are never one: none of them is in the lists that words are drawn from.
 _AROUND = """
-a above according all also an and answer answers any appear appears appeared are as assigned at based be been
-both by called coded common contains count counts do document does each every exactly first following for
-found four five frequency frequent frequently from given has have header here hidden i in is it item items
-its key keys last list listed lists mention mentioned more most named namely number numbered numbers occurs
-of often on one only order out provided question read respectively say says second seven six so some special
-stated states sure ten text than that the their them then there these they third thirty this those three time
-times to top total two uuid uuids value values var variable variables was we were what when where which who
-whose with word words written you your
+a above according all also an and another answer answers any appear appeared appears are as assigned at based
+be been both by called certainly chain chains coded common contains count counts do document does each every
+exactly first five following for found four frequency frequent frequently from given has have header here
+hidden i in is it item items its key keys last list listed lists mention mentioned more most name named
+namely names number numbered numbers occurs of often on one only order others out provided question read
+respectively say says second seven six so some special stated states sure ten text than that the their them
+then there these they third thirty this those three time times to top total two uuid uuids value values var
+variable variables was we were what when where which who whose with word words would written you your
 """
 AROUND = frozenset(_AROUND.split())
 _QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb", '\'\'""""')
 _MARKS = re.compile(r"[*`_\u200b\u200c\u200d\ufeff]+")
 _SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:[,.' ]\d{3})+(?!\d)")
-_NOT_BEFORE = re.compile(
-    r"(?:\b(?:not|never|neither|nor|no|except|excluding|without|than|instead of|anything but)|n't)"
-    r"(?:\s+(?:the|a|an|be|is|it|simply|just|number|value|code|uuid|word|variable|special|magic))*"
-    r"[\s\"'(:]*$",
-    re.IGNORECASE,
-)
-_NOT_AFTER = re.compile(
-    r"[\"')]*\s*,?\s*(?:which\s+|that\s+)?(?:(?:is|was|are|were)(?:\s+not\b|n't\b)|(?:is|was)\s+(?:wrong|incorrect|false)\b)",
-    re.IGNORECASE,
-)
 _WORD = re.compile(r"(?<![\w-])(?<!\w')[^\W\d_]+(?![\w-])(?!'\w)")
 _KEY = re.compile(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])")
 _POLITE = re.compile(
@@ -72,14 +63,16 @@ def score(question: Question, said: str) -> float:
     """
     answers = [plain(answer) for answer in question.answers]
     text = plain(said)
-    if _rambles(text, answers):
-        return 0.0
     find = next((find for looks, find in _LOOKS if all(looks.fullmatch(a) for a in answers)), None)
     if find is None:
-        return max(float(_says_only(question, text, answer)) for answer in answers)
+        return alone(question, said)
+    if _rambles(text, answers):
+        return 0.0
     text = _joined(text, answers)
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
-    found = [m for m in find(text, answers, asked) if not _denied(text, m)]
+    found = [m for m in find(text, answers, asked) if not denied(text, m)]
+    if unsure(text) or any(vague(text, match) for match in found):
+        return 0.0
     others = _other_keys(question, text, asked) if find is not _compounds else []
     if question.keys:
         pairs = _pairs(text, [*question.keys, *others], found)
@@ -90,6 +83,15 @@ def score(question: Question, said: str) -> float:
     if len(answers) == 1:
         return float(given == {answers[0].lower()})
     return share(_lower(answers), given)
+
+
+def alone(question: Question, said: str) -> float:
+    """1 where one of the answers is said and nothing else, but for words that stand around an answer."""
+    answers = [plain(answer) for answer in question.answers]
+    text = _joined(plain(said), answers)
+    if _rambles(text, answers):
+        return 0.0
+    return max(float(_says_only(question, text, answer)) for answer in answers)
 
 
 def says(said: str, answer: str, asked: str = "") -> bool:
@@ -111,7 +113,7 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
     of the lists.
     """
     text = plain(said)
-    if _rambles(text, question.answers):
+    if _rambles(text, question.answers) or unsure(text, words.KNOWN):
         return 0.0
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
 
@@ -122,7 +124,7 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
     breaks = [*_BREAK.finditer(text)]
     begins, ends = [0, *(m.end() for m in breaks)], [*(m.start() for m in breaks), len(text)]
     for begin, end in zip(begins, ends, strict=True):
-        piece = [m for m in _WORD.finditer(text, begin, end) if not _denied(text, m)]
+        piece = [m for m in _WORD.finditer(text, begin, end) if not denied(text, m)]
         drawn = [m.group().lower() for m in piece]
         rest = [word for word in drawn if word not in AROUND and word not in asked]
         if len(rest) < len(drawn):
@@ -174,10 +176,6 @@ def _joined(text: str, answers: Sequence[str]) -> str:
     return _SEPARATED.sub(join, text)
 
 
-def _denied(text: str, match: re.Match[str]) -> bool:
-    return bool(_NOT_BEFORE.search(text, 0, match.start()) or _NOT_AFTER.match(text, match.end()))
-
-
 def _numbers(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:
     """Numbers of at least half as many digits as an answer, and none of the question's: `1.`, `four of 10`
     and the like are not meant.
@@ -212,15 +210,10 @@ def _other_keys(question: Question, text: str, asked: frozenset[str]) -> list[st
 
 
 def _variables(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:
-    """Words in capitals; where there are none, words of as many letters that are none of a language."""
+    """Words in capitals, and words of as many letters as an answer that are none of a language."""
     most = max(map(len, answers))
-    capitals = re.finditer(rf"(?<!\w)[A-Z]{{{most - 1},}}(?!\w)", text)
-    small = re.finditer(rf"(?<!\w)[A-Za-z]{{{most}}}(?!\w)", text)
-    for found in (capitals, small):
-        meant = [m for m in found if m.group().lower() not in asked | AROUND | words.KNOWN]
-        if meant:
-            return meant
-    return []
+    found = re.finditer(rf"(?<!\w)(?:[A-Z]{{{most - 1},}}|[A-Za-z]{{{most}}})(?!\w)", text)
+    return [m for m in found if m.group().lower() not in asked | AROUND | words.KNOWN]
 
 
 _LOOKS: tuple[tuple[re.Pattern[str], Find], ...] = (

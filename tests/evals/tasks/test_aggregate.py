@@ -246,6 +246,7 @@ OTHER = {"customer": "Hugo Inkwell", "product": "mild drum", "quantity": 7}
 RECORDS = Question("Extract every order.", "", (json.dumps(ORDERS),))
 NAMES = Question("Who is a baker in Otterham?", "", ("Clara Foxley", "Omar Bellson"))
 KIND = Question("Complaint, compliment, question, order or cancellation?", "", ("order",))
+QUESTION = Question(KIND.text, "", ("question",))
 END = Question("Somebody starts in Otterham and takes the bus, 3 times.", "", ("Lilywick",))
 PATH = Question("Somebody starts in Otterham and takes the bus.", "", ("Drumdale", "Kitebury", "Lilywick"))
 TOWN = Question("In which town was the teacher of Clara Foxley born?", "", ("Lilywick",))
@@ -358,6 +359,31 @@ TRICKY: list[tuple[str, Question, str, float]] = [
     ("tally-lines", KIND, "order or complaint", 0.0),
     ("tally-lines", KIND, "complaint, compliment, question, order, cancellation", 0.0),
     ("tally-lines", KIND, KIND.text, 0.0),
+    *(
+        ("tally-lines", KIND, said, 1.0)
+        for said in (
+            "The order.",
+            "order, as most letters ask for something to be sent",
+            "The order kind is the most frequent.",
+            "Most of the letters are orders.",
+            "Answer: order",
+        )
+    ),
+    *(
+        ("tally-lines", KIND, said, 0.0)
+        for said in (
+            "In order to answer, the letters would have to be read.",
+            "I am happy to help, in whatever order you like.",
+            "Everything is in order.",
+            "maybe order",
+            "It could be order.",
+            "order?",
+            "Most are not really orders.",
+        )
+    ),
+    ("tally-lines", QUESTION, "Thank you for your question!", 0.0),
+    ("tally-lines", QUESTION, "What a good question. Let us see.", 0.0),
+    ("tally-lines", QUESTION, "question", 1.0),
     ("tally-lines", KIND, "", 0.0),
     ("join-story", TOWN, "Lilywick", 1.0),
     ("join-story", TOWN, "The teacher of Clara Foxley was born in Lilywick.", 1.0),
@@ -370,6 +396,10 @@ TRICKY: list[tuple[str, Question, str, float]] = [
     ("join-story", TOWN, "Lilywick is not the town.", 0.0),
     ("join-story", TOWN, "**Lilywick**", 1.0),
     ("join-story", TOWN, "Lily", 0.0),
+    ("join-story", TOWN, "Perhaps Lilywick", 0.0),
+    ("join-story", TOWN, "The teacher of Clara Foxley was not born in Lilywick.", 0.0),
+    ("graph-walk", PATH, "Probably Drumdale, Kitebury, Lilywick", 0.0),
+    ("filter-records", NAMES, "Maybe Clara Foxley, Omar Bellson", 0.0),
     ("join-story", TOWN, TOWN.text, 0.0),
     ("graph-walk", END, "Lilywick", 1.0),
     ("graph-walk", END, "From Otterham the journey ends in Lilywick.", 1.0),

@@ -10,6 +10,7 @@ import pytest
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack, Strand
 from offload_decode.evals.tasks import Question, scoring, words
+from offload_decode.models.checkpoint import source_of
 from tests.tiny import tiny_tokenizer
 
 FILLER = " ".join(f"Sentence {'abcdefghij'[i % 10] * (1 + i % 7)} says nothing at all." for i in range(400))
@@ -36,6 +37,12 @@ STATUS = Question(
     " The status of this document is",
     ("Active",),
     statement="Status: Active",
+)
+REQUIRES = Question(
+    "What does this document require?",
+    " The requires of this document is",
+    ("1234",),
+    statement="Requires: 1234",
 )
 PERSON = Question(
     "Who wrote rfc-1234.txt?", " The author of rfc-1234.txt is", ("Ada Acornson <ada@mail.org>",)
@@ -90,6 +97,20 @@ ONE_NUMBER = [
     ("1234567 7654321", 0),
     (ASKED, 0),
     ("x1234567", 0),
+    (": The special magic number for brisk-lantern is: 1234567.", 1),
+    ("There is no doubt: 1234567", 1),
+    ("without a doubt 1234567", 1),
+    ("I am sure that it is 1234567.", 1),
+    ("<answer>1234567</answer>", 1),
+    ("-> 1234567", 1),
+    ("maybe 1234567", 0),
+    ("It might be 1234567.", 0),
+    ("1234567, I guess", 0),
+    ("I'm not sure, but 1234567", 0),
+    ("1234567?", 0),
+    ("about 1234567", 0),
+    ("1234567 or so", 0),
+    ("not really the number 1234567", 0),
 ]
 ONE_CODE = [
     (UUID, 1),
@@ -112,6 +133,8 @@ ALL_FOUR = [
     ("1111111, 2222222, 3333333, 9999999", 3 / 4),
     ("1111111, 2222222, 3333333, 4444444, 5555555, 6666666, 7777777, 8888888", 1 / 2),
     ("1111111, 2222222, 3333333, but not 4444444", 3 / 4),
+    (": The special magic numbers for brisk-lantern are: 1111111, 2222222, 3333333, 4444444.", 1),
+    ("perhaps 1111111, 2222222, 3333333, 4444444", 0),
     ("", 0),
 ]
 BY_KEY = [
@@ -137,6 +160,12 @@ BY_KEY = [
     ("brisk-lantern: 1111111", 1 / 4),
     ("1111111, 2222222, 3333333, 4444444, 5555555", 4 / 5),
     (f"{NAMED}", 0),
+    (
+        ": "
+        + " ".join(f"The special magic number for {k} is: {v}." for k, v in zip(KEYS, FOUR, strict=True)),
+        1,
+    ),
+    ("maybe brisk-lantern: 1111111", 0),
 ]
 CHAIN = [
     ("QWXYZ, ABXCD, MNOPX", 1),
@@ -150,6 +179,10 @@ CHAIN = [
     ("QWXYZ, ABXCD, MNOP", 2 / 3),
     ("QWXYZ, ABXCD, not MNOPX", 2 / 3),
     ("VAR QWXYZ = 54321 VAR ABXCD = VAR QWXYZ VAR MNOPX = VAR ABXCD", 1),
+    ("QWXYZ, ABXCD, MNOPX, ggghh", 3 / 4),
+    ("QWXYZ, ABXCD, MNOPX, ggghh, iiijj, kkkll", 1 / 2),
+    ("QWXYZ, ABXCD, MNOPX. These are the variables, no others would be named.", 1),
+    ("They could be QWXYZ, ABXCD, MNOPX", 0),
     ("54321", 0),
     ("", 0),
 ]
@@ -168,6 +201,17 @@ HEADER = [
     ("Draft", 0),
     ("Title: Something\nStatus: Active\nType: Process", 0),
     ("", 0),
+]
+FIELD_NUMBER = [
+    ("1234", 1),
+    ("1,234.", 1),
+    ("Requires: 1234", 1),
+    ("It requires **1234**.", 1),
+    ("1234 or Draft", 0),
+    ("1234, Draft", 0),
+    ("1234 5", 0),
+    ("1234. Status: Active", 0),
+    ("maybe 1234", 0),
 ]
 AUTHOR = [
     ("Ada Acornson <ada@mail.org>", 1),
@@ -198,6 +242,7 @@ THREE_WORDS = [
     ("otter, lemon, quarry. The word acorn is common too.", 3 / 4),
     ("1. otter 2. acorn 3. lemon 4. anvil 5. quarry 6. atlas", 1 / 2),
     ("otters, lemons, quarries", 0),
+    ("The words are perhaps otter, lemon, quarry", 0),
     ("", 0),
 ]
 THREE_CODED = [
@@ -217,13 +262,14 @@ TABLE = [
     *(("niah_multiquery", QUERIES, *row) for row in BY_KEY),
     *(("vt", VARIABLES, *row) for row in CHAIN),
     *(("header-one", STATUS, *row) for row in HEADER),
+    *(("header-one", REQUIRES, *row) for row in FIELD_NUMBER),
     *(("header", PERSON, *row) for row in AUTHOR),
     *(("key-value-words", PAIR, *row) for row in VALUE),
     *(("cwe", COMMON, *row) for row in THREE_WORDS),
     *(("common-words", COMMON, *row) for row in THREE_WORDS),
     *(("fwe", CODED, *row) for row in THREE_CODED),
 ]
-SCORERS = ("Task", "CommonWords", "FrequentWords")
+SCORERS = ("Task", "CommonWords", "FrequentWords", "_Header")
 OURS = [name for name in tasks.names() if tasks.get(name).score.__qualname__.startswith(SCORERS)]
 
 
@@ -252,6 +298,17 @@ def test_the_right_answer_scores_in_each_of_its_forms(name: str) -> None:
         for said in forms:
             assert task.score(question, said) == 1, said
         assert task.ruler_score(question, question.response) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name != "cwe"])
+def test_an_answer_that_says_its_prefix_again_is_not_cut_off(name: str) -> None:
+    """In tokens of the demo model, which takes one for every digit."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source_of("demo"))
+    for question in drawn(name).questions:
+        said = f"{question.answer_prefix}: {question.response}."
+        assert len(tokenizer(said)["input_ids"]) <= tasks.get(name).max_new_tokens
 
 
 @pytest.mark.parametrize("name", OURS)

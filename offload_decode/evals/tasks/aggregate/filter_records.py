@@ -9,6 +9,7 @@ from itertools import product
 from math import sqrt
 from typing import ClassVar
 
+from offload_decode.evals.tasks import hedges
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Draw, Fact, SpreadFacts, around
 from offload_decode.evals.tasks.base import Material, Question
@@ -89,11 +90,13 @@ class FilterRecords(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """The right names, of all that are right or of all that were given where these are more."""
+        if hedges.unsure(said):
+            return 0.0
         right, others = 0, 0
         for answer in question.answers:
             found = re.compile(rf"(?<![\w-]){re.escape(answer)}(?![\w-])", re.IGNORECASE)
             places = list(found.finditer(said))
-            wrong = any(reading.denied(said, match) for match in places)
+            wrong = any(hedges.denied(said, match) for match in places)
             right += bool(places) and not wrong
             others += wrong
             said = found.sub(";", said)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from offload_decode.evals.tasks.hedges import denied, unsure, vague
+
 _ONES = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen
@@ -24,16 +26,7 @@ _NUMBER = re.compile(
 )
 _WRAPPED = re.compile(r"</?[a-z]+>|\\boxed\b|[{}$]", re.IGNORECASE)  # in which some models put an answer
 _DIGIT = re.compile(r"\d")
-_UNSURE = re.compile(
-    r"\b(?:maybe|perhaps|probably|possibly|might|may|could|or|between|not|cannot|unsure|uncertain|unknown|guess)\b|n't\b",
-    re.IGNORECASE,
-)
-_VAGUE_BEFORE = re.compile(
-    r"(?:\b(?:about|around|approximately|approx\.?|roughly|nearly|almost|at least|at most|more than|"
-    r"less than|fewer than|over|under|up to|some)|[~≈<>≤≥±])\s*$",
-    re.IGNORECASE,
-)
-_VAGUE_AFTER = re.compile(r"\s*(?:[+?%°$€£]|-?ish\b)", re.IGNORECASE)
+_NOT_ONE = re.compile(r"\b(?:or|between|not|cannot)\b|n't\b", re.IGNORECASE)
 # What stands before a count, and after it: then it counts what was asked for, not chapters or years.
 _BEFORE = re.compile(
     r"(?:^|[:=]|\b(?:is|are|was|were|be|being|exactly|just|only|mentioned|named|appears?|occurs?|appeared|"
@@ -45,13 +38,13 @@ _UNITS = re.compile(
     re.IGNORECASE,
 )
 _NOTHING_ELSE = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:of|in|throughout|altogether|overall)\b", re.IGNORECASE)
-_DENIED = re.compile(
-    r"(?:\b(?:not|no|never|neither|nor|except|excluding|unlike|without|cannot|anything but)|n't)"
-    r"(?:\s+[\w*\"']+){0,3}\s*\W?$",
+# Where a choice stands that is the answer, not a word of a sentence about something else.
+_IS = re.compile(
+    r"(?:^|[:=>]|\b(?:is|are|was|were|be|kind|answer))[\s\"'(*`]*(?:(?:the|an?)\s)?[\s\"'(*`]*$",
     re.IGNORECASE,
 )
-_DENIED_AFTER = re.compile(
-    r"\W{0,3}(?:(?:is|was|are|were)(?:\s+not\b|n't\b)|(?:is|was)\s+(?:wrong|incorrect|false)\b)",
+_ENDS = re.compile(
+    r"[\"')*`]*\s*(?:$|[.,;!)\n\u2013\u2014]|\b(?:is|are|was|were|has|have|had|as|because|since|with|which|kind)\b)",
     re.IGNORECASE,
 )
 
@@ -65,11 +58,11 @@ def number(said: str) -> int | None:
     said = _WRAPPED.sub(" ", said)
     found = list(_NUMBER.finditer(said))
     values = {_value(match.group()) for match in found}
-    if len(values) != 1 or _UNSURE.search(said) or _DIGIT.search(_NUMBER.sub(" ", said)):
+    if len(values) != 1 or _NOT_ONE.search(said) or _DIGIT.search(_NUMBER.sub(" ", said)):
+        return None
+    if unsure(said) or vague(said, found[0]):
         return None
     before, after = said[: found[0].start()], said[found[0].end() :]
-    if _VAGUE_BEFORE.search(before) or _VAGUE_AFTER.match(after):
-        return None
     counts = (
         found[0].group().lower() in _TIMES
         or _UNITS.match(after)
@@ -96,12 +89,6 @@ def _value(written: str) -> float:
     return total + group
 
 
-def denied(said: str, match: re.Match[str]) -> bool:
-    """Whether it is said not to be so: by `not`, `except` and the like shortly before, `is not` after it."""
-    before, after = said[: match.start()], said[match.end() :]
-    return bool(_DENIED.search(before) or _DENIED_AFTER.match(after))
-
-
 def named(pattern: re.Pattern[str], said: str) -> list[str]:
     """What matches, in small letters, in order, each time again; what is denied in front is marked by `!`."""
     return [("!" if denied(said, match) else "") + match.group().lower() for match in pattern.finditer(said)]
@@ -110,14 +97,20 @@ def named(pattern: re.Pattern[str], said: str) -> list[str]:
 def only(pattern: re.Pattern[str], said: str, answer: str, asked: str) -> bool:
     """Whether the answer is the one match that is named, besides those that the question itself gives."""
     known = {match.group().lower() for match in pattern.finditer(asked)}
-    return set(named(pattern, said)) - known == {answer.lower()}
+    return set(named(pattern, said)) - known == {answer.lower()} and not unsure(said)
 
 
 def label(said: str, choices: Iterable[str]) -> str | None:
-    """The one choice that is named, singular or plural; None for none, for several, or where it is denied."""
+    """The one choice that is named, singular or plural, where an answer stands: alone, or after `is`, `:` and
+    the like. None for none, for several, and where it is denied or only perhaps so.
+    """
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, choices))})s?\b", re.IGNORECASE)
-    found = {match.group(1).lower(): denied(said, match) for match in pattern.finditer(said)}
-    return next(iter(found)) if len(found) == 1 and not any(found.values()) else None
+    found = list(pattern.finditer(said))
+    kinds = {match.group(1).lower() for match in found}
+    if len(kinds) != 1 or unsure(said) or any(denied(said, match) or vague(said, match) for match in found):
+        return None
+    placed = any(_IS.search(said, 0, match.start()) and _ENDS.match(said, match.end()) for match in found)
+    return kinds.pop() if placed else None
 
 
 def overlap(right: int, expected: Sequence[object], given: int) -> float:

@@ -108,7 +108,7 @@ class MultiValueNeedle(HiddenFacts):
     """Four numbers for one key, in prose: all are asked for."""
 
     name: ClassVar[str] = "niah_multivalue"
-    max_new_tokens: ClassVar[int] = 48
+    max_new_tokens: ClassVar[int] = 96
     instruction: ClassVar[str] = INSTRUCTION_ALL
     values: int = 4
 

@@ -27,7 +27,7 @@ class VariableTracking(HiddenFacts):
     """
 
     name: ClassVar[str] = "vt"
-    max_new_tokens: ClassVar[int] = 48
+    max_new_tokens: ClassVar[int] = 96
     instruction: ClassVar[str] = (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     )

@@ -1,0 +1,47 @@
+"""Whether what an answer holds is what it says: denials (`not 12`) and hedges (`maybe 12`, `about 12`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+_NO = (
+    r"(?:\b(?:not|no|never|neither|nor|except|excluding|unlike|without|cannot|than|instead of|anything but)"
+    r"|n't)"
+)
+# Words in small letters may stand between; after `not 12 but` another answer begins; `no doubt` is no denial.
+_DENIED_BEFORE = re.compile(
+    rf"{_NO}(?:(?:\s+(?!but\b|rather\b|doubt\b|question\b)[\"'(*]*(?-i:[a-z]+)\b){{0,4}}|:)[\s\"'(*]*$",
+    re.IGNORECASE,
+)
+_DENIED_AFTER = re.compile(
+    r"[\"')*]*\s*,?\s*(?:which\s+|that\s+)?"
+    r"(?:(?:is|was|are|were)(?:\s+not\b|n't\b)|(?:is|was)\s+(?:wrong|incorrect|false)\b)",
+    re.IGNORECASE,
+)
+_UNSURE = re.compile(
+    r"\b(?:maybe|perhaps|probably|possibly|presumably|likely|might|may|could|unsure|uncertain|unknown|guess)\b"
+    r"|\b(?:(?:not|never)\s+|\w+n't\s+)(?:\w+\s+)?(?:sure|certain|know)\b|\bno\s+idea\b",
+    re.IGNORECASE,
+)
+_VAGUE_BEFORE = re.compile(
+    r"(?:\b(?:about|around|approximately|approx\.?|roughly|nearly|almost|at least|at most|more than|"
+    r"less than|fewer than|over|under|up to|some)|[~≈≤≥±]|(?<![\w/\"'=-])[<>])\s*$",
+    re.IGNORECASE,
+)
+_VAGUE_AFTER = re.compile(r"\s*(?:[+?%°€£]|-?ish\b|or so\b)", re.IGNORECASE)
+
+
+def denied(said: str, match: re.Match[str]) -> bool:
+    """Whether it is said not to be so: by `not`, `except` and the like shortly before, `is not` after it."""
+    return bool(_DENIED_BEFORE.search(said, 0, match.start()) or _DENIED_AFTER.match(said, match.end()))
+
+
+def unsure(said: str, words: Collection[str] = ()) -> bool:
+    """Whether anything is said to be so perhaps; `words` are none that would say it."""
+    return any(match.group().lower() not in words for match in _UNSURE.finditer(said))
+
+
+def vague(said: str, match: re.Match[str]) -> bool:
+    """Whether it is said to be so roughly, or asked."""
+    return bool(_VAGUE_BEFORE.search(said, 0, match.start()) or _VAGUE_AFTER.match(said, match.end()))
