@@ -2,8 +2,10 @@
 
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,12 @@ if not torch.cuda.is_available():
 pytest.register_assert_rewrite(
     *(f"offload_decode.testing.{what}_contract" for what in ("selector", "index", "method"))
 )
+
+# Tests write thousands of small stores, and every file of a store is waited for until it is on the disk. In
+# memory there is nothing to wait for; what passed is removed at once (see pyproject.toml).
+_MEMORY = Path("/dev/shm")
+if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 # What is remembered between runs stays out of the user's cache.
 _CACHE = tempfile.TemporaryDirectory()
