@@ -24,9 +24,10 @@ demo: .venv/ready
 		'   export PATH="$(CURDIR)/$(BIN):$$PATH"       in this shell' \
 		'   $(TOOL)   from everywhere, in an environment of its own'
 
-# Two files of tests at a time, each on one core.
+# Two files of tests at a time, each on one core. What Python compiles is kept, whatever the user's settings:
+# tests start many processes.
 test: .venv/ready-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: .venv/ready-dev
 	$(BIN)/python -m pytest -m "not gpu or gpu"
