@@ -145,6 +145,8 @@ def test_a_gpu_cap_is_enforced():
 
 
 HOG = """
+from offload_decode.models.lean import import_lean
+import_lean()
 import mmap, sys
 import numpy as np, torch
 from cli.failures import sentence
@@ -229,6 +231,8 @@ def test_other_errors_are_not_taken_for_it():
 
 
 PREFILL = """
+from offload_decode.models.lean import import_lean
+import_lean()
 import sys
 from pathlib import Path
 import numpy as np
