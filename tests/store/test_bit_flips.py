@@ -72,8 +72,9 @@ def is_found(file: Path, folder: Path) -> bool:
 
 
 def together(flips: list[tuple[Path, int]], folder: Path) -> Iterator[list[tuple[Path, int]]]:
-    """Flips in groups that hide nothing of each other: one of the store, or at most one in each index. Indexes
-    are looked at where the store is whole, and each without regard to the others.
+    """Flips in groups that hide nothing of each other: one of the store, or one in each index at most.
+
+    Indexes are looked at where the store is whole, and each without regard to the others.
     """
     groups: list[dict[Path, tuple[Path, int]]] = []
     for file, bit in flips:
