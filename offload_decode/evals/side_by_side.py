@@ -11,11 +11,13 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from offload_decode.engine.engine import Engine
 from offload_decode.errors import OffloadDecodeError
-from offload_decode.models.loading import load
-from offload_decode.store.reader import KVStore
+from offload_decode.models.lean import import_lean
+
+if TYPE_CHECKING:
+    from offload_decode.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ def reply(engine: Engine, way: str, question: str, max_new_tokens: int, begun: s
 
 def main() -> None:
     """Answer the request on standard input."""
+    import_lean()
+    from offload_decode.engine.engine import Engine
+    from offload_decode.models.loading import load
+    from offload_decode.store.reader import KVStore
+
     request = json.load(sys.stdin)
     try:
         store = KVStore.open(request["store"])
