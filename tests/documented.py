@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from typing import Any
 
 import typer
@@ -20,9 +21,14 @@ def shell_lines(text: str) -> list[list[str]]:
 
 def understood(arguments: list[str]) -> dict[str, Any]:
     """What the command line makes of `arguments`, without running it; raises where it refuses them."""
-    group: Any = typer.main.get_command(app)
+    group = _commands()
     context, rest, name = group.make_context("offload-decode", list(arguments)), list(arguments), ""
     while hasattr(group, "resolve_command"):
         name, group, rest = group.resolve_command(context, rest)
         context = group.make_context(name, list(rest), parent=context)
     return {"command": name, **context.params}
+
+
+@cache
+def _commands() -> Any:
+    return typer.main.get_command(app)

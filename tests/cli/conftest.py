@@ -5,13 +5,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from cli.main import app
 from tests.tiny import text_model, tiny_tokenizer
+
+# Each invocation would read the signatures of all commands anew, which takes longer than most of them do.
+typer.testing._get_command = cache(typer.main.get_command)
 
 TEXT = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(12))
 
