@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from offload_decode.errors import CorpusError, OffloadDecodeError
 from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
+from offload_decode.models.lean import import_lean
 from server.job_files import Job, Work, read
 
 NICE = 10
@@ -34,6 +35,7 @@ def main() -> None:
     """Run the job in the folder that is named."""
     folder, device = Path(sys.argv[1]), sys.argv[2]
     os.nice(NICE)
+    import_lean()
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no message
     allowed = threading.Event()
