@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +12,7 @@ from offload_decode.store.reader import KVStore
 from prefill_jobs.build import build_indexes
 from prefill_jobs.corpus import TextDocument
 from prefill_jobs.job import Settings, prefill_texts
+from prefill_jobs.kept import kept_name
 
 
 class PrefilledStores:
@@ -40,7 +38,8 @@ class PrefilledStores:
         """The store of a text; `report` is told the tokens that are prefilled."""
         if self._keep is not None:
             self._keep.mkdir(parents=True, exist_ok=True)
-            yield self._made(text, self._keep / f"{self._fingerprint(text)}.kv", report)
+            path = self._keep / kept_name(self._loaded, self._settings, text, self._name)
+            yield self._made(text, path, report)
             return
         with TemporaryDirectory(prefix="offload-decode-eval-") as folder:
             yield self._made(text, Path(folder) / "store.kv", report)
@@ -56,9 +55,3 @@ class PrefilledStores:
         for kind in self._kinds:
             build_indexes(path, kind)
         return KVStore.open(path)
-
-    def _fingerprint(self, text: str) -> str:
-        loaded = self._loaded
-        made = [loaded.config_hash, loaded.weights_hash, loaded.tokenizer_hash, loaded.dtype, loaded.weights]
-        parts = json.dumps([text, self._name, made, asdict(self._settings)], default=str)
-        return hashlib.sha256(parts.encode()).hexdigest()[:32]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from offload_decode.config import EngineConfig
@@ -23,6 +21,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
 from prefill_jobs.build import build_indexes
 from prefill_jobs.job import Settings, prefill_tokens
+from prefill_jobs.kept import kept_name
 from prefill_jobs.lm_eval.prefixes import Tokens
 
 
@@ -61,7 +60,7 @@ class Stores:
         self, folder: Path, prefix: Tokens, following: int, progress: Callable[[int], None]
     ) -> Engine:
         settings = replace(self.settings, context=following)
-        path = folder / f"{self._digest(prefix, following)}.kv"
+        path = folder / self._name(prefix, following)
         if not path.exists():
             documents = [Document("context", 0, len(prefix))]
             prefill_tokens(
@@ -80,18 +79,7 @@ class Stores:
             build_indexes(path, kind)
         return Engine.open(store, self.loaded, self.config)
 
-    def _digest(self, prefix: Tokens, following: int) -> str:
-        """By the tokens, the model, and all that shapes what is stored of them."""
-        loaded = self.loaded
-        positions = loaded.lengths.chosen(len(prefix), following)
-        said = [
-            token_hash(prefix),
-            loaded.weights_hash,
-            loaded.config_hash,
-            loaded.tokenizer_hash,
-            loaded.dtype,
-            loaded.weights,
-            positions.noted,
-            asdict(replace(self.settings, context=None)),
-        ]
-        return hashlib.sha256(json.dumps(said, sort_keys=True, default=dict).encode()).hexdigest()[:32]
+    def _name(self, prefix: Tokens, following: int) -> str:
+        """What follows shapes what is stored as far as the model's rotation depends on it."""
+        rotation = self.loaded.lengths.chosen(len(prefix), following).noted
+        return kept_name(self.loaded, self.settings, token_hash(prefix), rotation)

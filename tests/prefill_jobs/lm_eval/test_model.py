@@ -188,9 +188,9 @@ def test_a_prefill_that_was_interrupted_goes_on(ours, tmp_path):
 def test_stores_of_other_settings_have_other_names(ours):
     prefix = torch.arange(3, 100).int().numpy()
     others = [{}, {"kv": "int8"}, {"prefill": "window"}, {"prefill_chunk": 32}]
-    names = [ours(**more)._stores._digest(given, 9) for more in others for given in (prefix, prefix[1:])]
+    names = [ours(**more)._stores._name(given, 9) for more in others for given in (prefix, prefix[1:])]
     assert len(set(names)) == len(names)
-    assert ours()._stores._digest(prefix, 9) == ours(**ALL)._stores._digest(prefix, 70) == names[0]
+    assert ours()._stores._name(prefix, 9) == ours(**ALL)._stores._name(prefix, 70) == names[0]
 
 
 def test_results_are_cached_as_they_come(ours):
