@@ -19,9 +19,9 @@ from offload_decode.evals.summary import TRUSTED, Cell, Place, Summary, budget_o
 
 SHARE = "2%"
 BUDGETS = "64,256,1024,4096"
-FOUND = ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multivalue", "niah_multiquery", "vt")
-LONG_FOUND = ("niah_multikey_1", "niah_multikey_2", "vt")
-COUNTED, LONG_COUNTED = ("cwe", "fwe"), ("cwe",)
+FOUND = ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multivalue", "vt")
+COUNTED = ("cwe", "fwe")
+SHARED = ("niah_multikey_1", "niah_multikey_2")  # of which four questions share a text
 MENTIONS = ("count-mentions",)
 TAILS = ("clusters", "sample")
 SPARSE = "quoka:budget=25%"
@@ -37,23 +37,23 @@ def selected(budgets: str, tails: bool) -> tuple[str, ...]:
 
 
 def runs(text: str, lengths: Sequence[str], limit: int, budgets: str) -> list[Run]:
-    """Every length by itself: the first has all tasks, longer ones those that several questions share a text
-    of, or that need the most of it.
+    """Every length by itself: the first has all tasks, longer ones those of which several questions share a
+    text, for a long prefill takes longer than its answers.
     """
     found = []
     for number, length in enumerate(lengths):
         how = ("--lengths", length, "--limit", str(limit))
-        finding, counting = (LONG_FOUND, LONG_COUNTED) if number else (FOUND, COUNTED)
-        every = (*finding, *counting)
+        finding, counting = (SHARED, ()) if number else (FOUND, COUNTED)
         asked = {
             "found": ("ruler", finding, selected(budgets, tails=False)),
             "counted": ("ruler", counting, selected(budgets, tails=True)),
             "mentions": ("aggregate", MENTIONS, selected(budgets, tails=True)),
-            "quoka": ("ruler", every, ("--prefill", SPARSE, "-s", SPARSE)),
+            "quoka": ("ruler", (*finding, *counting), ("--prefill", SPARSE, "-s", SPARSE)),
         }
         for name, (suite, tasks, ways) in asked.items():
-            arguments = (suite, "--tasks", ",".join(tasks), *how, *ways)
-            found.append(Run(f"{name}-{length}-{named(text)}", arguments, text))
+            if tasks:
+                arguments = (suite, "--tasks", ",".join(tasks), *how, *ways)
+                found.append(Run(f"{name}-{length}-{named(text)}", arguments, text))
     return found
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument(
         "--lengths", default="8K,32K", help="tokens; from the second on fewer tasks are asked"
     )
-    parser.add_argument("--limit", type=int, default=25, help="questions for each task and length")
+    parser.add_argument("--limit", type=int, default=24, help="questions for each task and length")
     parser.add_argument("--budgets", default=BUDGETS, help="tokens, for top-k and Quest")
     parser.add_argument("--folder", type=Path, default=Path("papers"), help="where results are kept")
     given = parser.parse_args()
