@@ -76,7 +76,10 @@ def test_a_plan_of_a_remembered_model_imports_no_transformers(tmp_path):
         "print(sorted({'transformers', 'torch._dynamo', 'zarr', 'faiss'} & sys.modules.keys()))"
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    outlines_of = "from offload_decode.models.outline import outline; outline('demo')"
+    outlines_of = (
+        "from offload_decode.models.lean import import_lean; import_lean()\n"
+        "from offload_decode.models.outline import outline; outline('demo')"
+    )
     for command in (outlines_of, code):
         ran = subprocess.run(
             [sys.executable, "-c", command], capture_output=True, text=True, check=True, env=environment
