@@ -1,4 +1,4 @@
-"""Compiles the kernels of Quest's pages for a card that is not there: `python -m tests.pages.compiling 90`.
+"""Compiles the kernels of Quest's pages for a card that is not there: `python -m tests.pages.compiling 90 5`.
 
 Every launch goes through Triton's own specialisation of the real arguments, down to ptxas, and stops short of
 running. The interpreter accepts programs that a card does not: types that change in a loop, tiles too large
@@ -37,8 +37,18 @@ class AbsentCard:
         return 0
 
 
-def compile_for(capability: int) -> list[tuple[str, int]]:
-    """Names of the kernels compiled, with the bytes of shared memory of each."""
+# (KV heads, group, channels of keys and of values, pages, page size, bounds, keys, softcap)
+SHAPES = (
+    (8, 4, 128, 128, 2048, 16, torch.float16, torch.float16, None),
+    (1, 40, 80, 80, 9000, 7, torch.int8, torch.bfloat16, 30.0),
+    (1, 128, 576, 576, 11, 16, torch.float16, torch.bfloat16, None),
+    (2, 1, 256, 256, 11, 3, torch.float32, torch.float32, None),
+    (8, 1, 192, 128, 11, 16, torch.float16, torch.bfloat16, None),
+)
+
+
+def compile_for(capability: int, shapes: int) -> list[tuple[str, int]]:
+    """Names of the kernels compiled for the first so many SHAPES, with the bytes of shared memory of each."""
     compiled = []
     launch = JITFunction.run
 
@@ -49,14 +59,7 @@ def compile_for(capability: int) -> list[tuple[str, int]]:
 
     driver.set_active(AbsentCard(capability))
     JITFunction.run = partialmethod(compile_only)
-    # (KV heads, group, channels of keys and of values, pages, page size, bounds, keys, softcap)
-    for heads, group, dim, value_dim, pages, size, narrow, dtype, softcap in (
-        (8, 4, 128, 128, 2048, 16, torch.float16, torch.float16, None),
-        (1, 40, 80, 80, 9000, 7, torch.int8, torch.bfloat16, 30.0),
-        (2, 1, 256, 256, 11, 3, torch.float32, torch.float32, None),
-        (8, 1, 192, 128, 11, 16, torch.float16, torch.bfloat16, None),
-        (1, 128, 576, 576, 11, 16, torch.float16, torch.bfloat16, None),
-    ):
+    for heads, group, dim, value_dim, pages, size, narrow, dtype, softcap in SHAPES[:shapes]:
         lower, upper = torch.zeros(2, heads, pages, dim, dtype=narrow)
         scale = torch.zeros(heads, -(-pages // 256), dim) if narrow == torch.int8 else None
         query = torch.zeros(heads, 1, group, dim)
@@ -69,7 +72,7 @@ def compile_for(capability: int) -> list[tuple[str, int]]:
 
 
 if __name__ == "__main__":
-    for name, shared in compile_for(int(sys.argv[1])):
+    for name, shared in compile_for(*map(int, sys.argv[1:])):
         print(name, shared)
         if shared > SHARED_BYTES:
             sys.exit(f"{name} needs {shared} bytes of shared memory, more than {SHARED_BYTES}")

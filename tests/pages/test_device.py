@@ -206,12 +206,13 @@ def test_tokens_beyond_two_to_the_31_elements(kernels, device, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "capability", [90, pytest.param(89, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow)]
+    ("capability", "shapes"),
+    [(90, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((90, 5), (89, 5), (80, 5)))],
 )
-def test_kernels_compile_for_cards_that_are_not_here(tmp_path, capability):
+def test_kernels_compile_for_cards_that_are_not_here(tmp_path, capability, shapes):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.pages.compiling", str(capability)],
+        [sys.executable, "-m", "tests.pages.compiling", str(capability), str(shapes)],
         cwd=Path(__file__).parents[2],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
