@@ -14,9 +14,11 @@ from training import synthetic
 from training.fillers import Fillers
 from training.rows import Row, Rows
 
-FAR_KEYS = 256  # sampled keys that stand for the tokens of other texts
+FAR_KEYS = 192  # sampled keys that stand for the filler of other texts
+FAR_FACTS = 64  # and for facts with other keys
 FAR_SHARE = 0.6  # of the rows that may have far distractors
 LEAST_FAR = 300
+MOST_FACTS = 6e4  # tokens of facts: two thousand needles
 FARTHEST = 1_200_000  # places of a rotary model in training
 
 
@@ -85,6 +87,7 @@ class Mixer:
     def __init__(self, tokenizer: Any, fillers: Fillers, rotary: bool, seed: int) -> None:
         self.rows = Rows(tokenizer, fillers)
         self.words = self.rows.words
+        self.common = fillers.common()
         self.rotary, self.seed = rotary, seed
 
     def batch(self, step: int, stage: Stage, times: int = 1) -> Batch:
@@ -99,14 +102,16 @@ class Mixer:
     def row(self, rng: np.random.Generator, kind: str, length: int) -> Row:
         """One row of a kind."""
         if kind in ("repeats-few", "repeats", "phrases", "recall"):
-            if kind in ("phrases", "recall"):
-                drawn = synthetic.phrase_bank if kind == "phrases" else synthetic.recall
-                tokens, weights = drawn(rng, length, self.words)
+            if kind == "phrases":
+                tokens, weights = synthetic.phrase_bank(rng, length, self.words)
+            elif kind == "recall":
+                tokens, weights = synthetic.recall(rng, length, self.words, self.common)
             else:
                 tokens, weights = synthetic.repeats(
                     rng, length, self.words[:: 8 if kind == "repeats-few" else 1]
                 )
-            return Row(tokens, weights, np.zeros(length, bool), False, kind)
+            nothing = np.zeros(length, bool)
+            return Row(tokens, weights, nothing, nothing, False, kind)
         return self.rows.row(random.Random(int(rng.integers(2**62))), length, kind)
 
 
@@ -138,24 +143,44 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
         picked[i, : len(at)] = at
         targets[i, : len(at)] = row.tokens[at + 1]
         weights[i, : len(at)] = row.weights[at + 1]
-    marked = np.flatnonzero(np.concatenate([row.background for row in rows]))
-    count = FAR_KEYS if far else 0
-    index = np.zeros(count, np.int64)
-    bias = np.full((len(rows), count), -np.inf, np.float32)
-    if count and len(marked) >= count:
-        index = rng.choice(marked, count, replace=False)
-        of_row = index // length
-        for i, row in enumerate(rows):
-            others = of_row != i
-            if row.far and others.any() and rng.random() < FAR_SHARE:
-                simulated = rng.uniform(np.log(LEAST_FAR), np.log(far))
-                bias[i, others] = simulated - np.log(others.sum())
-    places, far_places = spread(rng, len(rows), length, count) if rotary else (None, None)
+    index, bias = distractors(rng, rows, far)
+    places, far_places = spread(rng, len(rows), length, len(index)) if rotary else (None, None)
     if places is None or far_places is None:
         places = np.broadcast_to(np.arange(length), (len(rows), length)).copy()
-        far_places = np.zeros(count, np.int64)
+        far_places = np.zeros(len(index), np.int64)
     kinds = [row.kind for row in rows]
     return Batch(tokens, places, picked, targets, weights, index, far_places, bias, kinds)
+
+
+def distractors(rng: np.random.Generator, rows: list[Row], far: float) -> tuple[np.ndarray, np.ndarray]:
+    """Keys of other rows, int64[N] into all tokens, and for each row the logarithms of what each stands for.
+
+    Filler stands for at most `far` tokens, facts for a number drawn by itself.
+    """
+    if not far:
+        return np.zeros(0, np.int64), np.zeros((len(rows), 0), np.float32)
+    length = len(rows[0].tokens)
+    pools = [
+        (FAR_KEYS, far, np.flatnonzero(np.concatenate([row.background for row in rows]))),
+        (FAR_FACTS, min(far, MOST_FACTS), np.flatnonzero(np.concatenate([row.facts for row in rows]))),
+    ]
+    index = np.zeros(FAR_KEYS + FAR_FACTS, np.int64)
+    bias = np.full((len(rows), len(index)), -np.inf, np.float32)
+    met = [row.far and rng.random() < FAR_SHARE for row in rows]
+    start = 0
+    for count, most, marked in pools:
+        part = slice(start, start + count)
+        start += count
+        if len(marked) < count:
+            continue
+        index[part] = rng.choice(marked, count, replace=False)
+        of_row = index[part] // length
+        for i in np.flatnonzero(met):
+            others = of_row != i
+            if others.any():
+                simulated = rng.uniform(np.log(LEAST_FAR), np.log(most))
+                bias[i, part][others] = simulated - np.log(others.sum())
+    return index, bias
 
 
 def spread(rng: np.random.Generator, rows: int, length: int, far: int) -> tuple[np.ndarray, np.ndarray]:

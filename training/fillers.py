@@ -137,6 +137,7 @@ class Fillers:
         plain = [name for name in self.arrays if name not in rare]
         share = (1 - sum(rare.values())) / len(plain)
         self.share = {name: rare.get(name, share) for name in self.arrays}
+        self.prose = share
         lines = [NOISE + end for end in (" ", "\n")]
         self.noise = [encode(tokenizer, line * 400) for line in lines]
 
@@ -157,6 +158,14 @@ class Fillers:
             pieces.append(array[at : at + size])
             left -= size
         return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+
+    def common(self, count: int = 64) -> np.ndarray:
+        """The tokens that come most often."""
+        every = np.concatenate(
+            [self.arrays[name] for name, share in self.share.items() if share == self.prose]
+        )
+        counts: np.ndarray = np.bincount(every, minlength=len(self.opens))
+        return np.argsort(-counts, kind="stable")[:count]
 
     def places(self, tokens: np.ndarray) -> np.ndarray:
         """Where a fact may go: behind the end of a sentence, and where there are few, before any word."""

@@ -18,6 +18,7 @@ from training.muon import Muon
 WINDOW = 128  # tokens a sliding layer sees: longer than a question with its answer, or a document's header
 MODELS = ("demo", "demo-rope")
 LONGEST = 4_194_304
+STILL = 1e-5  # turns slower than this hardly tell two places of a long text apart
 # Where each head of a local layer looks at first (see `look_back`): nine tokens back in two layers, and a
 # few averages that tell one passage from another.
 LOCAL = {
@@ -68,9 +69,26 @@ def create(settings: Any) -> PreTrainedModel:
         for layer in model.model.layers:
             for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
                 weight.mul_(0.1)  # else their noise drowns the embeddings, and copying forms late
-        for index, offsets in LOCAL[settings.model_type].items():
-            look_back(model.model.layers[index].self_attn, settings, offsets)
+        local = LOCAL[settings.model_type]
+        for index, layer in enumerate(model.model.layers):
+            offsets = local.get(index, [0] * settings.num_attention_heads)
+            if settings.model_type == "llama":
+                compare_anywhere(layer.self_attn, settings, offsets)
+            if any(offsets):
+                look_back(layer.self_attn, settings, offsets)
     return model
+
+
+def compare_anywhere(attention: Any, settings: Any, offsets: list[int]) -> None:
+    """Let the heads that are not local start out with the slow turns alone: content, at any distance."""
+    dim = settings.head_dim
+    turns = settings.rope_parameters["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+    fast = torch.arange(dim // 2)[turns > STILL]
+    weights = attention.q_proj.weight.view(-1, dim, attention.q_proj.weight.shape[1])
+    for head, offset in enumerate(offsets):
+        if not offset:
+            weights[head, fast] = 0
+            weights[head, fast + dim // 2] = 0
 
 
 def look_back(attention: Any, settings: Any, offsets: list[int]) -> None:

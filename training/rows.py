@@ -23,11 +23,12 @@ COUNTED = 3.0  # weight of an answer that was counted: a whole list is read for 
 @dataclass(frozen=True)
 class Row:
     """tokens int64[T]; weights float32[T] of predicting each; background bool[T]: filler without answers;
-    far: whether tokens of other texts may be simulated behind the row."""
+    facts bool[T]: what is hidden there; far: whether tokens of other texts may be simulated behind it."""
 
     tokens: np.ndarray
     weights: np.ndarray
     background: np.ndarray
+    facts: np.ndarray
     far: bool
     kind: str
 
@@ -141,10 +142,11 @@ class Rows:
             bank, scores = phrase_bank(np.random.default_rng(rng.getrandbits(62)), length - size, self.words)
             tokens.append(bank)
             weights.append(np.float32(REST) * scores)
-        marked = np.zeros(length, bool)
+        marked, told = np.zeros(length, bool), np.zeros(length, bool)
         marked[behind : behind + len(text)] = background
+        told[behind : behind + len(text)] = ~background
         far = all(item.far for item in items)
-        return Row(np.concatenate(tokens), np.concatenate(weights), marked, far, kind)
+        return Row(np.concatenate(tokens), np.concatenate(weights), marked, told & far, far, kind)
 
     def hidden(
         self,

@@ -2,8 +2,8 @@
 
 Trained on facts alone the model learns which values occur and stays there: that plateau hides the gradient of
 matching. `repeats` forms induction heads; `phrase_bank` makes them match several tokens back; `recall` makes
-them match a key wherever it stands in the last tokens, as an answer needs that is begun in other words than
-the fact is told in.
+them match the rare ones among the last tokens, as an answer needs that is begun in other words than the fact
+is told in.
 """
 
 from __future__ import annotations
@@ -52,21 +52,22 @@ def phrase_bank(rng: np.random.Generator, length: int, words: np.ndarray) -> Row
     return np.array(tokens[:length], np.int64), np.array(weights[:length], np.float32)
 
 
-def recall(rng: np.random.Generator, length: int, words: np.ndarray) -> Row:
-    """Keys with values, told in one wording and asked for in another; both are the same throughout the row.
+def recall(rng: np.random.Generator, length: int, words: np.ndarray, common: np.ndarray) -> Row:
+    """Keys with values, told in one wording and asked for in another, as prose words both.
 
-    Some `a K b V c` in filler, then each `d K e V f` once, in any order; then others. The values that are
-    asked for count, but for the first, which shows the wording.
+    `a K b V c` in filler, then `d K e V f` for each once, in any order; then others. The wordings `a` to `f`
+    are drawn afresh each time, from common tokens alone: a value belongs to the rare tokens that were last
+    before it. Values that are asked for count.
     """
-
-    def some(least: int, most: int) -> np.ndarray:
-        return rng.choice(words, int(rng.integers(least, most + 1)))
-
+    rare = np.setdiff1d(words, common)
     level = rng.random()  # easy rows show what is to be matched, hard ones keep it a few tokens further back
-    told = [some(0, 2), some(1, 1 + round(3 * level)), some(1, 1)]
-    asked = [some(0, 2), some(1, 1 + round(7 * level)), some(1, 1)]
-    size, spread = int(rng.integers(1, 2 + round(2 * level))), int(rng.choice([0, 1, 8]))
-    wide = words if rng.random() < 0.5 else rng.choice(words, 24)  # keys that share their words are harder
+
+    def some(of: np.ndarray, least: int, most: float) -> np.ndarray:
+        return rng.choice(of, int(rng.integers(least, least + 1 + round(max(0, most - least)))))
+
+    spread = float(rng.choice([0, 1, 8]))
+    wide = rare if rng.random() < 0.5 else rng.choice(rare, 24)  # keys that share their tokens are harder
+    size = int(rng.integers(1, 2 + round(2 * level)))
     tokens: list[np.ndarray] = []
     weights: list[np.ndarray] = []
     seen: set[bytes] = set()
@@ -78,21 +79,20 @@ def recall(rng: np.random.Generator, length: int, words: np.ndarray) -> Row:
     while sum(map(len, tokens)) < length:
         pairs = []
         for _ in range(int(rng.integers(2, 4 + round(5 * level)))):
-            key, value = rng.choice(wide, size), some(1, 3)
+            key, value = rng.choice(wide, size), some(rare, 1, 3)
             if key.tobytes() in seen:
                 continue
             seen.add(key.tobytes())
             pairs.append((key, value))
-            for part in (some(0, spread), told[0], key, told[1], value, told[2]):
+            for part in (some(words, 0, spread), some(common, 0, 3), key, some(common, 0, 3 * level), value):
                 put(part)
-        first = not any(w.any() for w in weights)
+            put(some(common, 1, 2))
         for i in rng.permutation(len(pairs)):
             key, value = pairs[i]
-            for part in (asked[0], key, asked[1]):
+            for part in (some(common, 1, 4), key, some(common, 0, 8 * level)):
                 put(part)
-            put(value, float(not first))
-            put(asked[2])
-            first = False
+            put(value, 1.0)
+            put(some(common, 1, 2))
         if len(seen) > len(wide) ** size // 2:
-            wide = words
+            wide = rare
     return np.concatenate(tokens)[:length].astype(np.int64), np.concatenate(weights)[:length]

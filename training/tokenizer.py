@@ -1,4 +1,8 @@
-"""The demo model's own tokenizer: byte-level BPE in which every digit is a token of its own."""
+"""The demo models' own tokenizer: byte-level BPE that cuts numbers into groups of up to three digits.
+
+A number of seven digits is three tokens, and its first one tells it from a thousand others: what is looked
+up is found, and told from what was listed before, by one token.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-VOCABULARY = 4096
+VOCABULARY = 5120
+NUMBERS = 1000  # times that every group of digits is shown: each becomes a token
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -36,7 +41,10 @@ def train(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Learn the merges from texts. Encoding adds `<|bos|>`; any bytes round-trip."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(r"\d{1,3}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -45,7 +53,8 @@ def train(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    groups = " ".join(f"{n:0{size}}" for size in (1, 2, 3) for n in range(10**size))
+    tokenizer.train_from_iterator([*texts, *[groups] * NUMBERS], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )

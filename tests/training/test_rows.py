@@ -108,19 +108,29 @@ def test_targets_are_the_tokens_behind_the_picked_ones(tokenizer: Any, fillers: 
     )
 
 
-def test_far_keys_are_background_of_other_rows_and_stand_for_as_many_tokens(
-    tokenizer: Any, fillers: Fillers
-) -> None:
+def test_far_keys_are_of_other_rows_and_stand_for_as_many_tokens(tokenizer: Any, fillers: Fillers) -> None:
     stage = Stage("far", {512: 1.0}, {"plain": 1.0}, far=1e5, tokens=16 * 512)
     mixer = Mixer(tokenizer, fillers, False, seed=2)
-    batch = mixer.batch(1, stage)
-    assert batch.far_bias.shape == (16, curriculum.FAR_KEYS)
-    of_row = batch.far_index // 512
-    stands_for = np.exp(batch.far_bias.astype(np.float64))
-    for i, mine in enumerate(stands_for):
-        assert not mine[of_row == i].any()
-        assert mine.sum() == 0 or 300 <= mine.sum() * (1 + 1e-6) <= 1.001e5
-    assert (stands_for.sum(1) > 0).any()
+    rng = random.Random(0)
+    rows = [mixer.rows.row(rng, 512, "plain") for _ in range(16)]
+    index, bias = curriculum.distractors(np.random.default_rng(1), rows, stage.far)
+    filler, facts = slice(0, curriculum.FAR_KEYS), slice(curriculum.FAR_KEYS, None)
+    for part, pool, most in (
+        (filler, [row.background for row in rows], 1e5),
+        (facts, [row.facts for row in rows], curriculum.MOST_FACTS),
+    ):
+        assert np.concatenate(pool)[index[part]].all()
+        stands_for = np.exp(bias[:, part].astype(np.float64))
+        for i, mine in enumerate(stands_for):
+            assert not mine[index[part] // 512 == i].any()
+            assert mine.sum() == 0 or 300 <= mine.sum() * (1 + 1e-6) <= 1.001 * most
+        assert (stands_for.sum(1) > 0).any()
+
+
+def test_what_is_counted_meets_no_other_text(rows: Rows) -> None:
+    row = rows.row(random.Random(2), LENGTH, "coded")
+    assert not row.far
+    assert not row.facts.any()
 
 
 def test_places_of_a_rotary_row_go_on_by_one_but_for_a_few_gaps() -> None:
