@@ -12,7 +12,7 @@ import torch
 
 from training import synthetic
 from training.fillers import Fillers
-from training.rows import Row, Rows
+from training.rows import ALONE, Row, Rows
 
 FAR_KEYS = 192  # sampled keys that stand for the filler of other texts
 FAR_FACTS = 64  # and for facts with other keys
@@ -33,6 +33,7 @@ class Batch(NamedTuple):
     far_index: Any
     far_places: Any
     far_bias: Any
+    guided: Any
     kinds: list[str]
 
 
@@ -149,7 +150,8 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
         places = np.broadcast_to(np.arange(length), (len(rows), length)).copy()
         far_places = np.zeros(len(index), np.int64)
     kinds = [row.kind for row in rows]
-    return Batch(tokens, places, picked, targets, weights, index, far_places, bias, kinds)
+    guided = np.array([kind not in ALONE for kind in kinds], np.float32)
+    return Batch(tokens, places, picked, targets, weights, index, far_places, bias, guided, kinds)
 
 
 def distractors(rng: np.random.Generator, rows: list[Row], far: float) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 
 class Trainee(nn.Module):
-    """Wraps a Cohere 2 or Llama model; `forward` gives the loss and which predictions were right."""
+    """Wraps a Cohere 2 or Llama model; `forward` gives the losses and which predictions were right."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -41,14 +41,17 @@ class Trainee(nn.Module):
         far_index: torch.Tensor,
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
+        guided: torch.Tensor,
         softening: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        eos: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """tokens and their places int64[B, T]; picked int64[B, P]: where the next token is predicted; targets
         and weights [B, P]; far_index int64[N] into B * T: the sampled keys, far_places int64[N], and
-        far_bias float32[B, N]: the logarithm of what each stands for, or -inf; softening: factor on the
-        full layers' scores.
+        far_bias float32[B, N]: the logarithm of what each stands for, or -inf; guided float32[B]: rows whose
+        answers are copied; softening: factor on the full layers' scores; eos: what ends an answer.
 
-        Returns the weighted mean cross-entropy and bool[B, P]: right predictions.
+        Returns the weighted mean cross-entropy, the same of the attention that the last layer's heads
+        together pay to what is to be copied, and bool[B, P]: right predictions.
         """
         model: Any = self.inner.model
         batch, length = tokens.shape
@@ -89,7 +92,7 @@ class Trainee(nn.Module):
                 seen = torch.where(order <= at[:, :, None], 0.0, float("-inf"))
                 beyond = far_bias[:, None, :].expand(-1, at.shape[1], -1)
                 bias = torch.cat([seen, beyond], 2)
-                out = attend(query * softening, key, value, bias)
+                out, paid = attend(query * softening, key, value, bias)
             out = attention.o_proj(out.transpose(1, 2).flatten(2))
             if self.parallel:
                 x = x + out + layer.mlp(normed)
@@ -100,7 +103,11 @@ class Trainee(nn.Module):
         logits = F.linear(x.flatten(0, 1), model.embed_tokens.weight).float()
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
         loss = (losses * weights.flatten()).sum() / weights.sum()
-        return loss, (logits.argmax(-1) == targets.flatten()).view_as(targets)
+        copied = sources(tokens, picked, eos)
+        mass = (paid[..., :length] * copied[:, None]).sum((1, 3)).clamp(1e-6, 1)
+        worth = weights * guided[:, None] * copied.any(2)
+        guidance = -(mass.log() * worth).sum() / worth.sum().clamp(min=1)
+        return loss, guidance, (logits.argmax(-1) == targets.flatten()).view_as(targets)
 
     def norm(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Cohere's layer norm without bias, or Llama's root mean square."""
@@ -133,14 +140,34 @@ class Trainee(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """query [B, Hq, P, D], key and value [B, H, S, D], bias [B, P, S] to [B, Hq, P, D]."""
+def sources(tokens: torch.Tensor, picked: torch.Tensor, eos: int) -> torch.Tensor:
+    """Where what comes behind the picked places, int64[B, P], can be copied from: bool[B, P, T].
+
+    That is an earlier token of tokens, int64[B, T], which is the same, followed by the same two (or by any,
+    behind an answer's end).
+    """
+    length = tokens.shape[1]
+    padded = F.pad(tokens, (0, 3), value=eos)
+    found = torch.arange(length, device=tokens.device) <= picked[:, :, None]
+    ended = torch.zeros_like(picked, dtype=torch.bool)
+    for ahead in range(3):
+        wanted = padded.gather(1, picked + 1 + ahead)
+        ended = ended | (wanted == eos) if ahead else ended
+        found = found & ((padded[:, None, ahead : ahead + length] == wanted[:, :, None]) | ended[:, :, None])
+    return found
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [B, Hq, P, D], key and value [B, H, S, D], bias [B, P, S] to [B, Hq, P, D], and the weights,
+    [B, Hq, P, S]."""
     batch, heads, count, dim = query.shape
     shared = key.shape[1]
     scores = query.reshape(batch, shared, -1, dim) @ key.transpose(-1, -2) * dim**-0.5
     scores = scores.view(batch, shared, heads // shared, count, -1) + bias[:, None, None]
     weights: torch.Tensor = scores.softmax(-1).view(batch, shared, -1, key.shape[2])
-    return (weights @ value).view(batch, heads, count, dim)
+    return (weights @ value).view(batch, heads, count, dim), weights.view(batch, heads, count, -1)
 
 
 def banded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:

@@ -18,13 +18,15 @@ FACTORS = (0.9, 1.0, 1.1, 1.2, 1.35, 1.5)
 
 
 @torch.no_grad()
-def losses(trainee: Trainee, batches: Iterable[Batch], factors: Sequence[float] = FACTORS) -> list[float]:
+def losses(
+    trainee: Trainee, batches: Iterable[Batch], eos: int, factors: Sequence[float] = FACTORS
+) -> list[float]:
     """The mean loss of the batches with each factor."""
     sums = [0.0] * len(factors)
     for batch in batches:
         arrays = [torch.as_tensor(x) for x in batch[:-1]]
         for i, factor in enumerate(factors):
-            loss, _ = trainee(*arrays, torch.tensor(factor))
+            loss, _, _ = trainee(*arrays, torch.tensor(factor), eos)
             sums[i] += float(loss)
     return sums
 

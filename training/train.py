@@ -34,15 +34,19 @@ CHECKPOINT_SECONDS = 180
 LOG_STEPS = 25
 COMPILED = 256  # shorter windows are not worth the compiler's time
 LAST_STEP = 10**9
+GUIDANCE = 0.3  # weight of the attention paid to what is copied, beside the loss
 SHARPENED_BY = 6  # batches
 GPU_TIMES = 8  # as many tokens a step on a GPU
 
+Losses = tuple[float, float]  # cross-entropy, and how far attention is from what is copied
 Accuracy = dict[str, tuple[float, int]]  # for each kind of row: right tokens, of how many
 
 
-def averages(recent: Collection[tuple[float, Accuracy]]) -> dict[str, float]:
+def averages(recent: Collection[tuple[Losses, Accuracy]]) -> dict[str, float]:
     """Mean loss, and for each kind of row the share of right tokens."""
-    means = {"loss": round(sum(loss for loss, _ in recent) / len(recent), 4)}
+    means = {}
+    for i, name in enumerate(("loss", "guidance")):
+        means[name] = round(sum(both[i] for both, _ in recent) / len(recent), 4)
     for kind in sorted({kind for _, accuracy in recent for kind in accuracy}):
         pairs = [accuracy[kind] for _, accuracy in recent if kind in accuracy]
         means[kind] = round(sum(right for right, _ in pairs) / max(1, sum(count for _, count in pairs)), 3)
@@ -133,14 +137,15 @@ class Run:
         )
         return iter(loader)
 
-    def step(self, stage: Stage, batch: Batch) -> tuple[float, Accuracy]:
+    def step(self, stage: Stage, batch: Batch) -> tuple[Losses, Accuracy]:
         """Learn from a batch."""
         softening = stage.softening[self.state["step"] % len(stage.softening)]
         network_ = self.compiled if batch.tokens.shape[1] >= COMPILED else self.trainee
         arrays = [x.to(self.device, non_blocking=True) for x in batch[:-1]]
         with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
-            loss, right = network_(*arrays, torch.tensor(softening, device=self.device))
-        loss.backward()
+            softened = torch.tensor(softening, device=self.device)
+            loss, guidance, right = network_(*arrays, softened, self.words.eos_token_id)
+        (loss + GUIDANCE * guidance).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         rate = self.rate()
         for optimizer in self.optimizers:
@@ -151,19 +156,19 @@ class Run:
         self.state["step"] += 1
         self.state["done"] += 1
         self.state["tokens"] += batch.tokens.numel()
-        return loss.item(), measured(batch, right.cpu())
+        return (loss.item(), guidance.item()), measured(batch, right.cpu())
 
     def best_factor(self) -> float:
         """The factor on the full layers' scores that suits rows with many tokens behind them best."""
         stage = replace(STAGES[-1], windows={1024: 1.0})
         batches = [self.mixer.batch(LAST_STEP + i, stage) for i in range(SHARPENED_BY)]
-        found = losses(self.trainee.cpu(), batches)
+        found = losses(self.trainee.cpu(), batches, self.words.eos_token_id)
         return FACTORS[found.index(min(found))]
 
     def train(self, stopped: threading.Event) -> bool:
         """Go through the stages, logging and saving; whether the end was reached before `stopped` was set."""
         saved_at = noted_at = time.time()
-        recent: deque[tuple[float, Accuracy]] = deque(maxlen=50)
+        recent: deque[tuple[Losses, Accuracy]] = deque(maxlen=50)
         with (self.out / "log.jsonl").open("a") as log:
             batches = self.batches(STAGES[self.state["stage"]])
             while self.state["tokens"] < self.budget:

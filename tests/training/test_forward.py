@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training import network
-from training.forward import Trainee, attend
+from training.forward import Trainee, attend, sources
 
 LENGTH = 256
 WORDS = 64
@@ -32,7 +32,9 @@ def arguments(far: int = 0) -> dict[str, torch.Tensor]:
         "far_index": torch.arange(far),
         "far_places": torch.zeros(far, dtype=torch.long),
         "far_bias": torch.full((2, far), float("-inf")),
+        "guided": torch.ones(2),
         "softening": torch.tensor(1.0),
+        "eos": 1,
     }
 
 
@@ -41,7 +43,7 @@ def test_it_gives_the_loss_of_transformers(name: str) -> None:
     model = small(name)
     given = arguments()
     with torch.no_grad():
-        loss, right = Trainee(model)(**given)
+        loss, _, right = Trainee(model)(**given)
         logits = model(given["tokens"]).logits
     logits = logits.gather(1, given["picked"][:, :, None].expand(-1, -1, WORDS))
     losses = torch.nn.functional.cross_entropy(
@@ -56,9 +58,9 @@ def test_it_gives_the_loss_of_transformers(name: str) -> None:
 def test_far_keys_that_stand_for_nothing_change_nothing(name: str) -> None:
     trainee = Trainee(small(name))
     with torch.no_grad():
-        near, _ = trainee(**arguments())
-        with_far, _ = trainee(**arguments(8))
-        counted, _ = trainee(**arguments(8) | {"far_bias": torch.zeros(2, 8)})
+        near, *_ = trainee(**arguments())
+        with_far, *_ = trainee(**arguments(8))
+        counted, *_ = trainee(**arguments(8) | {"far_bias": torch.zeros(2, 8)})
     torch.testing.assert_close(near, with_far)
     assert not torch.allclose(near, counted)
 
@@ -69,4 +71,40 @@ def test_a_key_that_stands_for_many_counts_as_many() -> None:
     bias = torch.zeros(1, 3, 5)
     bias[..., 4] = torch.log(torch.tensor(7.0))
     many = [torch.cat([x, x[:, :, 4:].expand(-1, -1, 6, -1)], 2) for x in (key, value)]
-    torch.testing.assert_close(attend(query, key, value, bias), attend(query, *many, torch.zeros(1, 3, 11)))
+    once, paid = attend(query, key, value, bias)
+    often, each = attend(query, *many, torch.zeros(1, 3, 11))
+    torch.testing.assert_close(once, often)
+    torch.testing.assert_close(paid[..., 4], each[..., 4:].sum(-1))
+
+
+def test_what_is_copied_stands_before_with_the_same_two_tokens_behind_it() -> None:
+    eos = 1
+    #                       0  1  2  3  4  5  6  7  8  9  10 11 12
+    tokens = torch.tensor([[5, 6, 7, 8, 5, 6, 9, 3, 5, 6, 7, 4, eos]])
+    picked = torch.tensor([[7, 9, 10, 3]])
+    found = sources(tokens, picked, eos)[0]
+    # 5 6 7 is at 0 alone; 7 4 comes nowhere else; 4 ends the answer, but was not seen; 5 6 9 not either.
+    assert [row.nonzero().flatten().tolist() for row in found] == [[0], [], [], []]
+    ended = torch.tensor([[5, 6, 7, 8, 5, 4, 3, 5, eos, 6]])
+    found = sources(ended, torch.tensor([[6]]), eos)[0]
+    assert found[0].nonzero().flatten().tolist() == [0, 4]
+
+
+def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
+    """The same answer costs less guidance where more of the attention goes to its source."""
+    model = small("demo")
+    given = arguments() | {"tokens": torch.randint(3, WORDS, (2, LENGTH))}
+    given["tokens"][:, LENGTH // 2 :] = given["tokens"][:, : LENGTH - LENGTH // 2]
+    given["picked"] = torch.arange(LENGTH // 2, LENGTH - 4).expand(2, -1)
+    given["targets"] = given["tokens"].gather(1, given["picked"] + 1)
+    given["weights"] = torch.ones_like(given["targets"], dtype=torch.float32)
+    last = model.model.layers[-1].self_attn
+    trainee = Trainee(model)
+    _, before, _ = trainee(**given)
+    before.backward()
+    with torch.no_grad():
+        last.q_proj.weight.sub_(0.1 * last.q_proj.weight.grad / last.q_proj.weight.grad.norm())
+        _, after, _ = trainee(**given)
+        _, nothing, _ = trainee(**given | {"guided": torch.zeros(2)})
+    assert after < before
+    assert nothing == 0
