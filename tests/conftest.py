@@ -6,9 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from offload_decode.testing.card import Card
 
 # Without a CUDA device Triton's kernels run under its interpreter. Triton reads this as it is first imported,
 # and transformers may be the first to import it.
@@ -29,6 +33,15 @@ if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 << 30:
 # What is remembered between runs stays out of the user's cache.
 _CACHE = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+
+
+@pytest.fixture
+def card() -> Iterator["Card"]:
+    """A stand-in for a CUDA device, with the host's arithmetic."""
+    from offload_decode.testing.card import references, stand_in
+
+    with references(), stand_in() as card:
+        yield card
 
 
 @pytest.fixture(autouse=True)
