@@ -7,6 +7,7 @@ chunks equals one that is not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -31,6 +32,7 @@ class StagedPrefix:
     """What is written so far, as `kv.tail.Prefix`; takes the query samples on their way through."""
 
     remembers = False
+    whole_tail = math.inf
 
     def __init__(self, writer: KVStoreWriter, method: Method):
         self.writer = writer

@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
 
-import torch
 from torch import Tensor
 
 from offload_decode.attention.states import cap
-
-
-@dataclass(frozen=True)
-class HostCopy:
-    """Rows `[Hkv, R, D]` in pinned host memory, there once `done` has happened on the device."""
-
-    rows: Tensor
-    done: torch.cuda.Event
-
-    @classmethod
-    def begin(cls, rows: Tensor) -> Self:
-        """Let the copy join what the device is doing, without waiting."""
-        pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
-        return cls(pinned, torch.cuda.current_stream(rows.device).record_event())
-
-    def wait(self) -> Tensor:
-        """The rows; other threads go on meanwhile, and so does what the device was given after the copy."""
-        self.done.synchronize()
-        return self.rows
+from offload_decode.attention.transfers import HostCopy
 
 
 @dataclass(frozen=True)
@@ -52,7 +32,7 @@ class Queries:
 
     def on_host(self) -> Tensor:
         """`rows` in host memory."""
-        return self.rows.cpu() if self.copy is None else self.copy.wait()
+        return self.rows.cpu() if self.copy is None else self.copy.wait()[0]
 
     @property
     def batch(self) -> int:
@@ -77,7 +57,7 @@ class Queries:
 
     def part(self, start: int, end: int) -> Queries:
         """Rows `start:end`, each standing for itself."""
-        copy = self.copy and replace(self.copy, rows=self.copy.rows[:, start:end])
+        copy = self.copy and replace(self.copy, parts=(self.copy.parts[0][:, start:end],))
         return replace(self, rows=self.rows[:, start:end], group=1, tokens=1, copy=copy)
 
     def logits(self, scores: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.states import merge_states
 from offload_decode.engine.citations import Watch, last_rows
-from offload_decode.kv.host import HostKV, attend_selected
+from offload_decode.kv.host import HostKV, attend_selected, on_host
 from offload_decode.kv.tail import TailKV
 from offload_decode.pages.reference import count_tokens
 from offload_decode.selection.budgeted import Budgeted
@@ -68,6 +68,11 @@ class StoredPrefix:
     def remembers(self) -> bool:
         """As its selector does."""
         return self.selector.remembers
+
+    @property
+    def whole_tail(self) -> float:
+        """As its selector says."""
+        return self.selector.whole_tail
 
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
@@ -131,7 +136,7 @@ class StoredPrefix:
         """Select, attend, estimate the tail, merge."""
         self.host.store.check_mapped(layer)
         with self.stats.timed("search_s"):
-            selection = self.chosen.select(layer, queries)
+            selection = on_host(self.chosen.select(layer, queries))
         left_out = self._count(layer, queries, selection)
         state = self.host.attend(layer, queries, selection, self.stats)
         if self.tail is not None and left_out:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload_decode.attention.transfers import to_device
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.host_gather import gather_rows
 from offload_decode.kernels.parts import run
@@ -89,7 +90,7 @@ class DeviceRows:
         return self._kept[:, : stored[0].row_bytes].index_select(0, self._numbers(places))
 
     def _numbers(self, places: Int64) -> Tensor:
-        return torch.from_numpy(places).to(self.device)
+        return to_device(torch.from_numpy(places), self.device)
 
     def _copied(self, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats) -> Tensor:
         """The rows' own bytes on the device, `[n, row_bytes]`."""

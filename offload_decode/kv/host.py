@@ -13,6 +13,7 @@ from torch import Tensor
 
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.states import empty_state, softmax
+from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kernels.dense import attend_blocks
 from offload_decode.kernels.host_gather import unite
 from offload_decode.kernels.host_tokens import attend_tokens
@@ -101,7 +102,7 @@ class HostKV:
     ) -> AttentionState:
         away = place == HOST and self.device.type != "cpu"
         if away:
-            queries, selection = replace(queries, rows=queries.on_host(), copy=None), _on_host(selection)
+            queries, selection = replace(queries, rows=queries.on_host(), copy=None), on_host(selection)
         if isinstance(selection, PageSelection):
             state = self._attend_pages(layer, queries, selection, stats)
         elif selection.ids is None:
@@ -114,7 +115,9 @@ class HostKV:
         if not away:
             return state
         stats.bus_bytes += sum(part.nbytes for part in (queries.rows, *state))
-        return AttentionState(*(part.to(self.device) for part in state))
+        # Through one copy.
+        both = to_device(torch.cat([state.out, state.lse[..., None]], dim=-1), self.device)
+        return AttentionState(both[..., :-1], both[..., -1])
 
     def _attend_in_place(
         self, layer: int, queries: Queries, ids: Tensor, scores: Tensor | None, stats: StepStats
@@ -137,6 +140,7 @@ class HostKV:
     ) -> AttentionState:
         state = empty_state(queries.rows, self.values(layer, 0).dim)
         heads, rows, k = ids.shape
+        scores = scores if scores is None else to_device(scores, self.device)
         # r rows meet a union of at most min(N, r·k) tokens, and are scored against all of it.
         step = max(1, SCORES // self.length, isqrt(SCORES // max(1, k)))
         for start in range(0, rows if k else 0, step):
@@ -148,13 +152,13 @@ class HostKV:
             if keys is not None and not self._latent:
                 keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats)
             gathered = time.perf_counter()
-            places = places.to(self.device)
+            places = to_device(places, self.device)
             for head in range(heads):
                 own = queries.rows[head, part]
                 # One column more takes the padding.
                 product = own.new_full((len(own), len(values[head]) + 1), -torch.inf)
                 place = places[head].where(places[head] >= 0, len(values[head]))
-                product.scatter_(1, place, 0.0 if scores is None else scores[head, part].to(self.device))
+                product.scatter_(1, place, 0.0 if scores is None else scores[head, part])
                 product = product[:, :-1]
                 nothing = torch.isneginf(product)
                 if keys is not None:
@@ -217,10 +221,14 @@ class HostKV:
             yield key, key if values is keys else values.read(part, device)[None, None]
 
 
-def _on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
+def on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
+    """The same in host memory, where keys and values are fetched."""
     if isinstance(selection, PageSelection):
-        return replace(selection, pages=selection.pages.cpu(), limit=selection.limit.cpu())
-    ids, scores = (part if part is None else part.cpu() for part in (selection.ids, selection.scores))
+        pages, limit = to_host(selection.pages, selection.limit)
+        return replace(selection, pages=pages, limit=limit)
+    if selection.ids is None or selection.scores is None:
+        return selection if selection.ids is None else replace(selection, ids=to_host(selection.ids)[0])
+    ids, scores = to_host(selection.ids, selection.scores)
     return replace(selection, ids=ids, scores=scores)
 
 

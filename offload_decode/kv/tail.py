@@ -129,6 +129,11 @@ class Prefix(Protocol):
         """What was attended depends on earlier tokens, so that none can be taken back."""
         ...
 
+    @property
+    def whole_tail(self) -> float:
+        """Tokens of what follows up to which all of it is attended."""
+        ...
+
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
     ) -> Callable[[], AttentionState]:

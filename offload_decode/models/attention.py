@@ -66,8 +66,11 @@ def prefix_attention(
     if isinstance(layer, PrefixLayer):
         finish = layer.prefix.begin(layer.index, asked, scaling, softcap)
     state = None
-    whole = attention_mask is None or bool(attention_mask.all())  # a query that sees all of the tail
-    if isinstance(layer, PrefixLayer) and whole:
+    if (
+        isinstance(layer, PrefixLayer)
+        and layer.tail.length > layer.prefix.whole_tail
+        and _whole(attention_mask)
+    ):
         state = layer.prefix.attend_tail(layer.index, asked, layer.tail, scaling, softcap)
     if state is not None and heads is not None:
         state = heads.expand(state)
@@ -79,6 +82,15 @@ def prefix_attention(
         stored = finish()
         state = merge_states(state, stored if heads is None else heads.expand(stored))
     return _finished(state, s_aux, query, served=layer is not None)
+
+
+def _whole(mask: Tensor | None) -> bool:
+    """Whether every query sees all of the tail. A mask on a device is read once for all layers of a pass."""
+    if mask is None:
+        return True
+    if not hasattr(mask, "offload_whole"):
+        mask.offload_whole = bool(mask.all())  # type: ignore[attr-defined]
+    return mask.offload_whole  # type: ignore[attr-defined, no-any-return]
 
 
 def _finished(

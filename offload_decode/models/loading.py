@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offload_decode import demo_models
+from offload_decode.attention.transfers import to_device
 from offload_decode.errors import ModelError
 from offload_decode.memory import lifted
 from offload_decode.models.cache import PrefixCache
@@ -137,7 +138,7 @@ class LoadedModel:
         # Said at every call, because a config may say otherwise of the last two.
         with torch.inference_mode():
             return module(
-                input_ids=tokens.to(self.device),
+                input_ids=to_device(tokens, self.device),
                 past_key_values=cache,
                 attention_mask=attention_mask,
                 position_ids=position_ids,

@@ -139,6 +139,7 @@ class _HeldPrefix:
     """A stored prefix (`kv.tail.Prefix`) in memory, all of which is attended to."""
 
     remembers = False
+    whole_tail = math.inf
 
     def __init__(self, shape: ModelShape) -> None:
         self.length = 0

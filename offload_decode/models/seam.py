@@ -153,9 +153,9 @@ def check_ids(ids: Tensor, model: Any) -> None:
     if ids.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"the ids of tokens must be whole numbers (int64), and not {ids.dtype}")
     known = model.get_input_embeddings().num_embeddings
-    least, most = ids.aminmax()
+    least, most = torch.stack(ids.aminmax()).tolist()  # a device is waited for once
     if least < 0 or most >= known:
-        wrong = int(least if least < 0 else most)
+        wrong = least if least < 0 else most
         raise ConfigError(
             f"token id {wrong} is not in the vocabulary: the model has ids from 0 to {known - 1}"
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.states import empty_state
+from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kernels.rows import Rows
 from offload_decode.pages import host as host_pages
 from offload_decode.pages.reference import PageBounds
@@ -48,16 +49,17 @@ def attend_pages(
     """
     if query.device.type != "cuda":
         return host_pages.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
-    if not bool((pages >= 0).any()):
-        value_dim = values.shape[2] if isinstance(values, Tensor) else values[0].dim
-        return empty_state(query, value_dim)
     from offload_decode.pages import device as device_pages
 
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
         assert isinstance(keys, Tensor)
         assert isinstance(values, Tensor)
         return device_pages.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
+    (pages,) = to_host(pages)
+    if not bool((pages >= 0).any()):
+        return empty_state(query, values[0].dim)
     staged = gather_pages(keys, values, pages, page_size, query.device)
+    limit = to_device(limit, query.device)
     return device_pages.attend_pages(query, *staged, page_size, limit, scaling, softcap)
 
 
@@ -92,7 +94,7 @@ def gather_pages(
         torch.empty(*shape, part[0].raw.shape[1], dtype=part[0].raw.dtype, pin_memory=pinned)
         for part in parts
     ]
-    renumbered = torch.empty_like(named)
+    renumbered = torch.empty_like(named, pin_memory=pinned)
     for head, (union, own) in enumerate(zip(unions, named, strict=True)):
         fetch = union[union < whole]
         for part, copy in zip((side[head].raw for side in parts), staged, strict=True):

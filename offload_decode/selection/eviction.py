@@ -72,12 +72,12 @@ class Evicting(Memory[Kept]):
             tail += 1
             merit, dropped = self._step(ids, merit, logits[:, :, row], 1.0, self.host.length + tail, k)
             ids = ids.scatter(1, dropped, -1)
-        self.state[layer] = Kept(*_alive(ids, merit), tail)
+        self.state[layer] = Kept(*_alive(ids, merit, max(0, k - tail)), tail)
 
         per_row = torch.stack(seen, dim=1)[:, None].expand_as(scores)
         scores, order = scores.masked_fill(per_row < 0, -torch.inf).sort(dim=-1, descending=True)
         moved = ids.numel() * stored[0].row_bytes
-        return Selection(per_row.gather(-1, order).flatten(1, 2).cpu(), scores.flatten(1, 2), moved)
+        return Selection(per_row.gather(-1, order).flatten(1, 2), scores.flatten(1, 2), moved)
 
     def _step(
         self, ids: Tensor, merit: Tensor, logits: Tensor, weight: float, end: int, k: int
@@ -127,10 +127,10 @@ class Evicting(Memory[Kept]):
             logits = queries.logits(asked[:, sample[0] : sample[-1] + 1] @ keys.transpose(1, 2))
             merit, free = self._step(ids, merit, logits, weight, end, k)
             ids[rows, free] = -1
-        return Kept(*_alive(ids, merit))
+        return Kept(*_alive(ids, merit, k))
 
 
-def _alive(ids: Tensor, merit: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots that hold a token: as many in every head."""
-    alive = ids >= 0
-    return ids[alive].reshape(len(ids), -1), merit[alive].reshape(len(ids), -1)
+def _alive(ids: Tensor, merit: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The slots that hold a token, `count` in every head, in their order."""
+    slots = (ids < 0).byte().sort(dim=1, stable=True).indices[:, :count]
+    return ids.gather(1, slots), merit.gather(1, slots)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.ranking import BLOCK_SCORES, top_scores
+from offload_decode.attention.transfers import to_host
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.rows import Rows
 from offload_decode.kv.host import BLOCK_TOKENS
@@ -39,8 +40,7 @@ def inner_products(query: Tensor, keys: Rows, part: slice) -> Tensor:
 def top_tokens(score: Callable[[slice], Tensor], rows: int, length: int, k: int) -> tuple[Tensor, Tensor]:
     """As `ranking.top_scores`, for a `score` of `[rows, part]` that is never asked for more than a block.
 
-    Scores float32 and ids int64 `[rows, min(k, length)]`, best first, on the host, where keys and values are
-    fetched.
+    Scores float32 and ids int64 `[rows, min(k, length)]`, best first, on the scores' device.
     """
 
     def wide(part: slice) -> Tensor:
@@ -54,17 +54,16 @@ def top_tokens(score: Callable[[slice], Tensor], rows: int, length: int, k: int)
             scores[:, block.start - part.start : block.stop - part.start] = score(block)
         return scores
 
-    best, ids = top_scores(wide, (rows,), length, k)
-    return best.cpu(), ids.cpu()
+    return top_scores(wide, (rows,), length, k)
 
 
 def top_inner_products(query: Tensor, keys: Sequence[Rows], k: int) -> Selection:
-    """The `k` keys of the largest inner product with each row, and these products in float32.
+    """The `k` keys of the largest inner product with each row, and these products in float32, on the host.
 
     `query [Hkv, R, d]` float32; `keys` of each KV head.
     """
     found = [_top_of_head(own, rows, k) for own, rows in zip(query, keys, strict=True)]
-    scores, ids = (torch.stack(parts) for parts in zip(*found, strict=True))
+    scores, ids = to_host(*(torch.stack(parts) for parts in zip(*found, strict=True)))
     return Selection(ids, scores)
 
 
@@ -77,8 +76,8 @@ def page_token_scores(query: Tensor, keys: Sequence[Rows], chosen: PageSelection
     padded with -1, and scores float32 `[Hkv, Q, G, n]`, for `query [Hkv, Q, G, D]` and `keys` of each KV
     head.
     """
-    pages, limit = chosen.pages.cpu(), chosen.limit.cpu()
-    scores = token_scores(query.cpu(), keys, pages, chosen.page_size, limit)
+    query, pages, limit = to_host(query, chosen.pages, chosen.limit)
+    scores = token_scores(query, keys, pages, chosen.page_size, limit)
     return page_tokens(pages, chosen.page_size, len(keys[0]), limit).unsqueeze(2), scores
 
 

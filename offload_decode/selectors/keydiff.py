@@ -36,7 +36,7 @@ class KeyDiff(Selector):
         ranked = self._ranked.get(layer)
         if ranked is None or ranked.shape[1] < k:
             ranked = torch.stack([self._least_similar(keys, k) for keys in self.host.layer_keys(layer)])
-            self._ranked[layer] = ranked
+            self._ranked[layer] = ranked = ranked.cpu()
         return Selection(ranked[:, None, :k].expand(-1, queries.rows.shape[1], -1))
 
     def _least_similar(self, keys: Rows, k: int) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
+from offload_decode.attention.transfers import to_host
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.selection.budgets import Budgets, any_by_mass
@@ -112,7 +113,8 @@ class LessIsMore(Selector):
             assert isinstance(of_rows, Tensor)
             return of_rows.reshape(queries.batch, queries.group, queries.tokens, -1).sum(1).flatten(0, 1)
 
-        return top_tokens(attention, queries.batch * queries.tokens, length, k)[1]
+        (ids,) = to_host(top_tokens(attention, queries.batch * queries.tokens, length, k)[1])
+        return ids
 
 
 def _select_layers(given: str, budgets: Budgets) -> list[int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from offload_decode.attention.queries import Queries
+from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.rows import Rows
 from offload_decode.selection.budgets import WHOLE_QUESTION
@@ -63,7 +64,7 @@ class Scoring:
             scores = inner_products(asking.flatten(0, 1), keys, part).reshape(*asking.shape[:2], -1)
             scores = scores.amax(1) if self.reduce == "max" else scores.mean(1)
             if self.similarity == "cosine":
-                scores /= norms[part].to(asking.device).clamp(min=torch.finfo(torch.float32).tiny)
+                scores /= to_device(norms[part], asking.device).clamp(min=torch.finfo(torch.float32).tiny)
             return scores
 
         return top_tokens(score, len(asking), len(keys), k)[1]
@@ -94,4 +95,5 @@ class QuoKA(Selector):
             for head, own in enumerate(self.options.representatives(queries))
         ]
         rows = queries.group * queries.tokens
-        return Selection(torch.stack(found).unsqueeze(2).expand(-1, -1, rows, -1).flatten(1, 2))
+        (ids,) = to_host(torch.stack(found))
+        return Selection(ids.unsqueeze(2).expand(-1, -1, rows, -1).flatten(1, 2))

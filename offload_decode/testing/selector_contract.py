@@ -18,6 +18,7 @@ from offload_decode.pages.reference import page_tokens
 from offload_decode.selection.budgeted import Budgeted
 from offload_decode.selectors.registry import create, get
 from offload_decode.store.base import Store
+from offload_decode.testing.card import Card, references, stand_in
 from offload_decode.testing.stores import STORES, WIDTHS, of_parameter
 from offload_decode.types import PageSelection, Selection, StepStats
 
@@ -61,8 +62,8 @@ class SelectorContract:
         return of_parameter(request.param)
 
     def make(self, store: Store, **options: object) -> Budgeted:
-        """The selector over a store, held to its budgets."""
-        host = HostKV(store, torch.device("cpu"))
+        """The selector over a store, held to its budgets; on a device, where there is a stand-in."""
+        host = HostKV(store, torch.device("cpu" if Card.present is None else "cuda"))
         return create(self.name, {**self.options, **options}, host, store.manifest.shape)
 
     def queries(self, store: Store, seed: int = 6) -> Queries:
@@ -184,6 +185,16 @@ class SelectorContract:
                 return
             of_token = together.reshape(len(together), queries.group, queries.tokens, -1)[:, :, token]
             assert_same(alone.sort(-1).values, of_token.sort(-1).values)
+
+    def test_on_a_device_it_chooses_what_it_chooses_on_the_host(self, store: Store) -> None:
+        """Host and device do not mix, and numpy does not read what is on a device: docs/extensions.md."""
+        queries = self.queries(store)
+        with references():
+            expected = selected_ids(self.make(store, budget="7"), queries)
+            with stand_in():
+                there = dataclasses.replace(queries, rows=queries.rows.to("cuda")).sent()
+                ids = selected_ids(self.make(store, budget="7"), there)
+                assert_same(None if ids is None else ids.cpu(), expected)
 
     def test_an_unknown_option_is_refused(self, store: Store) -> None:
         with pytest.raises(ConfigError, match="no option"):

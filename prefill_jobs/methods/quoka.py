@@ -39,4 +39,4 @@ class QuoKA(Sparse):
             self.options.best_keys(own, earlier.keys(layer, head), earlier.key_norms(layer, head), k)[0]
             for head, own in enumerate(self.options.representatives(queries))
         ]
-        return torch.stack(found)
+        return torch.stack(found).cpu()

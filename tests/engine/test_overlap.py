@@ -37,15 +37,15 @@ def events(monkeypatch):
 
     @dataclass(frozen=True)
     class Copy:
-        rows: Tensor
+        parts: tuple[Tensor]
 
         def wait(self):
             log.append("searched")
-            return self.rows
+            return self.parts
 
     def sent(queries):
         log.append("sent")
-        return replace(queries, copy=Copy(queries.rows.clone()))
+        return replace(queries, copy=Copy((queries.rows.clone(),)))
 
     attend_dense = attention.attend_dense
 

@@ -62,6 +62,12 @@ def test_a_wrong_selector_is_refused(name: str, test: str, given: dict[str, str]
     refuses(type("Suite", (SelectorContract,), {"name": name})(), test, store=of_parameter(STORE), **given)
 
 
+def test_a_selector_that_reads_a_device_with_numpy_is_refused() -> None:
+    suite = type("Suite", (SelectorContract,), {"name": "reads-the-device"})()
+    with pytest.raises(TypeError, match="numpy cannot read"):
+        suite.test_on_a_device_it_chooses_what_it_chooses_on_the_host(of_parameter(STORE))
+
+
 @pytest.mark.parametrize("name", ["first", "turns"])
 @pytest.mark.parametrize(("_", "test", "given"), SELECTORS, ids=str)
 def test_a_right_selector_is_not(name: str, _: str, test: str, given: dict[str, str]) -> None:

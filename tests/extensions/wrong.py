@@ -104,6 +104,16 @@ class Turns(First):
         return copy.copy(self)
 
 
+class ReadsTheDevice(First):
+    """On a host nothing is wrong with it."""
+
+    name = "reads-the-device"
+
+    def choose(self, layer, queries, k):
+        queries.rows.numpy()
+        return super().choose(layer, queries, k)
+
+
 class NeverResets(Turns):
     name = "never-resets"
 

@@ -1,0 +1,47 @@
+"""Between a host and its device, without waiting where nobody needs to: through pinned memory, which torch
+does not give to others before a copy of it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """Tensors in pinned host memory, there once `done` has happened on the device."""
+
+    parts: tuple[Tensor, ...]
+    done: torch.cuda.Event
+
+    @classmethod
+    def begin(cls, *parts: Tensor) -> Self:
+        """Let the copies of a device's tensors join what it is doing, without waiting."""
+        pinned = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
+        copies = [copy.copy_(part, non_blocking=True) for copy, part in zip(pinned, parts, strict=True)]
+        return cls(tuple(copies), torch.cuda.current_stream(parts[0].device).record_event())
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors; other threads go on meanwhile, and so does what the device was given after the
+        copies.
+        """
+        self.done.synchronize()
+        return self.parts
+
+
+def to_host(*parts: Tensor) -> tuple[Tensor, ...]:
+    """The same in host memory; for all that lie on a device the host waits once."""
+    away = [part for part in parts if part.is_cuda]
+    copies = iter(HostCopy.begin(*away).wait() if away else ())
+    return tuple(next(copies) if part.is_cuda else part for part in parts)
+
+
+def to_device(part: Tensor, device: torch.device) -> Tensor:
+    """The same on a device, of which the host waits for nothing."""
+    if part.is_cuda or device.type != "cuda":
+        return part.to(device)
+    return part.pin_memory().to(device, non_blocking=True)

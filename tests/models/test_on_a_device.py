@@ -1,0 +1,44 @@
+"""Models whose layers are not plain attention, on a stand-in for a device: what they store and answer is what
+they store and answer on the host, bit for bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.joint import Turn, run_turns
+from offload_decode.models.loading import wrap
+from offload_decode.store.reader import KVStore
+from offload_decode.testing.method_contract import assert_same_rows
+from offload_decode.types import Document
+from prefill_jobs.append import append_tokens
+from prefill_jobs.job import Settings, prefill_tokens
+from tests.tiny import text_model, tiny_tokenizer
+
+IDS = np.random.default_rng(0).integers(3, 250, 60).astype(np.int32)
+QUESTIONS = ["Who?", "What is it?"]
+
+
+def stored_and_answered(device, family, folder):
+    loaded = wrap(text_model(family=family).to(device), tiny_tokenizer())
+    prefill_tokens(loaded, IDS[:37], [Document("first", 0, 37)], folder, Settings(options={"chunk": 16}))
+    append_tokens(loaded, IDS[37:], [Document("second", 37, 60)], folder)
+    engine = Engine.open(folder, loaded, options={"budget": "20", "dense_layers": ""})
+    engine.prefix.host.placement.attend = "host"
+    answers = [answer.tokens for answer in engine.answer_many(QUESTIONS, 2)]
+    logits = [engine.extend(tokens) for tokens in ([5, 6, 7], [8])]
+    turns = [Turn(engine.fork(), tokens) for tokens in ([9], [10, 11])]
+    return [own.cpu() for own in (*logits, *run_turns(turns))], answers
+
+
+# Recurrent states; sinks, windows and experts; latents; chunks of attention and a temperature.
+@pytest.mark.parametrize("family", ["lfm2", "gpt-oss", "minicpm3", "llama4"])
+def test_a_model_stores_and_answers_what_it_does_on_the_host(card, family, tmp_path):
+    one = stored_and_answered("cpu", family, tmp_path / "host")
+    other = stored_and_answered("cuda", family, tmp_path / "device")
+    assert all(map(torch.equal, one[0], other[0]))
+    assert one[1] == other[1]
+    assert_same_rows(KVStore.open(tmp_path / "host"), KVStore.open(tmp_path / "device"))
