@@ -1,4 +1,4 @@
-"""Whether what an answer holds is what it says: denials (`not 12`) and hedges (`maybe 12`, `about 12`)."""
+"""Whether what an answer holds is what it says: denials (`not 12`), hedges (`maybe 12`), refusals."""
 
 from __future__ import annotations
 
@@ -24,9 +24,18 @@ _UNSURE = re.compile(
     r"|\b(?:(?:not|never)\s+|\w+n't\s+)(?:\w+\s+)?(?:sure|certain|know)\b|\bno\s+idea\b",
     re.IGNORECASE,
 )
+# That the text does not tell; `no other`, and `not why`, are said by those who do answer.
+_REFUSED = re.compile(
+    r"(?:\b(?:do|does|did)(?:\s+not|n't)\s+(?:say|state|mention|tell|specify|contain|include|provide|give)"
+    r"|\b(?:cannot|can't|can\s+not|could\s+not|couldn't|unable\s+to)\s+(?:find|tell|say|answer|determine)"
+    r"|\b(?:is|are|was|were)\s+no\s+(?:mention|information))\b"
+    r"(?!\s+(?:any\s+(?:other|more)|an?other|others?|anything\s+else|more|why)\b)",
+    re.IGNORECASE,
+)
 _VAGUE_BEFORE = re.compile(
     r"(?:\b(?:about|around|approximately|approx\.?|roughly|nearly|almost|at least|at most|more than|"
-    r"less than|fewer than|over|under|up to|some)|[~≈≤≥±]|(?<![\w/\"'=-])[<>])\s*$",
+    r"less than|fewer than|over|under|(?<!add )(?<!adds )(?<!sum )(?<!sums )up to|some)"
+    r"|[~≈≤≥±]|(?<![\w/\"'=-])[<>])\s*$",
     re.IGNORECASE,
 )
 _VAGUE_AFTER = re.compile(r"\s*(?:[+?%°€£]|-?ish\b|or so\b)", re.IGNORECASE)
@@ -40,6 +49,11 @@ def denied(said: str, match: re.Match[str]) -> bool:
 def unsure(said: str, words: Collection[str] = ()) -> bool:
     """Whether anything is said to be so perhaps; `words` are none that would say it."""
     return any(match.group().lower() not in words for match in _UNSURE.finditer(said))
+
+
+def refused(said: str) -> bool:
+    """Whether it is said that the text does not tell, whatever is said beside it."""
+    return bool(_REFUSED.search(said))
 
 
 def vague(said: str, match: re.Match[str]) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.hedges import denied, unsure, vague
+from offload_decode.evals.tasks.hedges import denied, refused, unsure, vague
 
 if TYPE_CHECKING:
     from offload_decode.evals.tasks.base import Question
@@ -34,6 +34,7 @@ variable variables was we were what when where which who whose with word words w
 """
 AROUND = frozenset(_AROUND.split())
 _QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb", '\'\'""""')
+_FOREIGN_DIGIT = re.compile(r"[^\D0-9]")
 _MARKS = re.compile(r"[*`_\u200b\u200c\u200d\ufeff]+")
 _SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:[,.' ]\d{3})+(?!\d)")
 _WORD = re.compile(r"(?<![\w-])(?<!\w')[^\W\d_]+(?![\w-])(?!'\w)")
@@ -50,8 +51,9 @@ _LEAD = re.compile(r"^\W*(?:the\s+)?answer\W*(?:\bis\b)?\s*:?", re.IGNORECASE)
 
 
 def plain(said: str) -> str:
-    """The text without markdown and good wishes, with plain quotes and spaces."""
+    """The text without markdown and good wishes, with plain quotes, spaces and digits."""
     text = _POLITE.sub(" ", unicodedata.normalize("NFKC", said).translate(_QUOTES))
+    text = _FOREIGN_DIGIT.sub(lambda found: str(unicodedata.decimal(found.group())), text)
     return re.sub(r"[^\S\n]+", " ", _MARKS.sub("", text)).strip()
 
 
@@ -72,6 +74,8 @@ def score(question: Question, said: str) -> float:
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
     found = [m for m in find(text, answers, asked) if not denied(text, m)]
     if unsure(text) or any(vague(text, match) for match in found):
+        return 0.0
+    if len(answers) == 1 and refused(text):
         return 0.0
     others = _other_keys(question, text, asked) if find is not _compounds else []
     if question.keys:
@@ -237,7 +241,8 @@ def _pairs(text: str, keys: Sequence[str], found: list[re.Match[str]]) -> set[tu
         if not runs or runs[-1][0] != is_key:
             runs.append((is_key, []))
         runs[-1][1].append(match.group().lower().replace(" ", "-"))
-    if runs[0][0] and runs[-1][0] and len(runs) > 2:
+    again = {key for is_key, run in runs[1:] if is_key for key in run}
+    if runs[0][0] and runs[-1][0] and len(runs) > 2 and again <= set(runs[0][1]):
         runs = runs[1:]  # the keys that were asked for, and then `1 for a, 2 for b`
     return set(_matched(runs))
 

@@ -392,7 +392,7 @@ TRICKY: list[tuple[str, Question, str, float]] = [
     ("join-story", TOWN, "Lilywick or Drumdale", 0.0),
     ("join-story", TOWN, "Otterham, Drumdale, Kitebury, Lilywick", 0.0),
     ("join-story", TOWN, "Not in Lilywick.", 0.0),
-    ("join-story", TOWN, "Not in Drumdale, but in Lilywick.", 0.0),
+    ("join-story", TOWN, "Not in Drumdale, but in Lilywick.", 1.0),
     ("join-story", TOWN, "Lilywick is not the town.", 0.0),
     ("join-story", TOWN, "**Lilywick**", 1.0),
     ("join-story", TOWN, "Lily", 0.0),

@@ -6,6 +6,7 @@ Chance: nothing from the question, one in as many towns as the text names.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar
@@ -37,6 +38,8 @@ _PATH = (
     "You are in {town} and travel on by {means}, {steps} times one after the other. List every town where "
     "you arrive, in order.",
 )
+# What a town is named again after, to go on from it or to end there.
+_AGAIN = re.compile(r"\b(?:from|ends?(?:\s+up)?\s+(?:in|at))\s+$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class GraphWalk(SpreadFacts):
         """
         if len(question.answers) == 1:
             return float(reading.only(names.TOWN, said, question.answers[0], question.text))
-        given = [] if hedges.unsure(said) else reading.named(names.TOWN, said)
+        given = [] if hedges.unsure(said) or hedges.refused(said) else _towns(said)
         if given and given[0] in reading.named(names.TOWN, question.text):
             del given[0]  # the walk may be told from its start on
         right = 0
@@ -103,6 +106,15 @@ class GraphWalk(SpreadFacts):
                 break
             right += 1
         return reading.overlap(right, question.answers, len(given))
+
+
+def _towns(said: str) -> list[str]:
+    """`reading.named`, where `to Lilybury, from Lilybury to` is one arrival."""
+    found: list[str] = []
+    for match, town in zip(names.TOWN.finditer(said), reading.named(names.TOWN, said), strict=True):
+        if town != (found or [""])[-1] or not _AGAIN.search(said, 0, match.start()):
+            found.append(town)
+    return found
 
 
 def _line(rng: random.Random, town: str, means: list[str], targets: list[str]) -> str:

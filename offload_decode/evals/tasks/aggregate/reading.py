@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from offload_decode.evals.tasks.hedges import denied, unsure, vague
+from offload_decode.evals.tasks.hedges import denied, refused, unsure, vague
 
 _ONES = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
@@ -40,11 +40,12 @@ _UNITS = re.compile(
 _NOTHING_ELSE = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:of|in|throughout|altogether|overall)\b", re.IGNORECASE)
 # Where a choice stands that is the answer, not a word of a sentence about something else.
 _IS = re.compile(
-    r"(?:^|[:=>]|\b(?:is|are|was|were|be|kind|answer))[\s\"'(*`]*(?:(?:the|an?)\s)?[\s\"'(*`]*$",
+    r"(?:^|[:=>]|\b(?:is|are|was|were|be|kind|answer|mostly|are\s+more))[\s\"'(*`]*(?:(?:the|an?)\s)?[\s\"'(*`]*$",
     re.IGNORECASE,
 )
 _ENDS = re.compile(
-    r"[\"')*`]*\s*(?:$|[.,;!)\n\u2013\u2014]|\b(?:is|are|was|were|has|have|had|as|because|since|with|which|kind)\b)",
+    r"[\"')*`]*\s*(?:$|[.,;!)\n\u2013\u2014]|[:(]\s*\d|\b(?:is|are|was|were|has|have|had|as|because|since|with|which|"
+    r"kind|comes?|occurs?|appears?|outnumber|than\s+(?:of\s+)?any)\b)",
     re.IGNORECASE,
 )
 
@@ -60,7 +61,7 @@ def number(said: str) -> int | None:
     values = {_value(match.group()) for match in found}
     if len(values) != 1 or _NOT_ONE.search(said) or _DIGIT.search(_NUMBER.sub(" ", said)):
         return None
-    if unsure(said) or vague(said, found[0]):
+    if unsure(said) or refused(said) or vague(said, found[0]):
         return None
     before, after = said[: found[0].start()], said[found[0].end() :]
     counts = (
@@ -95,9 +96,14 @@ def named(pattern: re.Pattern[str], said: str) -> list[str]:
 
 
 def only(pattern: re.Pattern[str], said: str, answer: str, asked: str) -> bool:
-    """Whether the answer is the one match that is named, besides those that the question itself gives."""
-    known = {match.group().lower() for match in pattern.finditer(asked)}
-    return set(named(pattern, said)) - known == {answer.lower()} and not unsure(said)
+    """Whether the answer is the one match that is named, besides those that the question itself gives and
+    those that are denied.
+    """
+    given = set(named(pattern, said)) - {match.group().lower() for match in pattern.finditer(asked)}
+    denials = {name for name in given if name.startswith("!")}
+    if unsure(said) or refused(said) or f"!{answer.lower()}" in denials:
+        return False
+    return given - denials == {answer.lower()}
 
 
 def label(said: str, choices: Iterable[str]) -> str | None:
@@ -107,7 +113,9 @@ def label(said: str, choices: Iterable[str]) -> str | None:
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, choices))})s?\b", re.IGNORECASE)
     found = list(pattern.finditer(said))
     kinds = {match.group(1).lower() for match in found}
-    if len(kinds) != 1 or unsure(said) or any(denied(said, match) or vague(said, match) for match in found):
+    if len(kinds) != 1 or unsure(said) or refused(said):
+        return None
+    if any(denied(said, match) or vague(said, match) for match in found):
         return None
     placed = any(_IS.search(said, 0, match.start()) and _ENDS.match(said, match.end()) for match in found)
     return kinds.pop() if placed else None
