@@ -95,7 +95,7 @@ def sparsity(
 
 
 def _text(results: Results) -> str:
-    from offload_decode.evals.sparsity_report import predictions, questions, sparse_by
+    from offload_decode.evals.sparsity_report import left_out, predictions, questions, sparse_by
 
     asked = questions(results)
     by_task = sparse_by(results, lambda record: (record["task"], record["length"]))
@@ -107,7 +107,7 @@ def _text(results: Results) -> str:
         tasks.append([task, f"{length:,}", *_cells(sparse), *_needed(own)])
     layers = [["layer", *heading], *([str(layer), *_cells(own)] for layer, own in by_layer.items())]
     parts = [output.table(tasks), "", output.table(layers), "", output.table(_foretold(predictions(asked)))]
-    return "\n".join([*parts, *_left_out(asked)])
+    return "\n".join([*parts, *left_out(asked)])
 
 
 def _cells(sparse: Sparse) -> list[str]:
@@ -143,21 +143,3 @@ def _foretold(found: Sequence[Prediction]) -> list[list[str]]:
 
 def _shown(correlation: float) -> str:
     return "-" if math.isnan(correlation) else f"{correlation:+.2f}"
-
-
-def _left_out(asked: Sequence[Question]) -> list[str]:
-    beyond, unknown = sum(one.beyond for one in asked), sum(one.needed is None for one in asked)
-    notes = []
-    known = {one.needed for one in asked if one.needed is not None}
-    if len(known) == 1:
-        notes.append(f"every question that tells needs {known.pop():,} tokens: there is nothing to foretell")
-    if unknown:
-        notes.append(
-            f"{output.count(unknown, 'question')} left out of needed tokens: the dense answer scores 0 there"
-        )
-    if beyond:
-        notes.append(
-            f"{output.count(beyond, 'question')} not answered as well with the largest budget: taken to need "
-            "all stored tokens"
-        )
-    return notes

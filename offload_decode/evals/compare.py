@@ -9,7 +9,7 @@ from typing import Any
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals.intervals import CONFIDENCE, Difference, difference, paired_difference
-from offload_decode.evals.records import questions_and_answers
+from offload_decode.evals.records import QUESTION, Asked
 from offload_decode.evals.results import Results
 from offload_decode.evals.significance import holm, paired, unpaired
 from offload_decode.evals.summary import Cell, summarize
@@ -135,7 +135,7 @@ def _texts(results: Results) -> dict[tuple[str, int], tuple[object, ...]]:
             asked.stored_tokens,
             around,
         )
-        for asked, _ in questions_and_answers(results)
+        for asked in map(Asked.of, results.of(QUESTION))
     }
 
 

@@ -6,7 +6,7 @@ docs/evaluation.md says what is stored, run and predicted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,7 +94,7 @@ class Perplexity:
             "lengths": list(plan.lengths),
             "places": plan.places,
             "chunk": plan.chunk,
-            "contenders": [asdict(contender) for contender in plan.contenders],
+            "contenders": [contender.label for contender in plan.contenders],
             "windows": list(plan.windows),
             "prefill": dict(plan.prefill),
         }

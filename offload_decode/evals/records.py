@@ -21,6 +21,8 @@ _LIMITS = {**dict.fromkeys(("depth", "guess", "score", "ruler_score"), (0, 1)), 
 class _Plain:
     """Dataclasses of plain values, to and from records."""
 
+    __slots__ = ()  # there may be a million answers
+
     @classmethod
     def of(cls, record: Record) -> Self:
         """Raises `ConfigError` for a record that lacks a field, or has another kind of value there."""
@@ -57,7 +59,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Asked(_Plain):
     """A question: its unit and number in it, where what it asks for stands, and what chance comes to."""
 
@@ -73,7 +75,7 @@ class Asked(_Plain):
     stored_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Said(_Plain):
     """An answer: which way, to the text or to its control, its scores and costs."""
 

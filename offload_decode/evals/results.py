@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from offload_decode.plain_json import parse
 FORMAT = 1
 MOST_LINE, MOST_FILE = 64 << 20, 8 << 30  # bytes
 RUN, UNIT = "run", "unit"
+_SHARED = 64  # characters of a string that is worth looking for
 
 Record = dict[str, Any]
 
@@ -107,7 +109,7 @@ def _read(path: Path, file: Any) -> Results:
         elif not isinstance(unit := record.get("unit"), str):
             raise _foreign(path, "a record of it names no unit")
         elif kind == UNIT:
-            records += waiting
+            records += map(_shared, waiting)
             waiting = []
             finished[unit] = None
             size = at
@@ -116,6 +118,16 @@ def _read(path: Path, file: Any) -> Results:
     if header is None:
         raise _foreign(path, "it is empty")
     return Results(path, header, tuple(records), frozenset(finished), size)
+
+
+def _shared(record: Record) -> Record:
+    """The record with strings that others have too: names of fields, tasks and ways. A million answers would
+    each hold their own.
+    """
+    return {
+        sys.intern(name): sys.intern(value) if isinstance(value, str) and len(value) <= _SHARED else value
+        for name, value in record.items()
+    }
 
 
 def _header(path: Path, record: Record) -> Header:

@@ -126,6 +126,27 @@ def predictions(found: Sequence[Question]) -> list[Prediction]:
     return lines
 
 
+def left_out(found: Sequence[Question]) -> list[str]:
+    """What must be said beside `predictions`: which questions do not tell, and whether all tell alike."""
+    beyond, unknown = sum(one.beyond for one in found), sum(one.needed is None for one in found)
+    known = {one.needed for one in found if one.needed is not None}
+    notes = []
+    if len(known) == 1:
+        notes.append(f"every question that tells needs {known.pop():,} tokens: there is nothing to foretell")
+    if unknown:
+        notes.append(f"{_questions(unknown)} left out of needed tokens: the dense answer scores 0 there")
+    if beyond:
+        notes.append(
+            f"{_questions(beyond)} not answered as well with the largest budget: taken to need all stored "
+            "tokens"
+        )
+    return notes
+
+
+def _questions(number: int) -> str:
+    return f"{number:,} question{'' if number == 1 else 's'}"
+
+
 def _prediction(name: str, over: str, pairs: Array) -> Prediction:
     rank = resampled(lambda rows: spearman(rows[:, 0], rows[:, 1]), pairs)
     return Prediction(name, over, len(pairs), rank, pearson(pairs[:, 0], pairs[:, 1]))

@@ -75,6 +75,10 @@ class Cell:
         """Whether the score is larger than chance."""
         return larger(self.score, self.chance) < (1 - confidence) / 2
 
+    def could_be_above_chance(self, confidence: float) -> bool:
+        """Whether right answers to all of its questions would be, or whether these are too few to tell."""
+        return larger(Share(1.0, self.score.count, 0.0, 1.0), self.chance) < (1 - confidence) / 2
+
     @property
     def spread(self) -> float:
         """The largest difference between the means of two seeds."""

@@ -15,13 +15,24 @@ def verdict(summary: Summary) -> list[str]:
 
 def at_chance(summary: Summary) -> list[str]:
     """Tasks that no way answers better than chance at any length, sure of all together (Bonferroni)."""
-    confidence = 1 - (1 - CONFIDENCE) / len(summary.cells)
+    confidence = _confidence(summary)
     above = {cell.task for cell in summary.cells if cell.above_chance(confidence)}
     return [task for task in summary.tasks if task not in above]
 
 
+def _confidence(summary: Summary) -> float:
+    return 1 - (1 - CONFIDENCE) / len(summary.cells)
+
+
 def _chance(summary: Summary) -> str:
     tasks = at_chance(summary)
+    if not any(cell.could_be_above_chance(_confidence(summary)) for cell in summary.cells):
+        most = max(cell.score.count for cell in summary.cells)
+        asked = f"{most} question{'s' if most > 1 else ''} for each task and length"
+        return (
+            f"At most {asked}: even right answers to all of them could not be told from chance, all "
+            "cells considered. Ask more (--limit)."
+        )
     if len(tasks) == len(summary.tasks):
         which = f"the task {tasks[0]}" if len(tasks) == 1 else "every task"
         return (

@@ -23,6 +23,10 @@ MADE_WITH = {
 WAYS = ("dense", "topk:budget=64", "topk:budget=256", "quest:budget=64,page_size=32", "streaming:budget=256")
 
 
+LAYERS = (2, 4)
+"""Those that are searched."""
+
+
 def budget(way: str, length: int) -> int:
     """Tokens that a way attends to."""
     return length if way == "dense" else int(way.split("budget=")[1].split(",")[0])
@@ -128,8 +132,10 @@ def write_likelihoods(path: Path, fashion: str = "continuation") -> Path:
     return path
 
 
-def write_sparsity(path: Path, layers: int = 4, heads: int = 3) -> Path:
-    """A run of `eval sparsity`: later layers spread their attention more."""
+def write_sparsity(path: Path, heads: int = 3, steep: float = 16.0) -> Path:
+    """A run of `eval sparsity`: later layers spread their attention more; `steep`: tokens that half of the
+    answers need.
+    """
     rng = random.Random(0)
     header = Header("sparsity", {"suite": "sparsity"}, MADE_WITH, 20, "2026-01-01T00:00+00:00")
     with results.opened(path, header) as (writer, _):
@@ -138,10 +144,12 @@ def write_sparsity(path: Path, layers: int = 4, heads: int = 3) -> Path:
             asked = Asked(unit, 0, task, 2048, 0, None, "Which?", ["this"], 0.0, 2048)
             said: list[Record] = [records.record(QUESTION, asked)]
             for way in ("dense", "topk:budget=16", "topk:budget=64"):
-                score = float(way == "dense" or rng.random() < budget(way, 2048) / (budget(way, 2048) + 16))
+                score = float(
+                    way == "dense" or rng.random() < budget(way, 2048) / (budget(way, 2048) + steep)
+                )
                 answer = Said(unit, 0, way, False, "that", score, score, budget(way, 2048), 10.0, 0.01)
                 said.append(records.record(ANSWER, answer))
-            for layer in range(layers):
+            for layer in LAYERS:
                 width = [1 + rng.random() * 4 ** (layer + (task == "cwe")) for _ in range(heads)]
                 keys = {
                     name: {key: [1 + part * each for each in width] for key in ("mean", "median", "p95")}

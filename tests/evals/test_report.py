@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -161,6 +162,8 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
         "Likelihood by position",
         "window:512",
         "above dense",
+        "behind up to 8K stored tokens",
+        "10.0 % of dense attention behind 2K stored tokens goes to the chunk’s own tokens",
         "Does entropy foretell the budget?",
         "mean entropy, over questions",
         "Keys by layer",
@@ -170,6 +173,33 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
     titles = [one.findtext("title") for one in drawn if one.get("role") == "img"]
     assert titles.count("2K tokens") == 2
     assert titles.count("every token of the text") == titles.count("Keys by layer") == 1
+    layers = next(one for one in drawn if one.findtext("title") == "Keys by layer")
+    assert [at.text for at in layers.iter("text") if at.get("class") == "tick mid"] == ["2", "4"]
+    assert "nothing to foretell" not in read.text
+
+
+def test_where_every_question_needs_the_same_there_is_nothing_to_foretell(tmp_path: Path) -> None:
+    read = _Read(page([write_sparsity(tmp_path / "sparsity.jsonl", steep=0.0)]))
+    assert "every question that tells needs 16 tokens: there is nothing to foretell" in read.text
+
+
+def test_a_large_perplexity_is_written_in_digits(tmp_path: Path) -> None:
+    run = write_likelihoods(tmp_path / "perplexity.jsonl")
+    run.write_text(re.sub(r'"nll": \[[^]]*\]', f'"nll": {[9.8123] * 64}', run.read_text()))
+    text = _Read(page([run])).text
+    assert f"{math.exp(9.8123):,.2f}" in text
+    assert "e+" not in text
+
+
+@pytest.mark.parametrize("high", [0.0015, 0.5, 12345.0])
+def test_the_names_of_ticks_stand_within_the_plot(high: float) -> None:
+    line = plot.Line("one", 0, (plot.Point(1.0, 0.0, 0.0, high), plot.Point(2.0, high, 0.0, high)))
+    up = plot.axis("", 0.0, high)
+    drawn = ElementTree.fromstring(plot.lines("t", "d", plot.log_axis("x", [1.0, 2.0]), up, [line]))
+    names = [one for one in drawn.iter("text") if one.get("class") == "tick end"]
+    assert len(names) == len(up.ticks) > 1
+    for one in names:
+        assert float(one.get("x", "0")) >= 6 * len(one.text or "")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,14 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert not found.complete
 
 
+def test_a_million_records_hold_the_same_strings_once(tmp_path: Path) -> None:
+    written(path := tmp_path / "run.jsonl", ["a", "b"])
+    first, second = results.read(path).records
+    for one, other in zip(first, second, strict=True):
+        assert one is other
+    assert first["record"] is second["record"]
+
+
 @pytest.mark.parametrize("cut", range(1, 200, 7))
 def test_a_file_cut_anywhere_loses_its_last_unit_at_most_and_is_gone_on_with(
     tmp_path: Path, cut: int

@@ -116,6 +116,14 @@ def test_who_guesses_is_said_to_guess(tmp_path: Path, guess: float) -> None:
     assert sum(cell.at_chance for cell in found.cells) > 0.9 * len(found.cells)
 
 
+@pytest.mark.parametrize(("right", "questions"), [(1.0, 1), (0.0, 2)])
+def test_too_few_questions_are_said_to_be_too_few(tmp_path: Path, right: float, questions: int) -> None:
+    """Not that the model guesses: it may well not."""
+    first, *_ = verdict(summary(tmp_path, right, questions=questions))
+    assert first.startswith(f"At most {questions} question")
+    assert first.endswith("Ask more (--limit).")
+
+
 def test_luck_in_one_of_many_cells_is_not_called_skill(tmp_path: Path) -> None:
     """Of many runs of guesses, at most one in twenty is said to do better than chance."""
     rng = random.Random(7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offload_decode.evals.contender import DENSE
 from offload_decode.evals.lengths import label
 from offload_decode.evals.perplexity_report import Likelihood, curve, likelihoods
 from offload_decode.evals.report import plot
@@ -20,35 +21,45 @@ def parts(results: Results) -> list[tuple[str, Markup]]:
     through.
     """
     found = likelihoods(results)
+    sliding = results.header.configuration.get("fashion") == "sliding"
     titled: list[tuple[str, Markup | None]] = [
-        ("Likelihood by selector and budget", _table(found)),
+        ("Likelihood by selector and budget", _table(found, sliding)),
         ("Likelihood against tokens loaded", _against_tokens(found)),
     ]
-    if results.header.configuration.get("fashion") == "sliding":
+    if sliding:
         titled.append(("Likelihood by position", _by_position(results)))
     return [(title, part) for title, part in titled if part]
 
 
-def _table(found: Sequence[Likelihood]) -> Markup:
+def _table(found: Sequence[Likelihood], sliding: bool) -> Markup:
+    behind = "behind up to " if sliding else "behind "
     groups: list[tuple[Part, list[list[Part]]]] = []
     for length in dict.fromkeys(each.length for each in found):
         rows: list[list[Part]] = []
         for each in (each for each in found if each.length == length):
             attended = "–" if each.attended is None else count(each.attended)
-            row: list[Part] = [way_name(each.way), attended, f"{each.nll:.4f}", f"{each.perplexity:.4g}"]
-            rows.append([*row, signed(each.more.value, 4), _interval(each.more), count(each.tokens)])
-        groups.append((f"{label(length)} tokens", rows))
+            row: list[Part] = [way_name(each.way), attended, f"{each.nll:.4f}", _perplexity(each.perplexity)]
+            more = ["", ""] if each.way == DENSE else [signed(each.more.value, 4), _interval(each.more)]
+            rows.append([*row, *more, count(each.tokens)])
+        groups.append((f"{behind}{label(length)} stored tokens", rows))
     heading: list[Part] = ["way", "tokens attended", "nats a token", "perplexity", "above dense", "95 %"]
     note = (
         "Negative log-likelihood of the text’s own next tokens, and how much more of it there is than with "
-        "dense attention on the same tokens; intervals from draws of blocks of neighbours."
+        "dense attention on the same tokens; intervals from draws of blocks of neighbours. "
+        "“window:512” is the bare model, which sees the 512 tokens before the chunk and nothing else."
     )
     whole = table(None, [*heading, "tokens predicted"], groups, "Likelihood by way")
-    return join([tag("p", note, class_="note"), whole])
+    shares = [
+        f"{100 * each.tail_share:.1f} % of dense attention {behind}{label(each.length)} stored tokens goes "
+        "to the chunk’s own tokens, which every way attends to whole."
+        for each in found
+        if each.way == DENSE and each.tail_share is not None
+    ]
+    return join([tag("p", note, class_="note"), whole, [tag("p", share, class_="note") for share in shares]])
 
 
 def _against_tokens(found: Sequence[Likelihood]) -> Markup | None:
-    known = [each for each in found if each.attended is not None and each.way != "dense"]
+    known = [each for each in found if each.attended is not None and each.way != DENSE]
     families = {name: style for style, name in enumerate(dict.fromkeys(without_budget(e.way) for e in known))}
     figures = []
     for length in dict.fromkeys(each.length for each in known):
@@ -70,7 +81,7 @@ def _against_tokens(found: Sequence[Likelihood]) -> Markup | None:
         "Nats a token above dense attention (the dotted line), by stored tokens attended to, with 95 % "
         "intervals."
     )
-    return _drawn(note, families, figures)
+    return _drawn(note, families, figures, "figures")
 
 
 def _by_position(results: Results) -> Markup | None:
@@ -87,8 +98,8 @@ def _by_position(results: Results) -> Markup | None:
     values = [point.nll for point in found]
     across = plot.axis("position in the text", 0, max(point.last for point in found))
     up = plot.axis("", min(values), max(values))
-    figure = _figure("every token of the text", across, up, lines, [], width=620, height=280)
-    return _drawn("Nats a token, over stretches of the text.", ways, [figure])
+    figure = _figure("every token of the text", across, up, lines, [], plot.WIDE)
+    return _drawn("Nats a token, over stretches of the text.", ways, [figure], None)
 
 
 def _figure(
@@ -97,20 +108,22 @@ def _figure(
     up: plot.Axis,
     lines: Sequence[plot.Line],
     rules: Sequence[tuple[float, str]],
-    width: int = 300,
-    height: int = 210,
+    size: tuple[int, int] = plot.SMALL,
 ) -> Markup:
     told = "; ".join(
         f"{line.name}: from {line.points[0].y:.3g} to {line.points[-1].y:.3g} nats" for line in lines
     )
-    picture = plot.lines(title, told, across, up, lines, rules, width, height)
+    picture = plot.lines(title, told, across, up, lines, rules, size)
     return tag("figure", tag("figcaption", tag("strong", title)), picture)
 
 
-def _drawn(note: str, styles: dict[str, int], figures: Sequence[Markup]) -> Markup:
+def _drawn(note: str, styles: dict[str, int], figures: Sequence[Markup], class_: str | None) -> Markup:
     legend = tag("ul", [plot.key(style, name) for name, style in styles.items()], class_="legend")
-    wide = "figures" if len(figures) > 1 else None
-    return join([tag("p", note, class_="note"), legend, tag("div", figures, class_=wide)])
+    return join([tag("p", note, class_="note"), legend, tag("div", figures, class_=class_)])
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.3g}"
 
 
 def _point(x: float, value: Estimate) -> plot.Point:

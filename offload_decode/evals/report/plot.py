@@ -22,6 +22,9 @@ _MARKS = (
     (-1.5, -3.8, "h3v7.6h-3z"),
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 38, 10, 8, 34
+_DIGIT = 6.6  # how wide one is
+SMALL, WIDE = (300, 210), (460, 230)
+"""Width and height of a plot beside others, and of one by itself."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ def axis(name: str, low: float, high: float, most: int = 5) -> Axis:
     return Axis(name, low, high, ticks)
 
 
+def steps(name: str, places: Sequence[int], most: int = 8) -> Axis:
+    """Of things that are counted, such as layers: ticks at some of them, in their order, and at no other."""
+    shown = places[:: -(-len(places) // most)]
+    return Axis(name, places[0] - 0.5, places[-1] + 0.5, tuple((float(at), str(at)) for at in shown))
+
+
 def short(number: float) -> str:
     """`64`, `4K`, `1M`: powers of two as tokens are counted."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
@@ -105,31 +114,32 @@ def lines(
     up: Axis,
     drawn: Sequence[Line],
     rules: Sequence[tuple[float, str]] = (),
-    width: int = 300,
-    height: int = 210,
+    size: tuple[int, int] = SMALL,
 ) -> Markup:
     """A plot. `rules`: values that a dotted line marks, each with a name."""
+    width, height = size
+    left = max(_LEFT, round(8 + _DIGIT * max((len(name) for _, name in up.ticks), default=0)))
 
     def x(value: float) -> float:
-        return round(across.at(value, _LEFT, width - _RIGHT), 1)
+        return round(across.at(value, left, width - _RIGHT), 1)
 
     def y(value: float) -> float:
         return round(up.at(value, height - _BOTTOM, _TOP), 1)
 
     frame = [
-        tag("path", d="".join(f"M{_LEFT},{y(at)}H{width - _RIGHT}" for at, _ in up.ticks), class_="grid"),
-        *(tag("text", name, x=_LEFT - 6, y=y(at) + 3.5, class_="tick end") for at, name in up.ticks),
+        tag("path", d="".join(f"M{left},{y(at)}H{width - _RIGHT}" for at, _ in up.ticks), class_="grid"),
+        *(tag("text", name, x=left - 6, y=y(at) + 3.5, class_="tick end") for at, name in up.ticks),
         *(
             tag("text", name, x=x(at), y=height - _BOTTOM + 15, class_="tick mid")
             for at, name in across.ticks
         ),
-        tag("text", across.name, x=(_LEFT + width - _RIGHT) / 2, y=height - 4, class_="axis mid"),
+        tag("text", across.name, x=(left + width - _RIGHT) / 2, y=height - 4, class_="axis mid"),
     ]
     frame += [
-        tag("path", tag("title", name), d=f"M{_LEFT},{y(at)}H{width - _RIGHT}", class_="rule")
+        tag("path", tag("title", name), d=f"M{left},{y(at)}H{width - _RIGHT}", class_="rule")
         for at, name in rules
     ]
-    bands = [_level(line, x, y, width) for line in drawn if line.level]
+    bands = [_level(line, y, left, width) for line in drawn if line.level]
     # Side by side, so that intervals at one place can be told apart.
     beside = [line for line in drawn if not line.level]
     step, middle = min(3.0, 9.0 / max(1, len(beside))), (len(beside) - 1) / 2
@@ -167,15 +177,13 @@ def _line(line: Line, x: Callable[[float], float], y: Callable[[float], float], 
     )
 
 
-def _level(line: Line, x: Callable[[float], float], y: Callable[[float], float], width: int) -> Markup:
+def _level(line: Line, y: Callable[[float], float], left: int, width: int) -> Markup:
     (point,) = line.points
     top, bottom = y(point.high), y(point.low)
     return tag(
         "g",
-        tag(
-            "rect", x=_LEFT, y=top, width=width - _RIGHT - _LEFT, height=round(bottom - top, 1), class_="band"
-        ),
-        tag("path", d=f"M{_LEFT},{y(point.y)}H{width - _RIGHT}", class_="level"),
+        tag("rect", x=left, y=top, width=width - _RIGHT - left, height=round(bottom - top, 1), class_="band"),
+        tag("path", d=f"M{left},{y(point.y)}H{width - _RIGHT}", class_="level"),
         class_="dense",
     )
 

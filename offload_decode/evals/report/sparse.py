@@ -12,7 +12,7 @@ from offload_decode.evals.report.numbers import count
 from offload_decode.evals.report.tables import table
 from offload_decode.evals.resampling import Estimate
 from offload_decode.evals.results import Results
-from offload_decode.evals.sparsity_report import NAMES, predictions, questions, sparse_by
+from offload_decode.evals.sparsity_report import NAMES, left_out, predictions, questions, sparse_by
 
 
 def parts(results: Results) -> list[tuple[str, Markup]]:
@@ -56,14 +56,12 @@ def _layers(results: Results) -> Markup | None:
             points.append(plot.Point(layer, mean, min(mean, median), max(mean, most)))
         lines.append(plot.Line(f"{name} % of the attention", style, tuple(points)))
     values = [value for line in lines for point in line.points for value in (point.low, point.high)]
-    across = plot.axis(
-        "layer", ordered[0][0] - 0.5, ordered[-1][0] + 0.5, most=max(1, min(8, len(ordered) - 1))
-    )
+    across = plot.steps("layer", [layer for layer, _ in ordered])
     up = plot.log_axis("keys", values)
     told = "; ".join(
         f"{line.name}: {', '.join(count(point.y) for point in line.points)} keys" for line in lines
     )
-    picture = plot.lines("Keys by layer", told, across, up, lines, (), 620, 280)
+    picture = plot.lines("Keys by layer", told, across, up, lines, (), plot.WIDE)
     legend = tag("ul", [plot.key(line.style, line.name) for line in lines], class_="legend")
     note = (
         "By layer, on a logarithmic scale: the mean, and a bar from the median head to the 95th percentile."
@@ -87,7 +85,11 @@ def _entropy(results: Results) -> Markup:
     )
     heading: list[Part] = ["predictor", "count", "rank correlation", "95 %", "Pearson’s r"]
     return join(
-        [tag("p", note, class_="note"), table(None, heading, [(None, rows)], "Predictors of the budget")]
+        [
+            tag("p", note, class_="note"),
+            table(None, heading, [(None, rows)], "Predictors of the budget"),
+            [tag("p", f"{said}.", class_="note") for said in left_out(asked)],
+        ]
     )
 
 
