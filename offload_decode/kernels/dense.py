@@ -54,7 +54,6 @@ def attend_blocks(
     """
     state = empty_state(query, value_dim)
     for key, value in blocks:
-        key, value = key.to(query.device), value.to(query.device)
         state = merge_states(state, attend_dense(query, key, value, scaling, softcap=softcap))
     return state
 
