@@ -1,22 +1,24 @@
-"""Dense attention with its log-sum-exp: through torch's fused CPU kernel, a question's rows in parts so that
+"""Dense attention with its log-sum-exp: through torch's fused kernels, a question's rows in parts so that
 what is held does not grow with their number, and long prefixes block by block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from offload_decode.attention.places import Places
 from offload_decode.attention.states import attend, empty_state, merge_states
+from offload_decode.kernels.fused import attend_fused, widened
 from offload_decode.types import AttentionState
 
 SCORES = 1 << 22
 """Scores, or entries of a mask, that a CPU holds at once, each in a handful of float32 tensors."""
 DEVICE_SCORES = 1 << 24
 """The same on a device, which takes more of them to be busy."""
+_PLACED_ROWS = 512  # of a text, for which a mask is made at once
 
 
 def attend_dense(
@@ -26,12 +28,20 @@ def attend_dense(
     scaling: float,
     mask: Tensor | None = None,
     softcap: float | None = None,
+    places: Places | None = None,
 ) -> AttentionState:
-    """`attend`, through the fused kernel where torch has one that returns the log-sum-exp: uncapped, on a
-    CPU. Memory beyond the inputs and the result grows with T and with S, and not with their product.
+    """`attend`, through a fused kernel where torch has one that returns the log-sum-exp: uncapped, on a CPU;
+    on a GPU without a mask (`kernels.fused`). Memory beyond the inputs and the result grows with T and with
+    S, and not with their product. `places` say what rows see in place of a mask.
     """
     batch, heads, tokens, _ = query.shape
     keys, on_cpu = max(1, key.shape[2]), query.device.type == "cpu"
+    if mask is None and softcap is None:
+        state = attend_fused(query, key, value, scaling, places)
+        if state is not None:
+            return state
+    if places is not None:
+        return _placed(query, key, value, scaling, places, softcap)
     if not on_cpu or softcap is not None or key.shape[2] == 0:
         step = (SCORES if on_cpu else DEVICE_SCORES) // (batch * heads * keys)
         return _in_parts(
@@ -58,6 +68,20 @@ def attend_blocks(
     return state
 
 
+def _placed(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places, softcap: float | None
+) -> AttentionState:
+    """Some rows at a time, with the keys that they see and a mask of these."""
+    tokens, keys = query.shape[2], key.shape[2]
+    parts = []
+    for start in range(0, tokens, _PLACED_ROWS):
+        rows = slice(start, min(start + _PLACED_ROWS, tokens))
+        seen, mask = places.seen(rows, tokens, keys), places.mask(rows, tokens, keys, query.device)
+        own = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+        parts.append(attend_dense(*own, scaling, mask, softcap))
+    return _joined(parts)
+
+
 def _in_parts(
     attend_rows: Callable[[Tensor, Tensor | None], AttentionState],
     query: Tensor,
@@ -73,15 +97,20 @@ def _in_parts(
         rows = slice(start, start + step)
         seen = None if mask is None else mask.expand(-1, -1, tokens, -1)[:, :, rows]
         parts.append(attend_rows(query[:, :, rows], seen))
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[AttentionState]) -> AttentionState:
+    """The state of all rows."""
     out, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
     return AttentionState(out, lse)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> AttentionState:
     bias = None if mask is None else torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    # The kernel takes one width alone: zeros change neither a score nor the channels that are kept.
+    # The kernel takes one width alone.
     width, value_dim = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-    query, key, value = (_widened(part, width) for part in (query, key, value))
+    query, key, value = (widened(part, width) for part in (query, key, value))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scaling
     )
@@ -90,8 +119,3 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tens
         # The kernel reports a log-sum-exp of 0 for a row that sees nothing.
         lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)
     return AttentionState(out, lse)
-
-
-def _widened(part: Tensor, width: int) -> Tensor:
-    """With zeros up to `width` channels; padding by nothing would copy."""
-    return part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1]))

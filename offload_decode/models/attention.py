@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from offload_decode.attention.places import Places
 from offload_decode.attention.states import merge_states, sink_state
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kernels.dense import attend_dense
@@ -21,6 +23,22 @@ from offload_decode.types import AttentionState
 
 NAME = "offload_decode"
 _WITHOUT_EFFECT = frozenset(["cache_position", "position_ids"])
+
+
+class _Pass(threading.local):
+    """Of the pass that this thread runs: nothing in it is padding."""
+
+    unpadded = False
+
+
+_PASS = _Pass()
+
+
+def pass_without_padding(so: bool) -> None:
+    """Whether what a row of this thread's pass sees follows from its place alone: then no mask is made, which
+    would have an entry for each pair of tokens.
+    """
+    _PASS.unpadded = so
 
 
 def prefix_attention(
@@ -61,6 +79,8 @@ def prefix_attention(
         states = layer.attend(asked, scaling, softcap)
         state = reduce(merge_states, states if heads is None else map(heads.expand, states))
         return _finished(state, s_aux, query, served=True)
+    places = _places(layer, attention_mask, query.shape[2], key.shape[2])
+    attention_mask = attention_mask if places is None else None
     # The tail is attended to between these two, so that a device is at it while the host searches.
     finish: Callable[[], AttentionState] | None = None
     if isinstance(layer, PrefixLayer):
@@ -69,19 +89,29 @@ def prefix_attention(
     if (
         isinstance(layer, PrefixLayer)
         and layer.tail.length > layer.prefix.whole_tail
+        and places is None
         and _whole(attention_mask)
     ):
         state = layer.prefix.attend_tail(layer.index, asked, layer.tail, scaling, softcap)
     if state is not None and heads is not None:
         state = heads.expand(state)
     if state is None:
-        state = attend_dense(query, key, value, scaling, attention_mask, softcap)
+        state = attend_dense(query, key, value, scaling, attention_mask, softcap, places)
     if layer is not None:
         layer.unattended = False
     if finish is not None:
         stored = finish()
         state = merge_states(state, stored if heads is None else heads.expand(stored))
     return _finished(state, s_aux, query, served=layer is not None)
+
+
+def _places(layer: object, mask: Tensor | None, tokens: int, keys: int) -> Places | None:
+    """What the rows see, where their mask has the one entry of `tail_mask`: some models cut the rows to the
+    last ones, and the mask with them. Keys that come from no layer are those of the rows themselves.
+    """
+    if mask is None or max(tokens, keys) == 1 or mask.shape[2:] != (1, 1):
+        return None
+    return layer.places if isinstance(layer, TailLayer) else Places()
 
 
 def _whole(mask: Tensor | None) -> bool:
@@ -145,8 +175,15 @@ def tail_mask(
 
     Behind a prefix a 2-D `attention_mask` covers prefix and tail (`models.seam` sees to it and marks it), and
     a sliding window or a chunk (`local_size` tokens) is counted in the row's own tokens, because padding
-    between prefix and question would otherwise use up a part of it.
+    between prefix and question would otherwise use up a part of it. Where nothing is padding and no model
+    adds to the mask, several rows of a text have one entry: `prefix_attention` knows what they see.
     """
+    chunked = local_size is not None and local_size == getattr(
+        arguments.get("config"), "attention_chunk_size", None
+    )
+    by_place = _PASS.unpadded and arguments.get("allow_is_causal_skip", False) and not chunked
+    if by_place and attention_mask is None and arguments["q_length"] > 1:
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=arguments.get("device"))
     own = attention_mask if hasattr(attention_mask, "offload_covered") else None
     if own is not None and local_size is not None:
         mask_function = causal_mask_function
@@ -160,7 +197,7 @@ def tail_mask(
     if own is not None and local_size is not None:
         position = kv_offset + own[:, kv_offset:].long().cumsum(-1) - 1
         keys, queries = position[:, None, None, :], position[:, None, -mask.shape[2] :, None]
-        if getattr(arguments.get("config"), "attention_chunk_size", None) == local_size:
+        if chunked:
             return mask & (queries // local_size == keys // local_size)
         mask = mask & (queries - keys < local_size)
     return mask

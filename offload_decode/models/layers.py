@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from offload_decode.attention.places import Places
 from offload_decode.kv.tail import Prefix, TailKV
 from offload_decode.models.states import States
 
@@ -89,6 +90,11 @@ class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
     def visible(self) -> tuple[Tensor, Tensor]:
         """Keys and values for the attention call."""
         return self.tail.view()
+
+    @property
+    def places(self) -> Places:
+        """What the last rows see of `visible`, where nothing is padding."""
+        return Places()
 
     def get_seq_length(self) -> int:
         """Prefix and tail together."""
@@ -188,6 +194,11 @@ class WindowLayer(TailLayer):
         keys, values = self.tail.view()
         seed_keys, seed_values = (part.expand(keys.shape[0], -1, -1, -1) for part in self.seed)
         return torch.cat([seed_keys, keys], dim=2), torch.cat([seed_values, values], dim=2)
+
+    @property
+    def places(self) -> Places:
+        """Those of the window; chunks are seen by a mask."""
+        return Places(self.sliding_window)
 
     def near(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values that some of the last `tokens` may see, and which of them each does: bool

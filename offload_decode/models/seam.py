@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from offload_decode.errors import ConfigError, UnsupportedModel
-from offload_decode.models.attention import NAME, prefix_attention, tail_mask
+from offload_decode.models.attention import NAME, pass_without_padding, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.joint import JointCache
 from offload_decode.models.layers import forget_update
@@ -46,6 +46,7 @@ def _before(
     cache = given.get("past_key_values")
     rotate_for(None)
     forget_update()
+    pass_without_padding(False)
     if isinstance(cache, JointCache):
         _begin_joint(decoder, given, cache)
         return (), given
@@ -89,11 +90,13 @@ def _before(
         given["position_ids"] = torch.arange(first, first + tokens, device=new.device)[None]
     cache.begin(rows, tokens)
     rotate_for(cache.positions.length or UNSAID)
+    pass_without_padding(mask is None and cache.shown is None)
     return (), given
 
 
 def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     rotate_for(None)
+    pass_without_padding(False)
     cache = kwargs.get("past_key_values")
     if isinstance(cache, PrefixCache):
         embeds = kwargs.get("inputs_embeds")

@@ -11,6 +11,7 @@ import torch
 
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, UnsupportedModel
+from offload_decode.models import attention
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
 from prefill_jobs.job import prefill_tokens
@@ -411,3 +412,27 @@ def test_without_a_cache_of_ours_attention_is_plain(family, left):
 def test_a_window_without_earlier_tokens_is_refused(window):
     with pytest.raises(UnsupportedModel, match=f"sliding window of {window}"):
         wrap(tiny_model("mistral-sliding", sliding_window=window))
+
+
+def test_a_text_is_seen_by_its_places_and_padding_by_a_mask(engine, monkeypatch):
+    """A mask has an entry for each pair of tokens, which a long chunk has no room for."""
+    given, attend_dense = [], attention.attend_dense
+
+    def seen(query, key, value, scaling, mask, softcap, places):
+        given.append((mask is None, places is not None))
+        return attend_dense(query, key, value, scaling, mask, softcap, places)
+
+    monkeypatch.setattr(attention, "attend_dense", seen)
+    engine.extend(ASKED)
+    assert set(given) == {(True, True)}
+    given.clear()
+    engine.answer_many(["a", "bcd"], 1)
+    assert set(given) == {(False, False)}
+
+
+def test_keys_of_no_layer_are_seen_by_the_rows_behind_them():
+    query, key, value = torch.randn(3, 1, 2, 5, 4)
+    one_entry = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    out, _ = attention.prefix_attention(torch.nn.Module(), query, key, value, one_entry, 0.5)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
+    torch.testing.assert_close(out, expected.transpose(1, 2))

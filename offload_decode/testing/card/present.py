@@ -24,6 +24,8 @@ def stand_in() -> Iterator[Card]:
         stack.enter_context(mock.patch.object(Card, "present", card))
         stack.enter_context(mock.patch.multiple(torch.cuda, **_functions(card.order)))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        # None of the operators that a build for CUDA brings along is there.
+        stack.enter_context(mock.patch.object(torch.backends.cuda, "is_built", return_value=False))
         if find_spec("triton") is not None:
             interpreter = import_module("triton.runtime.interpreter").GridExecutor
             launched = _launching(card, interpreter.__call__)

@@ -1,0 +1,183 @@
+"""Fused attention equals the reference: what rows see by their places, and each of torch's operators."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from offload_decode.attention.places import Places
+from offload_decode.attention.states import attend
+from offload_decode.kernels import dense, fused
+from offload_decode.kernels.dense import attend_dense
+from offload_decode.types import AttentionState
+
+SCALING = 0.3
+PLACES = [None, Places(), Places(1), Places(6), Places(1000)]
+
+
+def qkv(tokens=5, keys=23, heads=(4, 2), dims=(24, 16), batch=1, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(tokens + keys)
+    shapes = ((heads[0], tokens, dims[0]), (heads[1], keys, dims[0]), (heads[1], keys, dims[1]))
+    return [torch.randn(batch, *shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def by_definition(places, tokens, keys):
+    """Entry by entry."""
+    if places is None:
+        return None
+    own = [keys - tokens + row for row in range(tokens)]
+    window = math.inf if places.window is None else places.window
+    return torch.tensor([[[[place - window < key <= place for key in range(keys)] for place in own]]])
+
+
+def reference(tensors, places, softcap=None):
+    query, key, value = (part.float().cpu() for part in tensors)
+    mask = by_definition(places, query.shape[2], key.shape[2])
+    return attend(query, key, value, SCALING, mask, softcap)
+
+
+def close(first, second, tolerance=5e-6):
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one.float().cpu(), other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 9), (9, 9), (5, 23), (30, 30)])
+def test_rows_see_what_their_places_say(places, softcap, sizes, monkeypatch):
+    monkeypatch.setattr(dense, "_PLACED_ROWS", 7)
+    tensors = qkv(*sizes, heads=(2, 1), dims=(8, 4))
+    close(
+        attend_dense(*tensors, SCALING, softcap=softcap, places=places), reference(tensors, places, softcap)
+    )
+
+
+def test_on_a_cpu_there_is_no_operator_of_a_gpu():
+    assert fused.attend_fused(*qkv(), SCALING) is None
+
+
+def by_token(query, key, value, scaling, places):
+    """What the operators on `[B, T, H, D]` give, of as many KV heads as heads or fewer."""
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    mask = by_definition(places, query.shape[2], key.shape[2])
+    out, lse = attend(query, key, value, scaling, mask)
+    return out.transpose(1, 2), lse
+
+
+def flash(q, k, v, _q, _k, rows, keys, drop, causal, _m, *, scale, window_size_left, window_size_right):
+    assert (rows, keys, drop) == (q.shape[1], k.shape[1], 0.0)
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "it knows one width alone"
+    assert (window_size_right == 0) == (window_size_left is not None)
+    window = None if window_size_left is None else window_size_left + 1
+    return *by_token(q, k, v, scale, Places(window) if causal else None), "…"
+
+
+def efficient(q, k, v, _b, _q, _k, _mq, _mk, drop, mask_type, with_lse, *, scale):
+    assert q.shape[2] == k.shape[2] == v.shape[2], "it knows no groups"
+    assert drop == 0.0
+    assert with_lse
+    out, lse = by_token(q, k, v, scale, {0: None, 2: Places()}[mask_type])
+    return out, torch.nn.functional.pad(lse, (0, -q.shape[1] % 32), value=torch.nan), "…"
+
+
+def cudnn(q, k, v, _bias, with_lse, drop, causal, _m, *, scale):
+    assert with_lse
+    assert drop == 0.0
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril() if causal else None
+    out, lse = attend(q, k, v, scale, mask)
+    return out, lse[..., None], "…"
+
+
+OPERATORS = {
+    "_scaled_dot_product_cudnn_attention": (fused._serves_cudnn, fused._cudnn, cudnn),
+    "_flash_attention_forward": (fused._serves_flash, fused._flash, flash),
+    "_efficient_attention_forward": (fused._serves_efficient, fused._efficient, efficient),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("sizes", [(5, 23), (40, 40)])
+def test_an_operator_is_given_what_it_takes_and_its_answer_is_read_as_it_is(name, places, sizes, monkeypatch):
+    """With a stand-in that answers as torch's own operator does, in its layout."""
+    serves, run, stand_in = OPERATORS[name]
+    tensors = qkv(*sizes, dims=(24, 16), batch=2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "_allowed", lambda *_, **__: True)
+    monkeypatch.setattr(fused, "_PLANNED_ROWS", 1)
+    if not serves(*tensors, places):
+        assert places is not None
+        return
+    monkeypatch.setattr(torch.ops.aten, name, stand_in)
+    out, lse = run(*tensors, SCALING, places)
+    close(AttentionState(out[..., :16], lse), reference(tensors, places))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_torch_has_the_operators_as_they_are_called(name):
+    """Checked on tensors without memory: names, order and kinds of the arguments, and shapes."""
+    _, run, _ = OPERATORS[name]
+    query, key, value = qkv(dtype=torch.bfloat16, device="meta")
+    for places in (None, Places()):
+        out, lse = run(query, key, value, SCALING, places)
+        assert out[..., :16].shape == (1, 4, 5, 16)
+        assert lse.shape == (1, 4, 5)
+        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_step_is_not_given_to_an_operator_that_plans_for_every_shape(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "_allowed", lambda *_, **__: True)
+    for tokens, planned in ((1, False), (1023, False), (1024, True)):
+        assert fused._serves_cudnn(*qkv(tokens, 1024, dims=(8, 8)), None) == planned
+
+
+def test_keys_are_not_repeated_for_the_heads_of_a_group():
+    query, key, value = qkv(heads=(8, 2), batch=2)
+    _, keys, values = fused._by_kv_head(query, key, value)
+    for whole, seen in ((key, keys), (value, values)):
+        assert seen.shape[:2] == (4, 4)
+        assert seen.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("sizes", [(5, 23), (300, 300), (300, 1000)])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (24, 20), (192, 128), (256, 256), (576, 576)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_operator_of_the_device_equals_the_reference(name, places, sizes, dims, dtype, monkeypatch):
+    monkeypatch.setattr(fused, "_PLANNED_ROWS", 1)
+    serves, run, _ = OPERATORS[name]
+    tensors = qkv(*sizes, heads=(8, 2), dims=dims, dtype=dtype, device="cuda")
+    tensors = [part * dims[0] ** -0.25 for part in tensors]
+    padded = [fused.widened(part, -(-part.shape[-1] // 8) * 8) for part in tensors]
+    if not serves(*padded, places):
+        pytest.skip("not served here")
+    out, lse = run(*padded, SCALING, places)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+    close(AttentionState(out[..., : dims[1]], lse), reference(tensors, places), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("places", [None, Places(), Places(100)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256), (576, 576), (192, 128)])
+def test_attention_on_the_device_equals_the_reference(places, softcap, dims):
+    tensors = qkv(300, 1000, heads=(8, 2), dims=dims, dtype=torch.bfloat16, device="cuda")
+    tensors = [part * dims[0] ** -0.25 for part in tensors]
+    close(
+        attend_dense(*tensors, SCALING, softcap=softcap, places=places),
+        reference(tensors, places, softcap),
+        1e-2,
+    )
+
+
+@pytest.mark.gpu
+def test_a_usual_model_in_half_precision_is_served_by_an_operator():
+    tensors = qkv(64, 64, heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16, device="cuda")
+    assert fused.attend_fused(*tensors, SCALING, Places()) is not None
+    assert fused.attend_fused(*tensors, SCALING) is not None
