@@ -20,9 +20,10 @@ def compare(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say what changed between two runs, and whether it is more than noise.
+    """Say what changed between two runs.
 
-    Runs of one evaluation: of other models, selectors or versions. Cells are compared by task, length and way
+    And whether it is more than noise. Both are runs of one evaluation, with other models, selectors or
+    versions. Cells are compared by task, length and way
     of answering: question by question where both runs asked the same questions of the same texts, else as two
     groups. The p-values are corrected for all cells.
     """

@@ -37,9 +37,10 @@ def passkey(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Ask for a pass key among sentences that repeat, by Quest's protocol (arXiv 2406.10774).
+    """Ask for a pass key, by Quest's protocol (arXiv 2406.10774).
 
-    A number of five digits stands at a place drawn afresh, in 10,000 and in 100,000 tokens.
+    A number of five digits stands among sentences that repeat, at a place drawn afresh, in
+    10,000 and in 100,000 tokens.
     """
     from offload_decode.evals.tasks.passkey import Passkey
 

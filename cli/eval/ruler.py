@@ -61,10 +61,11 @@ def ruler(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Ask RULER's thirteen tasks: needles, variables, word counts, and questions about documents.
+    """Ask RULER's thirteen tasks.
 
-    Every question is answered with dense attention and with each selector at each budget. Every fourth text
-    is also asked without what is asked for, as a control. The worst task stands first, then the mean.
+    Needles, variables, word counts, and questions about documents. Every question is answered with dense
+    attention and with each selector at each budget. Every fourth text is also asked without
+    what is asked for, as a control. The worst task stands first, then the mean.
     """
     from offload_decode.evals import tasks as known
     from offload_decode.evals.tasks.ruler import SUITE

@@ -83,7 +83,13 @@ Limit = Annotated[
     int, typer.Option("--limit", metavar="N", help="Questions for each task, length and seed.", min=1)
 ]
 Seeds = Annotated[
-    str, typer.Option("--seeds", metavar="N,…", help="What decides places, keys and values; each is a run.")
+    str,
+    typer.Option(
+        "--seeds",
+        metavar="N,…",
+        help="Numbers, such as 0,1,2, that decide what is drawn: with each, --limit questions are asked for "
+        "each task and length.",
+    ),
 ]
 PrefillMethod = Annotated[
     str,
@@ -98,8 +104,8 @@ Stores = Annotated[
     typer.Option(
         "--stores",
         metavar="FOLDER",
-        help="Keep the stores there, and use those that are there.  [default: each is removed when it was "
-        "asked]",
+        help="Keep the stores there, and use those that are there of the same text, model and prefill.  "
+        "[default: each is removed when it was asked]",
         show_default=False,
     ),
 ]

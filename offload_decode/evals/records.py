@@ -27,9 +27,14 @@ class _Plain:
     def of(cls, record: Record) -> Self:
         """Raises `ConfigError` for a record that lacks a field, or has another kind of value there."""
         values: dict[str, Any] = {}
-        for name, kind in _kinds(cls).items():  # type: ignore[arg-type]
-            value = record.get(name)
-            if not _fits(value, kind) or not _within(value, *_LIMITS.get(name, (0, _MOST))):
+        for name, kinds, limits in _fields(cls):  # type: ignore[arg-type]
+            value: Any = record.get(name)
+            kind = type(value)
+            if (
+                kind not in kinds
+                or (kind in _NUMBERS and not limits[0] <= value <= limits[1])
+                or (kind is list and not all(isinstance(part, str) for part in value))
+            ):
                 raise ConfigError(
                     f"a record '{record['record']}' of unit '{record['unit']}' has no proper '{name}': "
                     "the file was changed or is of another release"
@@ -38,25 +43,22 @@ class _Plain:
         return cls(**values)
 
 
+_NUMBERS = frozenset((int, float))
+_KINDS: dict[Any, frozenset[type]] = {
+    float | None: frozenset((float, int, NoneType)),
+    float: _NUMBERS,
+    list[str]: frozenset((list,)),
+}
+
+
 @cache
-def _kinds(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-def _within(value: Any, least: int, most: int) -> bool:
-    return not isinstance(value, (int, float)) or least <= value <= most
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if kind == float | None:
-        return isinstance(value, (float, int, NoneType)) and not isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, (float, int)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind == list[str]:
-        return isinstance(value, list) and all(isinstance(part, str) for part in value)
-    return isinstance(value, kind)
+def _fields(cls: type) -> tuple[tuple[str, frozenset[type], tuple[int, int]], ...]:
+    """The name of each field, which types JSON gives it, and the least and largest number."""
+    hints = get_type_hints(cls)
+    return tuple(
+        (name, _KINDS.get(kind, frozenset((kind,))), _LIMITS.get(name, (0, _MOST)))
+        for name, kind in hints.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,8 @@ class HiddenFacts(Task):
 def too_short(task: Task, tokens: int) -> ConfigError:
     """What is raised where a text of so many tokens does not hold what is asked for."""
     return ConfigError(
-        f"{tokens:,} tokens do not hold the facts of the task '{task.name}': take a longer text"
+        f"{tokens:,} tokens do not hold the facts of the task '{task.name}': take a longer text, or ask "
+        "other tasks"
     )
 
 

@@ -72,7 +72,7 @@ class SpreadFacts(Task):
         if room < 1:
             raise ConfigError(
                 f"{material.tokens:,} tokens do not hold the facts of the task '{self.name}': "
-                "take a longer text"
+                "take a longer text, or ask other tasks"
             )
         # Asked for once, a little longer than needed, and then cut by characters: tokenizing takes long.
         most = room + int(_SLACK * material.tokens) + 1
