@@ -180,7 +180,7 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
 
 def test_where_every_question_needs_the_same_there_is_nothing_to_foretell(tmp_path: Path) -> None:
     read = _Read(page([write_sparsity(tmp_path / "sparsity.jsonl", steep=0.0)]))
-    assert "every question that tells needs 16 tokens: there is nothing to foretell" in read.text
+    assert "Every question that tells needs 16 tokens: there is nothing to foretell." in read.text
 
 
 def test_a_large_perplexity_is_written_in_digits(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def _entropy(results: Results) -> Markup:
         [
             tag("p", note, class_="note"),
             table(None, heading, [(None, rows)], "Predictors of the budget"),
-            [tag("p", f"{said}.", class_="note") for said in left_out(asked)],
+            [tag("p", f"{said[0].upper()}{said[1:]}.", class_="note") for said in left_out(asked)],
         ]
     )
 
