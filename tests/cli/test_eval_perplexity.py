@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cli.eval.sparsity import _left_out
 from offload_decode.evals import answering, sparsity
 from offload_decode.evals.records import Asked
 from offload_decode.evals.results import read
 from offload_decode.evals.side_by_side import WayAnswer
 from offload_decode.evals.sparsity import LayerAttention
-from offload_decode.evals.sparsity_report import Question
+from offload_decode.evals.sparsity_report import Question, left_out
 from offload_decode.models import loading
 from tests.cli.conftest import TEXT, refused, run
 
@@ -113,7 +112,7 @@ def test_needs_that_are_all_alike_are_told_to_foretell_nothing() -> None:
     few, many, lost = (
         Question(about, score, needed, False, {}) for score, needed in [(1, 4), (1, 64), (0, None)]
     )
-    alike = _left_out([few, few, lost])
+    alike = left_out([few, few, lost])
     assert alike[0] == "every question that tells needs 4 tokens: there is nothing to foretell"
     assert alike[1].startswith("1 question left out")
-    assert _left_out([few, many]) == []
+    assert left_out([few, many]) == []

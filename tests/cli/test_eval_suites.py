@@ -27,7 +27,7 @@ def test_ruler_asks_what_is_named(home: Path, tmp_path: Path) -> None:
     ran = run("eval", "ruler", "--model", home / "model", *small, "--out", out)
     assert ran.code == 0, ran.err
     assert read(out).header.configuration["contenders"] == ["dense", "topk:budget=8", "topk:budget=2%"]
-    assert "This model answers no better than chance on the task niah_single_2" in ran.out
+    assert "could not be told from chance" in ran.out  # one question is too few
 
 
 def test_passkey_asks_at_the_lengths_that_are_given(home: Path, tmp_path: Path) -> None:
