@@ -49,7 +49,8 @@ def tracking(rng: random.Random, names: Names, links: int) -> Item:
     noise = rng.random() < 0.6
     if not ruler:
         lines = facts if noise else [fact + "." for fact in facts]
-        return Item(lines, asks, ordered=True, before=TRACK_BEFORE if rng.random() < 0.5 else "", noise=noise)
+        before = TRACK_BEFORE if rng.random() < 0.5 else ""
+        return Item(lines, asks, ordered=True, backwards=True, before=before, noise=noise)
     before = TRACK_BEFORE
     if rng.random() < 0.3:
         value, variables, lines = chain(rng, links, 3)
@@ -58,4 +59,5 @@ def tracking(rng: random.Random, names: Names, links: int) -> Item:
             count=links, value=value, assigned="assgined"
         )
         before += " " + " ".join(variables) + "\n\n\n" + TRACK_BEFORE
-    return Item([fact + " " for fact in facts], asks, ordered=True, before=before, after="\n", noise=noise)
+    lines = [fact + " " for fact in facts]
+    return Item(lines, asks, ordered=True, backwards=True, before=before, after="\n", noise=noise)

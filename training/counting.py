@@ -6,7 +6,7 @@ import random
 import string
 
 from offload_decode.evals.tasks import words
-from training.items import Item
+from training.items import Item, Listed
 from training.names import Names
 
 COMMON = (
@@ -29,12 +29,11 @@ CODED_PREFIX = " According to the coded text above, the three most frequently ap
 def numbered(
     rng: random.Random, names: Names, common: int, times: int, others: int, less: int
 ) -> tuple[str, list[str]]:
-    """A shuffled numbered list, and the common words in the order in which they first come."""
+    """A shuffled numbered list, and its common words."""
     chosen = words.distinct(lambda: names.word(rng), common + others)
     listed = chosen[:common] * times + chosen[common:] * less
     rng.shuffle(listed)
-    answer = sorted(chosen[:common], key=listed.index)
-    return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1)), answer
+    return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1)), chosen[:common]
 
 
 def common_words(rng: random.Random, names: Names, room: int) -> Item:
@@ -67,13 +66,12 @@ def common_words(rng: random.Random, names: Names, room: int) -> Item:
             times -= 1
     others = max(2, int((room / per_word - common * times) / less * rng.uniform(0.5, 1)))
     text, answer = numbered(rng, names, common, times, others, less)
-    numbers = " " + " ".join(f"{i}. {w}" for i, w in enumerate(answer, 1))
     ask = COMMON_ASK.format(n=common)
     if ruler:
-        asks = [(f"{ask} Answer:{COMMON_PREFIX.format(n=common)}", numbers)]
+        asks = [(f"{ask} Answer:{COMMON_PREFIX.format(n=common)}", Listed(tuple(answer), numbered=True))]
         return Item([text], asks, far=False, before=shown + COMMON, after="\n")
     prefix = COMMON_PREFIX.format(n=common) if rng.random() < 0.5 else ""
-    return Item([text], [(f"{ask}\nAnswer:{prefix}", " " + ", ".join(answer))], far=False)
+    return Item([text], [(f"{ask}\nAnswer:{prefix}", Listed(tuple(answer)))], far=False)
 
 
 def coded_words(rng: random.Random, names: Names, room: int) -> Item:
@@ -91,10 +89,10 @@ def coded_words(rng: random.Random, names: Names, room: int) -> Item:
         drawn[0] = "..."
     listed = [word for word, times in zip(drawn, counts, strict=False) for _ in range(times)]
     rng.shuffle(listed)
-    answer = drawn[1:4] if dots else drawn[:3]
+    answer = Listed(tuple(drawn[1:4] if dots else drawn[:3]))
     text = " ".join(listed)
     if rng.random() < 0.6:
-        asks = [(f"{CODED_ASK} Answer:{CODED_PREFIX}", " " + ", ".join(answer) + ".")]
+        asks = [(f"{CODED_ASK} Answer:{CODED_PREFIX}", answer)]
         return Item([text], asks, far=False, before=CODED, after="\n")
     prefix = CODED_PREFIX if rng.random() < 0.5 else ""
-    return Item([text], [(f"{CODED_ASK}\nAnswer:{prefix}", " " + ", ".join(answer) + ".")], far=False)
+    return Item([text], [(f"{CODED_ASK}\nAnswer:{prefix}", answer)], far=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from training import synthetic
 from training.fillers import Fillers
-from training.rows import ALONE, Row, Rows
+from training.rows import ALTERNATIVES, Row, Rows
 
 FAR_KEYS = 192  # sampled keys that stand for the filler of other texts
 FAR_FACTS = 64  # and for facts with other keys
@@ -30,10 +30,11 @@ class Batch(NamedTuple):
     picked: Any
     targets: Any
     weights: Any
+    others: Any
+    guided: Any
     far_index: Any
     far_places: Any
     far_bias: Any
-    guided: Any
     kinds: list[str]
 
 
@@ -43,7 +44,7 @@ class Stage:
 
     name: str
     windows: Mapping[int, float]
-    mixture: Mapping[str, float]
+    mixture: Mapping[str, float]  # of windows of 1,024 tokens at most
     steps: int = 0
     watch: str = ""
     goal: float = 2.0
@@ -51,6 +52,7 @@ class Stage:
     softening: tuple[float, ...] = (1.0,)  # by turns: full layers' scores made smaller leave a margin
     far: float = 0  # how many tokens of other texts to simulate at most
     rate: float = 2.5e-3
+    lists: Mapping[str, float] = field(default_factory=dict)  # mixture of longer windows
 
 
 SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.06}
@@ -68,7 +70,9 @@ FACTS = {
 }
 SIMPLE = {"pairs": 0.3, "needles": 0.2, "plain": 0.2, "records": 0.14, "documents": 0.1}
 MIXED = SYNTHETIC | FACTS
+LISTS = {"common": 0.34, "coded": 0.22, "suite": 0.14, "needles": 0.12, "values": 0.1, "tracking": 0.08}
 
+WINDOWS = {256: 0.15, 512: 0.55, 1024: 0.18, 2048: 0.08, 4096: 0.04}
 SOFT = (1.0, 0.8, 0.65)
 
 STAGES = (
@@ -78,7 +82,7 @@ STAGES = (
     Stage("recall", {128: 0.5, 256: 0.5}, {"phrases": 0.2, "recall": 0.8}, 300, "recall", 0.9),
     Stage("simple", {256: 1}, SYNTHETIC | SIMPLE, 600, "needles", 0.92),
     Stage("facts", {512: 1}, MIXED, 600, softening=SOFT[:2], far=3e4),
-    Stage("long", {256: 0.15, 512: 0.6, 1024: 0.2, 2048: 0.05}, MIXED, 0, "", 2.0, 8192, SOFT, 1.5e6, 1.5e-3),
+    Stage("long", WINDOWS, MIXED, 0, "", 2.0, 8192, SOFT, 1.5e6, 1.5e-3, LISTS),
 )
 
 
@@ -95,8 +99,9 @@ class Mixer:
         """One step's rows, all of one length; `times` as many tokens as the stage says."""
         rng = np.random.default_rng((self.seed, step))
         window = int(rng.choice(list(stage.windows), p=list(stage.windows.values())))
-        share = np.array(list(stage.mixture.values()))
-        kinds = rng.choice(list(stage.mixture), times * stage.tokens // window, p=share / share.sum())
+        mixture = stage.lists if stage.lists and window > 1024 else stage.mixture
+        share = np.array(list(mixture.values()))
+        kinds = rng.choice(list(mixture), times * stage.tokens // window, p=share / share.sum())
         rows = [self.row(rng, str(kind), window) for kind in kinds]
         return assembled(rng, rows, stage.far, self.rotary)
 
@@ -112,7 +117,8 @@ class Mixer:
                     rng, length, self.words[:: 8 if kind == "repeats-few" else 1]
                 )
             nothing = np.zeros(length, bool)
-            return Row(tokens, weights, nothing, nothing, False, kind)
+            others = np.full((length, ALTERNATIVES), -1, np.int64)
+            return Row(tokens, weights, others, ~nothing, nothing, nothing, False, kind)
         return self.rows.row(random.Random(int(rng.integers(2**62))), length, kind)
 
 
@@ -134,6 +140,8 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
     picked = np.zeros((len(rows), most), np.int64)
     targets = np.zeros((len(rows), most), np.int64)
     weights = np.zeros((len(rows), most), np.float32)
+    others = np.full((len(rows), most, ALTERNATIVES), -1, np.int64)
+    guided = np.zeros((len(rows), most), np.float32)
     for i, row in enumerate(rows):
         at = np.flatnonzero(row.weights[1:])
         if len(at) > most:
@@ -144,14 +152,15 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
         picked[i, : len(at)] = at
         targets[i, : len(at)] = row.tokens[at + 1]
         weights[i, : len(at)] = row.weights[at + 1]
+        others[i, : len(at)] = row.others[at + 1]
+        guided[i, : len(at)] = row.guided[at + 1]
     index, bias = distractors(rng, rows, far)
     places, far_places = spread(rng, len(rows), length, len(index)) if rotary else (None, None)
     if places is None or far_places is None:
         places = np.broadcast_to(np.arange(length), (len(rows), length)).copy()
         far_places = np.zeros(len(index), np.int64)
     kinds = [row.kind for row in rows]
-    guided = np.array([kind not in ALONE for kind in kinds], np.float32)
-    return Batch(tokens, places, picked, targets, weights, index, far_places, bias, guided, kinds)
+    return Batch(tokens, places, picked, targets, weights, others, guided, index, far_places, bias, kinds)
 
 
 def distractors(rng: np.random.Generator, rows: list[Row], far: float) -> tuple[np.ndarray, np.ndarray]:

@@ -38,20 +38,22 @@ class Trainee(nn.Module):
         picked: torch.Tensor,
         targets: torch.Tensor,
         weights: torch.Tensor,
+        others: torch.Tensor,
+        guided: torch.Tensor,
         far_index: torch.Tensor,
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
-        guided: torch.Tensor,
         softening: torch.Tensor,
         eos: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """tokens and their places int64[B, T]; picked int64[B, P]: where the next token is predicted; targets
-        and weights [B, P]; far_index int64[N] into B * T: the sampled keys, far_places int64[N], and
-        far_bias float32[B, N]: the logarithm of what each stands for, or -inf; guided float32[B]: rows whose
-        answers are copied; softening: factor on the full layers' scores; eos: what ends an answer.
+        and weights [B, P]; others int64[B, P, A]: what is as right as the target, or -1; guided float32
+        [B, P]: 1 where what is predicted is copied; far_index int64[N] into B * T: the sampled keys,
+        far_places int64[N], and far_bias float32[B, N]: the logarithm of what each stands for, or -inf;
+        softening: factor on the full layers' scores; eos: what ends an answer.
 
-        Returns the weighted mean cross-entropy, the same of the attention that the last layer's heads
-        together pay to what is to be copied, and bool[B, P]: right predictions.
+        Returns the weighted mean of -log of the probability of what is right, the same of the attention that
+        the last layer's heads together pay to what is to be copied, and bool[B, P]: right predictions.
         """
         model: Any = self.inner.model
         batch, length = tokens.shape
@@ -101,13 +103,16 @@ class Trainee(nn.Module):
                 x = x + layer.mlp(self.norm(layer.post_attention_layernorm, x))
         x = self.norm(model.norm, x)
         logits = F.linear(x.flatten(0, 1), model.embed_tokens.weight).float()
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        accepted = torch.cat([targets[..., None], others], 2).flatten(0, 1)
+        chosen = logits.gather(1, accepted.clamp(min=0)).masked_fill(accepted < 0, float("-inf"))
+        losses = logits.logsumexp(1) - chosen.logsumexp(1)
         loss = (losses * weights.flatten()).sum() / weights.sum()
-        copied = sources(tokens, picked, eos)
+        copied = sources(tokens, picked, others, eos)
         mass = (paid[..., :length] * copied[:, None]).sum((1, 3)).clamp(1e-6, 1)
-        worth = weights * guided[:, None] * copied.any(2)
+        worth = weights * guided * copied.any(2)
         guidance = -(mass.log() * worth).sum() / worth.sum().clamp(min=1)
-        return loss, guidance, (logits.argmax(-1) == targets.flatten()).view_as(targets)
+        right = (logits.argmax(1, keepdim=True) == accepted).any(1)
+        return loss, guidance, right.view_as(targets)
 
     def norm(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Cohere's layer norm without bias, or Llama's root mean square."""
@@ -140,20 +145,23 @@ class Trainee(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def sources(tokens: torch.Tensor, picked: torch.Tensor, eos: int) -> torch.Tensor:
+def sources(tokens: torch.Tensor, picked: torch.Tensor, others: torch.Tensor, eos: int) -> torch.Tensor:
     """Where what comes behind the picked places, int64[B, P], can be copied from: bool[B, P, T].
 
     That is an earlier token of tokens, int64[B, T], which is the same, followed by the same two (or by any,
-    behind an answer's end).
+    behind an answer's end); or one of the others, int64[B, P, A], which would be as right.
     """
     length = tokens.shape[1]
     padded = F.pad(tokens, (0, 3), value=eos)
-    found = torch.arange(length, device=tokens.device) <= picked[:, :, None]
+    before = torch.arange(length, device=tokens.device) <= picked[:, :, None]
+    found = before
     ended = torch.zeros_like(picked, dtype=torch.bool)
     for ahead in range(3):
         wanted = padded.gather(1, picked + 1 + ahead)
         ended = ended | (wanted == eos) if ahead else ended
         found = found & ((padded[:, None, ahead : ahead + length] == wanted[:, :, None]) | ended[:, :, None])
+    for other in others.unbind(2):
+        found = found | (before & (tokens[:, None] == other[:, :, None]))
     return found
 
 

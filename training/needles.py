@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from offload_decode.evals.tasks import words
-from training.items import Ask, Item
+from training.items import Ask, Item, Listed
 from training.names import Names
 
 MAGIC = "One of the special magic {kind}s for {key} is: {value}."
@@ -27,7 +27,7 @@ def magic_value(rng: random.Random, names: Names, kind: str) -> str:
 
 def needles(rng: random.Random, names: Names, count: int) -> Item:
     """RULER's needles: one or several keys, values or questions, asked in our form or in RULER's."""
-    kind = rng.choices(["number", "word", "uuid"], [8, 1, 2 if count <= 4 else 1])[0]
+    kind = rng.choices(["number", "word", "uuid"], [7, 1, 3 if count <= 4 else 2])[0]
     uuids = kind == "uuid" and rng.random() < 0.6
     keys = words.distinct(lambda: words.identifier(rng, "train"), count) if uuids else names.keys(rng, count)
     values = words.distinct(lambda: magic_value(rng, names, kind), count)
@@ -36,7 +36,7 @@ def needles(rng: random.Random, names: Names, count: int) -> Item:
     asks: list[Ask] = []
     for k, v in zip(keys, values, strict=True):
         asks.append(one_ask(rng, kind, k, v, ruler))
-    if count > 1 and rng.random() < 0.3:
+    if count > 1 and rng.random() < 0.5:
         chosen = rng.sample(range(count), min(count, rng.randint(2, 4)))
         some = [keys[i] for i in chosen]
         pairs = [(keys[i], values[i]) for i in chosen]
@@ -44,7 +44,8 @@ def needles(rng: random.Random, names: Names, count: int) -> Item:
             f"What are all the special magic {kind}s for {several(some)} mentioned in the provided text?"
         )
         prefix = f" The special magic {kind}s for {several(some)} mentioned in the provided text are"
-        said = " ".join(f"The special magic {kind} for {k} is: {v}." for k, v in pairs)
+        # Short, so that the key before is near when the next one is looked for among those asked.
+        said = ", ".join(f"{k}: {v}" for k, v in pairs) + "."
         if ruler:
             asks.append((f"{question}{prefix}", f": {said}"))
         elif rng.random() < 0.4:
@@ -88,7 +89,7 @@ def many_values(rng: random.Random, names: Names, count: int) -> Item:
         mine = [v for k, v in order if k == key]
         question = f"What are all the special magic {kind}s for {key} mentioned in the provided text?"
         prefix = f" The special magic {kind}s for {key} mentioned in the provided text are"
-        answer = " " + ", ".join(mine) + "."
+        answer = Listed(tuple(mine))
         if ruler:
             asks.append((question + prefix, answer))
         else:

@@ -5,28 +5,35 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from training import chains, counting, documents, facts, needles, suite
 from training.fillers import Fillers
-from training.items import Item
+from training.items import Item, Listed
 from training.names import Names
 from training.synthetic import phrase_bank
 
-REST = 0.3  # weight of the phrase bank behind the last question
+SETTLED = 0.25  # weight of an answer's token that the two before it tell; of the others, 1
+REST = 0.2  # weight of the phrase bank behind the last question
 ALONE = ("common", "coded", "suite")  # nothing beside them: they write their whole text
 COUNTED = 3.0  # weight of an answer that was counted: a whole list is read for a few words
+ALTERNATIVES = 9  # a list has ten parts at most
 
 
 @dataclass(frozen=True)
 class Row:
-    """tokens int64[T]; weights float32[T] of predicting each; background bool[T]: filler without answers;
-    facts bool[T]: what is hidden there; far: whether tokens of other texts may be simulated behind it."""
+    """tokens int64[T]; weights float32[T] of predicting each; others int64[T, ALTERNATIVES]: what would be as
+    right there, or -1; guided bool[T]: where an answer is copied from what it is found by; background
+    bool[T]: filler without answers; facts bool[T]: what is hidden there; far: whether tokens of other texts
+    may be simulated behind it."""
 
     tokens: np.ndarray
     weights: np.ndarray
+    others: np.ndarray
+    guided: np.ndarray
     background: np.ndarray
     facts: np.ndarray
     far: bool
@@ -102,10 +109,12 @@ class Rows:
         """The row, or None where facts and one question do not fit."""
         before, after = items[0].before, items[0].after
         pieces = [fact for item in items for fact in item.facts]
-        asks = [ask for item in items for ask in item.asks]
-        rng.shuffle(asks)
+        found = [(*ask, not item.backwards) for item in items for ask in item.asks]
+        rng.shuffle(found)
+        asks = [ask for ask, _, _ in found]
+        said = [answer.drawn(rng) if isinstance(answer, Listed) else (answer, []) for _, answer, _ in found]
         texts = [before, *pieces, *(" " + piece for piece in pieces)]
-        texts += [after + asks[0][0], *("\n" + ask for ask, _ in asks), *(answer for _, answer in asks)]
+        texts += [after + asks[0], *("\n" + ask for ask in asks), *(answer for answer, _ in said)]
         encoded = self.encode(texts)
         head, encoded = encoded[0], encoded[1:]
         bare, spaced = encoded[: len(pieces)], encoded[len(pieces) : 2 * len(pieces)]
@@ -130,14 +139,18 @@ class Rows:
         behind = 1 + len(head)
         weights: list[np.ndarray] = [np.zeros(behind + len(text), np.float32)]
         size = behind + len(text)
-        order = list(range(len(asks)))
-        for i in order:
+        others, guided = np.full((length, ALTERNATIVES), -1, np.int64), np.zeros(length, bool)
+        for i in range(len(asks)):
             question = first if i == 0 else asked[i]
-            if size + len(question) + len(answers[i]) + 1 > length:
+            start = size + len(question)
+            end = start + len(answers[i])
+            if end + 1 > length:
                 continue
             tokens += [question, answers[i], np.array([self.eos])]
             weights += [np.zeros(len(question), np.float32), np.full(len(answers[i]) + 1, worth, np.float32)]
-            size += len(question) + len(answers[i]) + 1
+            others[start:end] = alternatives(answers[i], self.encode([f" {part}" for part in said[i][1]]))
+            guided[start:end] = kind not in ALONE and found[i][2]
+            size = end + 1
         if length > size:
             bank, scores = phrase_bank(np.random.default_rng(rng.getrandbits(62)), length - size, self.words)
             tokens.append(bank)
@@ -146,7 +159,11 @@ class Rows:
         marked[behind : behind + len(text)] = background
         told[behind : behind + len(text)] = ~background
         far = all(item.far for item in items)
-        return Row(np.concatenate(tokens), np.concatenate(weights), marked, told & far, far, kind)
+        whole, counted = np.concatenate(tokens), np.concatenate(weights)
+        # Many tokens of an answer are copied in passing; what must be found or decided is to count.
+        plain = settled(whole) & (others < 0).all(1) & (counted > REST)
+        counted = np.where(plain, np.float32(SETTLED), counted)
+        return Row(whole, counted, others, guided, marked, told & far, far, kind)
 
     def hidden(
         self,
@@ -183,3 +200,36 @@ class Rows:
         parts.append(filler[last:])
         marks.append(np.ones(len(filler) - last, bool))
         return np.concatenate(parts), np.concatenate(marks)
+
+
+def settled(tokens: np.ndarray) -> np.ndarray:
+    """Which of tokens int64[T] alone have come behind the same two before them: bool[T]."""
+    found = np.zeros(len(tokens), bool)
+    behind: dict[tuple[int, int], set[int]] = {}
+    listed = tokens.tolist()
+    for i, both in enumerate(pairwise(listed[:-1]), 2):
+        known = behind.setdefault(both, set())
+        found[i] = known == {listed[i]}
+        known.add(listed[i])
+    return found
+
+
+def alternatives(answer: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """What an answer that lists parts in this order may say instead at each token: int64[T, ALTERNATIVES].
+
+    That is, the next tokens of parts that are still to come and begin as what was said of this one; else -1.
+    """
+    found = np.full((len(answer), ALTERNATIVES), -1, np.int64)
+    at = 0
+    for i, part in enumerate(parts):
+        size = len(part)
+        while not np.array_equal(answer[at : at + size], part):
+            at += 1
+            if at + size > len(answer):
+                raise ValueError("a part is cut otherwise in its list than by itself")
+        for j in range(size):
+            rest = {int(p[j]) for p in parts[i + 1 :] if len(p) > j and np.array_equal(p[:j], part[:j])}
+            rest.discard(int(part[j]))
+            found[at + j, : len(rest)] = sorted(rest)
+        at += size
+    return found

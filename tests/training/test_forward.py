@@ -29,10 +29,11 @@ def arguments(far: int = 0) -> dict[str, torch.Tensor]:
         "picked": torch.randint(0, LENGTH, (2, 40)),
         "targets": torch.randint(3, WORDS, (2, 40)),
         "weights": torch.rand(2, 40),
+        "others": torch.full((2, 40, 3), -1),
+        "guided": torch.ones(2, 40),
         "far_index": torch.arange(far),
         "far_places": torch.zeros(far, dtype=torch.long),
         "far_bias": torch.full((2, far), float("-inf")),
-        "guided": torch.ones(2),
         "softening": torch.tensor(1.0),
         "eos": 1,
     }
@@ -52,6 +53,21 @@ def test_it_gives_the_loss_of_transformers(name: str) -> None:
     weights = given["weights"].flatten()
     torch.testing.assert_close(loss, (losses * weights).sum() / weights.sum())
     assert torch.equal(right, logits.argmax(-1) == given["targets"])
+
+
+def test_a_token_as_right_as_the_target_counts_as_right() -> None:
+    """With one other accepted token, the loss is that of the two probabilities together."""
+    model = small("demo")
+    given = arguments()
+    given["others"][:, :, 0] = (given["targets"] + 1) % WORDS
+    with torch.no_grad():
+        loss, _, right = Trainee(model)(**given)
+        logits = model(given["tokens"]).logits
+    logits = logits.gather(1, given["picked"][:, :, None].expand(-1, -1, WORDS))
+    accepted = torch.stack([given["targets"], given["others"][:, :, 0]], 2)
+    probability = logits.softmax(-1).gather(2, accepted).sum(2)
+    torch.testing.assert_close(loss, -(probability.log() * given["weights"]).sum() / given["weights"].sum())
+    assert torch.equal(right, (logits.argmax(-1, keepdim=True) == accepted).any(2))
 
 
 @pytest.mark.parametrize("name", network.MODELS)
@@ -82,12 +98,15 @@ def test_what_is_copied_stands_before_with_the_same_two_tokens_behind_it() -> No
     #                       0  1  2  3  4  5  6  7  8  9  10 11 12
     tokens = torch.tensor([[5, 6, 7, 8, 5, 6, 9, 3, 5, 6, 7, 4, eos]])
     picked = torch.tensor([[7, 9, 10, 3]])
-    found = sources(tokens, picked, eos)[0]
+    nothing = torch.full((1, 4, 2), -1)
+    found = sources(tokens, picked, nothing, eos)[0]
     # 5 6 7 is at 0 alone; 7 4 comes nowhere else; 4 ends the answer, but was not seen; 5 6 9 not either.
     assert [row.nonzero().flatten().tolist() for row in found] == [[0], [], [], []]
     ended = torch.tensor([[5, 6, 7, 8, 5, 4, 3, 5, eos, 6]])
-    found = sources(ended, torch.tensor([[6]]), eos)[0]
+    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], eos)[0]
     assert found[0].nonzero().flatten().tolist() == [0, 4]
+    found = sources(ended, torch.tensor([[6]]), torch.tensor([[[3, 9]]]), eos)[0]
+    assert found[0].nonzero().flatten().tolist() == [0, 4, 6]
 
 
 def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
@@ -98,6 +117,8 @@ def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
     given["picked"] = torch.arange(LENGTH // 2, LENGTH - 4).expand(2, -1)
     given["targets"] = given["tokens"].gather(1, given["picked"] + 1)
     given["weights"] = torch.ones_like(given["targets"], dtype=torch.float32)
+    given["guided"] = torch.ones_like(given["weights"])
+    given["others"] = torch.full((*given["targets"].shape, 3), -1)
     last = model.model.layers[-1].self_attn
     trainee = Trainee(model)
     _, before, _ = trainee(**given)
@@ -105,6 +126,6 @@ def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
     with torch.no_grad():
         last.q_proj.weight.sub_(0.1 * last.q_proj.weight.grad / last.q_proj.weight.grad.norm())
         _, after, _ = trainee(**given)
-        _, nothing, _ = trainee(**given | {"guided": torch.zeros(2)})
+        _, nothing, _ = trainee(**given | {"guided": torch.zeros_like(given["weights"])})
     assert after < before
     assert nothing == 0
