@@ -64,13 +64,16 @@ def _sizes(writer: Any, gguf: Any, config: dict[str, Any]) -> None:
 
 
 def _vocabulary(writer: Any, gguf: Any, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
-    """Byte-level BPE; digits stand alone, as in llama.cpp's pre-tokenizer of that name."""
+    """Byte-level BPE with numbers in groups of three digits, as in Llama 3's pre-tokenizer.
+
+    That cuts some runs of punctuation and new lines otherwise: near enough to time answers, not to compare.
+    """
     tokens = dict(tokenizer["model"]["vocab"])
     special = {added["content"]: added["id"] for added in tokenizer["added_tokens"]}
     names = {number: text for text, number in (tokens | special).items()}
     count = config["vocab_size"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("starcoder")
+    writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list([names.get(number, f"<unused-{number}>") for number in range(count)])
     kinds = gguf.TokenType
     writer.add_token_types([kinds.CONTROL if n in special.values() else kinds.NORMAL for n in range(count)])

@@ -32,8 +32,10 @@ def test_it_has_sliding_and_full_layers(model: Any) -> None:
     assert model.config.head_dim == 64
 
 
-def test_every_digit_is_a_token(tokenizer: Any) -> None:
-    assert [t for t in tokenizer.tokenize("is: 3141592.") if t.isdigit()] == list("3141592")
+def test_numbers_are_groups_of_three_digits(tokenizer: Any) -> None:
+    assert [t for t in tokenizer.tokenize("is: 3141592.") if t.isdigit()] == ["314", "159", "2"]
+    vocabulary = tokenizer.get_vocab()
+    assert all(f"{n:0{size}}" in vocabulary for size in (1, 2, 3) for n in range(10**size))
 
 
 def filler(rng: random.Random, sentences: int) -> str:
