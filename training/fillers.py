@@ -134,10 +134,9 @@ class Fillers:
         self.opens = np.array([piece[0] in "ĠĊĉ" for piece in pieces])
         self.closes = np.array([piece[-1] in ".!?Ċ" for piece in pieces])
         rare = {"tables": 0.06, "disorder": 0.1, "made-up": 0.05, "alphabets": 0.05, "code": 0.06}
-        plain = [name for name in self.arrays if name not in rare]
-        share = (1 - sum(rare.values())) / len(plain)
+        self.prose = [name for name in self.arrays if name not in rare]
+        share = (1 - sum(rare.values())) / len(self.prose)
         self.share = {name: rare.get(name, share) for name in self.arrays}
-        self.prose = share
         lines = [NOISE + end for end in (" ", "\n")]
         self.noise = [encode(tokenizer, line * 400) for line in lines]
 
@@ -160,10 +159,8 @@ class Fillers:
         return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
     def common(self, count: int = 64) -> np.ndarray:
-        """The tokens that come most often."""
-        every = np.concatenate(
-            [self.arrays[name] for name, share in self.share.items() if share == self.prose]
-        )
+        """The tokens that come most often in prose."""
+        every = np.concatenate([self.arrays[name] for name in self.prose])
         counts: np.ndarray = np.bincount(every, minlength=len(self.opens))
         return np.argsort(-counts, kind="stable")[:count]
 

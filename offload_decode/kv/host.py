@@ -226,8 +226,10 @@ def on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
     if isinstance(selection, PageSelection):
         pages, limit = to_host(selection.pages, selection.limit)
         return replace(selection, pages=pages, limit=limit)
-    if selection.ids is None or selection.scores is None:
-        return selection if selection.ids is None else replace(selection, ids=to_host(selection.ids)[0])
+    if selection.ids is None:
+        return selection
+    if selection.scores is None:
+        return replace(selection, ids=to_host(selection.ids)[0])
     ids, scores = to_host(selection.ids, selection.scores)
     return replace(selection, ids=ids, scores=scores)
 

@@ -56,6 +56,11 @@ def refused(said: str) -> bool:
     return bool(_REFUSED.search(said))
 
 
+def withheld(said: str) -> bool:
+    """Whether no answer is given that one could hold the model to: it is unsure, or refused."""
+    return unsure(said) or refused(said)
+
+
 def vague(said: str, match: re.Match[str]) -> bool:
     """Whether it is said to be so roughly, or asked."""
     return bool(_VAGUE_BEFORE.search(said, 0, match.start()) or _VAGUE_AFTER.match(said, match.end()))

@@ -97,7 +97,7 @@ class GraphWalk(SpreadFacts):
         """
         if len(question.answers) == 1:
             return float(reading.only(names.TOWN, said, question.answers[0], question.text))
-        given = [] if hedges.unsure(said) or hedges.refused(said) else _towns(said)
+        given = [] if hedges.withheld(said) else _towns(said)
         if given and given[0] in reading.named(names.TOWN, question.text):
             del given[0]  # the walk may be told from its start on
         right = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from offload_decode.evals.tasks.hedges import denied, refused, unsure, vague
+from offload_decode.evals.tasks.hedges import denied, vague, withheld
 
 _ONES = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
@@ -61,7 +61,7 @@ def number(said: str) -> int | None:
     values = {_value(match.group()) for match in found}
     if len(values) != 1 or _NOT_ONE.search(said) or _DIGIT.search(_NUMBER.sub(" ", said)):
         return None
-    if unsure(said) or refused(said) or vague(said, found[0]):
+    if withheld(said) or vague(said, found[0]):
         return None
     before, after = said[: found[0].start()], said[found[0].end() :]
     counts = (
@@ -101,7 +101,7 @@ def only(pattern: re.Pattern[str], said: str, answer: str, asked: str) -> bool:
     """
     given = set(named(pattern, said)) - {match.group().lower() for match in pattern.finditer(asked)}
     denials = {name for name in given if name.startswith("!")}
-    if unsure(said) or refused(said) or f"!{answer.lower()}" in denials:
+    if withheld(said) or f"!{answer.lower()}" in denials:
         return False
     return given - denials == {answer.lower()}
 
@@ -113,7 +113,7 @@ def label(said: str, choices: Iterable[str]) -> str | None:
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, choices))})s?\b", re.IGNORECASE)
     found = list(pattern.finditer(said))
     kinds = {match.group(1).lower() for match in found}
-    if len(kinds) != 1 or unsure(said) or refused(said):
+    if len(kinds) != 1 or withheld(said):
         return None
     if any(denied(said, match) or vague(said, match) for match in found):
         return None
