@@ -6,7 +6,7 @@ import random
 import string
 
 from offload_decode.evals.tasks import words
-from training.items import NOISE, Ask, Item
+from training.items import NOISE, Ask, Item, Linked
 from training.names import Names
 
 TRACK = "Question: Find all variables that are assigned the value {value} in the text above."
@@ -25,6 +25,13 @@ def chain(rng: random.Random, length: int, letters: int) -> tuple[str, list[str]
     return value, names, [f"VAR {n} = {s}" for n, s in zip(names, sources, strict=False)]
 
 
+def linked(between: str, names: list[str], value: str) -> Linked:
+    """The answer that says the names, first the one that is assigned the value itself."""
+    sources = [value, *(f"VAR {name}" for name in names)]
+    told = tuple(f"{name} = {source}" for name, source in zip(names, sources, strict=False))
+    return Linked(" " + between.join(names), tuple(names), told)
+
+
 def tracking(rng: random.Random, names: Names, links: int) -> Item:
     """Chains of variables; one to three of them, in RULER's form with its example or in ours."""
     chains = [chain(rng, links, 5) for _ in range(rng.choice([1, 1, 2, 3]))]
@@ -41,16 +48,15 @@ def tracking(rng: random.Random, names: Names, links: int) -> Item:
             count=links, value=value, assigned=rng.choice(["assigned", "assgined"]) if ruler else "assigned"
         )
         if ruler:
-            asks.append((f"{question} Answer:{prefix}", " " + " ".join(variables)))
+            asks.append((f"{question} Answer:{prefix}", linked(" ", variables, value)))
         else:
-            asks.append(
-                (f"{question}\nAnswer:{prefix if rng.random() < 0.5 else ''}", " " + ", ".join(variables))
-            )
+            prefix = prefix if rng.random() < 0.5 else ""
+            asks.append((f"{question}\nAnswer:{prefix}", linked(", ", variables, value)))
     noise = rng.random() < 0.6
     if not ruler:
         lines = facts if noise else [fact + "." for fact in facts]
         before = TRACK_BEFORE if rng.random() < 0.5 else ""
-        return Item(lines, asks, ordered=True, backwards=True, before=before, noise=noise)
+        return Item(lines, asks, ordered=True, before=before, noise=noise)
     before = TRACK_BEFORE
     if rng.random() < 0.3:
         value, variables, lines = chain(rng, links, 3)
@@ -60,4 +66,4 @@ def tracking(rng: random.Random, names: Names, links: int) -> Item:
         )
         before += " " + " ".join(variables) + "\n\n\n" + TRACK_BEFORE
     lines = [fact + " " for fact in facts]
-    return Item(lines, asks, ordered=True, backwards=True, before=before, after="\n", noise=noise)
+    return Item(lines, asks, ordered=True, before=before, after="\n", noise=noise)

@@ -30,7 +30,9 @@ def numbered(
     rng: random.Random, names: Names, common: int, times: int, others: int, less: int
 ) -> tuple[str, list[str]]:
     """A shuffled numbered list, and its common words."""
-    chosen = words.distinct(lambda: names.word(rng), common + others)
+    # Made-up words in every third list: which words there are is to be read, not known.
+    draw = words.made_up if rng.random() < 0.3 else names.word
+    chosen = words.distinct(lambda: draw(rng), common + others)
     listed = chosen[:common] * times + chosen[common:] * less
     rng.shuffle(listed)
     return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1)), chosen[:common]

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from training import synthetic
+from training import several, synthetic
 from training.fillers import Fillers
-from training.rows import ALTERNATIVES, Row, Rows
+from training.items import ALTERNATIVES
+from training.rows import Row, Rows
 
 FAR_KEYS = 192  # sampled keys that stand for the filler of other texts
 FAR_FACTS = 64  # and for facts with other keys
@@ -23,19 +24,25 @@ FARTHEST = 1_200_000  # places of a rotary model in training
 
 
 class Batch(NamedTuple):
-    """The arguments of `Trainee.forward`, and what each row is; a loader makes tensors of the arrays."""
+    """The arguments of `Trainee.forward`, and what each row is."""
 
-    tokens: Any
-    places: Any
-    picked: Any
-    targets: Any
-    weights: Any
-    others: Any
-    guided: Any
-    far_index: Any
-    far_places: Any
-    far_bias: Any
+    tokens: np.ndarray
+    places: np.ndarray
+    picked: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    others: np.ndarray
+    guided: np.ndarray
+    hints: np.ndarray
+    far_index: np.ndarray
+    far_places: np.ndarray
+    far_bias: np.ndarray
     kinds: list[str]
+
+    def tensors(self, device: str = "cpu") -> list[torch.Tensor]:
+        """All but the kinds."""
+        arrays: Any = self[:-1]
+        return [torch.as_tensor(x).to(device, non_blocking=True) for x in arrays]
 
 
 @dataclass(frozen=True)
@@ -55,24 +62,24 @@ class Stage:
     lists: Mapping[str, float] = field(default_factory=dict)  # mixture of longer windows
 
 
-SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.06}
+SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.05, "several": 0.1}
 FACTS = {
-    "needles": 0.22,
-    "pairs": 0.12,
-    "values": 0.09,
-    "plain": 0.13,
-    "records": 0.08,
-    "tracking": 0.09,
-    "documents": 0.13,
-    "common": 0.07,
-    "coded": 0.06,
-    "suite": 0.08,
+    "needles": 0.2,
+    "pairs": 0.1,
+    "values": 0.11,
+    "plain": 0.12,
+    "records": 0.07,
+    "tracking": 0.11,
+    "documents": 0.14,
+    "common": 0.08,
+    "coded": 0.07,
+    "suite": 0.06,
 }
 SIMPLE = {"pairs": 0.3, "needles": 0.2, "plain": 0.2, "records": 0.14, "documents": 0.1}
 MIXED = SYNTHETIC | FACTS
 LISTS = {"common": 0.34, "coded": 0.22, "suite": 0.14, "needles": 0.12, "values": 0.1, "tracking": 0.08}
 
-WINDOWS = {256: 0.15, 512: 0.55, 1024: 0.18, 2048: 0.08, 4096: 0.04}
+WINDOWS = {256: 0.14, 512: 0.5, 1024: 0.2, 2048: 0.11, 4096: 0.05}
 SOFT = (1.0, 0.8, 0.65)
 
 STAGES = (
@@ -80,6 +87,7 @@ STAGES = (
     Stage("repeats", {128: 1}, {"repeats": 1}, 3000, "repeats", 0.8, tokens=2048),
     Stage("phrases", {256: 1}, {"repeats": 0.2, "phrases": 0.8}, 600, "phrases", 0.91),
     Stage("recall", {128: 0.5, 256: 0.5}, {"phrases": 0.2, "recall": 0.8}, 300, "recall", 0.9),
+    Stage("several", {256: 1}, {"phrases": 0.1, "recall": 0.2, "several": 0.7}, 900, "several", 0.93),
     Stage("simple", {256: 1}, SYNTHETIC | SIMPLE, 600, "needles", 0.92),
     Stage("facts", {512: 1}, MIXED, 600, softening=SOFT[:2], far=3e4),
     Stage("long", WINDOWS, MIXED, 0, "", 2.0, 8192, SOFT, 1.5e6, 1.5e-3, LISTS),
@@ -87,7 +95,7 @@ STAGES = (
 
 
 class Mixer:
-    """Draws rows and batches: the same seed, step and stage give the same batch."""
+    """Draws rows and makes batches of them: the same seed, step and stage give the same rows."""
 
     def __init__(self, tokenizer: Any, fillers: Fillers, rotary: bool, seed: int) -> None:
         self.rows = Rows(tokenizer, fillers)
@@ -95,41 +103,47 @@ class Mixer:
         self.common = fillers.common()
         self.rotary, self.seed = rotary, seed
 
-    def batch(self, step: int, stage: Stage, times: int = 1) -> Batch:
+    def drawn(self, step: int, stage: Stage, times: int = 1) -> list[Row]:
         """One step's rows, all of one length; `times` as many tokens as the stage says."""
         rng = np.random.default_rng((self.seed, step))
         window = int(rng.choice(list(stage.windows), p=list(stage.windows.values())))
         mixture = stage.lists if stage.lists and window > 1024 else stage.mixture
         share = np.array(list(mixture.values()))
         kinds = rng.choice(list(mixture), times * stage.tokens // window, p=share / share.sum())
-        rows = [self.row(rng, str(kind), window) for kind in kinds]
-        return assembled(rng, rows, stage.far, self.rotary)
+        return [self.row(rng, str(kind), window) for kind in kinds]
+
+    def batch(self, step: int, stage: Stage, rows: list[Row]) -> Batch:
+        """The step's batch of its rows."""
+        return assembled(np.random.default_rng((self.seed, step, 1)), rows, stage.far, self.rotary)
 
     def row(self, rng: np.random.Generator, kind: str, length: int) -> Row:
         """One row of a kind."""
-        if kind in ("repeats-few", "repeats", "phrases", "recall"):
-            if kind == "phrases":
-                tokens, weights = synthetic.phrase_bank(rng, length, self.words)
-            elif kind == "recall":
-                tokens, weights = synthetic.recall(rng, length, self.words, self.common)
-            else:
-                tokens, weights = synthetic.repeats(
-                    rng, length, self.words[:: 8 if kind == "repeats-few" else 1]
-                )
-            nothing = np.zeros(length, bool)
-            others = np.full((length, ALTERNATIVES), -1, np.int64)
-            return Row(tokens, weights, others, ~nothing, nothing, nothing, False, kind)
-        return self.rows.row(random.Random(int(rng.integers(2**62))), length, kind)
+        nothing = np.zeros(length, bool)
+        others = np.full((length, ALTERNATIVES), -1, np.int64)
+        if kind == "several":
+            made, lists = several.several(rng, length, self.words, self.common)
+            return Row(*made, nothing, nothing, False, kind, lists)
+        hints = np.full(length, -1, np.int64)
+        if kind == "phrases":
+            tokens, weights = synthetic.phrase_bank(rng, length, self.words)
+        elif kind == "recall":
+            tokens, weights = synthetic.recall(rng, length, self.words, self.common)
+        elif kind in ("repeats-few", "repeats"):
+            few = kind == "repeats-few"
+            tokens, weights = synthetic.repeats(rng, length, self.words[:: 8 if few else 1])
+        else:
+            return self.rows.row(random.Random(int(rng.integers(2**62))), length, kind)
+        return Row(tokens, weights, others, ~nothing, hints, nothing, nothing, False, kind)
 
 
-class Steps(torch.utils.data.Dataset[Batch]):
-    """The batches of a stage by their step, for a loader that may draw them in other processes."""
+class Steps(torch.utils.data.Dataset[list[Row]]):
+    """The rows of a stage by their step, for a loader that may draw them in other processes."""
 
     def __init__(self, mixer: Mixer, stage: Stage, times: int) -> None:
         self.mixer, self.stage, self.times = mixer, stage, times
 
-    def __getitem__(self, step: int) -> Batch:
-        return self.mixer.batch(step, self.stage, self.times)
+    def __getitem__(self, step: int) -> list[Row]:
+        return self.mixer.drawn(step, self.stage, self.times)
 
 
 def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: bool) -> Batch:
@@ -142,6 +156,7 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
     weights = np.zeros((len(rows), most), np.float32)
     others = np.full((len(rows), most, ALTERNATIVES), -1, np.int64)
     guided = np.zeros((len(rows), most), np.float32)
+    hints = np.full((len(rows), most), -1, np.int64)
     for i, row in enumerate(rows):
         at = np.flatnonzero(row.weights[1:])
         if len(at) > most:
@@ -154,13 +169,15 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
         weights[i, : len(at)] = row.weights[at + 1]
         others[i, : len(at)] = row.others[at + 1]
         guided[i, : len(at)] = row.guided[at + 1]
+        hints[i, : len(at)] = row.hints[at + 1]
     index, bias = distractors(rng, rows, far)
     places, far_places = spread(rng, len(rows), length, len(index)) if rotary else (None, None)
     if places is None or far_places is None:
         places = np.broadcast_to(np.arange(length), (len(rows), length)).copy()
         far_places = np.zeros(len(index), np.int64)
     kinds = [row.kind for row in rows]
-    return Batch(tokens, places, picked, targets, weights, others, guided, index, far_places, bias, kinds)
+    taught = (picked, targets, weights, others, guided, hints)
+    return Batch(tokens, places, *taught, index, far_places, bias, kinds)
 
 
 def distractors(rng: np.random.Generator, rows: list[Row], far: float) -> tuple[np.ndarray, np.ndarray]:

@@ -40,6 +40,7 @@ class Trainee(nn.Module):
         weights: torch.Tensor,
         others: torch.Tensor,
         guided: torch.Tensor,
+        hints: torch.Tensor,
         far_index: torch.Tensor,
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
@@ -48,13 +49,44 @@ class Trainee(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """tokens and their places int64[B, T]; picked int64[B, P]: where the next token is predicted; targets
         and weights [B, P]; others int64[B, P, A]: what is as right as the target, or -1; guided float32
-        [B, P]: 1 where what is predicted is copied; far_index int64[N] into B * T: the sampled keys,
+        [B, P]: 1 where what is predicted is copied; hints int64[B, P]: from which token or the next,
+        or -1: from wherever it stands (see `sources`); far_index int64[N] into B * T: the sampled keys,
         far_places int64[N], and far_bias float32[B, N]: the logarithm of what each stands for, or -inf;
         softening: factor on the full layers' scores; eos: what ends an answer.
 
         Returns the weighted mean of -log of the probability of what is right, the same of the attention that
         the last layer's heads together pay to what is to be copied, and bool[B, P]: right predictions.
         """
+        x, paid = self.states(tokens, places, picked, far_index, far_places, far_bias, softening)
+        length = tokens.shape[1]
+        logits = self.logits(x).flatten(0, 1)
+        accepted = torch.cat([targets[..., None], others], 2).flatten(0, 1)
+        chosen = logits.gather(1, accepted.clamp(min=0)).masked_fill(accepted < 0, float("-inf"))
+        losses = logits.logsumexp(1) - chosen.logsumexp(1)
+        loss = (losses * weights.flatten()).sum() / weights.sum()
+        copied = sources(tokens, picked, others, hints, eos)
+        mass = (paid[..., :length] * copied[:, None]).sum((1, 3)).clamp(1e-6, 1)
+        worth = weights * guided * copied.any(2)
+        guidance = -(mass.log() * worth).sum() / worth.sum().clamp(min=1)
+        right = (logits.argmax(1, keepdim=True) == accepted).any(1)
+        return loss, guidance, right.view_as(targets)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Of states [B, P, W]: float32 [B, P, V]."""
+        model: Any = self.inner.model
+        return F.linear(x, model.embed_tokens.weight).float()
+
+    def states(
+        self,
+        tokens: torch.Tensor,
+        places: torch.Tensor,
+        picked: torch.Tensor,
+        far_index: torch.Tensor,
+        far_places: torch.Tensor,
+        far_bias: torch.Tensor,
+        softening: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is known at the picked places, [B, P, W], and the last layer's attention, [B, H, P, T + N]."""
         model: Any = self.inner.model
         batch, length = tokens.shape
         x = F.embedding(tokens, model.embed_tokens.weight)
@@ -101,18 +133,7 @@ class Trainee(nn.Module):
             else:
                 x = x + out
                 x = x + layer.mlp(self.norm(layer.post_attention_layernorm, x))
-        x = self.norm(model.norm, x)
-        logits = F.linear(x.flatten(0, 1), model.embed_tokens.weight).float()
-        accepted = torch.cat([targets[..., None], others], 2).flatten(0, 1)
-        chosen = logits.gather(1, accepted.clamp(min=0)).masked_fill(accepted < 0, float("-inf"))
-        losses = logits.logsumexp(1) - chosen.logsumexp(1)
-        loss = (losses * weights.flatten()).sum() / weights.sum()
-        copied = sources(tokens, picked, others, eos)
-        mass = (paid[..., :length] * copied[:, None]).sum((1, 3)).clamp(1e-6, 1)
-        worth = weights * guided * copied.any(2)
-        guidance = -(mass.log() * worth).sum() / worth.sum().clamp(min=1)
-        right = (logits.argmax(1, keepdim=True) == accepted).any(1)
-        return loss, guidance, right.view_as(targets)
+        return self.norm(model.norm, x), paid
 
     def norm(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Cohere's layer norm without bias, or Llama's root mean square."""
@@ -145,11 +166,14 @@ class Trainee(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def sources(tokens: torch.Tensor, picked: torch.Tensor, others: torch.Tensor, eos: int) -> torch.Tensor:
+def sources(
+    tokens: torch.Tensor, picked: torch.Tensor, others: torch.Tensor, hints: torch.Tensor, eos: int
+) -> torch.Tensor:
     """Where what comes behind the picked places, int64[B, P], can be copied from: bool[B, P, T].
 
     That is an earlier token of tokens, int64[B, T], which is the same, followed by the same two (or by any,
-    behind an answer's end); or one of the others, int64[B, P, A], which would be as right.
+    behind an answer's end); or one of the others, int64[B, P, A], which would be as right. Where hints,
+    int64[B, P], name a token, it is that or the next: what stands in front of it is known there.
     """
     length = tokens.shape[1]
     padded = F.pad(tokens, (0, 3), value=eos)
@@ -162,7 +186,8 @@ def sources(tokens: torch.Tensor, picked: torch.Tensor, others: torch.Tensor, eo
         found = found & ((padded[:, None, ahead : ahead + length] == wanted[:, :, None]) | ended[:, :, None])
     for other in others.unbind(2):
         found = found | (before & (tokens[:, None] == other[:, :, None]))
-    return found
+    behind = torch.arange(length, device=tokens.device) - hints[:, :, None]
+    return torch.where(hints[:, :, None] < 0, found, (behind == 0) | (behind == 1))
 
 
 def attend(

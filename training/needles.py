@@ -44,14 +44,10 @@ def needles(rng: random.Random, names: Names, count: int) -> Item:
             f"What are all the special magic {kind}s for {several(some)} mentioned in the provided text?"
         )
         prefix = f" The special magic {kind}s for {several(some)} mentioned in the provided text are"
-        # Short, so that the key before is near when the next one is looked for among those asked.
-        said = ", ".join(f"{k}: {v}" for k, v in pairs) + "."
-        if ruler:
-            asks.append((f"{question}{prefix}", f": {said}"))
-        elif rng.random() < 0.4:
-            asks.append((f"{question}\nAnswer:{prefix}", f": {said}"))
-        else:
-            asks.append((f"{question}\nAnswer:", f" {said}"))
+        # Short, so that all that was said is near; in any order, as what is left out decides what comes next.
+        said = Listed(tuple(f"{k}: {v}" for k, v in pairs))
+        begun = prefix if ruler or rng.random() < 0.4 else ""
+        asks.append((question + ("" if ruler else "\nAnswer:") + begun, said))
     before = (HIDDEN_ONE if rng.random() < 0.5 else HIDDEN_ALL).format(kind=kind)
     noise = rng.random() < 0.1
     if ruler:
@@ -83,10 +79,8 @@ def many_values(rng: random.Random, names: Names, count: int) -> Item:
         new = magic_value(rng, names, kind)
         lists[key].append(new)
     order = [(key, v) for key, vs in lists.items() for v in vs]
-    rng.shuffle(order)
     facts = [MAGIC.format(kind=kind, key=k, value=v) for k, v in order]
-    for key in keys:
-        mine = [v for k, v in order if k == key]
+    for key, mine in lists.items():
         question = f"What are all the special magic {kind}s for {key} mentioned in the provided text?"
         prefix = f" The special magic {kind}s for {key} mentioned in the provided text are"
         answer = Listed(tuple(mine))
@@ -96,8 +90,8 @@ def many_values(rng: random.Random, names: Names, count: int) -> Item:
             asks.append((f"{question}\nAnswer:{prefix if rng.random() < 0.4 else ''}", answer))
     before = HIDDEN_ALL.format(kind=kind)
     if ruler:
-        return Item(facts, asks, ordered=True, before=before, after="\n")
-    return Item(facts, asks, ordered=True, before=before if rng.random() < 0.5 else "")
+        return Item(facts, asks, before=before, after="\n")
+    return Item(facts, asks, before=before if rng.random() < 0.5 else "")
 
 
 def several(parts: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from training import chains, counting, documents, facts, needles, suite
 from training.fillers import Fillers
-from training.items import Item, Listed
+from training.items import ALTERNATIVES, Item, Linked, Listed, Said, alternatives, ends, inside, listed
 from training.names import Names
 from training.synthetic import phrase_bank
 
@@ -20,24 +20,38 @@ SETTLED = 0.25  # weight of an answer's token that the two before it tell; of th
 REST = 0.2  # weight of the phrase bank behind the last question
 ALONE = ("common", "coded", "suite")  # nothing beside them: they write their whole text
 COUNTED = 3.0  # weight of an answer that was counted: a whole list is read for a few words
-ALTERNATIVES = 9  # a list has ten parts at most
 
 
 @dataclass(frozen=True)
 class Row:
     """tokens int64[T]; weights float32[T] of predicting each; others int64[T, ALTERNATIVES]: what would be as
-    right there, or -1; guided bool[T]: where an answer is copied from what it is found by; background
-    bool[T]: filler without answers; facts bool[T]: what is hidden there; far: whether tokens of other texts
-    may be simulated behind it."""
+    right there, or -1; guided bool[T]: where an answer is copied from what it is found by; hints int64[T]:
+    the token behind which it is told, or -1 where it is copied from wherever it stands; background bool[T]:
+    filler without answers; facts bool[T]: what is hidden there; far: whether tokens of other texts may be
+    simulated behind it; lists: the answers whose parts may come in any order."""
 
     tokens: np.ndarray
     weights: np.ndarray
     others: np.ndarray
     guided: np.ndarray
+    hints: np.ndarray
     background: np.ndarray
     facts: np.ndarray
     far: bool
     kind: str
+    lists: tuple[Said, ...] = ()
+
+    def reordered(self, number: int, order: Sequence[int]) -> Row:
+        """The same with the parts of one of its lists in another order."""
+        old = self.lists[number]
+        answer = slice(old.start, old.start + old.size)
+        moved = old.moved(order)
+        tokens, weights, others = self.tokens.copy(), self.weights.copy(), self.others.copy()
+        tokens[answer], weights[answer] = tokens[answer][moved], weights[answer][moved]
+        new = listed(old.start, tokens[answer], [old.parts[i] for i in order])
+        others[answer] = alternatives(new)
+        lists = (*self.lists[:number], new, *self.lists[number + 1 :])
+        return replace(self, tokens=tokens, weights=weights, others=others, lists=lists)
 
 
 class Rows:
@@ -109,10 +123,10 @@ class Rows:
         """The row, or None where facts and one question do not fit."""
         before, after = items[0].before, items[0].after
         pieces = [fact for item in items for fact in item.facts]
-        found = [(*ask, not item.backwards) for item in items for ask in item.asks]
+        found = [ask for item in items for ask in item.asks]
         rng.shuffle(found)
-        asks = [ask for ask, _, _ in found]
-        said = [answer.drawn(rng) if isinstance(answer, Listed) else (answer, []) for _, answer, _ in found]
+        asks = [ask for ask, _ in found]
+        said = [spoken(rng, answer) for _, answer in found]
         texts = [before, *pieces, *(" " + piece for piece in pieces)]
         texts += [after + asks[0], *("\n" + ask for ask in asks), *(answer for answer, _ in said)]
         encoded = self.encode(texts)
@@ -139,7 +153,9 @@ class Rows:
         behind = 1 + len(head)
         weights: list[np.ndarray] = [np.zeros(behind + len(text), np.float32)]
         size = behind + len(text)
+        lists: list[Said] = []
         others, guided = np.full((length, ALTERNATIVES), -1, np.int64), np.zeros(length, bool)
+        hints = np.full(length, -1, np.int64)
         for i in range(len(asks)):
             question = first if i == 0 else asked[i]
             start = size + len(question)
@@ -148,8 +164,17 @@ class Rows:
                 continue
             tokens += [question, answers[i], np.array([self.eos])]
             weights += [np.zeros(len(question), np.float32), np.full(len(answers[i]) + 1, worth, np.float32)]
-            others[start:end] = alternatives(answers[i], self.encode([f" {part}" for part in said[i][1]]))
-            guided[start:end] = kind not in ALONE and found[i][2]
+            parts = self.encode([f" {part}" for part in said[i][1]])
+            answer = found[i][1]
+            if isinstance(answer, Listed):
+                lists.append(listed(start, answers[i], parts))
+                others[start:end] = alternatives(lists[-1])
+                weights[-1][:-1][~inside(lists[-1])] *= SETTLED
+            elif isinstance(answer, Linked):
+                first_tokens = start + np.array(listed(start, answers[i], parts).starts)
+                at = np.array(ends(text, self.encode([f" {fact}" for fact in answer.told])))
+                hints[first_tokens] = np.where(at < 0, -1, behind + at)
+            guided[start:end] = kind not in ALONE
             size = end + 1
         if length > size:
             bank, scores = phrase_bank(np.random.default_rng(rng.getrandbits(62)), length - size, self.words)
@@ -162,8 +187,8 @@ class Rows:
         whole, counted = np.concatenate(tokens), np.concatenate(weights)
         # Many tokens of an answer are copied in passing; what must be found or decided is to count.
         plain = settled(whole) & (others < 0).all(1) & (counted > REST)
-        counted = np.where(plain, np.float32(SETTLED), counted)
-        return Row(whole, counted, others, guided, marked, told & far, far, kind)
+        counted = np.where(plain, np.minimum(counted, SETTLED), counted)
+        return Row(whole, counted, others, guided, hints, marked, told & far, far, kind, tuple(lists))
 
     def hidden(
         self,
@@ -202,6 +227,13 @@ class Rows:
         return np.concatenate(parts), np.concatenate(marks)
 
 
+def spoken(rng: random.Random, answer: str | Listed | Linked) -> tuple[str, Sequence[str]]:
+    """An answer's text, and its parts in their order where it has any."""
+    if isinstance(answer, Listed):
+        return answer.drawn(rng)
+    return (answer.text, answer.links) if isinstance(answer, Linked) else (answer, ())
+
+
 def settled(tokens: np.ndarray) -> np.ndarray:
     """Which of tokens int64[T] alone have come behind the same two before them: bool[T]."""
     found = np.zeros(len(tokens), bool)
@@ -211,25 +243,4 @@ def settled(tokens: np.ndarray) -> np.ndarray:
         known = behind.setdefault(both, set())
         found[i] = known == {listed[i]}
         known.add(listed[i])
-    return found
-
-
-def alternatives(answer: np.ndarray, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """What an answer that lists parts in this order may say instead at each token: int64[T, ALTERNATIVES].
-
-    That is, the next tokens of parts that are still to come and begin as what was said of this one; else -1.
-    """
-    found = np.full((len(answer), ALTERNATIVES), -1, np.int64)
-    at = 0
-    for i, part in enumerate(parts):
-        size = len(part)
-        while not np.array_equal(answer[at : at + size], part):
-            at += 1
-            if at + size > len(answer):
-                raise ValueError("a part is cut otherwise in its list than by itself")
-        for j in range(size):
-            rest = {int(p[j]) for p in parts[i + 1 :] if len(p) > j and np.array_equal(p[:j], part[:j])}
-            rest.discard(int(part[j]))
-            found[at + j, : len(rest)] = sorted(rest)
-        at += size
     return found

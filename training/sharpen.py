@@ -24,7 +24,7 @@ def losses(
     """The mean loss of the batches with each factor."""
     sums = [0.0] * len(factors)
     for batch in batches:
-        arrays = [torch.as_tensor(x) for x in batch[:-1]]
+        arrays = batch.tensors()
         for i, factor in enumerate(factors):
             loss, _, _ = trainee(*arrays, torch.tensor(factor), eos)
             sums[i] += float(loss)

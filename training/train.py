@@ -18,14 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel
 
 from training import corpus, curriculum, network, tokenizer
 from training.curriculum import STAGES, Batch, Stage, Steps
+from training.favourites import favourites_first
 from training.fillers import Fillers
 from training.forward import Trainee
+from training.rows import Row
 from training.sharpen import FACTORS, losses, sharpen
 
 WARMUP = 50
@@ -34,6 +37,7 @@ CHECKPOINT_SECONDS = 180
 LOG_STEPS = 25
 COMPILED = 256  # shorter windows are not worth the compiler's time
 LAST_STEP = 10**9
+AGAIN = "several"  # where a finished model goes on: it copies and finds, and has lists to learn
 GUIDANCE = 0.3  # weight of the attention paid to what is copied, beside the loss
 SHARPENED_BY = 6  # batches
 GPU_TIMES = 8  # as many tokens a step on a GPU
@@ -71,7 +75,14 @@ class Run:
     """One training run: model, optimizers, and how far it is; all that a checkpoint holds."""
 
     def __init__(
-        self, name: str, out: Path, texts: list[Path], seed: int, tokens: float, workers: int
+        self,
+        name: str,
+        out: Path,
+        texts: list[Path],
+        seed: int,
+        tokens: float,
+        workers: int,
+        start: Path | None,
     ) -> None:
         torch.manual_seed(seed)
         self.out, self.budget, self.workers = out, tokens, workers
@@ -80,16 +91,23 @@ class Run:
         self.half = self.device == "cuda" or torch.cpu._is_avx512_bf16_supported()
         found = corpus.cached(out / "corpus.json", texts, seed)
         if not (out / "tokenizer").exists():
-            tokenizer.save(tokenizer.train(tokenizer.samples(found)), out / "tokenizer")
+            words = (
+                AutoTokenizer.from_pretrained(start) if start else tokenizer.train(tokenizer.samples(found))
+            )
+            tokenizer.save(words, out / "tokenizer")
         self.words = AutoTokenizer.from_pretrained(out / "tokenizer")
         special = (self.words.bos_token_id, self.words.eos_token_id, self.words.pad_token_id)
         self.model = network.create(network.config(name, len(self.words), *special))
+        if start:
+            finished = type(self.model).from_pretrained(start, dtype=torch.float32)
+            self.model.load_state_dict(finished.state_dict())
         self.trainee = Trainee(self.model).to(self.device)
         self.compiled = torch.compile(self.trainee, dynamic=False)
         self.optimizers = network.optimizers(self.model)
         fillers = Fillers(self.words, found, out / "fillers.npz", seed)
         self.mixer = curriculum.Mixer(self.words, fillers, name == "demo-rope", seed)
-        self.state: dict[str, Any] = {"step": 0, "stage": 0, "done": 0, "tokens": 0, "seconds": 0.0}
+        stage = [stage.name for stage in STAGES].index(AGAIN) if start else 0
+        self.state: dict[str, Any] = {"step": 0, "stage": stage, "done": 0, "tokens": 0, "seconds": 0.0}
         if self.checkpoint.exists():
             self.load(self.checkpoint)
         if self.state["tokens"] < (1 - DECAY) * tokens and self.state.pop("decaying", False):
@@ -126,22 +144,28 @@ class Run:
         share: float = min(1.0, (self.state["step"] + 1) / WARMUP, max(0.0, left) / DECAY)
         return rate * share
 
-    def batches(self, stage: Stage) -> Iterator[Batch]:
-        """The stage's batches from the next step on, as tensors."""
+    def rows(self, stage: Stage) -> Iterator[list[Row]]:
+        """The stage's rows from the next step on."""
         times = GPU_TIMES if self.device == "cuda" else 1
         loader = DataLoader(
             Steps(self.mixer, stage, times),
             batch_size=None,
             sampler=range(self.state["step"], LAST_STEP),
             num_workers=self.workers,
+            collate_fn=lambda rows: rows,
         )
         return iter(loader)
 
-    def step(self, stage: Stage, batch: Batch) -> tuple[Losses, Accuracy]:
-        """Learn from a batch."""
-        softening = stage.softening[self.state["step"] % len(stage.softening)]
+    def step(self, stage: Stage, rows: list[Row]) -> tuple[Losses, Accuracy]:
+        """Learn from a step's rows."""
+        step = self.state["step"]
+        softening = stage.softening[step % len(stage.softening)]
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
+            rng = np.random.default_rng((self.mixer.seed, step, 2))
+            rows = favourites_first(rng, rows, self.trainee, softening, self.device)
+        batch = self.mixer.batch(step, stage, rows)
         network_ = self.compiled if batch.tokens.shape[1] >= COMPILED else self.trainee
-        arrays = [x.to(self.device, non_blocking=True) for x in batch[:-1]]
+        arrays = batch.tensors(self.device)
         with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
             softened = torch.tensor(softening, device=self.device)
             loss, guidance, right = network_(*arrays, softened, self.words.eos_token_id)
@@ -155,13 +179,14 @@ class Run:
             optimizer.zero_grad()
         self.state["step"] += 1
         self.state["done"] += 1
-        self.state["tokens"] += batch.tokens.numel()
+        self.state["tokens"] += batch.tokens.size
         return (loss.item(), guidance.item()), measured(batch, right.cpu())
 
     def best_factor(self) -> float:
         """The factor on the full layers' scores that suits rows with many tokens behind them best."""
         stage = replace(STAGES[-1], windows={1024: 1.0})
-        batches = [self.mixer.batch(LAST_STEP + i, stage) for i in range(SHARPENED_BY)]
+        steps = range(LAST_STEP, LAST_STEP + SHARPENED_BY)
+        batches = [self.mixer.batch(i, stage, self.mixer.drawn(i, stage)) for i in steps]
         found = losses(self.trainee.cpu(), batches, self.words.eos_token_id)
         return FACTORS[found.index(min(found))]
 
@@ -170,13 +195,13 @@ class Run:
         saved_at = noted_at = time.time()
         recent: deque[tuple[Losses, Accuracy]] = deque(maxlen=50)
         with (self.out / "log.jsonl").open("a") as log:
-            batches = self.batches(STAGES[self.state["stage"]])
+            rows = self.rows(STAGES[self.state["stage"]])
             while self.state["tokens"] < self.budget:
                 if self.state["tokens"] >= (1 - DECAY) * self.budget and "decaying" not in self.state:
                     self.save(self.constant)
                     self.state["decaying"] = True
                 stage = STAGES[self.state["stage"]]
-                recent.append(self.step(stage, next(batches)))
+                recent.append(self.step(stage, next(rows)))
                 if self.state["step"] % LOG_STEPS == 0:
                     now = time.time()
                     self.state["seconds"] += now - noted_at
@@ -186,7 +211,7 @@ class Run:
                     known = len(recent) == recent.maxlen and means.get(stage.watch, 0) >= stage.goal
                     if known or 0 < stage.steps <= self.state["done"]:
                         self.state |= {"stage": self.state["stage"] + 1, "done": 0}
-                        batches = self.batches(STAGES[self.state["stage"]])
+                        rows = self.rows(STAGES[self.state["stage"]])
                         recent.clear()
                 if stopped.is_set() or time.time() - saved_at > CHECKPOINT_SECONDS:
                     self.save(self.checkpoint)
@@ -199,7 +224,7 @@ class Run:
 def measured(batch: Batch, right: torch.Tensor) -> Accuracy:
     """For each kind of row how many of the tokens that count in full were right, of how many."""
     accuracy: Accuracy = {}
-    counted = batch.weights >= 0.5
+    counted = torch.as_tensor(batch.weights >= 1)
     for kind, mine, true in zip(batch.kinds, counted, right, strict=True):
         total, count = accuracy.get(kind, (0.0, 0))
         accuracy[kind] = (total + int(true[mine].sum()), count + int(mine.sum()))
@@ -212,6 +237,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint, log and export")
     parser.add_argument(
         "--text", type=Path, nargs="*", default=[], help="folders of text files to read as well"
+    )
+    parser.add_argument(
+        "--start", type=Path, help="a finished model to go on from, where its checkpoints are gone"
     )
     parser.add_argument("--tokens", type=float, default=100, help="millions of tokens in all")
     parser.add_argument("--seed", type=int, default=0)
@@ -226,7 +254,10 @@ def main() -> None:
     stopped = threading.Event()
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, lambda *_: stopped.set())
-    run = Run(options.model, options.out, options.text, options.seed, options.tokens * 1e6, options.workers)
+    millions = options.tokens * 1e6
+    run = Run(
+        options.model, options.out, options.text, options.seed, millions, options.workers, options.start
+    )
     if run.train(stopped):
         run.save(run.checkpoint)
         factor = run.best_factor()

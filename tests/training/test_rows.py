@@ -16,7 +16,8 @@ from offload_decode.evals.tasks import words
 from training import curriculum
 from training.curriculum import FACTS, STAGES, Mixer, Stage
 from training.fillers import Fillers
-from training.rows import ALTERNATIVES, REST, Rows, alternatives, settled
+from training.items import ALTERNATIVES, alternatives, inside, listed
+from training.rows import REST, Rows, settled
 
 LENGTH = 512
 TEXT = "Some people walked slowly over the hills before evening. They sang about stones and water.\n" * 400
@@ -95,15 +96,18 @@ def test_a_rival_is_another_key_that_shares_much(rows: Rows) -> None:
 def test_a_batch_depends_on_seed_and_step_alone(tokenizer: Any, fillers: Fillers, rotary: bool) -> None:
     stage = Stage("all", {256: 0.5, 512: 0.5}, {"phrases": 0.2, "needles": 0.4, "plain": 0.4}, far=1e5)
     one, other = (Mixer(tokenizer, fillers, rotary, seed=5) for _ in range(2))
-    one.batch(3, stage)
-    first, second, third = one.batch(4, stage), other.batch(4, stage), other.batch(5, stage)
+    one.batch(3, stage, one.drawn(3, stage))
+    first, second, third = (
+        m.batch(i, stage, m.drawn(i, stage)) for m, i in ((one, 4), (other, 4), (other, 5))
+    )
     for mine, same in zip(first[:-1], second[:-1], strict=True):
         np.testing.assert_array_equal(mine, same)
     assert first.tokens.shape != third.tokens.shape or not np.array_equal(first.tokens, third.tokens)
 
 
 def test_targets_are_the_tokens_behind_the_picked_ones(tokenizer: Any, fillers: Fillers) -> None:
-    batch = Mixer(tokenizer, fillers, False, seed=1).batch(0, STAGES[-2])
+    mixer = Mixer(tokenizer, fillers, False, seed=1)
+    batch = mixer.batch(0, STAGES[-2], mixer.drawn(0, STAGES[-2]))
     rows_, columns = np.nonzero(batch.weights)
     np.testing.assert_array_equal(
         batch.targets[rows_, columns], batch.tokens[rows_, batch.picked[rows_, columns] + 1]
@@ -153,11 +157,13 @@ def test_a_run_starts_from_folders_of_text(tmp_path: Path) -> None:
 def test_what_a_list_may_say_next_is_what_it_has_not_said() -> None:
     parts = [np.array(p) for p in ([5, 6], [5, 7], [8])]
     #                           .  5  6  .  5  7  .  8
-    found = alternatives(np.array([1, 5, 6, 1, 5, 7, 1, 8]), parts)
+    said = listed(0, np.array([1, 5, 6, 1, 5, 7, 1, 8]), parts)
+    found = alternatives(said)
+    assert inside(said).tolist() == [False, True, True, False, True, True, False, True]
     assert found.shape == (8, ALTERNATIVES)
     assert [sorted(set(row.tolist()) - {-1}) for row in found] == [[], [8], [7], [], [8], [], [], []]
     with pytest.raises(ValueError, match="cut otherwise"):
-        alternatives(np.array([1, 5, 6]), [np.array([6, 5])])
+        listed(0, np.array([1, 5, 6]), [np.array([6, 5])])
 
 
 def test_a_token_is_settled_by_the_two_before_it_as_long_as_nothing_else_came_behind_them() -> None:

@@ -1,0 +1,140 @@
+"""Sequences of random tokens in which a question has several answers.
+
+All values of a key, the words that came most often, the links of a chain: whoever answers has to leave out
+what was said. In text such answers are long and few, and that is learned late if at all; here a window of 256
+tokens holds dozens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from training.items import ALTERNATIVES, Said, alternatives, inside, listed
+
+BETWEEN = 0.25  # weight of what stands between the parts of an answer
+MOST_VALUES = 4
+MOST_LINKS = 5
+MOST_COMMON = 5
+LEAST_LIST = 24  # tokens
+
+
+class Several(NamedTuple):
+    """tokens int64[T]; weights float32[T] of predicting each; others int64[T, ALTERNATIVES]: what would be as
+    right there, or -1; guided bool[T]: where what is said is found by something; hints int64[T]: the token
+    behind which it is told, or -1 where it is copied from wherever it stands."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    others: np.ndarray
+    guided: np.ndarray
+    hints: np.ndarray
+
+
+def several(
+    rng: np.random.Generator, length: int, words: np.ndarray, common: np.ndarray
+) -> tuple[Several, tuple[Said, ...]]:
+    """One row, and its lists."""
+    page = Page(rng, np.setdiff1d(words, common), common)
+    while page.size < length:
+        (page.values, page.chains, page.counts)[rng.choice(3, p=(0.5, 0.25, 0.25))](length - page.size)
+    row = Several(*(np.concatenate(parts)[:length] for parts in zip(*page.parts, strict=True)))
+    return row, tuple(said for said in page.lists if said.start + said.size <= length)
+
+
+class Page:
+    """A row while it is written: a few marks that are always the same, and wordings that are drawn afresh."""
+
+    def __init__(self, rng: np.random.Generator, rare: np.ndarray, common: np.ndarray) -> None:
+        """rare: what keys, values and words are made of; common: marks, and what wordings are made of."""
+        self.rng, self.rare, self.common = rng, rare, common[6:]
+        self.comma, self.stop, self.ask, self.colon, self.equals, self.let = common[:6, None]
+        self.loose = int(rng.integers(0, 4))  # most words of a wording: none where marks tell all
+        self.parts: list[Several] = []
+        self.lists: list[Said] = []
+        self.size = 0
+
+    def values(self, _: int) -> None:
+        """`a K = b V.` for all values of a few keys in disorder; then `? d K e: V, V, V.` for each key."""
+        rng = self.rng
+        keys = self.distinct(int(rng.integers(1, 4)), 2)
+        held = [self.distinct(int(rng.integers(1, MOST_VALUES + 1)), 3) for _ in keys]
+        pairs = [(key, value) for key, values in zip(keys, held, strict=True) for value in values]
+        spread = int(rng.choice([0, 2]))
+        for i in rng.permutation(len(pairs)):
+            key, value = pairs[i]
+            self.put(self.some(self.rare, 0, spread), self.wording(), key, self.equals, self.wording(), value)
+            self.put(self.stop)
+        for i in rng.permutation(len(keys)):
+            self.put(self.ask, self.wording(), keys[i], self.wording(), self.colon)
+            self.say([held[i][j] for j in rng.permutation(len(held[i]))])
+
+    def chains(self, _: int) -> None:
+        """`let X = V.`, `let Y = X.` for one or two chains; then `? d V e: X, Y.` in the order of links."""
+        rng = self.rng
+        links = int(rng.integers(2, MOST_LINKS + 1))
+        names = self.distinct(2 * links + 2, 3)
+        chains = [names[: links + 1], names[links + 1 :]][: int(rng.integers(1, 3))]
+        spread = int(rng.choice([0, 2]))
+        told: list[list[int]] = [[] for _ in chains]  # where the links' facts end
+        for i in rng.permutation(np.repeat(np.arange(len(chains)), links)):
+            old, new = chains[i][len(told[i]) : len(told[i]) + 2]
+            self.put(self.some(self.rare, 0, spread), self.let, new, self.equals, old)
+            told[i].append(self.size - 1)
+            self.put(self.stop)
+        for i in rng.permutation(len(chains)):
+            self.put(self.ask, self.wording(), chains[i][0], self.wording(), self.colon)
+            self.say(chains[i][1:], told[i])
+
+    def counts(self, room: int) -> None:
+        """A list of words in disorder, a few of which come often; then `? d: W, W.`."""
+        rng = self.rng
+        often, times = int(rng.integers(1, MOST_COMMON + 1)), int(rng.integers(3, 9))
+        size, gap = int(rng.integers(1, 4)), int(rng.integers(0, 3))
+        # Short lists are more often drawn than long ones: a list is read for a few words.
+        wanted = np.exp(rng.uniform(np.log(LEAST_LIST), np.log(max(room, LEAST_LIST))))
+        once = max(2, int(wanted / ((size + 1) / 2 + gap)) - often * times)
+        drawn = self.distinct(often + once, size)
+        listed = drawn[:often] * times + drawn[often:]
+        for i in rng.permutation(len(listed)):
+            self.put(self.rng.choice(self.common, gap), listed[i])
+        self.put(self.ask, self.wording(), self.colon)
+        self.say([drawn[i] for i in rng.permutation(often)])
+
+    def some(self, of: np.ndarray, least: int, most: int) -> np.ndarray:
+        return self.rng.choice(of, int(self.rng.integers(least, most + 1)))
+
+    def wording(self) -> np.ndarray:
+        return self.some(self.common, 0, self.loose)
+
+    def distinct(self, count: int, most: int) -> list[np.ndarray]:
+        """Different words of at most so many tokens, the first of which tells them apart."""
+        firsts = self.rng.choice(self.rare, (count, 1), replace=False)
+        return [np.concatenate([first, self.some(self.rare, 0, most - 1)]) for first in firsts]
+
+    def put(self, *parts: np.ndarray) -> None:
+        """What is read and not predicted."""
+        part = np.concatenate(parts)
+        none = np.full((len(part), ALTERNATIVES), -1, np.int64)
+        hints = np.full(len(part), -1, np.int64)
+        self.add(Several(part, np.zeros(len(part), np.float32), none, np.zeros(len(part), bool), hints))
+
+    def say(self, parts: list[np.ndarray], told: list[int] | None = None) -> None:
+        """An answer, in any order; or in this one alone, and then told says where each part's fact ends."""
+        answer = np.concatenate([x for part in parts for x in (part, self.comma)])
+        answer[-1] = self.stop[0]
+        said = listed(self.size, answer, parts)
+        others = np.full((len(answer), ALTERNATIVES), -1, np.int64)
+        hints = np.full(len(answer), -1, np.int64)
+        if told is None:
+            self.lists.append(said)
+            others = alternatives(said)
+        else:
+            hints[list(said.starts)] = told
+        weights = np.where(inside(said), np.float32(1), np.float32(BETWEEN))
+        self.add(Several(answer, weights, others, np.ones(len(answer), bool), hints))
+
+    def add(self, part: Several) -> None:
+        self.parts.append(part)
+        self.size += len(part.tokens)
