@@ -19,6 +19,8 @@ from offload_decode.memory import give_back
 WEIGHTS = ("auto", "int8", "int4")
 BLOCK = 64
 """Weights that share a scale in int4: a row holds whole blocks."""
+_ROWS = 32
+"""Rows that int4 multiplies at a time on processors with bf16: bitsandbytes cannot do with a part of them."""
 _OUTLIER = 6.0  # inputs beyond it are multiplied unquantised: LLM.int8()'s own threshold
 
 
@@ -31,12 +33,13 @@ def check_weights(weights: str) -> None:
 
 
 def replaceable(model: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The linear layers but for the output layer and rows of no whole blocks: parent, name in it, layer."""
+    """The linear layers but for the output layer and those of no whole blocks: parent, name in it, layer."""
     output = model.get_output_embeddings()
     for parent in model.modules():
         for name, layer in parent.named_children():
             plain = type(layer) is torch.nn.Linear and layer is not output
-            if plain and layer.in_features % BLOCK == 0:
+            whole = plain and layer.in_features % BLOCK == 0 and layer.out_features % _ROWS == 0
+            if whole:
                 yield parent, name, layer
 
 

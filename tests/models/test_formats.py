@@ -57,8 +57,10 @@ MADE: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 
 # torch compiles BitNet's layers when they first run.
 KINDS = [pytest.param(kind, marks=[pytest.mark.slow] if kind == "bitnet" else []) for kind in MADE]
-ROUNDED = ("bitsandbytes-8", "bitnet")
-"""They round their inputs to 8 bits too, so that what is near turns either way."""
+ROUNDED = {"bitsandbytes-8": 0.1, "bitnet": 0.1, "bitsandbytes-4": 0.02, "bitsandbytes-4-twice": 0.02}
+"""They round their inputs too, to 8 bits or, on processors that multiply in bf16, to that; so that what is near
+turns either way. By how much, of the logits' length.
+"""
 PACKED = (
     "v_proj.weight",
     "v_proj.qweight",
@@ -110,7 +112,7 @@ def test_behind_a_stored_prefix_it_equals_plain_generation(
         expected = theirs(prompt).logits[0, -1]
         generated = theirs.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
     if kind in ROUNDED:
-        assert (logits - expected).norm() < 0.1 * expected.norm()
+        assert (logits - expected).norm() < ROUNDED[kind] * expected.norm()
         return
     assert (logits - expected).abs().max() < 1e-4
     assert list(answer.tokens) == generated[0, prompt.shape[1] :].tolist()
