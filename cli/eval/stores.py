@@ -9,17 +9,17 @@ from tempfile import TemporaryDirectory
 
 from offload_decode.models.loading import LoadedModel
 from offload_decode.store.reader import KVStore
-from prefill_jobs.build import build_indexes
 from prefill_jobs.corpus import TextDocument
 from prefill_jobs.job import Settings, prefill_texts
-from prefill_jobs.kept import kept_name
+from prefill_jobs.kept import kept, kept_name
 
 
 class PrefilledStores:
     """Called with a text, gives its store (`evals.runs.Stores`), with the indexes of `kinds`.
 
     In `keep`, where a folder is given, stores stay and are found again by the text, the model and how it was
-    prefilled; a prefill that was interrupted goes on. Otherwise they are gone when they were asked.
+    prefilled; a prefill that was interrupted goes on, and one that another process is at is waited for.
+    Otherwise they are gone when they were asked.
     """
 
     def __init__(
@@ -49,9 +49,8 @@ class PrefilledStores:
             if stage == "prefill":
                 report(done)
 
-        if not path.exists():
+        def make() -> None:
             document = TextDocument(self._name, text)
             prefill_texts(self._loaded, [document], path, self._settings, progress=progress)
-        for kind in self._kinds:
-            build_indexes(path, kind)
-        return KVStore.open(path)
+
+        return kept(path, make, self._kinds)

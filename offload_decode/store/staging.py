@@ -43,7 +43,11 @@ def locked(partial: Path) -> Iterator[None]:
         raise StoreForeign(
             f"{partial} is not the staging folder of a store: move it away, or choose another path."
         )
-    with open(partial / LOCK, "ab") as lock:
+    try:
+        lock = open(partial / LOCK, "ab")  # noqa: SIM115
+    except FileNotFoundError as error:  # the process that held it has published the store just now
+        raise _busy(partial) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             gone = not (partial / LOCK).exists() or not os.path.samestat(
@@ -52,8 +56,12 @@ def locked(partial: Path) -> Iterator[None]:
         except BlockingIOError:
             gone = True
         if gone:
-            raise StoreBusy(f"Another process is writing {partial}: wait for it to end, or stop it first.")
+            raise _busy(partial)
         yield
+
+
+def _busy(partial: Path) -> StoreBusy:
+    return StoreBusy(f"Another process is writing {partial}: wait for it to end, or stop it first.")
 
 
 class Segment(NamedTuple):

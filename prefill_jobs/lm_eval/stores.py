@@ -17,11 +17,9 @@ from offload_decode.errors import StoreMismatch
 from offload_decode.kv.head_indexes import AUTO
 from offload_decode.models.loading import LoadedModel
 from offload_decode.store.format import token_hash
-from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.build import build_indexes
 from prefill_jobs.job import Settings, prefill_tokens
-from prefill_jobs.kept import kept_name
+from prefill_jobs.kept import kept, kept_name
 from prefill_jobs.lm_eval.prefixes import Tokens
 
 
@@ -61,7 +59,8 @@ class Stores:
     ) -> Engine:
         settings = replace(self.settings, context=following)
         path = folder / self._name(prefix, following)
-        if not path.exists():
+
+        def make() -> None:
             documents = [Document("context", 0, len(prefix))]
             prefill_tokens(
                 self.loaded,
@@ -71,12 +70,11 @@ class Stores:
                 settings,
                 progress=lambda stage, done, total: progress(done) if stage == "prefill" else None,
             )
-        store = KVStore.open(path)
+
+        kind = str(self.config.options.get("index", AUTO))
+        store = kept(path, make, () if kind == AUTO else (kind,))
         if store.manifest.token_hash != token_hash(prefix):
             raise StoreMismatch(f"{path} is of another text than its name says: remove it.")
-        kind = str(self.config.options.get("index", AUTO))
-        if kind != AUTO:
-            build_indexes(path, kind)
         return Engine.open(store, self.loaded, self.config)
 
     def _name(self, prefix: Tokens, following: int) -> str:

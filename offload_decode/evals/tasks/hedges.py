@@ -6,22 +6,33 @@ import re
 from collections.abc import Collection
 
 _NO = (
-    r"(?:\b(?:not|no|never|neither|nor|except|excluding|unlike|without|cannot|than|instead of|anything but)"
+    r"(?:\b(?:not|no|never|neither|nor|except|excluding|unlike|without|cannot|than|instead of|"
+    r"(?:any|every)(?:thing|one|where) but|ignore|forget|disregard|"
+    r"(?<!no )(?<!a )doubt (?:it|that|if|whether))"
     r"|n't)"
 )
+_WRONG = r"(?:wrong|incorrect|false|untrue|mistaken)"
+_BETWEEN = r"(?:\s+(?!but\b|rather\b|doubt\b|question\b)[\"'(*]*(?-i:[a-z]+(?:'[a-z]+)?)\b){0,4}"
 # Words in small letters may stand between; after `not 12 but` another answer begins; `no doubt` is no denial.
-_DENIED_BEFORE = re.compile(
-    rf"{_NO}(?:(?:\s+(?!but\b|rather\b|doubt\b|question\b)[\"'(*]*(?-i:[a-z]+)\b){{0,4}}|:)[\s\"'(*]*$",
+_DENIED_BEFORE = re.compile(rf"(?:{_NO}(?:{_BETWEEN}|:)|\b{_WRONG}{_BETWEEN}:?)[\s\"'(*]*$", re.IGNORECASE)
+_DENIED_AFTER = re.compile(
+    r"[\"')*]*\s*,?\s*(?:(?:but|and)\s+)?(?:(?:which|that|this|it)\s+)?"
+    r"(?:(?:is|was|are|were)(?:\s+(?:(?:almost|\w+ly)\s+){0,2}(?:not|never)\b|n't\b)"
+    rf"|(?:is|was|are|were)\s+(?:the\s+|an?\s+)?{_WRONG}\b"
+    r"|(?:is|was|belongs)\b[^.!?\n]*\b(?:an)?(?:other|different)\s+(?:key|one|question|name|person)\b)",
     re.IGNORECASE,
 )
-_DENIED_AFTER = re.compile(
-    r"[\"')*]*\s*,?\s*(?:which\s+|that\s+)?"
-    r"(?:(?:is|was|are|were)(?:\s+not\b|n't\b)|(?:is|was)\s+(?:wrong|incorrect|false)\b)",
+# What denies a whole list that follows: `none of these: 1, 2`, `all but 1 and 2`, `they are not: 1, 2`.
+_ALL_DENIED = re.compile(
+    rf"(?:\b(?:none|neither of|except|excluding|{_WRONG}"
+    r"|(?:all|every\w*|any\w*)(?:\s+[a-z]+){0,2}\s+(?:but|besides|(?:apart|aside) from))\b[^.!?;\n]*"
+    r"|(?:\bnot|n't)(?:\s+\w+){1,3}:\s*)$",
     re.IGNORECASE,
 )
 _UNSURE = re.compile(
     r"\b(?:maybe|perhaps|probably|possibly|presumably|likely|might|may|could|unsure|uncertain|unknown|guess)\b"
-    r"|\b(?:(?:not|never)\s+|\w+n't\s+)(?:\w+\s+)?(?:sure|certain|know)\b|\bno\s+idea\b",
+    r"|\b(?:(?:not|never)\s+|\w+n't\s+)(?:\w+\s+)?(?:sure|certain|know)\b|\bno\s+idea\b"
+    r"|\bor\s+(?:an|some\s*)?(?:other|something|somewhere|someone)\b|\bhypothetical",
     re.IGNORECASE,
 )
 # That the text does not tell; `no other`, and `not why`, are said by those who do answer.
@@ -33,17 +44,28 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _VAGUE_BEFORE = re.compile(
-    r"(?:\b(?:about|around|approximately|approx\.?|roughly|nearly|almost|at least|at most|more than|"
+    r"(?:\b(?:near|next to|close to|outside|(?:miles|kilometres|km|far|away) from|between|twice|half|double|"
+    r"(?:reverse|half|double|sum) of|e\.g\.,?|for (?:example|instance),?|such as|"
+    r"about|around|approximately|approx\.?|roughly|nearly|almost|at least|at most|more than|"
     r"less than|fewer than|over|under|(?<!add )(?<!adds )(?<!sum )(?<!sums )up to|some)"
     r"|[~≈≤≥±]|(?<![\w/\"'=-])[<>])\s*$",
     re.IGNORECASE,
 )
-_VAGUE_AFTER = re.compile(r"\s*(?:[+?%°€£]|-?ish\b|or so\b)", re.IGNORECASE)
+_VAGUE_AFTER = re.compile(
+    r"\s*(?:[+?%°€£]|-?ish\b|or so\b|reversed\b|squared\b"
+    r"|,?\s*(?:[*×÷^]|\s-\s|plus\b|minus\b)\s*(?:\d{1,3}|one|two|three)(?![\w.)]))",
+    re.IGNORECASE,
+)
 
 
 def denied(said: str, match: re.Match[str]) -> bool:
     """Whether it is said not to be so: by `not`, `except` and the like shortly before, `is not` after it."""
     return bool(_DENIED_BEFORE.search(said, 0, match.start()) or _DENIED_AFTER.match(said, match.end()))
+
+
+def all_denied(before: str) -> bool:
+    """Whether what stands `before` a list says that nothing of it is so."""
+    return bool(_ALL_DENIED.search(before))
 
 
 def unsure(said: str, words: Collection[str] = ()) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.hedges import denied, refused, unsure, vague
+from offload_decode.evals.tasks.hedges import all_denied, denied, refused, unsure, vague
 
 if TYPE_CHECKING:
     from offload_decode.evals.tasks.base import Question
@@ -33,12 +33,16 @@ then there these they third thirty this those three time times to top total two 
 variable variables was we were what when where which who whose with word words would written you your
 """
 AROUND = frozenset(_AROUND.split())
-_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb", '\'\'""""')
+_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb\u2010", '\'\'""""-')
 _FOREIGN_DIGIT = re.compile(r"[^\D0-9]")
 _MARKS = re.compile(r"[*`_\u200b\u200c\u200d\ufeff]+")
 _SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:[,.' ]\d{3})+(?!\d)")
 _WORD = re.compile(r"(?<![\w-])(?<!\w')[^\W\d_]+(?![\w-])(?!'\w)")
 _KEY = re.compile(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])")
+_HALVES = [(frozenset(words.ADJECTIVES[half]), frozenset(words.NOUNS[half])) for half in words.ADJECTIVES]
+_PAIR = re.compile(r"(?<![\w-])([a-z]+)( ?- ?| )(?=([a-z]+)(?![\w-]))", re.IGNORECASE)
+_FOR = re.compile(r"\bfor\s+(?:the\s+)?(?:key\s+)?[\"'(]*$", re.IGNORECASE)
+_HAS = re.compile(r"[a-z]+[\"')]*\s*(?:=|\b(?:is|has)\b)", re.IGNORECASE)
 _POLITE = re.compile(
     r"\b(?:please\s+)?(?:let me know|feel free|i hope|hope this|if you (?:need|have|would|want))\b"
     r"[^.!?\n]*[.!?]?",
@@ -46,6 +50,7 @@ _POLITE = re.compile(
 )
 _BREAK = re.compile(r"[\n,;:.!?|/()\[\]{}\u2022-]|\d+[.)]?|\band\b", re.IGNORECASE)
 _WORDS, _WORDS_EACH = 40, 20  # an answer has no more, and so many more for each thing that was asked for
+_LEAST = re.compile(r"\b(?:least|rarest|fewest|less often|only once)\b", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _LEAD = re.compile(r"^\W*(?:the\s+)?answer\W*(?:\bis\b)?\s*:?", re.IGNORECASE)
 
@@ -76,6 +81,8 @@ def score(question: Question, said: str) -> float:
     if unsure(text) or any(vague(text, match) for match in found):
         return 0.0
     if len(answers) == 1 and refused(text):
+        return 0.0
+    if _none_of(question, text, [*question.keys, *(match.group() for match in found)]):
         return 0.0
     others = _other_keys(question, text, asked) if find is not _compounds else []
     if question.keys:
@@ -119,6 +126,8 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
     text = plain(said)
     if _rambles(text, question.answers) or unsure(text, words.KNOWN):
         return 0.0
+    if _none_of(question, text, question.answers) or _LEAST.search(text[: _first(text, question.answers)]):
+        return 0.0
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
 
     def meant(word: str) -> bool:
@@ -138,8 +147,11 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
 
 
 def exact(answers: Sequence[str], said: str) -> float:
-    """Whether the whole of an answer is one of these, by SQuAD's normal form (arXiv 1606.05250)."""
-    return float(any(_normal(answer) == _normal(_LEAD.sub("", said)) for answer in answers))
+    """Whether the whole of an answer is one of these, by SQuAD's normal form (arXiv 1606.05250); as it is
+    written where that leaves nothing of it, as of `**`.
+    """
+    given = _LEAD.sub("", said)
+    return float(any((_normal(a) or a.strip()) == (_normal(given) or given.strip()) for a in answers))
 
 
 def token_f1(answers: Sequence[str], said: str) -> float:
@@ -167,6 +179,19 @@ def _lower(texts: Sequence[str]) -> list[str]:
 def _rambles(text: str, answers: Sequence[str]) -> bool:
     """Whether so much is said that it is no answer but a piece of the text, right answers and all."""
     return len(text.split()) > _WORDS + _WORDS_EACH * len(answers)
+
+
+def _first(text: str, said: Iterable[str]) -> int:
+    """Where the first of these stands in a text; its end where none does."""
+    small = text.lower()
+    return min((at for each in said if (at := small.find(each.lower())) >= 0), default=len(text))
+
+
+def _none_of(question: Question, text: str, said: Iterable[str]) -> bool:
+    """Whether a list of these is refused or denied as a whole, before it begins (and not by the question)."""
+    before = text.replace(plain(question.text), "")
+    before = before[: _first(before, said)]
+    return refused(before) or all_denied(before)
 
 
 def _joined(text: str, answers: Sequence[str]) -> str:
@@ -201,16 +226,21 @@ def _compounds(text: str, answers: Sequence[str], asked: frozenset[str]) -> list
 
 
 def _other_keys(question: Question, text: str, asked: frozenset[str]) -> list[str]:
-    """Keys such as `quiet-river` that an answer names and a question about such a key does not."""
-    adjectives, nouns = words.ADJECTIVES, words.NOUNS
-    found = [m.group().lower() for m in _compounds(text, (), asked)] if _KEY.search(question.text) else []
-    return [
-        key
-        for key in dict.fromkeys(found)
-        if any(
-            key.split("-")[0] in adjectives[half] and key.split("-")[1] in nouns[half] for half in adjectives
-        )
-    ]
+    """Keys such as `quiet-river` that an answer names and a question about such a key does not: pairs of
+    words that keys are drawn from, and whatever else something is said to be `for`, or to be.
+    """
+    if not _KEY.search(question.text):
+        return []
+    found: dict[str, None] = {}
+    for match in _PAIR.finditer(text):
+        one, between, other = (part.lower() for part in match.groups())
+        if {one, other} <= asked or {one, other} & AROUND:
+            continue
+        drawn = any(one in adjectives and other in nouns for adjectives, nouns in _HALVES)
+        told = _FOR.search(text, 0, match.start()) or (between == "-" and _HAS.match(text, match.end()))
+        if (drawn and (between == "-" or told)) or (told and between == "-"):
+            found[f"{one}-{other}"] = None
+    return list(found)
 
 
 def _variables(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:

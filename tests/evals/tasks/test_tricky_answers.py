@@ -9,6 +9,7 @@ import pytest
 from offload_decode.evals.tasks import Question, get
 from offload_decode.evals.tasks.aggregate.spread import Choice
 from offload_decode.evals.tasks.ruler import niah
+from offload_decode.evals.tasks.ruler.qa import Either
 
 _KEYS, _VALUES = ("brisk-lantern", "odd-boat"), ("7654321", "2345678")
 _ONE = Question(niah.ASK.format(key=_KEYS[0]), niah.PREFIX.format(key=_KEYS[0]), _VALUES[:1])
@@ -84,4 +85,108 @@ _RECORDS = [{"seller": "Leo Clockwell", "town": "Vasedale", "price": 8}]
     ],
 )
 def test_what_is_meant_counts(task: str, question: Question, said: str, score: float) -> None:
+    assert get(task).score(question, said) == pytest.approx(score)
+
+
+_LISTED = Question("", "", ("1111111", "2222222", "3333333", "4444444"))
+_FOUR_VALUES = "1111111, 2222222, 3333333, 4444444"
+_SPAN = Question(niah.ASK.format(key="brisk-lantern").replace("number", "uuid"), "", ("6f1c2d3e-4b5a-8e7f",))
+_CHAIN = Question("Find all variables.", "", ("ABCDE", "FGHIJ", "KLMNO"))
+_OPERATOR = Either("Question: Which operator?", "", ("**",))
+
+
+@pytest.mark.parametrize(
+    ("task", "question", "said", "score"),
+    [
+        *(
+            ("niah_single_2", _ONE, said, 0)
+            for said in (
+                "The special magic number for odd-boat is 7654321.",
+                "The special magic number for Odd-Boat is 7654321.",
+                "7654321 is the number for odd-boat",
+                "The special magic number for quiet river is 7654321.",
+                "Wrong answer: 7654321",
+                "Incorrect: 7654321",
+                "7654321 is the wrong answer",
+                "I was told 7654321, but that is wrong.",
+                "7654321 is almost certainly not it",
+                "7654321 belongs to another key.",
+                "I don't think it's 7654321",
+                "I doubt it is 7654321.",
+                "either 7654321 or another",
+                "Ignore 7654321.",
+                "all numbers besides 7654321",
+                "everything apart from 7654321",
+                "twice 7654321",
+                "7654321 plus 1",
+                "the reverse of 7654321",
+                "for example 7654321",
+                "hypothetically 7654321",
+            )
+        ),
+        *(
+            ("niah_single_2", _ONE, said, 1)
+            for said in (
+                "It is 7654321, no doubt that it is.",
+                "There is no doubt that it is 7654321.",
+                "The special magic number for brisk lantern is 7654321.",
+                "For this question the number is 7654321.",
+                "The well-known number is 7654321.",
+                "2345678 is wrong; 7654321",
+            )
+        ),
+        *(
+            ("niah_multivalue", _LISTED, f"{before}{_FOUR_VALUES}", 0)
+            for before in (
+                "None of these: ",
+                "none of ",
+                "All but ",
+                "The text does not say: ",
+                "I can't answer this. ",
+                "These are not right: ",
+                "The wrong ones are ",
+            )
+        ),
+        ("niah_multivalue", _LISTED, f"They are: {_FOUR_VALUES}. I found no others.", 1),
+        ("niah_multivalue", _LISTED, "1111111 - 2222222 - 3333333 - 4444444", 1),
+        ("niah_multiquery", _QUERY, "The text does not say: 1111111, 2222222, 3333333, 4444444", 0),
+        ("niah_single_3", _SPAN, "6f1c2d3e\u20114b5a\u20118e7f", 1),
+        ("niah_single_3", _SPAN, "The special magic uuid for odd-boat is 6f1c2d3e-4b5a-8e7f.", 0),
+        ("vt", _CHAIN, "None: ABCDE, FGHIJ, KLMNO", 0),
+        ("vt", _CHAIN, "The text does not say which; ABCDE, FGHIJ, KLMNO", 0),
+        ("cwe", Question("", "", _WORDS), f"The least common words are {', '.join(_WORDS)}", 0),
+        ("cwe", Question("", "", _WORDS), f"Words that appear only once: {', '.join(_WORDS)}", 0),
+        ("cwe", Question("", "", _WORDS), f"All words except {', '.join(_WORDS)}", 0),
+        ("fwe", Question("", "", ("qzkvbn", "wprtly")), "the rarest words are qzkvbn, wprtly", 0),
+        ("fwe", Question("Do not provide any.", "", ("qzkvbn",)), "Do not provide any. qzkvbn", 1),
+        ("qa_1", _OPERATOR, "**", 1),
+        ("qa_1", _OPERATOR, "", 0),
+        ("qa_1", _OPERATOR, "//", 0),
+        ("qa_1", _OPERATOR, "the", 0),
+        ("count-mentions", _COUNT, "Leo Hammer is mentioned 8 times", 0),
+        ("count-mentions", _COUNT, "Leo Clockwell is mentioned 8 times", 1),
+        ("count-mentions", _COUNT, "The Answer: 8", 1),
+        ("count-mentions", _COUNT, "wrong: 8", 0),
+        ("tally-lines", _TALLY, '{"kind": "order"}', 1),
+        ("tally-lines", _TALLY, "wrong: order", 0),
+        ("tally-lines", _TALLY, "the infrequent kind is order", 0),
+        ("tally-lines", _TALLY, "orders are never the most frequent", 0),
+        *(
+            ("join-story", _TOWN, said, 0)
+            for said in (
+                "Lilydale?",
+                "near Lilydale",
+                "10 miles from Lilydale",
+                "the village next to Lilydale",
+                "anywhere but Lilydale",
+                "wrong: Lilydale",
+                "Lilydale or another town",
+            )
+        ),
+        ("join-story", _TOWN, "He was born in Lilydale.", 1),
+    ],
+)
+def test_other_keys_other_people_denials_of_lists_and_sums(
+    task: str, question: Question, said: str, score: float
+) -> None:
     assert get(task).score(question, said) == pytest.approx(score)

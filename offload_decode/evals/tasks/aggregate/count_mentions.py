@@ -82,7 +82,9 @@ class CountMentions(SpreadFacts):
         return Draw(tuple(written), questions, needed)
 
     def score(self, question: Question, said: str) -> float:
-        """1 for the one right number."""
+        """1 for the one right number, of the person who was asked for."""
+        if any(name not in question.text for name in reading.people(said)):
+            return 0.0
         return float(reading.number(said) == int(question.answers[0]))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.hedges import denied, vague, withheld
 
 _ONES = """
@@ -38,13 +39,14 @@ _UNITS = re.compile(
     re.IGNORECASE,
 )
 _NOTHING_ELSE = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:of|in|throughout|altogether|overall)\b", re.IGNORECASE)
+_NAME = re.compile(r"\b[A-Z][^\W\d_]+ [A-Z][^\W\d_]+\b")
 # Where a choice stands that is the answer, not a word of a sentence about something else.
 _IS = re.compile(
     r"(?:^|[:=>]|\b(?:is|are|was|were|be|kind|answer|mostly|are\s+more))[\s\"'(*`]*(?:(?:the|an?)\s)?[\s\"'(*`]*$",
     re.IGNORECASE,
 )
 _ENDS = re.compile(
-    r"[\"')*`]*\s*(?:$|[.,;!)\n\u2013\u2014]|[:(]\s*\d|\b(?:is|are|was|were|has|have|had|as|because|since|with|which|"
+    r"[\"')*`]*\s*(?:$|[.,;!)}\]\n\u2013\u2014]|[:(]\s*\d|\b(?:is|are|was|were|has|have|had|as|because|since|with|which|"
     r"kind|comes?|occurs?|appears?|outnumber|than\s+(?:of\s+)?any)\b)",
     re.IGNORECASE,
 )
@@ -61,7 +63,7 @@ def number(said: str) -> int | None:
     values = {_value(match.group()) for match in found}
     if len(values) != 1 or _NOT_ONE.search(said) or _DIGIT.search(_NUMBER.sub(" ", said)):
         return None
-    if withheld(said) or vague(said, found[0]):
+    if withheld(said) or vague(said, found[0]) or denied(said, found[0]):
         return None
     before, after = said[: found[0].start()], said[found[0].end() :]
     counts = (
@@ -95,6 +97,12 @@ def named(pattern: re.Pattern[str], said: str) -> list[str]:
     return [("!" if denied(said, match) else "") + match.group().lower() for match in pattern.finditer(said)]
 
 
+def people(said: str) -> list[str]:
+    """First names with surnames, as far as capitals tell them from other words."""
+    found = _NAME.findall(said)
+    return [name for name in found if not scoring.AROUND & set(name.lower().split())]
+
+
 def only(pattern: re.Pattern[str], said: str, answer: str, asked: str) -> bool:
     """Whether the answer is the one match that is named, besides those that the question itself gives and
     those that are denied.
@@ -102,6 +110,8 @@ def only(pattern: re.Pattern[str], said: str, answer: str, asked: str) -> bool:
     given = set(named(pattern, said)) - {match.group().lower() for match in pattern.finditer(asked)}
     denials = {name for name in given if name.startswith("!")}
     if withheld(said) or f"!{answer.lower()}" in denials:
+        return False
+    if any(vague(said, match) for match in pattern.finditer(said)):
         return False
     return given - denials == {answer.lower()}
 

@@ -64,7 +64,9 @@ _ASK = (
 )
 
 
-_ANOTHER_RANK = re.compile(r"\b(?:least|fewest|rarest|second|third|fourth|fifth|last)\b", re.IGNORECASE)
+_ANOTHER_RANK = re.compile(
+    r"\b(?:least|fewest|rarest|less|fewer|infrequent|second|third|fourth|fifth|last)\b", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,148 @@
+"""What several processes keep in one folder is made once, and whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cli.eval.stores import PrefilledStores
+from offload_decode.errors import OffloadDecodeWarning, StoreBusy, StoreExists
+from offload_decode.kv.head_indexes import indexes_folder
+from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.store import staging
+from offload_decode.store.staging import LOCK, locked, partial_path
+from prefill_jobs import kept
+from prefill_jobs.job import Settings
+from tests.store.jobs import make_job
+from tests.tiny import text_model, tiny_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "LOOK_S", 0.01)
+    monkeypatch.setattr(kept, "TRY_S", 0.1)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return wrap(text_model(), tiny_tokenizer(), "tiny")
+
+
+def meanwhile(work: Callable[[], object], others: Callable[[], object]) -> str:
+    """What `work` is told to wait for; `others` is done while it waits."""
+    told = threading.Event()
+    said: list[str] = []
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        said.append(str(message))
+        told.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", OffloadDecodeWarning)
+        warnings.showwarning = show
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(work)
+            assert told.wait(60), running.result(0)
+            assert not running.done()
+            others()
+            running.result(60)
+    return said[0]
+
+
+def test_what_another_process_makes_is_waited_for_and_not_made_again(tmp_path: Path) -> None:
+    job, path, finished = make_job(300), tmp_path / "store.kv", []
+
+    def make() -> None:
+        with job.open(path):
+            finished.append("twice")
+
+    with job.open(path) as writer:
+
+        def others() -> None:
+            job.feed(writer)
+            writer.publish()
+
+        said = meanwhile(lambda: kept.kept(path, make), others)
+    assert str(tmp_path) in said
+    assert "waits" in said
+    assert finished == []
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["store.kv"]
+
+
+def test_what_another_process_leaves_unfinished_is_gone_on_with(tmp_path: Path) -> None:
+    job, path, begun = make_job(300), tmp_path / "store.kv", []
+    writer = job.open(path)
+    writer.__enter__()
+    job.feed(writer, until=200)
+
+    def make() -> None:
+        with job.open(path) as own:
+            begun.append(own.done)
+            job.feed(own)
+            own.publish()
+
+    meanwhile(lambda: kept.kept(path, make), lambda: writer.__exit__(None, None, None))
+    assert begun == [200]
+
+
+def test_indexes_that_another_process_builds_are_waited_for(tmp_path: Path) -> None:
+    job, path = make_job(300), tmp_path / "store.kv"
+    job.write(path)
+    folder = indexes_folder(path)
+    folder.mkdir()
+    held = os.open(folder, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    meanwhile(lambda: kept.kept(path, pytest.fail, ["flat"]), lambda: os.close(held))
+    assert [entry.name for entry in folder.iterdir()] == ["flat"]
+
+
+def test_a_path_that_can_hold_no_store_is_refused_at_once(tmp_path: Path) -> None:
+    job, path = make_job(300), tmp_path / "store.kv"
+    job.write(path)
+    inside = path / "another.kv"
+    with pytest.raises(StoreExists, match="is a store itself"):
+        kept.kept(inside, lambda: job.write(inside))
+
+
+def test_one_that_publishes_just_now_is_busy_and_not_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = partial_path(tmp_path / "store.kv")
+
+    def vanish(path: Path, *_: object) -> None:
+        if path == partial / LOCK:
+            partial.rmdir()
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(staging, "open", vanish, raising=False)
+    with pytest.raises(StoreBusy), locked(partial):
+        pytest.fail("nothing is held")
+
+
+def test_two_that_ask_the_same_texts_prefill_each_of_them_once(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["one text and " * 30, "another text and " * 30, "a third text and " * 30]
+    done: list[int] = []
+
+    def ask(_: int) -> list[int]:
+        stores = PrefilledStores(loaded, "text", Settings(), ["flat"], keep=tmp_path)
+        tokens = []
+        for text in texts:
+            with stores(text, lambda at: done.append(at)) as store:
+                tokens.append(store.manifest.n_tokens)
+        return tokens
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
+        warnings.simplefilter("ignore", OffloadDecodeWarning)
+        one, other = pool.map(ask, range(2))
+    assert one == other
+    whole = [at for at in done if at]
+    assert sorted(whole) == sorted(one), "each text's last report of tokens came once"
