@@ -1,14 +1,17 @@
 """The first token of a process: `python -m benchmarks.first_token STORE SELECTOR [KEY=VALUE …]`.
 
 `benchmarks.store` starts it afresh for every measurement. Prints one JSON object: seconds of the imports, of
-opening store and model, and of a question's forward pass up to its first token, the search in it apart.
+opening store and model, and of a question's forward pass up to its first token, the search in it apart; and
+from opening on, bytes that came from the disk (Linux) and times that a page was waited for.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
+from pathlib import Path
 
 QUESTION = "What is the special magic number for brisk-lantern mentioned in the provided text?"
 
@@ -19,6 +22,7 @@ def main(store: str, selector: str, *options: str) -> None:
     from offload_decode.engine.engine import Engine
     from offload_decode.pages import host  # noqa: F401 (numba, which selectors import when they search)
 
+    faults, read = _major_faults(), _read_bytes()
     imported = time.perf_counter()
     engine = Engine.open(store, selector=selector, options=split_pairs(list(options)), device="cpu")
     opened = time.perf_counter()
@@ -31,10 +35,24 @@ def main(store: str, selector: str, *options: str) -> None:
         "question": asked - opened,
         "search": stats.search_s,
         "attend": stats.gather_s + stats.attend_s,
+        "faults": _major_faults() - faults,
+        "disk": _read_bytes() - read,
         "tokens": stats.tokens,
         "token": token,
     }
     print(json.dumps(report))
+
+
+def _major_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def _read_bytes() -> int:
+    about = Path("/proc/self/io")
+    if not about.exists():
+        return 0
+    counts = dict(line.split(": ") for line in about.read_text().splitlines())
+    return int(counts["read_bytes"])
 
 
 if __name__ == "__main__":

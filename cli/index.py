@@ -42,9 +42,11 @@ def index(
     already are kept: the same command resumes a build that was interrupted. `ask`, `chat` and `batch` search
     the clusters from then on; any other kind with -o index=KIND.
     """
+    from cli.compiling import tell_of_compiling
     from cli.faults import end_with_a_sentence
     from prefill_jobs.build import build_indexes
 
+    tell_of_compiling()
     end_with_a_sentence()
 
     with Progress(quiet) as progress:

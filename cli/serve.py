@@ -129,6 +129,7 @@ def serve(
     access = _access(api_key or [], api_key_file, cors or [], host, is_loopback(host))
     bound = bind(host, port)
 
+    from cli.compiling import tell_of_compiling
     from cli.faults import end_with_a_sentence
     from offload_decode.planning.caps import apply_caps
     from server import logs
@@ -160,6 +161,7 @@ def serve(
             listen(create_front(running, access, settings.max_body), bound, GRACE_S)
         return
     apply_caps(how.caps, how.config.device)
+    tell_of_compiling()
     end_with_a_sentence()
     service = Service(Catalog([Path(place) for place in places], how.config.model), settings)
     names = [entry.name for entry in service.catalog.entries()]

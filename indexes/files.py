@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from indexes import verified
 from indexes.base import SOURCES, RecallRecord, StrPath
 from indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound, IndexNotWritten
 from indexes.keys import MAX_KEYS, Keys
@@ -146,16 +147,22 @@ def recall_of(path: StrPath, body: dict[str, Any]) -> RecallRecord | None:
 
 
 def load(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[dict[str, Any], Path | None]:
-    """As `check`, with every byte of the native file compared to what was written."""
+    """As `check`, and the bytes of the native file are those that were written: they are read, unless they
+    were before and the file has not changed since (`indexes.verified`).
+    """
     body, file = check(path, expected, suffix)
     if file is not None:
-        try:
-            same = _file_sha256(file) == body["native"]["sha256"]
-        except OSError as error:
-            raise IndexDamaged(f"{file} cannot be read ({error.strerror}); {_REBUILD}.") from error
-        if not same:
-            raise IndexDamaged(f"The bytes of {file} are not those that were written; {_REBUILD}.")
+        own = body["native"]["sha256"]
+        if not verified.holds(file, f"sha256 {own}", lambda: _has_bytes(file, own)):
+            raise _changed(file)
     return body, file
+
+
+def read_whole(path: StrPath, expected: dict[str, Any], suffix: str = "") -> None:
+    """As `check`, with every byte of the native file compared to what was written, whatever is known."""
+    body, file = check(path, expected, suffix)
+    if file is not None and not _has_bytes(file, body["native"]["sha256"]):
+        raise _changed(file)
 
 
 @contextmanager
@@ -218,6 +225,17 @@ def _metadata_path(path: StrPath) -> Path:
 
 def _rendered(body: dict[str, Any]) -> str:
     return json.dumps(body, indent=1) + "\n"
+
+
+def _has_bytes(file: Path, sha256: str) -> bool:
+    try:
+        return _file_sha256(file) == sha256
+    except OSError as error:
+        raise IndexDamaged(f"{file} cannot be read ({error.strerror}); {_REBUILD}.") from error
+
+
+def _changed(file: Path) -> IndexDamaged:
+    return IndexDamaged(f"The bytes of {file} are not those that were written; {_REBUILD}.")
 
 
 def _file_sha256(file: Path) -> str:

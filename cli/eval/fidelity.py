@@ -95,6 +95,7 @@ def fidelity(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
+    from cli.compiling import tell_of_compiling
     from cli.faults import end_with_a_sentence
     from offload_decode.engine.engine import Engine
     from offload_decode.evals.fidelity import check, measure
@@ -106,6 +107,7 @@ def fidelity(
 
     check_matplotlib()
     plan = FidelityPlan(_contenders(selector or []), amounts, questions, tokens, common)
+    tell_of_compiling()
     end_with_a_sentence()
     opened = KVStore.open(store)
     check(opened, plan)

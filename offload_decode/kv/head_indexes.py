@@ -185,9 +185,9 @@ class HeadIndexes:
         """
         return self._all(layer, [head])[0]
 
-    def search(self, layer: int, heads: Sequence[int], queries: npt.NDArray[Any], k: int) -> Hits:
-        """The k best keys of some KV heads for their `queries [heads, R, D]`, in one call."""
-        own = self._all(layer, heads)
+    def search(self, layer: int, queries: npt.NDArray[Any], k: int) -> Hits:
+        """The k best keys of every KV head for its `queries [Hkv, R, D]`, in one call."""
+        own = self._all(layer, range(len(queries)))
         return self._class.search_heads(own, queries, k)
 
     def _all(self, layer: int, heads: Sequence[int]) -> list[VectorIndex]:

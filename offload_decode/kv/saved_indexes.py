@@ -82,7 +82,7 @@ def unfinished(store: KVStore, kind: str) -> str | None:
 def verify(
     store: KVStore, kind: str, progress: Callable[[str, int, int], None]
 ) -> Iterator[VectorIndexError]:
-    """Load every index of a kind, which reads all of its bytes; what is wrong with each. A head that has no
+    """Read every byte of the indexes of a kind, and load them; what is wrong with each. A head that has no
     file is not wrong: a build that was stopped did not come to it.
     """
     chosen, folder, heads = class_of(store, kind), kind_folder(store.path, kind), heads_of(store)
@@ -92,7 +92,9 @@ def verify(
         path = index_path(folder, layer, head)
         try:
             if not _is_left_out(path, chosen.suffix):
-                chosen.load(path, store.keys(layer, head), digest=store.digest(layer, head))
+                keys, digest = store.keys(layer, head), store.digest(layer, head)
+                files.read_whole(path, files.identity(kind, keys, digest), chosen.suffix)
+                chosen.load(path, keys, digest=digest)
         except VectorIndexError as error:
             yield error
         progress("verify indexes", done, len(heads))

@@ -8,30 +8,29 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from indexes.verified import Identity, cache_folder, identity, settled
 
 KEPT = 256
 """Values at most; the oldest go first."""
 _FORM = re.compile(r"[0-9a-f:]{1,128}")
 _MOST = 1 << 16  # characters of a value
-_SETTLED_S = 2.0  # a file that was written just now may be written once more within a tick of its clock
 
 
 def remembered(files: Sequence[Path], how: str, compute: Callable[[], str]) -> str:
     """`compute()`, a fingerprint of `files` that were read as `how` says, or what it was for the same files.
 
-    A file is the same while its path, size, inode and both its times are. A cache that cannot be read or
-    written is done without.
+    When a file is the same, `indexes.verified` says. A cache that cannot be read or written is done without.
     """
-    before = _identity(files)
+    before = _identities(files)
     key = json.dumps([how, before])
     if before is not None and (known := recall(key)) and _FORM.fullmatch(known):
         return known
     value = compute()
-    if before is not None and before == _identity(files) and _settled(files):
+    if before is not None and before == _identities(files) and all(map(settled, before)):
         keep(key, value)
     return value
 
@@ -57,28 +56,12 @@ def _place(key: str) -> Path:
 
 
 def _folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (
-        (Path(cache) if cache else Path(os.path.expanduser("~/.cache"))) / "offload-decode" / "fingerprints"
-    )
+    return cache_folder() / "fingerprints"
 
 
-def _identity(files: Sequence[Path]) -> list[list[str | int]] | None:
-    found: list[list[str | int]] = []
-    try:
-        for path in files:
-            seen = path.stat()
-            # The second time is set by the system alone: no tool that restores the first one hides a change.
-            own = [seen.st_size, seen.st_dev, seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns]
-            found.append([str(path.resolve()), *own])
-    except OSError:
-        return None
-    return found
-
-
-def _settled(files: Sequence[Path]) -> bool:
-    newest = max(max(path.stat().st_mtime, path.stat().st_ctime) for path in files)
-    return time.time() - newest > _SETTLED_S
+def _identities(files: Sequence[Path]) -> list[Identity] | None:
+    found = [one for one in map(identity, files) if one is not None]
+    return found if len(found) == len(files) else None
 
 
 def _write(place: Path, value: str) -> None:

@@ -55,8 +55,8 @@ class Selector(ABC):
     options_type: ClassVar[type[SelectorOptions]] = SelectorOptions
     per_row: ClassVar[bool] = True
     pass_tokens: ClassVar[int] = PASS_TOKENS
-    one_question: bool = False
-    remembers: bool = False
+    one_question: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
 
     def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
         self.options = options

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks.candidates import interleaved_dots, query_graph, scans
+from benchmarks.candidates import interleaved_dots, previous_query, query_graph, scans
 from benchmarks.candidates.page_tree import PageTree, compact_order
 
 Float32 = np.typing.NDArray[np.float32]
@@ -152,3 +153,29 @@ def test_a_compact_order_is_a_permutation_in_smaller_pages() -> None:
         return float(np.mean([np.ptp(rows[at : at + 16], axis=0).sum() for at in range(0, 992, 16)]))
 
     assert extent(keys[order]) < 0.7 * extent(keys)
+
+
+def test_what_a_step_takes_over_is_what_the_step_before_found() -> None:
+    keys = torch.from_numpy(drawn(16, 50, 8))
+    rows = torch.from_numpy(drawn(17, 3, 2, 8))
+    rows[1] = 2 * rows[0]  # the same direction, and other keys than those of the last
+    logits = rows @ keys.T
+    cosine, recall, mass = previous_query.taken_over(rows, logits, 5)
+    assert cosine[0] == pytest.approx(1)
+    assert (recall[0], mass[0]) == (1, 1)
+    for g in range(2):
+        before, own = (set(logits[step, g].topk(5).indices.tolist()) for step in (1, 2))
+        weights = logits[2, g].double().exp()
+        masses = [float(weights[list(ids)].sum()) for ids in (before, own)]
+        assert len(before & own) < 5
+        recall[1] -= len(before & own) / 5 / 2
+        mass[1] -= masses[0] / masses[1] / 2
+    torch.testing.assert_close(torch.stack([recall[1], mass[1]]), torch.zeros(2), atol=1e-6, rtol=0)
+    assert cosine[1] == pytest.approx(torch.cosine_similarity(rows[2], rows[1], dim=-1).mean().item())
+
+
+def test_a_head_below_the_bar_is_searched() -> None:
+    layers = {0: torch.tensor([[[0.95], [0.4]], [[0.5], [0.25]], [[0.8], [0.2]]])}
+    shown = [line.replace(" ", "").split("|")[1:-1] for line in previous_query.show(layers).splitlines()]
+    assert ["0.9", "50.0%", "75.0%", "90.0%"] in shown
+    assert ["-1", "0.0%", "37.5%", "50.0%"] in shown

@@ -12,11 +12,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cli import compiling
 from cli.main import app
 from tests.tiny import text_model, tiny_tokenizer
 
 # Each invocation would read the signatures of all commands anew, which takes longer than most of them do.
 typer.testing._get_command = cache(typer.main.get_command)
+
+# Which command of this process is the first to compile a loop is chance: a program of its own is asked.
+compiling.tell_of_compiling = lambda: None
 
 TEXT = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(12))
 

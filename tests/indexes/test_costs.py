@@ -4,6 +4,7 @@ and made up as they are built.
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from math import ceil
@@ -50,6 +51,6 @@ def test_clusters_that_are_made_up_are_as_real_ones(n: int, dtype: str) -> None:
 
 
 def _is_mapped(array: Any) -> bool:
-    while array is not None and not isinstance(array, np.memmap):
+    while isinstance(array, np.ndarray):
         array = array.base
-    return array is not None
+    return isinstance(array.obj if isinstance(array, memoryview) else array, mmap.mmap)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from indexes import verified
 from offload_decode.models import remembered as module
 from offload_decode.models.remembered import KEPT, remembered
 
@@ -35,7 +36,7 @@ def asked(tmp_path, monkeypatch):
 
 @pytest.fixture
 def settled(monkeypatch):
-    monkeypatch.setattr(module, "_SETTLED_S", -1e9)
+    monkeypatch.setattr(verified, "_SETTLED_S", -1e9)
 
 
 def test_it_is_computed_once_for_the_same_files(asked, settled):

@@ -1,0 +1,93 @@
+"""What was found right of a large file is not looked for again while the file is the same.
+
+A file is unchanged while its path, size, device, inode and both its times are: the second one, of its last
+change, is set by the system alone, so that no tool which restores the first hides a write. What a disk loses
+without a write is not seen by this: `offload-decode verify` reads every byte, whatever is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+KEPT = 256
+"""Folders of which something is known at most; those that were least recently added to go first."""
+_MOST = 1 << 20  # bytes of what is known of a folder's files: 16,000 lines
+_SETTLED_S = 2.0  # a file that was written just now may be written once more within a tick of its clock
+
+Identity = list[str | int]
+
+
+def holds(file: Path, what: str, check: Callable[[], bool]) -> bool:
+    """`check()`, which reads a file; True at once where `what`, which names the check, held for it before
+    and it has not changed since. A cache that cannot be read or written is done without.
+    """
+    before = identity(file)
+    known = _known_of(file)
+    line = hashlib.sha256(json.dumps([what, before]).encode()).hexdigest()
+    if before is not None and line in _read(known):
+        return True
+    right = check()
+    if right and before is not None and before == identity(file) and settled(before):
+        with suppress(OSError):
+            _add(known, line)
+    return right
+
+
+def identity(file: Path) -> Identity | None:
+    """What stays the same of a file while nobody changes or replaces it; None where it is gone."""
+    try:
+        seen = file.stat()
+        return [
+            str(file.resolve()),
+            seen.st_size,
+            seen.st_dev,
+            seen.st_ino,
+            seen.st_mtime_ns,
+            seen.st_ctime_ns,
+        ]
+    except OSError:
+        return None
+
+
+def settled(seen: Identity) -> bool:
+    """Whether a file of this identity has been left alone long enough for its times to tell of a change."""
+    return time.time() - max(map(int, seen[-2:])) / 1e9 > _SETTLED_S
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what can be found again."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path(os.path.expanduser("~/.cache"))) / "offload-decode"
+
+
+def _known_of(file: Path) -> Path:
+    """The list of what is known of the files of one folder."""
+    folder = str(file.resolve().parent)
+    return cache_folder() / "verified" / hashlib.sha256(folder.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _read(known: Path) -> set[str]:
+    try:
+        with open(known, encoding="ascii") as file:
+            return set(file.read(_MOST).split())
+    except (OSError, ValueError):
+        return set()
+
+
+def _add(known: Path, line: str) -> None:
+    known.parent.mkdir(parents=True, exist_ok=True)
+    kept = sorted(
+        (path for path in known.parent.iterdir() if path != known), key=lambda path: path.stat().st_mtime_ns
+    )
+    for path in kept[: max(0, len(kept) - KEPT + 1)]:
+        path.unlink(missing_ok=True)
+    if known.exists() and known.stat().st_size + len(line) >= _MOST:  # of files that have long been replaced
+        known.unlink()
+    with open(known, "a", encoding="ascii") as file:
+        file.write(f"{line}\n")
