@@ -1,8 +1,10 @@
-"""Prefill of an 8B-shaped model with random weights under a cap: `python benchmarks/gpu_prefill.py`.
+"""Prefill of an 8B-shaped model with random weights: `python benchmarks/gpu_prefill.py`.
 
-The model is built from a config, on the device; random tokens are prefilled for `--minutes`, with the GPU
-memory capped as by `--gpu-memory`. Prints tokens, tokens/s, the peak of the GPU memory and the bytes written,
-and saves them with the card and the versions. `--tiny` runs the same steps with a small model anywhere.
+The model is built from a config, on the device; random tokens are prefilled for `--minutes`, dense and in
+chunks that fit unless said otherwise, with the GPU memory capped as by `--gpu-memory`. Prints tokens,
+tokens/s, the share of the card's peak in matrix products (measured on the spot) that a dense prefill reached,
+what `plan` expects of it, the peak of the GPU memory and the bytes written, and saves them with the card and
+the versions. `--tiny` runs the same steps with a small model anywhere.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import json
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +27,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cli.counts import byte_count
 from offload_decode.config import split_pairs
 from offload_decode.evals.made_with import made_with
+from offload_decode.kv.card import RESERVE
 from offload_decode.memory import own_memory
-from offload_decode.models.loading import wrap
+from offload_decode.models.devices import device_room
+from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.models.outline import outline_of
 from offload_decode.planning.caps import Caps, apply_caps
+from offload_decode.planning.prefill_rates import measure_prefill
+from offload_decode.planning.prefill_time import prefill_time
+from offload_decode.planning.request import Workload
+from offload_decode.planning.sizes import kept_tokens
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
+from prefill_jobs.job import Settings, chunk_for, prefill_tokens
 
 EIGHT_BILLION = {
     "hidden_size": 4096,
@@ -58,12 +69,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10, help="of prefill, at most")
-    parser.add_argument("--tokens", type=int, default=350_000, help="at most: 128 KiB a token go to the disk")
-    parser.add_argument("--gpu-memory", default="16GiB", help="cap, as of `offload-decode prefill`")
-    parser.add_argument("--method", default="quoka", help="prefill method")
-    parser.add_argument(
-        "-o", "--option", action="append", help="its options; default: budget=2048, chunk=512"
-    )
+    parser.add_argument("--tokens", type=int, default=131_072, help="at most: 128 KiB a token go to the disk")
+    parser.add_argument("--gpu-memory", help="cap, as of `offload-decode prefill`")
+    parser.add_argument("--method", default="dense", help="prefill method")
+    parser.add_argument("-o", "--option", action="append", help="its options", default=[])
     parser.add_argument("--kv", default="auto", help="auto, int8 or int4-values")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the figures")
@@ -73,7 +82,7 @@ def main() -> int:
         return 2
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
+    if device == "cuda" and arguments.gpu_memory:
         apply_caps(Caps(byte_count(arguments.gpu_memory), None), device)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
@@ -81,7 +90,7 @@ def main() -> int:
     torch.set_default_dtype(torch.float32)
     loaded = wrap(model, model_id="random weights")
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, arguments.tokens).astype(np.int32)
-    options = split_pairs(arguments.option or ["budget=1024", "chunk=256"])
+    options = split_pairs(arguments.option)
     settings = Settings(arguments.method, options, kv=arguments.kv)
     done, seconds, memory, began = 0, 0.0, 0, 0.0
 
@@ -99,12 +108,17 @@ def main() -> int:
         with suppress(Enough):
             prefill_tokens(loaded, tokens, corpus, Path(folder) / "s", settings, progress=watch)
         written = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
+    compared = {}
+    if arguments.method == "dense" and done:
+        chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
+        compared = beside_the_plan(loaded, Workload(done, kv=settings.kv, chunk=chunk), seconds)
     figures = {
         "date": date.today().isoformat(),
         "card": torch.cuda.get_device_name() if device == "cuda" else "none",
         "made_with": made_with(loaded),
         "cap": arguments.gpu_memory,
         "settings": {"method": arguments.method, **options, "kv": arguments.kv},
+        **compared,
         "tokens": done,
         "seconds": round(seconds, 1),
         "tokens_per_second": round(done / max(seconds, 1e-9), 1),
@@ -115,8 +129,30 @@ def main() -> int:
     print(json.dumps(figures, indent=1))
     if not arguments.tiny:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "gpu_prefill.json").write_text(json.dumps(figures, indent=1) + "\n")
+        name = f"gpu_prefill_{arguments.method}_{arguments.gpu_memory or 'whole'}.json"
+        (arguments.out / name).write_text(json.dumps(figures, indent=1) + "\n")
     return 0
+
+
+def beside_the_plan(loaded: LoadedModel, request: Workload, seconds: float) -> dict[str, Any]:
+    """What `plan` expects of the tokens that were prefilled, and how much of the peak in matrix products they
+    took. The chunk is the one that fits now, and was chosen with as much free.
+    """
+    about = replace(outline_of(loaded.model, "8B", loaded.shape), dtype=loaded.dtype)
+    on_card = loaded.device.type == "cuda"
+    rates = measure_prefill(about, request, loaded.device.type, Path.cwd())
+    kept = 0
+    if on_card:
+        _, total = torch.cuda.mem_get_info()
+        room = device_room(loaded.device) - total // RESERVE
+        kept = kept_tokens(about, request.chunk, request.tokens, room, request.kv)
+    expected = prefill_time(about, request, rates, kept, on_card)
+    return {
+        "chunk": request.chunk,
+        "rates": asdict(rates),
+        "expected": asdict(expected),
+        "share_of_matmul_peak": round(expected.operations / seconds / rates.matmul, 3),
+    }
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ def check_store(
     """Open a store if it can be asked, with what admits its questions (`Conversation.admit`). `held`: bytes
     that the program held before it loaded a model, where it has loaded one already.
     """
+    from cli.compiling import tell_of_compiling
     from cli.faults import end_with_a_sentence
     from offload_decode.kv.head_indexes import default_kind
     from offload_decode.memory import own_memory
@@ -100,6 +101,7 @@ def check_store(
     from offload_decode.planning.caps import admit_question, check_ask, planned_ask
     from offload_decode.store.reader import KVStore
 
+    tell_of_compiling()
     end_with_a_sentence()
     opened = KVStore.open(store)
     about = outline(opened.manifest.model_id if config.model is None else config.model)
@@ -113,7 +115,7 @@ def check_store(
 
 def admit_prefill(
     model: str,
-    chunk: int,
+    chunk: int | None,
     device: str = "auto",
     dtype: str = "auto",
     weights: str = "auto",
@@ -123,10 +125,12 @@ def admit_prefill(
     """Whether a model can prefill, under the caps. Raises `DoesNotFit`, `ConfigError` or `ModelError`."""
     caps = caps_of(gpu_memory, ram)
 
+    from cli.compiling import tell_of_compiling
     from offload_decode.memory import own_memory
     from offload_decode.models.outline import outline
     from offload_decode.planning.caps import apply_caps, check_prefill
 
+    tell_of_compiling()
     about = outline(model)
     for sentence in check_prefill(about, chunk, dtype, device, caps, own_memory(), weights):
         output.note(sentence)

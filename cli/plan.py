@@ -21,6 +21,7 @@ from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.planning.plan import Medium, Plan
+    from offload_decode.planning.prefill_time import PrefillTime
     from offload_decode.planning.request import Workload
     from offload_decode.planning.traffic import Speed
 
@@ -65,8 +66,11 @@ def plan(
     selector: Selector = "topk",
     option: Options = None,
     chunk: Annotated[
-        int, typer.Option(metavar="N", help="Tokens in a forward pass of prefill.", min=1)
-    ] = 512,
+        str,
+        typer.Option(
+            metavar="N", help="Tokens in a forward pass of prefill; auto: 512, or as many as fit a GPU."
+        ),
+    ] = "auto",
     as_json: Json = False,
 ) -> None:
     """Say what fits on a machine, before anything starts.
@@ -86,15 +90,18 @@ def plan(
         from offload_decode.models.outline import outline
         from offload_decode.planning import plan as planning
 
-        request = _request(wanted, kv, weights, selector, options, chunk)
-        planned = planning.plan(outline(model), request, _machine(sizes, without_gpu))
+        request = _request(wanted, kv, weights, selector, options)
+        source, machine = outline(model), _machine(sizes, without_gpu)
+        rows = planning.chosen_chunk(source, request, machine) if chunk == "auto" else token_count(chunk)
+        planned = planning.plan(source, replace(request, chunk=rows), machine)
         proposed = planned if planned.fits else planning.nearest(planned)
         most = None if proposed else planning.most_tokens(planned)
         speed = _speed(proposed or planned)
+        prefill = _prefill_time(proposed or planned)
     if as_json:
-        output.answer_json(_as_json(planned, proposed, most, speed))
+        output.answer_json(_as_json(planned, proposed, most, speed, prefill))
     else:
-        _show(planned, proposed, most, speed)
+        _show(planned, proposed, most, speed, prefill)
     if proposed is None:
         raise typer.Exit(1)
 
@@ -111,9 +118,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _request(
-    tokens: int, kv: str, weights: str, selector: str, options: dict[str, str], chunk: int
-) -> Workload:
+def _request(tokens: int, kv: str, weights: str, selector: str, options: dict[str, str]) -> Workload:
     from offload_decode.planning.request import Workload
 
     if unknown := [name for name in options if name not in _OPTIONS]:
@@ -122,9 +127,7 @@ def _request(
     if not page.isdecimal():
         raise ConfigError(f"page_size must be a whole number, not '{page}'")
     given: Any = options
-    return Workload(
-        tokens, kv=kv, weights=weights, selector=selector, page_size=int(page), chunk=chunk, **given
-    )
+    return Workload(tokens, kv=kv, weights=weights, selector=selector, page_size=int(page), **given)
 
 
 def _machine(sizes: list[int | None], without_gpu: bool) -> Any:
@@ -154,13 +157,30 @@ def _speed(planned: Plan) -> Speed:
     return speed(planned.traffic, measured, planned.from_disk, disk)
 
 
-def _show(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed) -> None:
+def _prefill_time(planned: Plan) -> PrefillTime | None:
+    """Expected of a dense prefill as it fits here; None where none does, and for a GPU that is not here."""
+    import torch
+
+    from offload_decode.planning.plan import nearest_prefill
+    from offload_decode.planning.prefill_rates import measure_prefill
+    from offload_decode.planning.prefill_time import expected_prefill
+
+    fits = nearest_prefill(planned)
+    if fits is None or (fits.machine.gpu and not torch.cuda.is_available()):
+        return None
+    device = "cuda" if fits.machine.gpu else "cpu"
+    return expected_prefill(fits, measure_prefill(fits.outline, fits.request, device, Path.cwd()))
+
+
+def _show(
+    planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed, prefill: PrefillTime | None
+) -> None:
     output.answer(_counts(planned))
     output.answer("\n" + _needs({"ask": planned, "prefill": planned}))
     output.answer("\n" + _verdict(planned, proposed, most))
     if proposed is not None and proposed is not planned:
         output.answer("\n" + _needs({"ask": proposed}))
-    output.answer("\n" + _moved(proposed or planned, speed))
+    output.answer("\n" + _moved(proposed or planned, speed, prefill))
 
 
 def _counts(planned: Plan) -> str:
@@ -297,7 +317,7 @@ def _paging(planned: Plan) -> list[str]:
     return lines
 
 
-def _moved(planned: Plan, speed: Speed) -> str:
+def _moved(planned: Plan, speed: Speed, prefill: PrefillTime | None) -> str:
     moved = asdict(planned.traffic)
     names = {
         "weights": "weights read",
@@ -311,7 +331,8 @@ def _moved(planned: Plan, speed: Speed) -> str:
     measured = "from bandwidths measured on this machine just now: an expectation, not a measurement"
     if planned.machine.gpu and "bus" not in speed.seconds:
         measured += (
-            ";\nno GPU is here: weights and page bounds count at this CPU's speed, and the bus not at all"
+            ";\nno GPU is here: weights and page bounds count at this CPU's speed, and the bus not at all, "
+            "nor is it known how long a prefill takes there"
         )
     return (
         output.facts(
@@ -322,13 +343,29 @@ def _moved(planned: Plan, speed: Speed) -> str:
                     if amount
                 ),
                 ("expected", f"{speed.tokens_per_second:.3g} tokens/s; most of it {speed.limit} ({spent})"),
+                *([("prefill", _lasting(prefill))] if prefill else []),
             ]
         )
         + f"\n{measured}"
     )
 
 
-def _as_json(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed) -> dict[str, object]:
+def _lasting(prefill: PrefillTime) -> str:
+    """How long a dense prefill is expected to take."""
+    named = ", ".join(f"{name} {_time(took)}" for name, took in prefill.parts.items() if took)
+    return f"{_time(prefill.seconds)} where dense; most of it {prefill.limit} ({named})"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _as_json(
+    planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed, prefill: PrefillTime | None
+) -> dict[str, object]:
     from offload_decode.planning.plan import changes, least_machine, prefill_chunk
 
     def one(shown: Plan | None) -> dict[str, object] | None:
@@ -355,4 +392,5 @@ def _as_json(planned: Plan, proposed: Plan | None, most: Plan | None, speed: Spe
         "most_tokens": one(most),
         "least_machine": None if proposed else least_machine(planned),
         "expected": asdict(speed) | {"limit": speed.limit},
+        "expected_prefill": None if prefill is None else asdict(prefill) | {"limit": prefill.limit},
     }

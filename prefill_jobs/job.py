@@ -8,15 +8,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from offload_decode.errors import ConfigError, DoesNotFit
+from offload_decode.kv.card import RESERVE
 from offload_decode.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
+from offload_decode.models.devices import device_room
 from offload_decode.models.latent import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.outline import outline_of
 from offload_decode.models.prompt import prompt_for
-from offload_decode.planning.sizes import TOKENIZING_BYTES
+from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.store.format import Manifest, kv_encodings, stored_types, token_hash
+from offload_decode.store.metadata import read_header
 from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import STORE, partial_path
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document
 from prefill_jobs.buckets import Transfer
@@ -24,15 +30,19 @@ from prefill_jobs.chunked import prefill_chunks
 from prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
 from prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from prefill_jobs.methods.base import Method
-from prefill_jobs.methods.registry import create, parse
+from prefill_jobs.methods.registry import create, get, parse
 from prefill_jobs.places import Found, Place, Progress, place_of, same_store
+
+AUTO = "auto"
+"""What a chunk is that is to be chosen."""
 
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a corpus is prefilled: the method and its options as users write them (`prefill_jobs.methods`), the
+    """How a corpus is prefilled: the method and its options as users write them (`prefill_jobs.methods`; also
+    `chunk=auto`: on a card as many tokens as fit, the default where the numbers do not depend on it), the
     prefill queries to keep for each KV head, how keys and values are stored (`auto`, `int8` or
     `int4-values`), and the most tokens that will follow, which a model's rotation may depend on
     (`models.positions`; None: what `Lengths.chosen` takes).
@@ -46,16 +56,25 @@ class Settings:
 
     def __post_init__(self) -> None:
         kv_encodings(self.kv)  # mistakes show before the model is loaded
-        parse(self.method, self.options)
+        parse(self.method, self.stated)
         if self.query_samples < 1:
             raise ConfigError(f"query-samples must be 1 or more, not {self.query_samples}")
         if self.context is not None and self.context < 1:
             raise ConfigError(f"context must be 1 or more tokens, not {self.context}")
 
     @property
-    def chunk(self) -> int:
-        """Tokens in one forward pass."""
-        return parse(self.method, self.options).chunk
+    def chunk(self) -> int | None:
+        """Tokens in one forward pass; None where as many are taken as fit (`chunk_for`)."""
+        said = str(self.options.get("chunk", "" if get(self.method).chunk_shapes else AUTO)).strip()
+        return None if said == AUTO else parse(self.method, self.stated).chunk
+
+    @property
+    def stated(self) -> dict[str, object]:
+        """The options without a chunk that is to be chosen."""
+        options = dict(self.options)
+        if str(options.get("chunk", "")).strip() == AUTO:
+            del options["chunk"]
+        return options
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,9 @@ class PrefillReport:
 
 @dataclass(frozen=True)
 class Work:
-    """A corpus as the model reads it, the manifest that its store is to have, and how it is prefilled."""
+    """A corpus as the model reads it, the manifest that its store is to have, and how it is prefilled.
+    `chosen`: its chunk is what fitted.
+    """
 
     tokens: Tokens
     documents: list[Document]
@@ -89,6 +110,19 @@ class Work:
     method: Method
     skipped: tuple[Skipped, ...]
     peak_memory: int = 0
+    chosen: bool = False
+
+    def going_on(self, prefill: object) -> Work:
+        """The same work in the chunks of a store that is there already, or was begun, whose manifest has this
+        `prefill`: another chunk may fit today, and nobody asked for one.
+        """
+        chunk = prefill.get("chunk") if isinstance(prefill, dict) else None
+        if not self.chosen or type(chunk) is not int or chunk not in CARD_CHUNKS:
+            return self
+        method = type(self.method)(replace(self.method.options, chunk=chunk), self.method.shape)
+        stated = self.manifest.prefill | {"chunk": chunk}
+        manifest = replace(self.manifest, prefill=stated, seam=len(self.tokens) // chunk * chunk)
+        return replace(self, method=method, manifest=manifest)
 
 
 def prefill(
@@ -209,7 +243,8 @@ def _planned(
     template: str,
     skipped: tuple[Skipped, ...],
 ) -> Work:
-    method = create(settings.method, settings.options, loaded.shape)
+    chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
+    method = create(settings.method, {**settings.stated, "chunk": chunk}, loaded.shape)
     tell_of_indexer(loaded.model.config, len(tokens))
     positions = loaded.lengths.chosen(len(tokens), settings.context)
     manifest = Manifest(
@@ -223,10 +258,22 @@ def _planned(
         | ({} if loaded.weights == "auto" else {"weights": loaded.weights}),
         template=template,
     )
-    return Work(tokens, documents, manifest, method, skipped)
+    return Work(tokens, documents, manifest, method, skipped, chosen=settings.chunk is None)
+
+
+def chunk_for(loaded: LoadedModel, tokens: int, kv: str) -> int:
+    """The tokens of a forward pass where nobody says how many: 512 on a CPU; on a card as many as fit beside
+    the model, from 512 to 32,768 (`planning.sizes.largest_chunk`).
+    """
+    if loaded.device.type != "cuda":
+        return CPU_CHUNK
+    _, total = torch.cuda.mem_get_info(loaded.device)
+    about = replace(outline_of(loaded.model, loaded.model_id, loaded.shape), dtype=loaded.dtype)
+    return largest_chunk(about, device_room(loaded.device) - total // RESERVE, tokens, kv)
 
 
 def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> PrefillReport:
+    work = work.going_on((read_header(partial_path(out) / STORE) or {}).get("prefill"))
     total = len(work.tokens)
     began = time.perf_counter()
     with Peak() as peak, KVStoreWriter.open(out, work.manifest, work.tokens, work.documents) as writer:
@@ -255,6 +302,7 @@ def _there(found: Found, work: Work, store: Path | str) -> PrefillReport:
     """The report of a store that took no work; StoreMismatch where it is not of this corpus and these
     settings.
     """
+    work = work.going_on(found.manifest.prefill)
     same_store(found, work.manifest, work.documents, str(store))
     return PrefillReport(
         store=store,

@@ -94,7 +94,8 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     texts = [TextDocument(*each) for each in documents]
     if work.kind == "append":
         earlier = opened(store)
-        manifest, chunk = earlier.manifest, method_of(earlier).options.chunk
+        manifest = earlier.manifest
+        chunk: int | None = method_of(earlier).options.chunk
         dtype, weights = manifest.dtype, manifest.weights
     else:
         settings = Settings(work.method, work.options, kv=work.kv)

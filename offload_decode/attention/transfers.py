@@ -45,3 +45,25 @@ def to_device(part: Tensor, device: torch.device) -> Tensor:
     if part.is_cuda or device.type != "cuda":
         return part.to(device)
     return part.pin_memory().to(device, non_blocking=True)
+
+
+class Staging:
+    """Host memory that a copy to a device reads, pinned once and used again when that copy is done."""
+
+    def __init__(self, pinned: bool):
+        self.sent: torch.cuda.Event | None = None
+        self._pinned = pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, rows: int, row_bytes: int) -> Tensor:
+        """Bytes `[rows, row_bytes]` that no copy reads any more. `sent` is to be what happens when the next
+        one has read them.
+        """
+        if self.sent is not None:
+            self.sent.synchronize()
+        size = rows * row_bytes
+        if size > len(self._memory):
+            self._memory = torch.empty(
+                1 << (size - 1).bit_length(), dtype=torch.uint8, pin_memory=self._pinned
+            )
+        return self._memory[:size].view(rows, row_bytes)

@@ -18,7 +18,8 @@ SCORES = 1 << 22
 """Scores, or entries of a mask, that a CPU holds at once, each in a handful of float32 tensors."""
 DEVICE_SCORES = 1 << 24
 """The same on a device, which takes more of them to be busy."""
-_PLACED_ROWS = 512  # of a text, for which a mask is made at once
+PLACED_ROWS = 512
+"""Rows of a text for which a mask is made at once, where no operator knows what they see by their place."""
 
 
 def attend_dense(
@@ -74,8 +75,8 @@ def _placed(
     """Some rows at a time, with the keys that they see and a mask of these."""
     tokens, keys = query.shape[2], key.shape[2]
     parts = []
-    for start in range(0, tokens, _PLACED_ROWS):
-        rows = slice(start, min(start + _PLACED_ROWS, tokens))
+    for start in range(0, tokens, PLACED_ROWS):
+        rows = slice(start, min(start + PLACED_ROWS, tokens))
         seen, mask = places.seen(rows, tokens, keys), places.mask(rows, tokens, keys, query.device)
         own = query[:, :, rows], key[:, :, seen], value[:, :, seen]
         parts.append(attend_dense(*own, scaling, mask, softcap))

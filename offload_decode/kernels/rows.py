@@ -54,19 +54,19 @@ class Rows:
         halves = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
         return (halves.float() - 8) * scale.view(torch.float32)
 
-    def read(self, which: slice | Tensor, device: torch.device) -> Tensor:
-        """Some rows, a slice or int64 ids `[n]` on the host, in float32 on a device: `[n, D]`."""
+    def read(self, which: slice | Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Some rows, a slice or int64 ids `[n]` on the host, as `dtype` on a device: `[n, D]`."""
         if self.encoded and device.type == "cpu":
             ids = np.arange(*which.indices(len(self))) if isinstance(which, slice) else which.numpy()
             if len(ids) and not 0 <= ids.min() <= ids.max() < len(self):
                 raise IndexError(f"an id is not of the {len(self):,} rows that there are")
             out = torch.empty(len(ids), self.dim)
             widen_rows(self.bits, self.layout, ids, out.numpy())
-            return out
+            return out.to(dtype)
         chosen = self.raw[which] if isinstance(which, slice) else self.raw.index_select(0, which)
         if device.type == "cuda":
             chosen = chosen.pin_memory()
-        return self.floats(chosen.to(device, non_blocking=True)).float()
+        return self.floats(chosen.to(device, non_blocking=True)).to(dtype)
 
 
 def tensor_view(array: npt.NDArray[Any]) -> Tensor:

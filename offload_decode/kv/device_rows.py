@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offload_decode.attention.transfers import to_device
+from offload_decode.attention.transfers import Staging, to_device
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.host_gather import gather_rows
 from offload_decode.kernels.parts import run
@@ -44,7 +44,7 @@ class DeviceRows:
             self._hot = [HotRows(share) for _ in range(heads)]
             self._kept = torch.empty(heads * share, row_bytes, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._staging = [_Staging(pinned=self._stream is not None) for _ in range(2)]
+        self._staging = [Staging(pinned=self._stream is not None) for _ in range(2)]
 
     def fetch(
         self, part: int, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats
@@ -109,23 +109,3 @@ class DeviceRows:
         current.wait_event(staging.sent)
         raw.record_stream(current)  # its memory is not given to the next copy before this stream is done
         return raw
-
-
-class _Staging:
-    """Host memory that a copy reads, pinned once and used again when the copy is done."""
-
-    def __init__(self, pinned: bool):
-        self.sent: torch.cuda.Event | None = None
-        self._pinned = pinned
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def room(self, rows: int, row_bytes: int) -> Tensor:
-        """`[rows, row_bytes]` that no copy reads any more."""
-        if self.sent is not None:
-            self.sent.synchronize()
-        size = rows * row_bytes
-        if size > len(self._memory):
-            self._memory = torch.empty(
-                1 << (size - 1).bit_length(), dtype=torch.uint8, pin_memory=self._pinned
-            )
-        return self._memory[:size].view(rows, row_bytes)

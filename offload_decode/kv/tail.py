@@ -12,11 +12,19 @@ from offload_decode.pages.bounds import GrowingBounds
 from offload_decode.pages.reference import PageBounds
 from offload_decode.types import AttentionState
 
+ROOM = 4096
+"""Tokens for which there is room beyond those that came: a prefill's chunk of many takes no memory twice."""
+
+
+def room_for(tokens: int) -> int:
+    """Tokens that a tail has room for when it grows to hold so many."""
+    return max(64, min(2 * tokens, tokens + ROOM))
+
 
 class TailKV:
     """Keys and values of the question and of generated tokens: `[B, Hkv, S, …]`, preallocated, grown by
-    doubling; with bounds of their pages once somebody asks for these. A fork copies them as it appends, and
-    not before.
+    doubling, though never by more than `ROOM`; with bounds of their pages once somebody asks for these. A
+    fork copies them as it appends, and not before.
     """
 
     def __init__(self) -> None:
@@ -56,7 +64,7 @@ class TailKV:
             return buffer
         batch, heads, _, dim = like.shape
         with torch.inference_mode(False):  # a pass in that mode and one out of it may write to it
-            grown = torch.empty(batch, heads, max(64, 2 * needed), dim, dtype=like.dtype, device=like.device)
+            grown = torch.empty(batch, heads, room_for(needed), dim, dtype=like.dtype, device=like.device)
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown

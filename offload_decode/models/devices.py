@@ -32,3 +32,13 @@ def pick_device(device: str) -> torch.device:
             f"device '{device}' is not there: torch finds no such CUDA device; use --device cpu"
         )
     return chosen
+
+
+def device_room(device: torch.device) -> int:
+    """Bytes that torch can still hand out on a CUDA device: what the driver has free, within the cap of this
+    process, and what torch's pool holds of it and nobody uses.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    pool, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    capped = int(torch.cuda.get_per_process_memory_fraction(device) * total) - pool
+    return max(0, min(free, capped)) + pool - used

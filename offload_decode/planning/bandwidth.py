@@ -63,7 +63,7 @@ def measure(shape: ModelShape, dtype: str, request: Workload, device: str) -> Ba
     budgets = set(request.budgets(shape).values())
     found: dict[str, float] = {"weights": _weights(dtype, torch.device(device))}
     if device.startswith("cuda"):
-        found["bus"] = _bus(torch.device(device))
+        found["bus"] = bus_rate(torch.device(device))
     with torch.inference_mode():
         layer = _Layer(shape, dtype, request)
         if None in budgets:
@@ -101,7 +101,7 @@ class _Layer:
         built = [kind.made_up(keys, k) for keys in self.keys]
         n = len(built[0])
         queries = cycle([query.numpy() for query in self.queries])
-        search = _seconds(lambda: kind.search_heads(built, next(queries), min(k, n)))
+        search = seconds(lambda: kind.search_heads(built, next(queries), min(k, n)))
         found = [kind.search_heads(built, query.numpy(), min(k, n)) for query in self.queries]
         ids = [torch.from_numpy(hits.ids) for hits in found]
         scores = [torch.from_numpy(hits.scores) if kind.exact_scores else None for hits in found]
@@ -113,7 +113,7 @@ class _Layer:
             attend_tokens(query, keys, values, own, known, 1.0)
 
         moved = layer_traffic(self.shape, self.dtype, self.request, n, min(k, n))
-        return {"search": moved.scanned / search, "rows": moved.gathered / _seconds(attend)}
+        return {"search": moved.scanned / search, "rows": moved.gathered / seconds(attend)}
 
     def pages(self, k: int) -> dict[str, float]:
         """The bounds of all pages, scored, and attention to pages of k tokens."""
@@ -122,12 +122,12 @@ class _Layer:
         bounds, taken = self._bounds()
         steps = cycle([query.unsqueeze(1) for query in self.queries])
         keys, values = self._rows()
-        scored = _seconds(lambda: top_pages(page_scores(next(steps), bounds), wanted))
+        scored = seconds(lambda: top_pages(page_scores(next(steps), bounds), wanted))
         heads = self.shape.kv_heads
         drawn = torch.rand(_STEPS, heads, 1, count, generator=_generator()).argsort(dim=-1)[..., :wanted]
         limit = torch.full((heads,), min(wanted, count) * size)
         places = cycle(drawn)
-        attended = _seconds(lambda: attend_pages(next(steps), keys, values, next(places), size, limit, 1.0))
+        attended = seconds(lambda: attend_pages(next(steps), keys, values, next(places), size, limit, 1.0))
         moved = layer_traffic(self.shape, self.dtype, self.request, self.n, int(limit[0])).gathered
         return {"pages": taken / scored, "rows": moved / attended}
 
@@ -158,7 +158,7 @@ class _Layer:
                 attend_blocks(query[:, head : head + 1], blocks, held.dim, 1.0)
 
         moved = layer_traffic(self.shape, self.dtype, self.request, self.n, None)
-        return moved.attended / _seconds(attend)
+        return moved.attended / seconds(attend)
 
     def _rows(self) -> tuple[list[Rows], list[Rows]]:
         return [Rows(own) for own in self.keys], [Rows(own) for own in self.values]
@@ -187,20 +187,23 @@ def _weights(dtype: str, device: torch.device) -> float:
     weight = torch.zeros(_BYTES // width // DTYPES[dtype].itemsize, width, dtype=DTYPES[dtype], device=device)
     row = torch.zeros(1, width, dtype=DTYPES[dtype], device=device)
     with torch.inference_mode():
-        return weight.nbytes / _seconds(lambda: torch.nn.functional.linear(row, weight), device)
+        return weight.nbytes / seconds(lambda: torch.nn.functional.linear(row, weight), device)
 
 
-def _bus(device: torch.device) -> float:
+def bus_rate(device: torch.device) -> float:
+    """Bytes a second from pinned memory to a card."""
     host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-    return _BYTES / _seconds(lambda: target.copy_(host, non_blocking=True), device)
+    return _BYTES / seconds(lambda: target.copy_(host, non_blocking=True), device)
 
 
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _seconds(move: Callable[[], object], device: torch.device | None = None) -> float:
+def seconds(move: Callable[[], object], device: torch.device | None = None) -> float:
+    """How long a call takes at best, on a card with all that it gave it to do."""
+
     def timed() -> float:
         began = time.perf_counter()
         move()

@@ -29,7 +29,7 @@ from offload_decode.planning.plan import (
     plan,
 )
 from offload_decode.planning.request import QUESTION_TOKENS, SELECTORS, Workload
-from offload_decode.planning.sizes import least_index
+from offload_decode.planning.sizes import CPU_CHUNK, least_index
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.selectors import registry
 from offload_decode.store.format import Manifest, kv_kinds, stored_types
@@ -140,21 +140,23 @@ def _certain(asked: Plan, place: Medium, caps: Caps) -> bool:
 
 def check_prefill(
     outline: Outline,
-    chunk: int,
+    chunk: int | None,
     dtype: str,
     device: str,
     caps: Caps,
     held: int,
     weights: str = "auto",
 ) -> list[str]:
-    """Whether a model can prefill at all; returns what to know beforehand, as sentences. Raises `DoesNotFit`,
-    and `ConfigError` for an unknown dtype, or unknown weights.
+    """Whether a model can prefill at all, in chunks of so many tokens, or of the fewest that are ever chosen
+    (None); returns what to know beforehand, as sentences. Raises `DoesNotFit`, and `ConfigError` for an
+    unknown dtype, or unknown weights.
     """
     check_dtype(dtype)
     check_weights(weights)
     if dtype != "auto":
         outline = replace(outline, dtype=dtype)
-    asked = plan(outline, Workload(BLOCK_TOKENS, chunk=chunk, weights=weights), here(device, caps, held))
+    request = Workload(BLOCK_TOKENS, chunk=chunk or CPU_CHUNK, weights=weights)
+    asked = plan(outline, request, here(device, caps, held))
     return _judged(asked, asked.prefilling, "this prefill", caps)
 
 

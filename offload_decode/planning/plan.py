@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from indexes.rows import pool
+from offload_decode.kv import card
 from offload_decode.models.formats import FORMATS, GGUF, check_weights_of
 from offload_decode.models.outline import Outline
 from offload_decode.planning import sizes
@@ -171,6 +172,20 @@ def least_machine(asked: Plan) -> dict[Medium, int]:
     return {place: thrifty.need(place) for place in Medium if place is not Medium.GPU or asked.machine.gpu}
 
 
+def card_room(outline: Outline, weights: str, gpu: int) -> int:
+    """Bytes of a card that a prefill has beside the weights: CUDA takes some, and some is left free."""
+    return gpu - CUDA_BYTES - sizes.weights_bytes(outline, weights, True) - gpu // card.RESERVE
+
+
+def chosen_chunk(source: Outline, request: Workload, machine: Machine) -> int:
+    """Tokens of a forward pass of the prefill where nobody says how many."""
+    if machine.gpu is None:
+        return sizes.CPU_CHUNK
+    run = in_dtype(source, request.weights)
+    room = card_room(run, request.weights, machine.gpu)
+    return sizes.largest_chunk(run, room, request.tokens, request.kv)
+
+
 def prefill_chunk(asked: Plan) -> int | None:
     """The largest chunk, up to the one asked for, with which the prefill fits here; None if none does."""
     chunk = asked.request.chunk
@@ -226,12 +241,13 @@ def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part
 
 def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[Part, ...]:
     device = Medium.RAM if machine.gpu is None else Medium.GPU
-    chunk = sizes.prefill_bytes(outline, request.chunk, request.tokens, device is Medium.GPU)
+    given = request.chunk, request.tokens, device is Medium.GPU, request.kv
+    chunk = sizes.prefill_bytes(outline, *given)
     return (
         *_program(outline, request.weights, device, machine),
         Part("tokenizing", Medium.RAM, request.tokens * sizes.CHARACTERS * sizes.TOKENIZING_BYTES),
         Part("a chunk and what it attends to", device, chunk + sizes.states_bytes(outline.shape, 1)),
-        Part("a chunk on its way to the disk", Medium.RAM, sizes.staging_bytes(outline, request.chunk)),
+        Part("a chunk on its way to the disk", Medium.RAM, sizes.staging_bytes(outline, *given)),
         Part("store", Medium.DISK, _store_bytes(outline, request)),
     )
 

@@ -12,7 +12,9 @@ from indexes.base import Costs
 from indexes.rows import encodings
 from offload_decode.kernels import dense
 from offload_decode.kernels.host_tokens import ENTRIES
+from offload_decode.kv import card
 from offload_decode.kv.host import BLOCK_TOKENS, SCORES
+from offload_decode.kv.tail import room_for
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import BLOCK
 from offload_decode.pages.bounds import bounds_bytes
@@ -20,7 +22,7 @@ from offload_decode.planning.request import QUESTION_TOKENS, Workload
 from offload_decode.selection.budgets import SELECTED_IDS, pass_tokens
 from offload_decode.store.format import Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
-from offload_decode.types import LayerShape, ModelShape
+from offload_decode.types import LayerKind, LayerShape, ModelShape
 
 # Of bitsandbytes' NF4 with quantised scales: a byte for each block, four for each 256 blocks.
 _INT4_BYTES = 1 / 2 + (1 + 4 / 256) / BLOCK
@@ -137,7 +139,7 @@ def least_index() -> str:
 
 def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
     """Keys and values of what follows the stored tokens, on the device, with the room they grow into."""
-    item, room = itemsize(dtype), max(64, 2 * tokens)  # doubled when full
+    item, room = itemsize(dtype), room_for(tokens)
     rows = [(item * _row_numbers(own), own.window or 0) for own in shape.layers]
     held = sum(row * (room + window) for row, window in rows)
     # A window layer joins its window and its tail anew at every step, one layer at a time.
@@ -185,24 +187,59 @@ CHARACTERS = 4
 """Of a token, in English text and most vocabularies."""
 
 
-def prefill_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool) -> int:
-    """Beyond the weights, on the device: a forward chunk with its keys and values, and a block of those
-    before it.
+CPU_CHUNK = 512
+"""Tokens of a forward chunk on a CPU."""
+CARD_CHUNKS = tuple(CPU_CHUNK << more for more in range(6, -1, -1))
+"""Tokens of a forward chunk on a card: the first of these that fits."""
+
+
+def largest_chunk(outline: Outline, room: int, tokens: int, kv: str = "auto") -> int:
+    """The tokens of a forward chunk for `room` bytes of a card beside the weights: 32,768, or the largest of
+    its halves that fits; the smallest, 512, where none does.
     """
-    shape = outline.shape
-    block = min(BLOCK_TOKENS, tokens)
-    read = block * shape.kv_heads * _pair_dim(shape) * (itemsize(outline.dtype) + 4)
-    # torch's fused CPU kernel keeps no scores; the reference, which runs on a GPU, has four such tensors.
+    fitting = (c for c in CARD_CHUNKS if prefill_bytes(outline, c, tokens, True, kv) <= room)
+    return next(fitting, CARD_CHUNKS[-1])
+
+
+def prefill_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: str = "auto") -> int:
+    """Beyond the weights, on the device: a forward chunk with its keys and values, and of those before it a
+    block, or on a card the blocks that come while others are attended to.
+    """
+    shape, item = outline.shape, itemsize(outline.dtype)
+    block = min(card.BLOCK_TOKENS if on_gpu else BLOCK_TOKENS, tokens)
+    numbers = block * shape.kv_heads * _pair_dim(shape)
+    read = numbers * (item + 4)
+    if on_gpu:
+        stored = block * shape.kv_heads * pair_bytes(shape, kv, outline.dtype)
+        plain = stored_types(kv, outline.dtype, shape) == stored_types("auto", outline.dtype, shape)
+        read = card.AHEAD * stored + (0 if plain else read)
+    # Fused kernels keep no scores; the reference, which runs where a card has none, has four such tensors.
     keys = shape.query_heads * max(block, chunk)
     scores = 4 * 4 * min(chunk * keys, max(dense.DEVICE_SCORES, keys)) if on_gpu else 0
-    scores += mask_bytes(chunk, chunk)
+    masked = any(own.kind is LayerKind.CHUNKED for own in shape.layers)
+    scores += mask_bytes(chunk if masked else min(chunk, dense.PLACED_ROWS), chunk)
     return layer_bytes(outline, chunk) + tail_bytes(shape, chunk, outline.dtype) + read + scores
 
 
-def staging_bytes(outline: Outline, chunk: int) -> int:
-    """A chunk's keys and values on their way to the disk: the copies that the host makes."""
-    numbers = sum(_row_numbers(own) for own in outline.shape.layers)
-    return 3 * chunk * numbers * itemsize(outline.dtype)
+def staging_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: str = "auto") -> int:
+    """In memory, a chunk's keys and values on their way to the disk: the copies that the host makes of all of
+    it, or of a layer with those that wait behind a card; and there what is on its way to the card.
+    """
+    shape, item = outline.shape, itemsize(outline.dtype)
+    numbers = [_row_numbers(own) for own in shape.layers]
+    if not on_gpu:
+        return 3 * chunk * sum(numbers) * item
+    leaving = (card.QUEUED + 3) * chunk * max(numbers) * item
+    block = min(card.BLOCK_TOKENS, tokens) * shape.kv_heads * max(row_bytes(shape, kv, outline.dtype))
+    return leaving + 2 * card.AHEAD * _power(block)
+
+
+def kept_tokens(outline: Outline, chunk: int, tokens: int, room: int, kv: str) -> int:
+    """Of the tokens before the last chunk, those that stay on a card with `room` bytes beside the weights."""
+    left = room - prefill_bytes(outline, chunk, tokens, True, kv)
+    block = card.BLOCK_TOKENS * kv_token_bytes(outline.shape, kv, outline.dtype)
+    blocks = max(0, left) // max(1, block)
+    return min(blocks * card.BLOCK_TOKENS, (tokens - 1) // chunk * chunk)
 
 
 def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:

@@ -60,6 +60,10 @@ class Method(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     options_type: ClassVar[type[Options]] = Options
+    chunk_shapes: ClassVar[bool] = True
+    """Whether what is chosen depends on how many tokens a chunk has. Where it does not, a card takes as many
+    as fit, unless somebody says how many.
+    """
 
     def __init__(self, options: Options, shape: ModelShape):
         self.options = options

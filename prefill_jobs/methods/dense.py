@@ -11,6 +11,7 @@ class Dense(Method):
 
     name = "dense"
     paper = "none: exact attention"
+    chunk_shapes = False
 
     def select(self, layer: int, queries: Queries, earlier: Earlier) -> None:
         """All tokens."""

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from cli.counts import byte_count
 from offload_decode.errors import ConfigError
@@ -45,6 +46,30 @@ def test_a_plan_that_fits(home: Path) -> None:
     assert "It fits" in ran.out
     assert "It can be prefilled here." in ran.out
     assert "an expectation, not a measurement" in ran.out
+    assert "where dense; most of it" in ran.out
+
+
+def test_how_long_a_prefill_takes_is_said_of_what_is_here_alone(home: Path) -> None:
+    given = ["plan", "--model", home / "model", "--tokens", "128K", "--ram", "64GiB", "--disk", "1TB"]
+    here, away = (
+        json.loads(run(*given, "--gpu", gpu, "--json").out)["expected_prefill"] for gpu in ("none", "24GiB")
+    )
+    assert here["seconds"] == pytest.approx(sum(here["parts"].values()))
+    if not torch.cuda.is_available():
+        assert away is None
+        assert "nor is it known how long a prefill takes there" in run(*given, "--gpu", "24GiB").out
+
+
+def test_a_chunk_is_chosen_for_a_gpu_unless_it_is_told(home: Path) -> None:
+    given = ["plan", "--model", home / "model", "--tokens", "1M", "--ram", "64GiB", "--disk", "1TB", "--json"]
+    for gpu, more, chunk in (
+        ("none", (), 512),
+        ("24GiB", (), 32_768),
+        ("24GiB", ("--chunk", "2K"), 2048),
+        ("24GiB", ("--chunk", "auto"), 32_768),
+    ):
+        told = json.loads(run(*given, "--gpu", gpu, *more).out)
+        assert told["asked"]["request"]["chunk"] == chunk
 
 
 def test_a_proposal_can_be_asked_for_as_it_is_printed(home: Path) -> None:

@@ -139,10 +139,10 @@ def test_selectors_and_budgets_meet_in_one_pass(opened, passes):
 
 
 @pytest.mark.parametrize(
-    "options", [{"budget": "mass=0.9"}, {"speculate": True}], ids=["a mass", "a search ahead"]
+    ("selector", "options"), [("topk", {"budget": "mass=0.9"}), ("snapkv", {})], ids=["a mass", "a vote"]
 )
-def test_what_looks_at_a_whole_question_runs_alone(opened, passes, options):
-    engine = opened(0, **options)
+def test_what_looks_at_a_whole_question_runs_alone(opened, passes, selector, options):
+    engine = opened(0, selector, **options)
     assert join_key(engine) is None
     talks = [engine.fork(), engine.fork(), opened(0), opened(1)]
     check_equal([Turn(talk, made(4)) for talk in talks], [talk.fork() for talk in talks])
@@ -227,7 +227,7 @@ def test_continuous_batching_equals_answers(opened):
 
 def test_what_fails_is_taken_back_for_all(opened, monkeypatch):
     first, second = opened(0), opened(1)
-    talks = [first.fork(), second.fork(), opened(0, speculate=True), first.fork()]
+    talks = [first.fork(), second.fork(), opened(0, "snapkv"), first.fork()]
     for place, talk in enumerate(talks):
         list(talk.generate(talk.extend(made(5, place)), 2))  # leaves a pending token
     before = [(talk.length, list(talk.tokens), list(talk.pending)) for talk in talks]

@@ -47,7 +47,7 @@ def close(first, second, tolerance=5e-6):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 9), (9, 9), (5, 23), (30, 30)])
 def test_rows_see_what_their_places_say(places, softcap, sizes, monkeypatch):
-    monkeypatch.setattr(dense, "_PLACED_ROWS", 7)
+    monkeypatch.setattr(dense, "PLACED_ROWS", 7)
     tensors = qkv(*sizes, heads=(2, 1), dims=(8, 4))
     close(
         attend_dense(*tensors, SCALING, softcap=softcap, places=places), reference(tensors, places, softcap)

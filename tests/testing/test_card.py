@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -184,3 +185,52 @@ def test_nothing_is_left_behind():
     assert (torch.cuda.is_available(), torch.Generator, torch.cuda.Stream) == was
     with pytest.raises(RuntimeError, match="has outlived it"):
         x + 1
+
+
+def test_what_another_stream_reads_is_not_written_before_it_is_done(card):
+    aside, x = torch.cuda.Stream(), on_device(3)
+    with torch.cuda.stream(aside):
+        aside.wait_stream(torch.cuda.default_stream())
+        torch.empty(3, pin_memory=True).copy_(x, non_blocking=True)
+    for write in (lambda: x.fill_(1), lambda: x.copy_(torch.ones(3)), lambda: x.__setitem__(0, 1.0)):
+        with pytest.raises(RuntimeError, match="another stream still reads"):
+            write()
+    torch.cuda.current_stream().wait_stream(aside)
+    x.fill_(1)
+
+
+def test_it_has_so_much_memory():
+    with stand_in(1000):
+        x = torch.zeros(100, device="cuda")
+        part = x[:10]
+        assert torch.cuda.mem_get_info() == (600, 1000)
+        with pytest.raises(torch.OutOfMemoryError):
+            x.repeat(2)
+        assert torch.cuda.memory_allocated() == 400
+        del x
+        assert torch.cuda.mem_get_info() == (600, 1000), "a part of it is still held"
+        del part
+        assert torch.cuda.mem_get_info() == (1000, 1000)
+        assert torch.cuda.max_memory_allocated() >= 400
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == 0
+
+
+def test_a_thread_that_is_begun_there_has_the_device_too(card):
+    aside, seen = torch.cuda.Stream(), []
+
+    def act():
+        seen.append(torch.zeros(2, device="cuda").is_cuda)
+        seen.append(torch.cuda.current_stream() is torch.cuda.default_stream())
+        try:
+            np.asarray(pinned)
+        except RuntimeError as error:
+            seen.append("still writes" in str(error))
+
+    with torch.cuda.stream(aside):
+        aside.wait_stream(torch.cuda.default_stream())
+        pinned = torch.empty(3, pin_memory=True).copy_(torch.ones(3, device="cuda"), non_blocking=True)
+        thread = threading.Thread(target=act)
+        thread.start()
+        thread.join()
+    assert seen == [True, True, True]

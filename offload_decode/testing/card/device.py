@@ -9,8 +9,9 @@ from numba.extending import typeof_impl
 from torch import Tensor
 
 from offload_decode.testing.card import rules
+from offload_decode.testing.card.memory import Memory
 from offload_decode.testing.card.rules import name_of, tensors
-from offload_decode.testing.card.streams import Seen, Stream, Waited
+from offload_decode.testing.card.streams import Seen, Stream, Waited, done
 from offload_decode.testing.card.transfers import Transfers, address
 
 CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -42,14 +43,16 @@ def _refuse_address(address: Address, context: object) -> None:
 
 
 class Card:
-    """The device. `waits`: every time that the host waited for it, in order."""
+    """The device, with so many bytes of memory. `waits`: every time that the host waited for it, in order."""
 
     present: Card | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int) -> None:
+        self.memory = Memory(memory)
         self.transfers = Transfers()
         self.order = self.transfers.order
         self._written: dict[int, tuple[Stream, int]] = {}  # storages, and by which work last
+        self._read: dict[int, Seen] = {}  # storages, and by which work since they were written
 
     @property
     def waits(self) -> list[Waited]:
@@ -77,6 +80,7 @@ class Card:
             for part in given:
                 if isinstance(part, DeviceTensor):
                     self._check_order("kernel", part)
+                    self._check_unread("kernel", part)
                     self._wrote(part, work)
             return [part.as_subclass(Tensor) if isinstance(part, DeviceTensor) else part for part in args]
 
@@ -102,7 +106,7 @@ class Card:
         if away:
             if name in rules.SENT:
                 self._wait("sent", name)
-            self._wrote(result, self.order.launch())
+            self._made(result, self.order.launch())
         return _on_device(result) if away else result
 
     def _with_device(
@@ -140,16 +144,24 @@ class Card:
         if rules.looks(name):
             return _on_device(function(*args, **kwargs))
         work = self.order.launch()
+        writes = rules.writes(name)
         for part in given:
             if isinstance(part, DeviceTensor):
                 self._check_order(name, part)
+        if writes:
+            self._check_unread(name, given[0])
         if rules.waits(name, args, kwargs):
             self._wait("read", name)
         before = {address(part) for part in given}
         result = rules.WIDER.get(name, function)(*args, **kwargs)
-        for part in [*tensors(result), *(given[:1] if rules.writes(name) else ())]:
-            if rules.writes(name) or address(part) not in before:
-                self._wrote(part, work)
+        for part in given:
+            if isinstance(part, DeviceTensor):
+                self._read.setdefault(address(part), {}).update(work)
+        for part in tensors(result) if away else ():
+            if address(part) not in before:
+                self._made(part, work)
+        if writes:
+            self._wrote(given[0], work)
         if name in rules.LIKE_FIRST:
             away = isinstance(given[0], DeviceTensor)
         return _on_device(result) if away else result
@@ -167,18 +179,23 @@ class Card:
         moved = torch.empty_like(tensor.as_subclass(Tensor), dtype=dtype)
         if here and non_blocking:
             self.transfers.pin(moved)  # as torch does
-        moved = moved if here else moved.as_subclass(DeviceTensor)
+        if not here:
+            self._made(moved, {})
+            moved = moved.as_subclass(DeviceTensor)
         self._copied(moved, tensor, non_blocking)
         return moved
 
     def _copied(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
         """From one side to the other."""
         if isinstance(target, DeviceTensor):
+            self._check_order("copy", target)
+            self._check_unread("copy", target)
             work = self.transfers.send(target.as_subclass(Tensor), source, non_blocking)
             self._wrote(target, work)
         else:
             self._check_order("copy", source)
-            self.transfers.fetch(target, source.as_subclass(Tensor), non_blocking)
+            work = self.transfers.fetch(target, source.as_subclass(Tensor), non_blocking)
+            self._read.setdefault(address(source), {}).update(work)
 
     def _set_across(self, target: Tensor, places: Any, value: Any) -> bool:
         """`target[places] = value` as a copy from the other side, where torch makes it one."""
@@ -195,7 +212,7 @@ class Card:
         copy = tensor.detach().clone().as_subclass(DeviceTensor).requires_grad_(tensor.requires_grad)
         if isinstance(tensor, torch.nn.Parameter):
             copy._is_param = True
-        self._wrote(copy, self.order.launch())
+        self._made(copy, self.order.launch())
         memo[id(tensor)] = copy
         return copy
 
@@ -220,6 +237,12 @@ class Card:
         if stream.seen.get(by, 0) < count:
             raise RuntimeError(f"{name}: touches what another stream writes, without having waited for it")
 
+    def _check_unread(self, name: str, part: Tensor) -> None:
+        if part.numel() and not done(self.order.current.seen, self._read.get(address(part), {})):
+            raise RuntimeError(
+                f"{name}: writes what another stream still reads, without having waited for it"
+            )
+
     def _check_arrived(self, name: str, given: list[Tensor], views: Any = ()) -> None:
         if rules.looks(name):
             return
@@ -228,8 +251,16 @@ class Card:
             if address(part) not in views:
                 self.transfers.check_arrived(name, part)
 
+    def _made(self, part: Tensor, work: Seen) -> None:
+        """Memory that nobody had; where another tensor's lay before, that one is of no more interest."""
+        self._written.pop(address(part), None)
+        self.memory.take(part)
+        self._wrote(part, work)
+
     def _wrote(self, part: Tensor, work: Seen) -> None:
-        (self._written[address(part)],) = work.items()
+        self._read.pop(address(part), None)
+        for own in work.items():
+            self._written[address(part)] = own
 
     def _wait(self, kind: str, name: str) -> None:
         self.order.wait(kind, name, self.order.current.seen)

@@ -8,6 +8,7 @@ Global States of Distributed Systems, 1989).
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +33,25 @@ class Waited:
 
 
 class Order:
-    """Who waited for whom, and the stream that is given work now."""
+    """Who waited for whom, and the stream that each thread gives its work to."""
 
     def __init__(self, when_waited: Callable[[], None]) -> None:
         self.host: Seen = {}
         self.waits: list[Waited] = []
         self.when_waited = when_waited
-        self.default = self.current = Stream(self)
+        self.default = Stream(self)
         self.streams: list[Stream] = [self.default]
+        self._chosen = threading.local()
+        self.lock = threading.RLock()  # what one thread has waited for, others know at once, and look at
+
+    @property
+    def current(self) -> Stream:
+        """The stream that this thread gives its work to."""
+        return getattr(self._chosen, "stream", self.default)
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self._chosen.stream = stream
 
     def stream(self) -> Stream:
         """One more stream."""
@@ -49,10 +61,11 @@ class Order:
     def launch(self) -> Seen:
         """The current stream is given a piece of work: which."""
         stream = self.current
-        join(stream.seen, self.host)
-        stream.count += 1
-        stream.seen[stream] = stream.count
-        return {stream: stream.count}
+        with self.lock:
+            join(stream.seen, self.host)
+            stream.count += 1
+            stream.seen[stream] = stream.count
+            return {stream: stream.count}
 
     def synchronize(self) -> None:
         """The host waits for all streams."""
@@ -61,12 +74,18 @@ class Order:
 
     def wait(self, kind: str, function: str, seen: Seen) -> None:
         """The host waits for all of `seen`."""
-        join(self.host, seen)
         frame: Any = sys._getframe(1)
         while any(part in frame.f_code.co_filename for part in _OUTSIDE) and frame.f_back:
             frame = frame.f_back
-        self.waits.append(Waited(kind, function, frame.f_code.co_filename, frame.f_lineno))
-        self.when_waited()
+        with self.lock:
+            join(self.host, seen)
+            self.waits.append(Waited(kind, function, frame.f_code.co_filename, frame.f_lineno))
+            self.when_waited()
+
+    def knows(self, seen: Seen) -> bool:
+        """Whether the host knows all of `seen` to be done."""
+        with self.lock:
+            return done(self.host, seen)
 
 
 class Stream:
@@ -98,7 +117,7 @@ class Stream:
 
     def query(self) -> bool:
         """Whether the host knows it to be done."""
-        return done(self.order.host, self.seen)
+        return self.order.knows(self.seen)
 
     def __enter__(self) -> Self:
         self._before, self.order.current = self.order.current, self
@@ -130,7 +149,7 @@ class Event:
 
     def query(self) -> bool:
         """Whether the host knows that it happened."""
-        return done(self.order.host, self.seen)
+        return self.order.knows(self.seen)
 
     def elapsed_time(self, other: Event) -> float:
         """No time passes on a stand-in."""

@@ -33,23 +33,26 @@ class Transfers:
     def send(self, target: Tensor, source: Tensor, non_blocking: bool) -> Seen:
         """Copy the host's `source` to the device's `target`, behind what the current stream was given."""
         self.check_arrived("copy", source)
-        work = self.order.launch()
-        target.copy_(source)
-        if non_blocking and self.pinned(source):
-            self._going.append((work, source, source.clone()))
-        elif source.numel():
-            self.order.wait("sent", "copy", self.order.current.seen)
+        with self.order.lock:
+            work = self.order.launch()
+            target.copy_(source)
+            if non_blocking and self.pinned(source):
+                self._going.append((work, source, source.clone()))
+            elif source.numel():
+                self.order.wait("sent", "copy", self.order.current.seen)
         return work
 
-    def fetch(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+    def fetch(self, target: Tensor, source: Tensor, non_blocking: bool) -> Seen:
         """Copy the device's `source` to the host's `target`, behind what the current stream was given."""
         self.check_arrived("copy", target)
-        work = self.order.launch()
-        target.copy_(source)
-        if non_blocking and self.pinned(target):
-            self._coming[address(target)] = work
-        elif source.numel():
-            self.order.wait("read", "copy", self.order.current.seen)
+        with self.order.lock:
+            work = self.order.launch()
+            target.copy_(source)
+            if non_blocking and self.pinned(target):
+                self._coming[address(target)] = work
+            elif source.numel():
+                self.order.wait("read", "copy", self.order.current.seen)
+        return work
 
     def check_arrived(self, name: str, tensor: Tensor) -> None:
         """Raises if a copy that the host did not wait for still writes this memory."""

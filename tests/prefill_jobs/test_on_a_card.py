@@ -1,0 +1,314 @@
+"""A prefill on a card: what stays there, what comes and what is written behind it change no bit."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from offload_decode.errors import StoreError
+from offload_decode.models.loading import wrap
+from offload_decode.store.reader import KVStore
+from offload_decode.store.staging import Committed, partial_path
+from offload_decode.store.writer import KVStoreWriter
+from offload_decode.testing.card import Card, references, stand_in
+from offload_decode.testing.card.present import MEMORY
+from offload_decode.types import Document, LayerKind
+from prefill_jobs import behind, card_blocks, staged
+from prefill_jobs.behind import Behind
+from prefill_jobs.card_blocks import CardBlocks
+from prefill_jobs.job import Settings, prefill_tokens
+from prefill_jobs.methods.dense import Dense
+from tests.families import VOCAB
+from tests.prefill_jobs.killing import tree
+from tests.tiny import tiny_model
+
+N, CHUNK, BLOCK = 90, 16, 20
+FAMILIES = ["llama", "gemma2", "gpt-oss", "gemma3n", "deepseek_v3", "granitemoehybrid"]
+TOKENS = np.random.default_rng(2).integers(3, VOCAB, N).astype(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(staged, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(card_blocks, "BLOCK_TOKENS", BLOCK)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The blocks of the last prefill on a card."""
+    made = []
+
+    class Seen(CardBlocks):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.came = Counter()
+            made[:] = [self]
+
+        def _copy(self, layer, first, room, rows):
+            self.came[layer] += rows - room.rows
+            super()._copy(layer, first, room, rows)
+
+    monkeypatch.setattr(staged, "CardBlocks", Seen)
+    return made
+
+
+def prefilled(path, family="llama", told=lambda *_: None, kv="auto", **changes):
+    device = "cpu" if Card.present is None else "cuda"
+    settings = Settings(options={"chunk": CHUNK}, kv=kv)
+    model = wrap(tiny_model(family, **changes).to(device))
+    prefill_tokens(model, TOKENS, [Document("all", 0, N)], path, settings, progress=told)
+    return KVStore.open(path)
+
+
+def on_a_card(path, *given, memory=MEMORY, **more):
+    with references(), stand_in(memory) as card:
+        prefilled(path, *given, **more)
+    return card
+
+
+def on_the_host(path, *given, **more):
+    with references():
+        return prefilled(path, *given, **more)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_store_has_the_bytes_of_one_made_on_the_host(family, tmp_path):
+    """Dense and sliding layers, sinks, soft caps, shared keys, latents and recurrent states."""
+    on_the_host(tmp_path / "host", family)
+    on_a_card(tmp_path / "card", family)
+    assert tree(tmp_path / "card") == tree(tmp_path / "host")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+def test_its_keys_and_values_are_those_of_transformers(family, tmp_path):
+    on_a_card(tmp_path / "card", family)
+    store, plain = KVStore.open(tmp_path / "card"), tiny_model(family)
+    plain.set_attn_implementation("eager")
+    cache = DynamicCache(config=plain.config)
+    with torch.inference_mode():
+        plain(torch.from_numpy(TOKENS).long()[None], past_key_values=cache)
+    for layer, own in enumerate(store.manifest.shape.layers):
+        if own.kind is LayerKind.FULL:
+            for head in range(own.kv_heads):
+                for read, expected in (
+                    (store.keys, cache.layers[layer].keys),
+                    (store.values, cache.layers[layer].values),
+                ):
+                    np.testing.assert_allclose(read(layer, head), expected[0, head], atol=2e-5)
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_what_stays_and_what_comes_are_the_same_bytes(kv, tmp_path, seen, monkeypatch):
+    whole = tree(on_the_host(tmp_path / "host", kv=kv).path)
+    all_stay = on_a_card(tmp_path / "all", kv=kv)
+    most, peak = seen[0].kept, all_stay.memory.peak
+    layer = seen[0]._layers[0]
+    if kv == "auto":
+        # The first chunk comes when the second meets it, and both when they are given a place; then none.
+        assert seen[0].came[layer] == CHUNK + 2 * CHUNK
+    assert most == -(-(N // CHUNK * CHUNK) // BLOCK)
+    with monkeypatch.context() as patch:
+        patch.setattr(CardBlocks, "grow", lambda *_: None)
+        none_stay = on_a_card(tmp_path / "none", kv=kv)
+    assert seen[0].came[layer] == sum(range(0, N, CHUNK)), "every chunk has all before it come"
+    some = (none_stay.memory.peak + peak) // 2 * card_blocks.RESERVE // (card_blocks.RESERVE - 1)
+    some_stay = on_a_card(tmp_path / "some", kv=kv, memory=some)
+    assert 0 < seen[0].kept < most
+    assert some_stay.memory.peak <= some - some // card_blocks.RESERVE
+    for name in ("all", "none", "some"):
+        assert tree(tmp_path / name) == whole, name
+
+
+def test_memory_in_pieces_keeps_fewer_blocks_and_no_half_of_one(tmp_path, seen, monkeypatch):
+    whole, grow, made, calls = (
+        tree(on_the_host(tmp_path / "host").path),
+        CardBlocks.grow,
+        CardBlocks._made,
+        [],
+    )
+
+    def in_pieces(self, tokens):
+        calls.append(tokens)
+        if len(calls) > 5:  # one block of all three layers, two layers of the next
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made(self, tokens)
+
+    def growing(self, length):
+        with monkeypatch.context() as patch:
+            patch.setattr(CardBlocks, "_made", in_pieces)
+            grow(self, length)
+
+    monkeypatch.setattr(CardBlocks, "grow", growing)
+    on_a_card(tmp_path / "card")
+    assert {len(rooms) for rooms in seen[0]._kept.values()} == {1}
+    assert tree(tmp_path / "card") == whole
+
+
+def test_what_a_method_reads_itself_leaves_no_gap_in_what_stays(tmp_path, monkeypatch):
+    """Every other chunk is given all ids, and reads them from the store; blocks are filled by the others."""
+    whole = tree(on_the_host(tmp_path / "host").path)
+
+    def select(self, layer, queries, earlier):
+        every = torch.arange(earlier.length).expand(self.shape.kv_heads, -1)
+        return every if earlier.length // CHUNK % 2 else None
+
+    monkeypatch.setattr(Dense, "select", select)
+    on_a_card(tmp_path / "card")
+    assert tree(tmp_path / "card") == whole
+
+
+def test_rows_that_are_not_written_yet_are_waited_for(tmp_path, monkeypatch):
+    """With a writer that writes rows when somebody waits, or after a while."""
+    whole = tree(on_the_host(tmp_path / "host").path)
+    asked, append, wait = threading.Event(), KVStoreWriter.append, Behind.wait
+
+    def waited(self, given):
+        if given > 0:
+            asked.set()
+        wait(self, given)
+        asked.clear()
+
+    monkeypatch.setattr(behind, "QUEUED", 1000)
+    monkeypatch.setattr(Behind, "wait", waited)
+    monkeypatch.setattr(KVStoreWriter, "append", lambda *given: (asked.wait(1), append(*given)))
+    monkeypatch.setattr(CardBlocks, "grow", lambda *_: None)
+    on_a_card(tmp_path / "card")
+    assert tree(tmp_path / "card") == whole
+
+
+def test_a_chunk_waits_for_the_card_to_check_its_ids_and_to_use_pinned_memory_again(tmp_path):
+    def told(stage, done, total):
+        if stage == "prefill" and not done:
+            card.waits.clear()  # those of loading
+
+    with references(), stand_in() as card:
+        prefilled(tmp_path / "card", told=told)
+        waits = Counter((wait.kind, Path(wait.file).name) for wait in card.waits)
+    assert waits.pop(("read", "seam.py")) == -(-N // CHUNK)
+    assert set(waits) == {("joined", "transfers.py")}
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_what_was_told_is_on_disk_and_at_most_a_chunk_and_a_beginning_is_lost(tmp_path, monkeypatch):
+    """The staging folder as a kill would leave it before and after every write, gone on from."""
+    whole = tree(on_the_host(tmp_path / "host").path)
+    partial, left, ran = partial_path(tmp_path / "card"), [], []
+
+    def watched(name):
+        plain = getattr(KVStoreWriter, name)
+
+        def write(self, *given):
+            copy = tmp_path / f"left{len(left)}.partial"
+            shutil.copytree(partial, copy)
+            left.append((copy, len(ran) * CHUNK))
+            plain(self, *given)
+
+        monkeypatch.setattr(KVStoreWriter, name, write)
+
+    def told(stage, done, total):
+        if stage == "prefill":
+            assert Committed.load(partial).tokens >= done
+
+    begin = staged.StagedPrefix.begin_chunk
+    with monkeypatch.context() as patch:
+        patch.setattr(staged.StagedPrefix, "begin_chunk", lambda *given: (ran.append(1), begin(*given))[1])
+        for name in ("append", "commit", "put_queries"):
+            watched(name)
+        on_a_card(tmp_path / "card", told=told)
+    for copy, begun in left:
+        # Of those that were begun, the last is under way, and the one before it is being written.
+        assert Committed.load(copy).tokens >= begun - 2 * CHUNK
+    monkeypatch.undo()
+    monkeypatch.setattr(staged, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(card_blocks, "BLOCK_TOKENS", BLOCK)
+    for copy, _ in (left[5], left[len(left) // 2], left[-1]):
+        on_a_card(copy.with_suffix(""))
+        assert tree(copy.with_suffix("")) == whole
+
+
+def test_an_error_in_the_writer_ends_the_job_with_its_own_type(tmp_path, monkeypatch):
+    whole, calls = tree(on_the_host(tmp_path / "host").path), []
+    with monkeypatch.context() as patch:
+        append = KVStoreWriter.append
+
+        def full(self, *given):
+            calls.append(threading.current_thread().name)
+            if len(calls) == 8:
+                raise StoreError("the disk is full")
+            append(self, *given)
+
+        patch.setattr(KVStoreWriter, "append", full)
+        with pytest.raises(StoreError, match="the disk is full"):
+            on_a_card(tmp_path / "card")
+    assert set(calls) == {"store writer"}
+    assert len(calls) == 8, "nothing is written behind what failed"
+    assert "store writer" not in [thread.name for thread in threading.enumerate()]
+    on_a_card(tmp_path / "card")
+    assert tree(tmp_path / "card") == whole
+
+
+def test_a_prefill_that_is_stopped_leaves_no_thread_and_goes_on(tmp_path):
+    def stop(stage, done, total):
+        if stage == "prefill" and done == 3 * CHUNK:
+            raise Stopped
+
+    whole = tree(on_the_host(tmp_path / "host").path)
+    with pytest.raises(Stopped):
+        on_a_card(tmp_path / "card", told=stop)
+    assert "store writer" not in [thread.name for thread in threading.enumerate()]
+    assert Committed.load(partial_path(tmp_path / "card")).tokens >= 3 * CHUNK
+    on_a_card(tmp_path / "card")
+    assert tree(tmp_path / "card") == whole
+
+
+def test_after_an_error_nothing_is_written_and_waiting_raises_it(card):
+    class Writer:
+        done = 0
+
+    begun, written = threading.Event(), []
+
+    def fail():
+        begun.wait()
+        raise StoreError("the disk is full")
+
+    def job():
+        with Behind(Writer(), torch.device("cuda", 0)) as sink:
+            sink.give(fail)
+            last = sink.give(lambda: written.append("behind what failed"))
+            begun.set()
+            sink.wait(last)
+            written.append("the job went on")
+
+    with pytest.raises(StoreError, match="the disk is full"):
+        job()
+    assert not written
+
+
+def test_few_things_wait_to_be_written_and_in_their_order(card):
+    class Writer:
+        done = 0
+
+    written, waiting = [], []
+    with Behind(Writer(), torch.device("cuda", 0)) as sink:
+
+        def slow(rows):
+            time.sleep(0.005)
+            waiting.append(sink._given - sink._finished)
+            written.append(rows.tolist())
+
+        rows = torch.zeros(2, device="cuda")
+        for number in range(20):
+            sink.give(slow, rows.fill_(number) if number < 1 else rows + number)
+    assert written == [[number] * 2 for number in map(float, range(20))]
+    assert max(waiting) == behind.QUEUED
