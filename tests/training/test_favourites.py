@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -48,22 +50,26 @@ def test_another_order_has_the_same_parts_and_accepts_what_is_left() -> None:
 
 
 def test_the_part_that_the_model_would_say_first_comes_first(trainee: Trainee) -> None:
-    rows = [drawn(seed) for seed in range(6)]
+    rows = [row for row in map(drawn, range(20)) if any(len(said.parts) > 1 for said in row.lists)]
     found = favourites_first(np.random.default_rng(0), rows, trainee, 1.0, "cpu")
-    turned = falling = 0
+    turned = falling = seen = 0
     for old, new in zip(rows, found, strict=True):
         # The first list of a row stands behind the same tokens as before.
         said = new.lists[0]
+        if len(said.parts) < 2:
+            continue
+        seen += 1
         logits = trainee.inner(torch.from_numpy(new.tokens)[None]).logits[0]
         scores = logits[said.start + said.starts[0] - 1, [int(part[0]) for part in said.parts]].tolist()
         same = (old.tokens == new.tokens).all()
         turned += not same
         falling += scores == sorted(scores, reverse=True)
     assert turned
-    assert falling >= 4  # seven in ten, and lists of one part
+    assert seen >= 8
+    assert falling / seen > 0.6  # seven in ten lists, and some of the others by chance
 
 
 def test_rows_without_lists_stay(trainee: Trainee) -> None:
     row = drawn(0)
-    bare = Row(row.tokens, row.weights, row.others, row.guided, row.background, row.facts, False, "phrases")
+    bare = replace(row, lists=())
     assert favourites_first(np.random.default_rng(0), [bare], trainee, 1.0, "cpu")[0] is bare

@@ -31,6 +31,7 @@ def arguments(far: int = 0) -> dict[str, torch.Tensor]:
         "weights": torch.rand(2, 40),
         "others": torch.full((2, 40, 3), -1),
         "guided": torch.ones(2, 40),
+        "hints": torch.full((2, 40), -1),
         "far_index": torch.arange(far),
         "far_places": torch.zeros(far, dtype=torch.long),
         "far_bias": torch.full((2, far), float("-inf")),
@@ -99,14 +100,18 @@ def test_what_is_copied_stands_before_with_the_same_two_tokens_behind_it() -> No
     tokens = torch.tensor([[5, 6, 7, 8, 5, 6, 9, 3, 5, 6, 7, 4, eos]])
     picked = torch.tensor([[7, 9, 10, 3]])
     nothing = torch.full((1, 4, 2), -1)
-    found = sources(tokens, picked, nothing, eos)[0]
+    hints = torch.full((1, 4), -1)
+    found = sources(tokens, picked, nothing, hints, eos)[0]
     # 5 6 7 is at 0 alone; 7 4 comes nowhere else; 4 ends the answer, but was not seen; 5 6 9 not either.
     assert [row.nonzero().flatten().tolist() for row in found] == [[0], [], [], []]
     ended = torch.tensor([[5, 6, 7, 8, 5, 4, 3, 5, eos, 6]])
-    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], eos)[0]
+    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], hints[:, :1], eos)[0]
     assert found[0].nonzero().flatten().tolist() == [0, 4]
-    found = sources(ended, torch.tensor([[6]]), torch.tensor([[[3, 9]]]), eos)[0]
+    found = sources(ended, torch.tensor([[6]]), torch.tensor([[[3, 9]]]), hints[:, :1], eos)[0]
     assert found[0].nonzero().flatten().tolist() == [0, 4, 6]
+    # Where it is told elsewhere, it is found behind that alone.
+    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], torch.tensor([[2]]), eos)[0]
+    assert found[0].nonzero().flatten().tolist() == [2, 3]
 
 
 def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
@@ -118,6 +123,7 @@ def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
     given["targets"] = given["tokens"].gather(1, given["picked"] + 1)
     given["weights"] = torch.ones_like(given["targets"], dtype=torch.float32)
     given["guided"] = torch.ones_like(given["weights"])
+    given["hints"] = torch.full_like(given["targets"], -1)
     given["others"] = torch.full((*given["targets"].shape, 3), -1)
     last = model.model.layers[-1].self_attn
     trainee = Trainee(model)

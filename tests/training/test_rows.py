@@ -187,3 +187,20 @@ def test_every_part_of_a_list_is_accepted_where_it_may_come_first(
             assert row.others[at, other] in row.tokens[at + 1 : end]
             assert row.others[at, other] != row.tokens[at]
     assert seen > 6
+
+
+def test_a_chain_is_hinted_at_where_its_facts_end(rows: Rows, tokenizer: Any) -> None:
+    found = 0
+    for seed in range(20):
+        row = rows.row(random.Random(seed), LENGTH, "tracking")
+        for at in np.flatnonzero(row.hints >= 0):
+            assert row.hints[at] < at
+            link = tokenizer.decode(row.tokens[at : at + 1]).strip()
+            told = re.search(
+                r"VAR (\w+) = (\d{5}|VAR [A-Z]+)$", tokenizer.decode(row.tokens[: row.hints[at] + 1])
+            )
+            assert told is not None, "the hint is where a fact ends"
+            assert told[1].startswith(link), "which tells this link"
+            assert row.guided[at]
+            found += 1
+    assert found > 40

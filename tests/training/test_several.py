@@ -21,7 +21,7 @@ def page(seed: int) -> Page:
 def answers(page: Page) -> list[tuple[list[int], list[list[int]]]]:
     """All that stands before each answer, and its parts."""
     found, before = [], []
-    for tokens, weights, _, _ in page.parts:
+    for tokens, weights, *_ in page.parts:
         if weights.any():
             cuts = np.flatnonzero(weights < 1)
             found.append((list(before), [p[p >= 50].tolist() for p in np.split(tokens, cuts)][: len(cuts)]))
@@ -59,7 +59,7 @@ def test_all_values_of_a_key_are_the_answer(seed: int) -> None:
 def test_links_of_a_chain_come_in_their_order_and_nothing_else_is_right(seed: int) -> None:
     made = page(seed)
     made.chains(0)
-    assert all((part.others == -1).all() and not part.guided.any() for part in made.parts)
+    assert all((part.others == -1).all() for part in made.parts)
     for before, said in answers(made):
         for old, new in pairwise(said):
             # The text tells the newer of two neighbours before the older: `a NEW b OLD c`.
@@ -70,8 +70,23 @@ def test_links_of_a_chain_come_in_their_order_and_nothing_else_is_right(seed: in
             )
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_link_is_hinted_at_where_the_text_has_told_it_by_the_one_before(seed: int) -> None:
+    made = page(seed)
+    made.chains(0)
+    tokens, hints = (np.concatenate(parts) for parts in list(zip(*made.parts, strict=True))[::4])
+    links = sum(len(said) for _, said in answers(made))
+    assert (hints >= 0).sum() == links
+    for at in np.flatnonzero(hints >= 0):
+        # `let NEW = OLD`: the answer says NEW at this place; the hint is at the end of OLD.
+        before = tokens[: hints[at] + 1].tolist()
+        start = max(i for i, token in enumerate(before) if token == made.let[0]) + 1
+        assert before[start] == tokens[at]
+        assert before[-1] in tokens[hints[at] + 1 : at], "OLD is what the question or the answer said before"
+
+
 def test_what_is_left_to_say_is_as_right_as_what_is_said() -> None:
-    (tokens, weights, others, _), _ = several(np.random.default_rng(0), 1024, WORDS, COMMON)
+    (tokens, weights, others, *_), _ = several(np.random.default_rng(0), 1024, WORDS, COMMON)
     assert len(tokens) == len(weights) == len(others) == 1024
     accepted = np.argwhere(others >= 0)
     assert len(accepted) > 10
