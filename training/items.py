@@ -118,3 +118,12 @@ def inside(said: Said) -> np.ndarray:
     for at, part in zip(said.starts, said.parts, strict=True):
         found[at : at + len(part)] = True
     return found
+
+
+def turning(said: Said) -> np.ndarray:
+    """Which tokens of an answer say whether another part follows the one before: bool[size]."""
+    own = inside(said)
+    found = ~own
+    found[0] = False
+    found[1:] &= own[:-1]
+    return found

@@ -12,7 +12,18 @@ import numpy as np
 
 from training import chains, counting, documents, facts, needles, suite
 from training.fillers import Fillers
-from training.items import ALTERNATIVES, Item, Linked, Listed, Said, alternatives, ends, inside, listed
+from training.items import (
+    ALTERNATIVES,
+    Item,
+    Linked,
+    Listed,
+    Said,
+    alternatives,
+    ends,
+    inside,
+    listed,
+    turning,
+)
 from training.names import Names
 from training.synthetic import phrase_bank
 
@@ -154,6 +165,7 @@ class Rows:
         weights: list[np.ndarray] = [np.zeros(behind + len(text), np.float32)]
         size = behind + len(text)
         lists: list[Said] = []
+        turns = np.zeros(length, bool)
         others, guided = np.full((length, ALTERNATIVES), -1, np.int64), np.zeros(length, bool)
         hints = np.full(length, -1, np.int64)
         for i in range(len(asks)):
@@ -169,7 +181,8 @@ class Rows:
             if isinstance(answer, Listed):
                 lists.append(listed(start, answers[i], parts))
                 others[start:end] = alternatives(lists[-1])
-                weights[-1][:-1][~inside(lists[-1])] *= SETTLED
+                turns[start:end] = turning(lists[-1])
+                weights[-1][:-1][~(inside(lists[-1]) | turns[start:end])] *= SETTLED
             elif isinstance(answer, Linked):
                 first_tokens = start + np.array(listed(start, answers[i], parts).starts)
                 at = np.array(ends(text, self.encode([f" {fact}" for fact in answer.told])))
@@ -186,7 +199,7 @@ class Rows:
         far = all(item.far for item in items)
         whole, counted = np.concatenate(tokens), np.concatenate(weights)
         # Many tokens of an answer are copied in passing; what must be found or decided is to count.
-        plain = settled(whole) & (others < 0).all(1) & (counted > REST)
+        plain = settled(whole) & (others < 0).all(1) & ~turns & (counted > REST)
         counted = np.where(plain, np.minimum(counted, SETTLED), counted)
         return Row(whole, counted, others, guided, hints, marked, told & far, far, kind, tuple(lists))
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.items import ALTERNATIVES, Said, alternatives, inside, listed
+from training.items import ALTERNATIVES, Said, alternatives, listed
 
-BETWEEN = 0.25  # weight of what stands between the parts of an answer
 MOST_VALUES = 4
 MOST_LINKS = 5
 MOST_COMMON = 5
@@ -132,8 +131,8 @@ class Page:
             others = alternatives(said)
         else:
             hints[list(said.starts)] = told
-        weights = np.where(inside(said), np.float32(1), np.float32(BETWEEN))
-        self.add(Several(answer, weights, others, np.ones(len(answer), bool), hints))
+        size = len(answer)
+        self.add(Several(answer, np.ones(size, np.float32), others, np.ones(size, bool), hints))
 
     def add(self, part: Several) -> None:
         self.parts.append(part)

@@ -16,7 +16,7 @@ from offload_decode.evals.tasks import words
 from training import curriculum
 from training.curriculum import FACTS, STAGES, Mixer, Stage
 from training.fillers import Fillers
-from training.items import ALTERNATIVES, alternatives, inside, listed
+from training.items import ALTERNATIVES, alternatives, inside, listed, turning
 from training.rows import REST, Rows, settled
 
 LENGTH = 512
@@ -160,6 +160,7 @@ def test_what_a_list_may_say_next_is_what_it_has_not_said() -> None:
     said = listed(0, np.array([1, 5, 6, 1, 5, 7, 1, 8]), parts)
     found = alternatives(said)
     assert inside(said).tolist() == [False, True, True, False, True, True, False, True]
+    assert turning(said).tolist() == [False, False, False, True, False, False, True, False]
     assert found.shape == (8, ALTERNATIVES)
     assert [sorted(set(row.tolist()) - {-1}) for row in found] == [[], [8], [7], [], [8], [], [], []]
     with pytest.raises(ValueError, match="cut otherwise"):
@@ -187,6 +188,20 @@ def test_every_part_of_a_list_is_accepted_where_it_may_come_first(
             assert row.others[at, other] in row.tokens[at + 1 : end]
             assert row.others[at, other] != row.tokens[at]
     assert seen > 6
+
+
+def test_to_end_a_list_counts_as_much_as_to_go_on(rows: Rows) -> None:
+    seen = 0
+    for seed in range(12):
+        for kind in ("values", "common"):
+            row = rows.row(random.Random(seed), LENGTH, kind)
+            for said in row.lists:
+                turns = np.flatnonzero(turning(said)) + said.start
+                end = said.start + said.size
+                assert len({float(w) for w in row.weights[turns]}) <= 1
+                assert (row.weights[turns] == row.weights[end]).all(), "the token that ends the answer"
+                seen += len(turns)
+    assert seen > 60
 
 
 def test_a_chain_is_hinted_at_where_its_facts_end(rows: Rows, tokenizer: Any) -> None:

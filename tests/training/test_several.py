@@ -23,7 +23,7 @@ def answers(page: Page) -> list[tuple[list[int], list[list[int]]]]:
     found, before = [], []
     for tokens, weights, *_ in page.parts:
         if weights.any():
-            cuts = np.flatnonzero(weights < 1)
+            cuts = np.flatnonzero(tokens < 50)
             found.append((list(before), [p[p >= 50].tolist() for p in np.split(tokens, cuts)][: len(cuts)]))
         before += tokens.tolist()
     return found
