@@ -104,11 +104,12 @@ class Rows:
         few = max(2, min(6, length // 110))
         if kind == "needles":
             dense = rng.random() < 0.25
-            return needles.needles(rng, names, many // 2 if dense else rng.randint(1, few))
+            count = many // 2 if dense else rng.choice((1, rng.randint(1, few), rng.randint(4, 4 + few)))
+            return needles.needles(rng, names, count)
         if kind == "pairs":
             return facts.pairs(rng, names, rng.randint(3, length // 26))
         if kind == "values":
-            return needles.many_values(rng, names, rng.randint(2, min(4, few)))
+            return needles.many_values(rng, names)
         if kind == "plain":
             return facts.plain(rng, names, rng.randint(1, few))
         if kind == "records":

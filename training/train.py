@@ -1,7 +1,7 @@
 """Train a demo model from nothing: `python -m training.train --model demo --out DIR --text FOLDER`.
 
 Tokenizer, curriculum, decay and export in one command. A run that was stopped goes on from its last
-checkpoint; the batches of a step depend on the seed and the step alone.
+checkpoint; the rows of a step depend on the seed and the step alone.
 """
 
 from __future__ import annotations
