@@ -58,8 +58,8 @@ MADE: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 # torch compiles BitNet's layers when they first run.
 KINDS = [pytest.param(kind, marks=[pytest.mark.slow] if kind == "bitnet" else []) for kind in MADE]
 ROUNDED = {"bitsandbytes-8": 0.1, "bitnet": 0.1, "bitsandbytes-4": 0.02, "bitsandbytes-4-twice": 0.02}
-"""They round their inputs too, to 8 bits or, on processors that multiply in bf16, to that; so that what is near
-turns either way. By how much, of the logits' length.
+"""They round their inputs too, to 8 bits or, on processors that multiply in bf16, to that; what is near then
+turns either way. By how much, of the length of the logits.
 """
 PACKED = (
     "v_proj.weight",
