@@ -45,7 +45,8 @@ def _moments(folders: list[Path], stop: Event) -> Iterator[object]:
             recursive=False,
             ignore_permission_denied=True,
         )
-    except (ImportError, OSError) as error:  # the package is not there, or no watch is to be had
+    # The package is not there, no watch is to be had, or a name in a folder is no text (a RuntimeError).
+    except (ImportError, OSError, RuntimeError) as error:
         log.info("folders are looked at every %.0f s, because %s", POLL_S, error)
     while not stop.wait(POLL_S):
         yield None

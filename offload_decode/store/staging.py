@@ -39,11 +39,13 @@ def locked(partial: Path) -> Iterator[None]:
     import fcntl
 
     partial.mkdir(parents=True, exist_ok=True)
-    if not (partial / LOCK).exists() and any(partial.iterdir()):
-        raise StoreForeign(
-            f"{partial} is not the staging folder of a store: move it away, or choose another path."
-        )
     try:
+        # One look: in between two, another process may make its lock.
+        found = os.listdir(partial)
+        if found and LOCK not in found:
+            raise StoreForeign(
+                f"{partial} is not the staging folder of a store: move it away, or choose another path."
+            )
         lock = open(partial / LOCK, "ab")  # noqa: SIM115
     except FileNotFoundError as error:  # the process that held it has published the store just now
         raise _busy(partial) from error

@@ -146,3 +146,20 @@ def test_two_that_ask_the_same_texts_prefill_each_of_them_once(
     assert one == other
     whole = [at for at in done if at]
     assert sorted(whole) == sorted(one), "each text's last report of tokens came once"
+
+
+def test_a_lock_that_another_process_makes_meanwhile_is_no_foreign_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = partial_path(tmp_path / "store.kv")
+    listed = os.listdir
+
+    def and_then_locked(folder: Path) -> list[str]:
+        found = listed(folder)
+        (partial / LOCK).touch()
+        (partial / "progress.json").touch()
+        return found
+
+    monkeypatch.setattr(os, "listdir", and_then_locked)
+    with locked(partial):
+        assert sorted(listed(partial)) == [LOCK, "progress.json"]

@@ -175,6 +175,18 @@ def test_without_notices_folders_are_polled(
     until(lambda: "book" in names(catalog))
 
 
+def test_a_name_that_is_no_text_does_not_end_the_watch(
+    opened: Opened, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "POLL_S", 0.05)
+    catalog = opened(shelf)
+    time.sleep(0.3)  # until the folder is watched
+    (shelf / os.fsdecode(b"bad\xff")).mkdir()
+    time.sleep(0.3)  # until it is told of that name
+    make_store(shelf / "book.kv")
+    until(lambda: "book" in names(catalog))
+
+
 def test_a_look_that_fails_is_not_the_last(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "POLL_S", 0.01)
     looked: list[int] = []
