@@ -27,7 +27,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cli.counts import byte_count
 from offload_decode.config import split_pairs
 from offload_decode.evals.made_with import made_with
-from offload_decode.kv.card import RESERVE
 from offload_decode.memory import own_memory
 from offload_decode.models.devices import device_room
 from offload_decode.models.loading import LoadedModel, wrap
@@ -143,8 +142,7 @@ def beside_the_plan(loaded: LoadedModel, request: Workload, seconds: float) -> d
     rates = measure_prefill(about, request, loaded.device.type, Path.cwd())
     kept = 0
     if on_card:
-        _, total = torch.cuda.mem_get_info()
-        room = device_room(loaded.device) - total // RESERVE
+        room = device_room(loaded.device)
         kept = kept_tokens(about, request.chunk, request.tokens, room, request.kv)
     expected = prefill_time(about, request, rates, kept, on_card)
     return {

@@ -352,15 +352,8 @@ def _moved(planned: Plan, speed: Speed, prefill: PrefillTime | None) -> str:
 
 def _lasting(prefill: PrefillTime) -> str:
     """How long a dense prefill is expected to take."""
-    named = ", ".join(f"{name} {_time(took)}" for name, took in prefill.parts.items() if took)
-    return f"{_time(prefill.seconds)} where dense; most of it {prefill.limit} ({named})"
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    named = ", ".join(f"{name} {output.duration(took)}" for name, took in prefill.parts.items() if took)
+    return f"{output.duration(prefill.seconds)} where dense; most of it {prefill.limit} ({named})"
 
 
 def _as_json(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload_decode.attention.transfers import Staging
 from offload_decode.kernels.rows import Rows
-from offload_decode.kv.card import AHEAD, BLOCK_TOKENS, RESERVE
+from offload_decode.kv.card import AHEAD, BLOCK_TOKENS
 from offload_decode.models.devices import device_room
 
 Stored = Sequence[Sequence[Rows]]
@@ -188,5 +188,4 @@ class _Pass:
     def room(self) -> int:
         """Bytes that may be kept beside such a pass."""
         self._took = max(self._took, torch.cuda.max_memory_allocated(self._device) - self._held)
-        _, total = torch.cuda.mem_get_info(self._device)
-        return device_room(self._device) - self._took - total // RESERVE
+        return device_room(self._device) - self._took

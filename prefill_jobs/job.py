@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from offload_decode.errors import ConfigError, DoesNotFit
-from offload_decode.kv.card import RESERVE
 from offload_decode.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
 from offload_decode.models.devices import device_room
 from offload_decode.models.latent import tell_of_indexer
@@ -267,9 +265,8 @@ def chunk_for(loaded: LoadedModel, tokens: int, kv: str) -> int:
     """
     if loaded.device.type != "cuda":
         return CPU_CHUNK
-    _, total = torch.cuda.mem_get_info(loaded.device)
     about = replace(outline_of(loaded.model, loaded.model_id, loaded.shape), dtype=loaded.dtype)
-    return largest_chunk(about, device_room(loaded.device) - total // RESERVE, tokens, kv)
+    return largest_chunk(about, device_room(loaded.device), tokens, kv)
 
 
 def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> PrefillReport:

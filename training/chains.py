@@ -25,11 +25,9 @@ def chain(rng: random.Random, length: int, letters: int) -> tuple[str, list[str]
     return value, names, [f"VAR {n} = {s}" for n, s in zip(names, sources, strict=False)]
 
 
-def linked(between: str, names: list[str], value: str) -> Linked:
-    """The answer that says the names, first the one that is assigned the value itself."""
-    sources = [value, *(f"VAR {name}" for name in names)]
-    told = tuple(f"{name} = {source}" for name, source in zip(names, sources, strict=False))
-    return Linked(" " + between.join(names), tuple(names), told)
+def linked(between: str, names: list[str], lines: list[str]) -> Linked:
+    """The answer that says the names in the order of the lines that tell them."""
+    return Linked(" " + between.join(names), tuple(names), tuple(line.removeprefix("VAR ") for line in lines))
 
 
 def tracking(rng: random.Random, names: Names, links: int) -> Item:
@@ -42,16 +40,16 @@ def tracking(rng: random.Random, names: Names, links: int) -> Item:
         facts.append(mine.pop(0))
     ruler = rng.random() < 0.5
     asks: list[Ask] = []
-    for value, variables, _ in chains:
+    for value, variables, lines in chains:
         question = TRACK.format(value=value)
         prefix = TRACK_PREFIX.format(
             count=links, value=value, assigned=rng.choice(["assigned", "assgined"]) if ruler else "assigned"
         )
         if ruler:
-            asks.append((f"{question} Answer:{prefix}", linked(" ", variables, value)))
+            asks.append((f"{question} Answer:{prefix}", linked(" ", variables, lines)))
         else:
             prefix = prefix if rng.random() < 0.5 else ""
-            asks.append((f"{question}\nAnswer:{prefix}", linked(", ", variables, value)))
+            asks.append((f"{question}\nAnswer:{prefix}", linked(", ", variables, lines)))
     noise = rng.random() < 0.6
     if not ruler:
         lines = facts if noise else [fact + "." for fact in facts]

@@ -98,7 +98,7 @@ class Run:
         self.words = AutoTokenizer.from_pretrained(out / "tokenizer")
         special = (self.words.bos_token_id, self.words.eos_token_id, self.words.pad_token_id)
         self.model = network.create(network.config(name, len(self.words), *special))
-        if start:
+        if start and not self.checkpoint.exists():
             finished = type(self.model).from_pretrained(start, dtype=torch.float32)
             self.model.load_state_dict(finished.state_dict())
         self.trainee = Trainee(self.model).to(self.device)

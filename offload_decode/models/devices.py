@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload_decode.errors import ConfigError
+from offload_decode.kv.card import RESERVE
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -35,10 +36,10 @@ def pick_device(device: str) -> torch.device:
 
 
 def device_room(device: torch.device) -> int:
-    """Bytes that torch can still hand out on a CUDA device: what the driver has free, within the cap of this
-    process, and what torch's pool holds of it and nobody uses.
+    """Bytes that a prefill may take on a CUDA device: what the driver has free, within the cap of this
+    process, and what torch's pool holds of it and nobody uses; but for the part that stays free.
     """
     free, total = torch.cuda.mem_get_info(device)
     pool, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     capped = int(torch.cuda.get_per_process_memory_fraction(device) * total) - pool
-    return max(0, min(free, capped)) + pool - used
+    return max(0, min(free, capped)) + pool - used - total // RESERVE

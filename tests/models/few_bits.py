@@ -27,6 +27,13 @@ def plain(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float3
     return folder
 
 
+def int4_rounds() -> bool:
+    """Whether bitsandbytes rounds the inputs of int4 to bf16: on processors that multiply in it."""
+    from bitsandbytes import functional
+
+    return bool(functional.has_avx512bf16())
+
+
 def bitsandbytes(folder: Path, **settings: Any) -> Path:
     """In 4 or 8 bits, by transformers itself."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig

@@ -18,6 +18,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, PageSelection
 from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import VOCAB
+from tests.models.few_bits import int4_rounds
 from tests.tiny import tiny_model
 
 N, LAYER = 45, 1
@@ -179,5 +180,7 @@ def test_a_model_in_few_bits_attends_as_it_does_itself(tmp_path, plain):
     expected = plain_logits(few)
     engine = engine_over(tmp_path, few)
     found = logits_of(engine, IDS[:, N:])
-    # On processors that multiply in bf16, int4 rounds its inputs to that: 2 % of the logits here.
-    assert (found - expected).norm() < 0.05 * expected.norm()
+    if int4_rounds():  # 2 % of the logits here
+        assert (found - expected).norm() < 0.05 * expected.norm()
+    else:
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)

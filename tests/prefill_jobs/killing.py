@@ -398,7 +398,8 @@ def _count(steps: mmap.mmap, kill_at: int) -> None:
             if folder in made or os.path.exists(folder) or not os.path.exists(os.path.dirname(folder)):
                 return
             made.add(folder)
-        made.difference_update(map(os.fspath, arguments[:1]) if event in ("os.rmdir", "os.rename") else ())
+        if event in ("os.rmdir", "os.rename"):
+            made.discard(os.fspath(arguments[0]))
         opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & writes
         if (opened or event in changes) and step():
             os.kill(os.getpid(), signal.SIGKILL)

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from offload_decode.errors import StoreError
+from offload_decode.kv.card import RESERVE
 from offload_decode.models.loading import wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import Committed, partial_path
@@ -119,10 +120,10 @@ def test_what_stays_and_what_comes_are_the_same_bytes(kv, tmp_path, seen, monkey
         patch.setattr(CardBlocks, "grow", lambda *_: None)
         none_stay = on_a_card(tmp_path / "none", kv=kv)
     assert seen[0].came[layer] == sum(range(0, N, CHUNK)), "every chunk has all before it come"
-    some = (none_stay.memory.peak + peak) // 2 * card_blocks.RESERVE // (card_blocks.RESERVE - 1)
+    some = (none_stay.memory.peak + peak) // 2 * RESERVE // (RESERVE - 1)
     some_stay = on_a_card(tmp_path / "some", kv=kv, memory=some)
     assert 0 < seen[0].kept < most
-    assert some_stay.memory.peak <= some - some // card_blocks.RESERVE
+    assert some_stay.memory.peak <= some - some // RESERVE
     for name in ("all", "none", "some"):
         assert tree(tmp_path / name) == whole, name
 
