@@ -12,7 +12,7 @@ import torch
 
 from training import several, synthetic
 from training.fillers import Fillers
-from training.items import ALTERNATIVES
+from training.items import ALTERNATIVES, HINTS
 from training.rows import Row, Rows
 
 FAR_KEYS = 192  # sampled keys that stand for the filler of other texts
@@ -34,6 +34,7 @@ class Batch(NamedTuple):
     others: np.ndarray
     guided: np.ndarray
     hints: np.ndarray
+    opens: np.ndarray
     far_index: np.ndarray
     far_places: np.ndarray
     far_bias: np.ndarray
@@ -62,10 +63,11 @@ class Stage:
     lists: Mapping[str, float] = field(default_factory=dict)  # mixture of longer windows
 
 
-SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.05, "several": 0.1}
+SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.05, "several": 0.12}
 FACTS = {
-    "needles": 0.2,
-    "pairs": 0.1,
+    "needles": 0.18,
+    "identifiers": 0.05,
+    "pairs": 0.06,
     "values": 0.11,
     "plain": 0.12,
     "records": 0.07,
@@ -77,7 +79,16 @@ FACTS = {
 }
 SIMPLE = {"pairs": 0.3, "needles": 0.2, "plain": 0.2, "records": 0.14, "documents": 0.1}
 MIXED = SYNTHETIC | FACTS
-LISTS = {"common": 0.34, "coded": 0.22, "suite": 0.14, "needles": 0.12, "values": 0.1, "tracking": 0.08}
+LISTS = {
+    "common": 0.34,
+    "coded": 0.18,
+    "suite": 0.06,
+    "needles": 0.08,
+    "identifiers": 0.14,
+    "values": 0.08,
+    "tracking": 0.04,
+    "documents": 0.08,
+}
 
 WINDOWS = {256: 0.14, 512: 0.5, 1024: 0.2, 2048: 0.11, 4096: 0.05}
 SOFT = (1.0, 0.8, 0.65)
@@ -123,7 +134,7 @@ class Mixer:
         if kind == "several":
             made, lists = several.several(rng, length, self.words, self.common)
             return Row(*made, nothing, nothing, False, kind, lists)
-        hints = np.full(length, -1, np.int64)
+        hints = np.full((length, HINTS), -1, np.int64)
         if kind == "phrases":
             tokens, weights = synthetic.phrase_bank(rng, length, self.words)
         elif kind == "recall":
@@ -156,7 +167,8 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
     weights = np.zeros((len(rows), most), np.float32)
     others = np.full((len(rows), most, ALTERNATIVES), -1, np.int64)
     guided = np.zeros((len(rows), most), np.float32)
-    hints = np.full((len(rows), most), -1, np.int64)
+    hints = np.full((len(rows), most, HINTS), -1, np.int64)
+    opens = np.zeros((len(rows), length), np.int64)
     for i, row in enumerate(rows):
         at = np.flatnonzero(row.weights[1:])
         if len(at) > most:
@@ -170,13 +182,15 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
         others[i, : len(at)] = row.others[at + 1]
         guided[i, : len(at)] = row.guided[at + 1]
         hints[i, : len(at)] = row.hints[at + 1]
+        for number, said in enumerate(row.lists, 1):
+            opens[i, said.start + np.array(said.starts)] = number
     index, bias = distractors(rng, rows, far)
     places, far_places = spread(rng, len(rows), length, len(index)) if rotary else (None, None)
     if places is None or far_places is None:
         places = np.broadcast_to(np.arange(length), (len(rows), length)).copy()
         far_places = np.zeros(len(index), np.int64)
     kinds = [row.kind for row in rows]
-    taught = (picked, targets, weights, others, guided, hints)
+    taught = (picked, targets, weights, others, guided, hints, opens)
     return Batch(tokens, places, *taught, index, far_places, bias, kinds)
 
 

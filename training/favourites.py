@@ -37,7 +37,7 @@ def favourites_first(
         at[: len(lists)] = [said.start + said.starts[0] - 1 for said in lists]
     places = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    states, _ = trainee.states(
+    states, *_ = trainee.states(
         torch.as_tensor(tokens, device=device),
         places,
         torch.as_tensor(picked, device=device),

@@ -41,35 +41,40 @@ class Trainee(nn.Module):
         others: torch.Tensor,
         guided: torch.Tensor,
         hints: torch.Tensor,
+        opens: torch.Tensor,
         far_index: torch.Tensor,
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
         softening: torch.Tensor,
         eos: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """tokens and their places int64[B, T]; picked int64[B, P]: where the next token is predicted; targets
         and weights [B, P]; others int64[B, P, A]: what is as right as the target, or -1; guided float32
-        [B, P]: 1 where what is predicted is copied; hints int64[B, P]: from which token or the next,
-        or -1: from wherever it stands (see `sources`); far_index int64[N] into B * T: the sampled keys,
+        [B, P]: 1 where what is predicted is copied; hints int64[B, P, HINTS]: from which tokens or the
+        next, or -1: from wherever it stands (see `sources`); opens int64[B, T]: of which list's part a token
+        is the first (1, 2, ...), or 0; far_index int64[N] into B * T: the sampled keys,
         far_places int64[N], and far_bias float32[B, N]: the logarithm of what each stands for, or -inf;
         softening: factor on the full layers' scores; eos: what ends an answer.
 
-        Returns the weighted mean of -log of the probability of what is right, the same of the attention that
-        the last layer's heads together pay to what is to be copied, and bool[B, P]: right predictions.
+        Returns the weighted mean of -log of the probability of what is right; the same of the attention that
+        the last layer's heads together pay to what is to be copied, and that those of the layer before it
+        pay to what a list has said where its next part begins; and bool[B, P]: right predictions.
         """
-        x, paid = self.states(tokens, places, picked, far_index, far_places, far_bias, softening)
+        x, paid, before = self.states(tokens, places, picked, far_index, far_places, far_bias, softening)
         length = tokens.shape[1]
         logits = self.logits(x).flatten(0, 1)
         accepted = torch.cat([targets[..., None], others], 2).flatten(0, 1)
         chosen = logits.gather(1, accepted.clamp(min=0)).masked_fill(accepted < 0, float("-inf"))
         losses = logits.logsumexp(1) - chosen.logsumexp(1)
         loss = (losses * weights.flatten()).sum() / weights.sum()
-        copied = sources(tokens, picked, others, hints, eos)
-        mass = (paid[..., :length] * copied[:, None]).sum((1, 3)).clamp(1e-6, 1)
-        worth = weights * guided * copied.any(2)
-        guidance = -(mass.log() * worth).sum() / worth.sum().clamp(min=1)
+        begun = F.pad(opens, (0, 1)).gather(1, picked + 1)
+        copied = sources(tokens, picked, others, hints, begun > 0, eos)
+        guidance = missed(paid[..., :length], copied, weights * guided)
+        order = torch.arange(length, device=tokens.device)
+        said = (opens[:, None] == begun[:, :, None]) & (begun[:, :, None] > 0) & (order <= picked[:, :, None])
+        remembrance = missed(before[..., :length], said, weights)
         right = (logits.argmax(1, keepdim=True) == accepted).any(1)
-        return loss, guidance, right.view_as(targets)
+        return loss, guidance, remembrance, right.view_as(targets)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Of states [B, P, W]: float32 [B, P, V]."""
@@ -85,8 +90,9 @@ class Trainee(nn.Module):
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
         softening: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is known at the picked places, [B, P, W], and the last layer's attention, [B, H, P, T + N]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is known at the picked places, [B, P, W], and the attention paid there in the last layer,
+        [B, H, P, T + N], and in the one before it, [B, H, P, T or more]."""
         model: Any = self.inner.model
         batch, length = tokens.shape
         x = F.embedding(tokens, model.embed_tokens.weight)
@@ -112,7 +118,7 @@ class Trainee(nn.Module):
             query = self.split(attention.q_proj(normed), self.heads)
             window = getattr(attention, "sliding_window", None)
             if window is not None:
-                out = banded(self.rotate(query, *turned), self.rotate(key, *near), value, window)
+                out, paid = banded(self.rotate(query, *turned), self.rotate(key, *near), value, window)
             else:
                 taken, held = self.sample(key, far_index), self.sample(value, far_index)
                 if not self.parallel:
@@ -127,13 +133,15 @@ class Trainee(nn.Module):
                 beyond = far_bias[:, None, :].expand(-1, at.shape[1], -1)
                 bias = torch.cat([seen, beyond], 2)
                 out, paid = attend(query * softening, key, value, bias)
+            if index == last - 1:
+                before = unbanded(paid, picked, length) if window is not None else chosen(paid, picked)
             out = attention.o_proj(out.transpose(1, 2).flatten(2))
             if self.parallel:
                 x = x + out + layer.mlp(normed)
             else:
                 x = x + out
                 x = x + layer.mlp(self.norm(layer.post_attention_layernorm, x))
-        return self.norm(model.norm, x), paid
+        return self.norm(model.norm, x), paid, before
 
     def norm(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Cohere's layer norm without bias, or Llama's root mean square."""
@@ -166,28 +174,43 @@ class Trainee(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def missed(paid: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted mean of -log of the attention, [B, H, P, T], that all heads together pay to what is wanted,
+    bool[B, P, T], over the places where something is."""
+    mass = (paid * wanted[:, None]).sum((1, 3)).clamp(1e-6, 1)
+    worth = weights * wanted.any(2)
+    return -(mass.log() * worth).sum() / worth.sum().clamp(min=1)
+
+
 def sources(
-    tokens: torch.Tensor, picked: torch.Tensor, others: torch.Tensor, hints: torch.Tensor, eos: int
+    tokens: torch.Tensor,
+    picked: torch.Tensor,
+    others: torch.Tensor,
+    hints: torch.Tensor,
+    alone: torch.Tensor,
+    eos: int,
 ) -> torch.Tensor:
     """Where what comes behind the picked places, int64[B, P], can be copied from: bool[B, P, T].
 
     That is an earlier token of tokens, int64[B, T], which is the same, followed by the same two (or by any,
-    behind an answer's end); or one of the others, int64[B, P, A], which would be as right. Where hints,
-    int64[B, P], name a token, it is that or the next: what stands in front of it is known there.
+    behind an answer's end, and where alone, bool[B, P], says so); or one of the others, int64[B, P, A], which
+    would be as right. Where hints, int64[B, P, HINTS], name tokens, it is those or the next: what stands in
+    front of them is known there.
     """
     length = tokens.shape[1]
     padded = F.pad(tokens, (0, 3), value=eos)
     before = torch.arange(length, device=tokens.device) <= picked[:, :, None]
     found = before
-    ended = torch.zeros_like(picked, dtype=torch.bool)
+    ended = torch.zeros_like(alone)
     for ahead in range(3):
         wanted = padded.gather(1, picked + 1 + ahead)
-        ended = ended | (wanted == eos) if ahead else ended
+        ended = ended | alone | (wanted == eos) if ahead else ended
         found = found & ((padded[:, None, ahead : ahead + length] == wanted[:, :, None]) | ended[:, :, None])
     for other in others.unbind(2):
         found = found | (before & (tokens[:, None] == other[:, :, None]))
-    behind = torch.arange(length, device=tokens.device) - hints[:, :, None]
-    return torch.where(hints[:, :, None] < 0, found, (behind == 0) | (behind == 1))
+    behind = torch.arange(length, device=tokens.device) - hints[..., None]
+    told = (((behind == 0) | (behind == 1)) & (hints >= 0)[..., None]).any(2)
+    return torch.where((hints < 0).all(2)[..., None], found, told & before)
 
 
 def attend(
@@ -203,10 +226,13 @@ def attend(
     return (weights @ value).view(batch, heads, count, dim), weights.view(batch, heads, count, -1)
 
 
-def banded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
+def banded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sliding-window attention: each block of queries sees its own block of keys and the one before.
 
-    query [B, Hq, T, D], key and value [B, H, T, D] to [B, Hq, T, D]; T is a multiple of window, or smaller.
+    query [B, Hq, T, D], key and value [B, H, T, D] to [B, Hq, T, D], and the weights, [B, Hq, T, 2 * window];
+    T is a multiple of window, or smaller, and then that stands for it.
     """
     batch, heads, length, dim = query.shape
     shared = key.shape[1]
@@ -224,4 +250,20 @@ def banded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: 
     grouped = query.reshape(batch, shared, heads // shared, blocks, size, dim)
     scores = grouped @ with_previous(key).transpose(-1, -2) * dim**-0.5
     weights: torch.Tensor = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return (weights @ with_previous(value)).reshape(batch, heads, length, dim)
+    out = (weights @ with_previous(value)).reshape(batch, heads, length, dim)
+    return out, weights.reshape(batch, heads, length, 2 * size)
+
+
+def chosen(paid: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    """The picked queries', int64[B, P], of weights [B, H, T, S]: [B, H, P, S]."""
+    return paid.gather(2, picked[:, None, :, None].expand(-1, paid.shape[1], -1, paid.shape[3]))
+
+
+def unbanded(paid: torch.Tensor, picked: torch.Tensor, length: int) -> torch.Tensor:
+    """The picked queries' weights of `banded` by token: [B, H, P, T]."""
+    mine = chosen(paid, picked)
+    size = mine.shape[3] // 2
+    # A block's first key is one block before its first query, and the first block's is not there.
+    at = (picked // size * size)[:, None, :, None] + torch.arange(2 * size, device=picked.device)
+    whole = mine.new_zeros(*mine.shape[:3], length + size)
+    return whole.scatter(3, at.expand_as(mine), mine)[..., size:]

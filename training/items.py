@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 ALTERNATIVES = 9  # a list has ten parts at most
+HINTS = 2  # places at most that tell the same token
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
@@ -29,12 +30,15 @@ class Listed:
 
 @dataclass(frozen=True)
 class Linked:
-    """An answer that follows a chain: its text, the links in their order, and the end of the fact that tells
-    each, from the link on (`Y = VAR X`): a link stands in front of what it is found by."""
+    """An answer whose parts come in one order: its text, the parts, and what tells them.
+
+    told: for a chain the end of the fact that tells each link, from the link on (`Y = VAR X`): a link stands
+    in front of what it is found by. Without it, the question names the parts in their order.
+    """
 
     text: str
     links: tuple[str, ...]
-    told: tuple[str, ...]
+    told: tuple[str, ...] = ()
 
 
 Ask = tuple[str, str | Listed | Linked]  # all that is read up to the answer, and the answer
@@ -102,13 +106,33 @@ def alternatives(said: Said) -> np.ndarray:
     return found
 
 
-def ends(tokens: np.ndarray, parts: Sequence[np.ndarray]) -> list[int]:
-    """Where each part stands in tokens, int64[T], for the first time: the index of its last token, or -1."""
-    found = []
-    for part in parts:
-        windows = np.lib.stride_tricks.sliding_window_view(tokens, len(part))
-        at = np.flatnonzero((windows == part).all(1))
-        found.append(int(at[0]) + len(part) - 1 if len(at) else -1)
+def occurrences(tokens: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """Where a part begins in tokens, int64[T]."""
+    if len(part) > len(tokens):
+        return np.zeros(0, np.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(part))
+    return np.flatnonzero((windows == part).all(1))
+
+
+def hinted(
+    linked: Linked,
+    parts: Sequence[np.ndarray],
+    told: Sequence[np.ndarray],
+    text: np.ndarray,
+    asked: np.ndarray,
+) -> np.ndarray:
+    """Behind which tokens each part is told: int64[parts, HINTS], counted from the text's first one, or -1.
+
+    That is the end of what tells it in the text, int64[T], or where the question, which follows the text,
+    is about to name it.
+    """
+    found = np.full((len(parts), HINTS), -1, np.int64)
+    for i, part in enumerate(parts):
+        if linked.told:
+            at = occurrences(text, told[i])[:1] + len(told[i]) - 1
+        else:
+            at = occurrences(asked, part)[:HINTS] + len(text) - 1
+        found[i, : len(at)] = at
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from offload_decode.evals.tasks import words
-from training.items import Ask, Item, Listed
+from training.items import Ask, Item, Linked, Listed
 from training.names import Names
 
 MAGIC = "One of the special magic {kind}s for {key} is: {value}."
@@ -29,10 +29,13 @@ def magic_value(rng: random.Random, names: Names, kind: str) -> str:
     return words.identifier(rng, "train") if kind == "uuid" else f"{names.word(rng)}-{names.word(rng)}"
 
 
-def needles(rng: random.Random, names: Names, count: int) -> Item:
-    """RULER's needles: one or several keys, values or questions, asked in our form or in RULER's."""
-    kind = rng.choices(["number", "word", "uuid"], [6, 1, 4])[0]
-    uuids = kind == "uuid" and rng.random() < 0.6
+def needles(rng: random.Random, names: Names, count: int, identifiers: bool = False) -> Item:
+    """RULER's needles: one or several keys, values or questions, asked in our form or in RULER's.
+
+    identifiers: keys and values are long hexadecimal ones, all alike.
+    """
+    kind = "uuid" if identifiers else rng.choices(["number", "word", "uuid"], [6, 1, 4])[0]
+    uuids = kind == "uuid" and (identifiers or rng.random() < 0.6)
     keys = words.distinct(lambda: words.identifier(rng, "train"), count) if uuids else names.keys(rng, count)
     values = words.distinct(lambda: magic_value(rng, names, kind), count)
     facts = [MAGIC.format(kind=kind, key=k, value=v) for k, v in zip(keys, values, strict=True)]
@@ -40,7 +43,7 @@ def needles(rng: random.Random, names: Names, count: int) -> Item:
     asks: list[Ask] = []
     for k, v in zip(keys, values, strict=True):
         asks.append(one_ask(rng, kind, k, v, ruler))
-    if count > 1 and rng.random() < 0.5:
+    if count > 1 and not identifiers and rng.random() < 0.5:
         chosen = rng.sample(range(count), min(count, rng.choice(LISTED)))
         some = [keys[i] for i in chosen]
         pairs = [(keys[i], values[i]) for i in chosen]
@@ -48,8 +51,8 @@ def needles(rng: random.Random, names: Names, count: int) -> Item:
             f"What are all the special magic {kind}s for {several(some)} mentioned in the provided text?"
         )
         prefix = f" The special magic {kind}s for {several(some)} mentioned in the provided text are"
-        # Short, so that all that was said is near; in any order, as what is left out decides what comes next.
-        said = Listed(tuple(f"{k}: {v}" for k, v in pairs))
+        # In the question's order: which key is next stands behind the last one there.
+        said = Linked(" " + ", ".join(f"{k}: {v}" for k, v in pairs) + ".", tuple(k for k, _ in pairs))
         begun = prefix if ruler or rng.random() < 0.4 else ""
         asks.append((question + ("" if ruler else "\nAnswer:") + begun, said))
     before = (HIDDEN_ONE if rng.random() < 0.5 else HIDDEN_ALL).format(kind=kind)

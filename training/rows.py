@@ -14,12 +14,13 @@ from training import chains, counting, documents, facts, needles, suite
 from training.fillers import Fillers
 from training.items import (
     ALTERNATIVES,
+    HINTS,
     Item,
     Linked,
     Listed,
     Said,
     alternatives,
-    ends,
+    hinted,
     inside,
     listed,
     turning,
@@ -29,17 +30,18 @@ from training.synthetic import phrase_bank
 
 SETTLED = 0.25  # weight of an answer's token that the two before it tell; of the others, 1
 REST = 0.2  # weight of the phrase bank behind the last question
-ALONE = ("common", "coded", "suite")  # nothing beside them: they write their whole text
+COUNTING = ("common", "coded")
+ALONE = (*COUNTING, "suite")  # nothing beside them: they write their whole text
 COUNTED = 3.0  # weight of an answer that was counted: a whole list is read for a few words
 
 
 @dataclass(frozen=True)
 class Row:
     """tokens int64[T]; weights float32[T] of predicting each; others int64[T, ALTERNATIVES]: what would be as
-    right there, or -1; guided bool[T]: where an answer is copied from what it is found by; hints int64[T]:
-    the token behind which it is told, or -1 where it is copied from wherever it stands; background bool[T]:
-    filler without answers; facts bool[T]: what is hidden there; far: whether tokens of other texts may be
-    simulated behind it; lists: the answers whose parts may come in any order."""
+    right there, or -1; guided bool[T]: where an answer is copied from what it is found by; hints
+    int64[T, HINTS]: the tokens behind which it is told, or -1 where it is copied from wherever it stands;
+    background bool[T]: filler without answers; facts bool[T]: what is hidden there; far: whether tokens of
+    other texts may be simulated behind it; lists: the answers whose parts may come in any order."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -58,11 +60,13 @@ class Row:
         answer = slice(old.start, old.start + old.size)
         moved = old.moved(order)
         tokens, weights, others = self.tokens.copy(), self.weights.copy(), self.others.copy()
-        tokens[answer], weights[answer] = tokens[answer][moved], weights[answer][moved]
+        guided = self.guided.copy()
+        for of_token in (tokens, weights, guided):
+            of_token[answer] = of_token[answer][moved]
         new = listed(old.start, tokens[answer], [old.parts[i] for i in order])
         others[answer] = alternatives(new)
         lists = (*self.lists[:number], new, *self.lists[number + 1 :])
-        return replace(self, tokens=tokens, weights=weights, others=others, lists=lists)
+        return replace(self, tokens=tokens, weights=weights, others=others, guided=guided, lists=lists)
 
 
 class Rows:
@@ -108,6 +112,8 @@ class Rows:
             return needles.needles(rng, names, count)
         if kind == "pairs":
             return facts.pairs(rng, names, rng.randint(3, length // 26))
+        if kind == "identifiers":
+            return needles.needles(rng, names, max(2, length // rng.choice([90, 110, 150])), identifiers=True)
         if kind == "values":
             return needles.many_values(rng, names)
         if kind == "plain":
@@ -153,7 +159,7 @@ class Rows:
         more = sum(len(a) + len(b) + 1 for a, b in zip(asked[1:], answers[1:], strict=True))
         wanted = min(more, length // 2)
         left = max(0, length - taken - wanted)
-        worth = COUNTED if kind in ("common", "coded") else 1.0
+        worth = COUNTED if kind in COUNTING else 1.0
         room = int(left * (1.0 if rng.random() < 0.5 else rng.random()))
         filler = (
             np.zeros(0, np.int64)
@@ -168,7 +174,7 @@ class Rows:
         lists: list[Said] = []
         turns = np.zeros(length, bool)
         others, guided = np.full((length, ALTERNATIVES), -1, np.int64), np.zeros(length, bool)
-        hints = np.full(length, -1, np.int64)
+        hints = np.full((length, HINTS), -1, np.int64)
         for i in range(len(asks)):
             question = first if i == 0 else asked[i]
             start = size + len(question)
@@ -186,9 +192,12 @@ class Rows:
                 weights[-1][:-1][~(inside(lists[-1]) | turns[start:end])] *= SETTLED
             elif isinstance(answer, Linked):
                 first_tokens = start + np.array(listed(start, answers[i], parts).starts)
-                at = np.array(ends(text, self.encode([f" {fact}" for fact in answer.told])))
+                lines = self.encode([f" {fact}" for fact in answer.told])
+                at = hinted(answer, parts, lines, np.concatenate(tokens[2:-3]), question)
                 hints[first_tokens] = np.where(at < 0, -1, behind + at)
             guided[start:end] = kind not in ALONE
+            if kind in COUNTING:  # led to what comes often, though it is copied from no one place
+                guided[start + np.array(lists[-1].starts)] = True
             size = end + 1
         if length > size:
             bank, scores = phrase_bank(np.random.default_rng(rng.getrandbits(62)), length - size, self.words)

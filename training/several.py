@@ -11,18 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.items import ALTERNATIVES, Said, alternatives, listed
+from training.items import ALTERNATIVES, HINTS, Said, alternatives, listed
 
 MOST_VALUES = 4
 MOST_LINKS = 5
 MOST_COMMON = 5
+MOST_ASKED = 5
 LEAST_LIST = 24  # tokens
+SHARES = (0.4, 0.15, 0.25, 0.2)  # of values, chains, counts, queries
 
 
 class Several(NamedTuple):
     """tokens int64[T]; weights float32[T] of predicting each; others int64[T, ALTERNATIVES]: what would be as
-    right there, or -1; guided bool[T]: where what is said is found by something; hints int64[T]: the token
-    behind which it is told, or -1 where it is copied from wherever it stands."""
+    right there, or -1; guided bool[T]: where what is said is found by something; hints int64[T, HINTS]: the
+    tokens behind which it is told, or -1 where it is copied from wherever it stands."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -37,7 +39,7 @@ def several(
     """One row, and its lists."""
     page = Page(rng, np.setdiff1d(words, common), common)
     while page.size < length:
-        (page.values, page.chains, page.counts)[rng.choice(3, p=(0.5, 0.25, 0.25))](length - page.size)
+        (page.values, page.chains, page.counts, page.queries)[rng.choice(4, p=SHARES)](length - page.size)
     row = Several(*(np.concatenate(parts)[:length] for parts in zip(*page.parts, strict=True)))
     return row, tuple(said for said in page.lists if said.start + said.size <= length)
 
@@ -84,7 +86,7 @@ class Page:
             self.put(self.stop)
         for i in rng.permutation(len(chains)):
             self.put(self.ask, self.wording(), chains[i][0], self.wording(), self.colon)
-            self.say(chains[i][1:], told[i])
+            self.say(chains[i][1:], [{0: at} for at in told[i]])
 
     def counts(self, room: int) -> None:
         """A list of words in disorder, a few of which come often; then `? d: W, W.`."""
@@ -101,6 +103,28 @@ class Page:
         self.put(self.ask, self.wording(), self.colon)
         self.say([drawn[i] for i in rng.permutation(often)])
 
+    def queries(self, _: int) -> None:
+        """`a K b = c V.` for several keys; then `? d K, K e: K = V, K = V.` in the order of the question."""
+        rng = self.rng
+        asked = int(rng.integers(2, MOST_ASKED + 1))
+        drawn = self.distinct(2 * (asked + int(rng.integers(0, 3))), 3)
+        keys, values = drawn[::2], drawn[1::2]
+        spread = int(rng.choice([0, 2]))
+        told = []  # right before each value
+        for key, value in zip(keys, values, strict=True):
+            self.put(self.some(self.rare, 0, spread), self.wording(), key, self.equals, self.wording())
+            told.append(self.size - 1)
+            self.put(value, self.stop)
+        chosen = rng.permutation(len(keys))[:asked]
+        self.put(self.ask, self.wording())
+        named = []  # right before each key
+        for i in chosen:
+            named.append(self.size - 1)
+            self.put(keys[i], self.comma)
+        self.put(self.wording(), self.colon)
+        hints = [{0: at, len(keys[i]) + 1: told[i]} for i, at in zip(chosen, named, strict=True)]
+        self.say([np.concatenate([keys[i], self.equals, values[i]]) for i in chosen], hints)
+
     def some(self, of: np.ndarray, least: int, most: int) -> np.ndarray:
         return self.rng.choice(of, int(self.rng.integers(least, most + 1)))
 
@@ -116,21 +140,24 @@ class Page:
         """What is read and not predicted."""
         part = np.concatenate(parts)
         none = np.full((len(part), ALTERNATIVES), -1, np.int64)
-        hints = np.full(len(part), -1, np.int64)
+        hints = np.full((len(part), HINTS), -1, np.int64)
         self.add(Several(part, np.zeros(len(part), np.float32), none, np.zeros(len(part), bool), hints))
 
-    def say(self, parts: list[np.ndarray], told: list[int] | None = None) -> None:
-        """An answer, in any order; or in this one alone, and then told says where each part's fact ends."""
+    def say(self, parts: list[np.ndarray], told: list[dict[int, int]] | None = None) -> None:
+        """An answer, in any order; or in this one alone, and then told has for tokens of each part, by their
+        place in it, the token behind which the page tells them."""
         answer = np.concatenate([x for part in parts for x in (part, self.comma)])
         answer[-1] = self.stop[0]
         said = listed(self.size, answer, parts)
         others = np.full((len(answer), ALTERNATIVES), -1, np.int64)
-        hints = np.full(len(answer), -1, np.int64)
+        hints = np.full((len(answer), HINTS), -1, np.int64)
         if told is None:
             self.lists.append(said)
             others = alternatives(said)
         else:
-            hints[list(said.starts)] = told
+            for start, behind in zip(said.starts, told, strict=True):
+                for place, at in behind.items():
+                    hints[start + place, 0] = at
         size = len(answer)
         self.add(Several(answer, np.ones(size, np.float32), others, np.ones(size, bool), hints))
 

@@ -26,7 +26,7 @@ def losses(
     for batch in batches:
         arrays = batch.tensors()
         for i, factor in enumerate(factors):
-            loss, _, _ = trainee(*arrays, torch.tensor(factor), eos)
+            loss, *_ = trainee(*arrays, torch.tensor(factor), eos)
             sums[i] += float(loss)
     return sums
 

@@ -42,14 +42,14 @@ GUIDANCE = 0.3  # weight of the attention paid to what is copied, beside the los
 SHARPENED_BY = 6  # batches
 GPU_TIMES = 8  # as many tokens a step on a GPU
 
-Losses = tuple[float, float]  # cross-entropy, and how far attention is from what is copied
+Losses = tuple[float, float, float]  # cross-entropy; attention missed by what is copied, and by what was said
 Accuracy = dict[str, tuple[float, int]]  # for each kind of row: right tokens, of how many
 
 
 def averages(recent: Collection[tuple[Losses, Accuracy]]) -> dict[str, float]:
     """Mean loss, and for each kind of row the share of right tokens."""
     means = {}
-    for i, name in enumerate(("loss", "guidance")):
+    for i, name in enumerate(("loss", "guidance", "remembrance")):
         means[name] = round(sum(both[i] for both, _ in recent) / len(recent), 4)
     for kind in sorted({kind for _, accuracy in recent for kind in accuracy}):
         pairs = [accuracy[kind] for _, accuracy in recent if kind in accuracy]
@@ -168,8 +168,8 @@ class Run:
         arrays = batch.tensors(self.device)
         with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
             softened = torch.tensor(softening, device=self.device)
-            loss, guidance, right = network_(*arrays, softened, self.words.eos_token_id)
-        (loss + GUIDANCE * guidance).backward()
+            loss, guidance, remembrance, right = network_(*arrays, softened, self.words.eos_token_id)
+        (loss + GUIDANCE * (guidance + remembrance)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         rate = self.rate()
         for optimizer in self.optimizers:
@@ -180,7 +180,7 @@ class Run:
         self.state["step"] += 1
         self.state["done"] += 1
         self.state["tokens"] += batch.tokens.size
-        return (loss.item(), guidance.item()), measured(batch, right.cpu())
+        return (loss.item(), guidance.item(), remembrance.item()), measured(batch, right.cpu())
 
     def best_factor(self) -> float:
         """The factor on the full layers' scores that suits rows with many tokens behind them best."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training import network
-from training.forward import Trainee, attend, sources
+from training.forward import Trainee, attend, banded, sources, unbanded
 
 LENGTH = 256
 WORDS = 64
@@ -31,7 +31,8 @@ def arguments(far: int = 0) -> dict[str, torch.Tensor]:
         "weights": torch.rand(2, 40),
         "others": torch.full((2, 40, 3), -1),
         "guided": torch.ones(2, 40),
-        "hints": torch.full((2, 40), -1),
+        "hints": torch.full((2, 40, 2), -1),
+        "opens": torch.zeros(2, LENGTH, dtype=torch.long),
         "far_index": torch.arange(far),
         "far_places": torch.zeros(far, dtype=torch.long),
         "far_bias": torch.full((2, far), float("-inf")),
@@ -45,7 +46,7 @@ def test_it_gives_the_loss_of_transformers(name: str) -> None:
     model = small(name)
     given = arguments()
     with torch.no_grad():
-        loss, _, right = Trainee(model)(**given)
+        loss, *_, right = Trainee(model)(**given)
         logits = model(given["tokens"]).logits
     logits = logits.gather(1, given["picked"][:, :, None].expand(-1, -1, WORDS))
     losses = torch.nn.functional.cross_entropy(
@@ -62,7 +63,7 @@ def test_a_token_as_right_as_the_target_counts_as_right() -> None:
     given = arguments()
     given["others"][:, :, 0] = (given["targets"] + 1) % WORDS
     with torch.no_grad():
-        loss, _, right = Trainee(model)(**given)
+        loss, *_, right = Trainee(model)(**given)
         logits = model(given["tokens"]).logits
     logits = logits.gather(1, given["picked"][:, :, None].expand(-1, -1, WORDS))
     accepted = torch.stack([given["targets"], given["others"][:, :, 0]], 2)
@@ -100,18 +101,27 @@ def test_what_is_copied_stands_before_with_the_same_two_tokens_behind_it() -> No
     tokens = torch.tensor([[5, 6, 7, 8, 5, 6, 9, 3, 5, 6, 7, 4, eos]])
     picked = torch.tensor([[7, 9, 10, 3]])
     nothing = torch.full((1, 4, 2), -1)
-    hints = torch.full((1, 4), -1)
-    found = sources(tokens, picked, nothing, hints, eos)[0]
+    hints = torch.full((1, 4, 2), -1)
+    alone = torch.zeros(1, 4, dtype=torch.bool)
+    found = sources(tokens, picked, nothing, hints, alone, eos)[0]
     # 5 6 7 is at 0 alone; 7 4 comes nowhere else; 4 ends the answer, but was not seen; 5 6 9 not either.
     assert [row.nonzero().flatten().tolist() for row in found] == [[0], [], [], []]
     ended = torch.tensor([[5, 6, 7, 8, 5, 4, 3, 5, eos, 6]])
-    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], hints[:, :1], eos)[0]
+    one = (hints[:, :1], alone[:, :1], eos)
+    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], *one)[0]
     assert found[0].nonzero().flatten().tolist() == [0, 4]
-    found = sources(ended, torch.tensor([[6]]), torch.tensor([[[3, 9]]]), hints[:, :1], eos)[0]
+    found = sources(ended, torch.tensor([[6]]), torch.tensor([[[3, 9]]]), *one)[0]
     assert found[0].nonzero().flatten().tolist() == [0, 4, 6]
     # Where it is told elsewhere, it is found behind that alone.
-    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], torch.tensor([[2]]), eos)[0]
+    told = torch.tensor([[[2, 5]]])
+    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], told, alone[:, :1], eos)[0]
+    assert found[0].nonzero().flatten().tolist() == [2, 3, 5, 6]
+    told[..., 1] = -1
+    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], told, alone[:, :1], eos)[0]
     assert found[0].nonzero().flatten().tolist() == [2, 3]
+    # A part of a list is the same whatever follows it: 5 6 9 has no like, 5 has two.
+    found = sources(tokens, torch.tensor([[7]]), nothing[:, :1], hints[:, :1], ~alone[:, :1], eos)[0]
+    assert found[0].nonzero().flatten().tolist() == [0, 4]
 
 
 def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
@@ -123,15 +133,50 @@ def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
     given["targets"] = given["tokens"].gather(1, given["picked"] + 1)
     given["weights"] = torch.ones_like(given["targets"], dtype=torch.float32)
     given["guided"] = torch.ones_like(given["weights"])
-    given["hints"] = torch.full_like(given["targets"], -1)
+    given["hints"] = torch.full((*given["targets"].shape, 2), -1)
     given["others"] = torch.full((*given["targets"].shape, 3), -1)
     last = model.model.layers[-1].self_attn
     trainee = Trainee(model)
-    _, before, _ = trainee(**given)
+    _, before, *_ = trainee(**given)
     before.backward()
     with torch.no_grad():
         last.q_proj.weight.sub_(0.1 * last.q_proj.weight.grad / last.q_proj.weight.grad.norm())
-        _, after, _ = trainee(**given)
-        _, nothing, _ = trainee(**given | {"guided": torch.zeros_like(given["weights"])})
+        _, after, *_ = trainee(**given)
+        _, nothing, *_ = trainee(**given | {"guided": torch.zeros_like(given["weights"])})
     assert after < before
     assert nothing == 0
+
+
+@pytest.mark.parametrize("name", network.MODELS)
+def test_the_layer_before_the_last_is_led_to_what_a_list_has_said(name: str) -> None:
+    """-log of the attention that the heads of that layer pay, as transformers computes it, to the first
+    tokens of the parts before this one."""
+    model = small(name)
+    model.set_attn_implementation("eager")
+    given = arguments()
+    given["opens"][0, [200, 210, 220]] = 1
+    given["opens"][1, [180, 230]] = 2
+    given["picked"][:] = 100
+    given["picked"][0, :3], given["picked"][1, :2] = torch.tensor([199, 209, 219]), torch.tensor([179, 229])
+    with torch.no_grad():
+        _, _, remembrance, _ = Trainee(model)(**given)
+        paid = model(given["tokens"], output_attentions=True).attentions[-2].sum(1).clamp(max=1)
+    weights = given["weights"]
+    places = {(0, 1): [200], (0, 2): [200, 210], (1, 1): [180]}
+    worth = torch.stack([weights[at] for at in places])
+    mass = torch.stack([paid[row, given["picked"][row, i], said].sum() for (row, i), said in places.items()])
+    expected = -(mass.clamp(1e-6, 1).log() * worth).sum() / worth.sum().clamp(min=1)
+    torch.testing.assert_close(remembrance, expected)
+
+
+@pytest.mark.parametrize("length", [8, 16, 48])
+def test_attention_in_a_window_is_told_by_token(length: int) -> None:
+    torch.manual_seed(3)
+    query, key, value = torch.randn(2, 4, length, 8), *torch.randn(2, 2, 2, length, 8)
+    out, paid = banded(query, key, value, 16)
+    picked = torch.stack([torch.randperm(length)[:7], torch.randint(0, length, (7,))])
+    whole = unbanded(paid, picked, length)
+    torch.testing.assert_close(whole.sum(-1), torch.ones(2, 4, 7))
+    each = value.repeat_interleave(2, 1)
+    for row in range(2):
+        torch.testing.assert_close((whole @ each)[row], out[row][:, picked[row]])

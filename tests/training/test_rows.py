@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from offload_decode import demo_models
 from offload_decode.evals.tasks import words
-from training import curriculum
+from training import curriculum, needles
 from training.curriculum import FACTS, STAGES, Mixer, Stage
 from training.fillers import Fillers
 from training.items import ALTERNATIVES, alternatives, inside, listed, turning
@@ -208,14 +208,62 @@ def test_a_chain_is_hinted_at_where_its_facts_end(rows: Rows, tokenizer: Any) ->
     found = 0
     for seed in range(20):
         row = rows.row(random.Random(seed), LENGTH, "tracking")
-        for at in np.flatnonzero(row.hints >= 0):
-            assert row.hints[at] < at
+        assert (row.hints[:, 1] < 0).all(), "one fact tells a link"
+        for at in np.flatnonzero(row.hints[:, 0] >= 0):
+            assert row.hints[at, 0] < at
             link = tokenizer.decode(row.tokens[at : at + 1]).strip()
             told = re.search(
-                r"VAR (\w+) = (\d{5}|VAR [A-Z]+)$", tokenizer.decode(row.tokens[: row.hints[at] + 1])
+                r"VAR (\w+) = (\d{5}|VAR [A-Z]+)$", tokenizer.decode(row.tokens[: row.hints[at, 0] + 1])
             )
             assert told is not None, "the hint is where a fact ends"
             assert told[1].startswith(link), "which tells this link"
             assert row.guided[at]
             found += 1
     assert found > 40
+
+
+def test_a_key_is_hinted_at_where_the_question_is_about_to_name_it(rows: Rows, tokenizer: Any) -> None:
+    found = twice = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        row = rows.fitted(rng, [needles.needles(rng, rows.names, 4)], LENGTH, "needles")
+        for at in np.flatnonzero((row.hints >= 0).any(1)) if row else ():
+            for hint in row.hints[at][row.hints[at] >= 0]:
+                assert row.tokens[hint + 1] == row.tokens[at]
+                before = tokenizer.decode(row.tokens[: hint + 1])
+                assert re.search(r"(s for|,|, and)$", before), "a list of keys"
+                assert "special magic" in before.splitlines()[-1], "which is the question's"
+                found += 1
+            twice += (row.hints[at] >= 0).all()
+    assert found > 40
+    assert twice, "a question and the beginning of its answer both name the keys"
+
+
+@pytest.mark.parametrize("kind", ["common", "coded"])
+def test_a_counted_word_is_led_to_at_its_first_token_in_any_order(rows: Rows, kind: str) -> None:
+    seen = 0
+    for seed in range(6):
+        row = rows.row(random.Random(seed), LENGTH, kind)
+        for number, said in enumerate(row.lists):
+            turned = row.reordered(number, list(range(len(said.parts)))[::-1])
+            for one, its in ((row, said), (turned, turned.lists[number])):
+                guided = np.flatnonzero(one.guided[its.start : its.start + its.size])
+                assert guided.tolist() == list(its.starts)
+                seen += len(guided)
+    assert seen > 12
+
+
+def test_identifiers_stand_among_others_of_their_kind(rows: Rows, tokenizer: Any) -> None:
+    row = rows.row(random.Random(0), 1024, "identifiers")
+    assert tokenizer.decode(row.tokens).count("One of the special magic uuids for") >= 5
+
+
+def test_a_batch_tells_where_the_parts_of_each_list_begin(tokenizer: Any, fillers: Fillers) -> None:
+    stage = Stage("lists", {512: 1.0}, {"values": 1.0}, tokens=4 * 512)
+    mixer = Mixer(tokenizer, fillers, False, seed=3)
+    drawn = mixer.drawn(0, stage)
+    batch = mixer.batch(0, stage, drawn)
+    for row, opens in zip(drawn, batch.opens, strict=True):
+        told = {(number, said.start + at) for number, said in enumerate(row.lists, 1) for at in said.starts}
+        assert {(int(opens[at]), int(at)) for at in np.flatnonzero(opens)} == told
+    assert (batch.opens > 0).sum() > 4

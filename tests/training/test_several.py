@@ -77,12 +77,35 @@ def test_a_link_is_hinted_at_where_the_text_has_told_it_by_the_one_before(seed: 
     tokens, hints = (np.concatenate(parts) for parts in list(zip(*made.parts, strict=True))[::4])
     links = sum(len(said) for _, said in answers(made))
     assert (hints >= 0).sum() == links
+    hints = hints[:, 0]
     for at in np.flatnonzero(hints >= 0):
         # `let NEW = OLD`: the answer says NEW at this place; the hint is at the end of OLD.
         before = tokens[: hints[at] + 1].tolist()
         start = max(i for i, token in enumerate(before) if token == made.let[0]) + 1
         assert before[start] == tokens[at]
         assert before[-1] in tokens[hints[at] + 1 : at], "OLD is what the question or the answer said before"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_keys_are_answered_in_the_order_of_the_question_each_with_its_value(seed: int) -> None:
+    made = page(seed)
+    made.queries(0)
+    tokens, hints = (np.concatenate(parts) for parts in list(zip(*made.parts, strict=True))[::4])
+    ((before, _),) = answers(made)
+    question = before[len(before) - 1 - before[::-1].index(made.ask[0]) :]
+    hinted = np.flatnonzero(hints[:, 0] >= 0)
+    keys, values = hinted[::2], hinted[1::2]
+    order = [question.index(tokens[at]) for at in keys]
+    assert order == sorted(order)
+    assert len(order) > 1
+    for key, value in zip(keys, values, strict=True):
+        assert tokens[hints[key, 0] + 1] == tokens[key]
+        told = tokens[: hints[value, 0] + 2].tolist()
+        assert told[-1] == tokens[value]
+        # `K b = c V`: this key is the last that was told before its value.
+        assert max(range(len(told)), key=lambda i: (told[i] in tokens[keys]) * (i + 1)) == max(
+            i for i in range(len(told)) if told[i] == tokens[key]
+        )
 
 
 def test_what_is_left_to_say_is_as_right_as_what_is_said() -> None:
