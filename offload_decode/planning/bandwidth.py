@@ -34,7 +34,7 @@ from offload_decode.planning.traffic import layer_traffic
 from offload_decode.store.format import stored_types
 from offload_decode.types import ModelShape
 
-_BYTES = 32 << 20  # beyond the caches of a core
+COPIED = 32 << 20  # bytes: beyond the caches of a core
 _DISK_BYTES = 64 << 20
 _SECONDS = 0.04  # a measurement is repeated for so long, and the best counts
 _STEPS = 4  # of other queries each, so that chosen rows are not in the caches
@@ -80,7 +80,7 @@ class _Layer:
     def __init__(self, shape: ModelShape, dtype: str, request: Workload):
         self.shape, self.dtype, self.request = shape, dtype, request
         pair = pair_bytes(shape, request.kv, dtype)
-        self.n = max(1, min(request.tokens, _BYTES // pair // shape.kv_heads))
+        self.n = max(1, min(request.tokens, COPIED // pair // shape.kv_heads))
         stored = stored_types(request.kv, dtype, shape)
         self.keys = self._heads(stored["keys"], shape.head_dim)
         self.values = self.keys if shape.latent else self._heads(stored["values"], shape.value_dim)
@@ -132,10 +132,10 @@ class _Layer:
         return {"pages": taken / scored, "rows": moved / attended}
 
     def _bounds(self) -> tuple[PageBounds, int]:
-        """Bounds of as many pages as make `_BYTES` of them, or as the request has, and their bytes."""
+        """Bounds of as many pages as make `COPIED` of them, or as the request has, and their bytes."""
         shape, request = self.shape, self.request
         block = bounds_bytes(shape.kv_heads, SCALE_PAGES, shape.head_dim, request.metadata)
-        pages = max(1, min(request.tokens // request.page_size, _BYTES * SCALE_PAGES // block))
+        pages = max(1, min(request.tokens // request.page_size, COPIED * SCALE_PAGES // block))
         some = torch.randint(1, 127, (shape.kv_heads, pages, shape.head_dim), generator=_generator())
         upper = some.to(torch.int8 if request.metadata == "int8" else torch.float16)
         scale = torch.ones(shape.kv_heads, -(-pages // SCALE_PAGES), shape.head_dim)
@@ -184,7 +184,7 @@ def measure_disk(folder: Path) -> float | None:
 
 def _weights(dtype: str, device: torch.device) -> float:
     width = 2048
-    weight = torch.zeros(_BYTES // width // DTYPES[dtype].itemsize, width, dtype=DTYPES[dtype], device=device)
+    weight = torch.zeros(COPIED // width // DTYPES[dtype].itemsize, width, dtype=DTYPES[dtype], device=device)
     row = torch.zeros(1, width, dtype=DTYPES[dtype], device=device)
     with torch.inference_mode():
         return weight.nbytes / seconds(lambda: torch.nn.functional.linear(row, weight), device)
@@ -192,9 +192,9 @@ def _weights(dtype: str, device: torch.device) -> float:
 
 def bus_rate(device: torch.device) -> float:
     """Bytes a second from pinned memory to a card."""
-    host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-    return _BYTES / seconds(lambda: target.copy_(host, non_blocking=True), device)
+    host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    return COPIED / seconds(lambda: target.copy_(host, non_blocking=True), device)
 
 
 def _generator() -> torch.Generator:

@@ -16,7 +16,7 @@ from offload_decode.kernels.dense import attend_dense
 from offload_decode.kernels.rows import numpy_view
 from offload_decode.models.devices import DTYPES
 from offload_decode.models.outline import Outline
-from offload_decode.planning.bandwidth import bus_rate, seconds
+from offload_decode.planning.bandwidth import COPIED, bus_rate, seconds
 from offload_decode.planning.prefill_time import Rates
 from offload_decode.planning.request import Workload
 from offload_decode.planning.sizes import pair_bytes
@@ -26,7 +26,6 @@ from offload_decode.store.layout import array_specs
 from offload_decode.store.streams import RowStream, allocate, kind_of
 from offload_decode.types import LayerKind, LayerShape, ModelShape
 
-_BYTES = 32 << 20  # beyond the caches of a core
 _WRITTEN = 8 << 20  # of keys and values
 # Rows and widths that are measured on a CPU in some tens of milliseconds, and that keep a card busy.
 _ROWS, _WIDTH, _KEYS = 256, 2048, 2048
@@ -118,6 +117,6 @@ def _write(outline: Outline, request: Workload, folder: Path) -> float:
 
 def _fill() -> float:
     """Bytes a second from memory to pinned memory."""
-    source = torch.ones(_BYTES, dtype=torch.uint8)
-    pinned = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
-    return _BYTES / seconds(lambda: pinned.copy_(source))
+    source = torch.ones(COPIED, dtype=torch.uint8)
+    pinned = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    return COPIED / seconds(lambda: pinned.copy_(source))

@@ -1,0 +1,232 @@
+"""What `offload-decode plan` says of a plan, in words and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from cli import output
+
+if TYPE_CHECKING:
+    from offload_decode.planning.plan import Medium, Plan
+    from offload_decode.planning.prefill_time import PrefillTime
+    from offload_decode.planning.traffic import Speed
+
+
+def show(
+    planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed, prefill: PrefillTime | None
+) -> None:
+    """What there is, what it needs, whether it fits, and what is expected of it."""
+    output.answer(_counts(planned))
+    output.answer("\n" + _needs({"ask": planned, "prefill": planned}))
+    output.answer("\n" + _verdict(planned, proposed, most))
+    if proposed is not None and proposed is not planned:
+        output.answer("\n" + _needs({"ask": proposed}))
+    output.answer("\n" + _moved(proposed or planned, speed, prefill))
+
+
+def _counts(planned: Plan) -> str:
+    """What there is to choose from: the same model and corpus in other encodings."""
+    from indexes.registry import usable
+    from offload_decode.models.formats import FORMATS
+    from offload_decode.planning import sizes
+    from offload_decode.store.format import kv_kinds
+    from offload_decode.types import PAGE_METADATA
+
+    outline, request = planned.outline, planned.request
+    shape, tokens = outline.shape, request.tokens
+    kinds = kv_kinds(shape)
+    if outline.packed:
+        whole = replace(outline, format="")
+        weights = [
+            (FORMATS[outline.format].said, outline.packed),
+            (outline.dtype, sizes.weights_bytes(whole, "auto")),
+        ]
+    else:
+        weights = [
+            (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
+            for name in (("auto", "int8", "int4") if outline.linear else ("auto",))
+        ]
+    stores = [(kv, sizes.store_bytes(shape, tokens, kv, outline.dtype)) for kv in kinds]
+    bounds = [
+        (
+            f"{page} tokens in {metadata}",
+            sizes.page_bytes(shape, tokens, page, metadata, len(shape.full_layers)),
+        )
+        for page in (16, 32, 64)
+        for metadata in PAGE_METADATA
+    ]
+    positions = outline.lengths.told(outline.lengths.chosen(tokens))
+    given = (shape, tokens, request.kv, outline.dtype)
+    of_a_layer = {kind: sizes.index_costs(kind, *given) for kind in usable()}
+    indexes = [
+        (kind, len(shape.full_layers) * (costs.memory or costs.file)) for kind, costs in of_a_layer.items()
+    ]
+    return output.facts(
+        [
+            ("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters"),
+            ("corpus", f"{tokens:,} tokens, {_each(planned)} of keys and values each"),
+            *([("positions", positions)] if positions else []),
+            ("weights", _listed(weights)),
+            ("store", _listed(stores)),
+            ("page bounds", _listed(bounds)),
+            ("indexes", _listed(indexes)),
+        ]
+    )
+
+
+def _each(planned: Plan) -> str:
+    return output.size(planned.kv_bytes / planned.request.tokens)
+
+
+def _listed(amounts: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {output.size(amount)}" for name, amount in amounts)
+
+
+def _needs(plans: dict[str, Plan]) -> str:
+    """Part by part, for asking and for prefilling."""
+    from offload_decode.planning.plan import Medium
+
+    rows = [("", "where", "takes", "of")]
+    for job, shown in plans.items():
+        parts = shown.asking if job == "ask" else shown.prefilling
+        for place in Medium:
+            there = shown.machine.size(place)
+            own = [part for part in parts if part.place is place]
+            rows += [(f"{job}: {part.name}", _named(place), output.size(part.bytes), "") for part in own]
+            if need := shown.need(place, parts):
+                verdict = "fits" if need <= there else "does not fit"
+                rows.append((f"{job}: {verdict}", _named(place), output.size(need), output.size(there)))
+    return output.table(rows)
+
+
+def _named(place: Medium) -> str:
+    return {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}[place]
+
+
+def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
+    from offload_decode.planning.caps import described
+    from offload_decode.planning.plan import changes, least_machine
+
+    if proposed is planned:
+        lines = ["It fits: the store can be kept here and asked."]
+    elif proposed is not None:
+        lines = [f"It does not fit. This does: {described(changes(planned.request, proposed.request))}"]
+    else:
+        machine = ", ".join(
+            f"{output.size(need)} of {_named(place)}" for place, need in least_machine(planned).items()
+        )
+        lines = [f"It does not fit, whatever the settings. The least it takes is {machine}."]
+        if most is not None:
+            settings = described(
+                {k: v for k, v in changes(planned.request, most.request).items() if k != "tokens"}
+            )
+            lines.append(f"The most that fits here is {most.request.tokens:,} tokens, with {settings}.")
+    shown = proposed or most
+    if shown is not None:
+        lines += [_prefill_verdict(shown, "It" if proposed else "So many"), *_paging(shown)]
+    return "\n".join(lines)
+
+
+def _prefill_verdict(planned: Plan, what: str) -> str:
+    from offload_decode.planning.caps import described
+    from offload_decode.planning.plan import changes, nearest_prefill, plan
+
+    fits = nearest_prefill(planned)
+    if fits is None:
+        return f"{what} cannot be prefilled here: do that on a larger machine, and bring the store."
+    chosen = changes(planned.request, fits.request)
+    few = fits.request.weights in ("int8", "int4")
+    settings = described(({"weights": fits.request.weights} if few else {}) | chosen)
+    full = plan(fits.source, replace(fits.request, weights="auto"), fits.machine)
+    also = ", or with full weights" if few and full.prefill_fits else ""
+    return f"{what} can be prefilled here{f' with {settings}' if settings else ''}{also}."
+
+
+def _paging(planned: Plan) -> list[str]:
+    from offload_decode.planning.caps import described
+    from offload_decode.planning.plan import changes, nearest
+
+    if not planned.from_disk:
+        return ["Its keys and values stay in memory."]
+    lines = [
+        f"Its {output.size(planned.kv_bytes)} of keys and values do not stay in the "
+        f"{output.size(planned.spare_ram)} of memory that are left: each token reads up to "
+        f"{output.size(planned.from_disk)} from the disk."
+    ]
+    if held := nearest(planned, in_memory=True):
+        lines.append(f"They would stay with {described(changes(planned.request, held.request))}")
+    return lines
+
+
+def _moved(planned: Plan, speed: Speed, prefill: PrefillTime | None) -> str:
+    moved = asdict(planned.traffic)
+    names = {
+        "weights": "weights read",
+        "pages": "page bounds read",
+        "scanned": "keys scanned",
+        "gathered": "rows gathered",
+        "attended": "dense layers read",
+        "bus": "over the bus",
+    }
+    spent = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in speed.seconds.items())
+    measured = "from bandwidths measured on this machine just now: an expectation, not a measurement"
+    if planned.machine.gpu and "bus" not in speed.seconds:
+        measured += (
+            ";\nno GPU is here: weights and page bounds count at this CPU's speed, and the bus not at all, "
+            "nor is it known how long a prefill takes there"
+        )
+    return (
+        output.facts(
+            [
+                *(
+                    (f"{names[name]}", f"{output.size(amount)} a token")
+                    for name, amount in moved.items()
+                    if amount
+                ),
+                ("expected", f"{speed.tokens_per_second:.3g} tokens/s; most of it {speed.limit} ({spent})"),
+                *([("prefill", _lasting(prefill))] if prefill else []),
+            ]
+        )
+        + f"\n{measured}"
+    )
+
+
+def _lasting(prefill: PrefillTime) -> str:
+    """How long a dense prefill is expected to take."""
+    named = ", ".join(f"{name} {output.duration(took)}" for name, took in prefill.parts.items() if took)
+    return f"{output.duration(prefill.seconds)} where dense; most of it {prefill.limit} ({named})"
+
+
+def as_json(
+    planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed, prefill: PrefillTime | None
+) -> dict[str, object]:
+    """The same for programs."""
+    from offload_decode.planning.plan import changes, least_machine, prefill_chunk
+
+    def one(shown: Plan | None) -> dict[str, object] | None:
+        if shown is None:
+            return None
+        return {
+            "request": asdict(shown.request),
+            "fits": shown.fits,
+            "changes": changes(planned.request, shown.request),
+            "ask": [asdict(part) for part in shown.asking],
+            "prefill": [asdict(part) for part in shown.prefilling],
+            "prefill_chunk": prefill_chunk(shown),
+            "lacking": shown.lacking(),
+            "traffic": asdict(shown.traffic),
+            "from_disk": shown.from_disk,
+        }
+
+    return {
+        "model": planned.outline.model_id,
+        "positions": asdict(planned.outline.lengths.chosen(planned.request.tokens)),
+        "machine": asdict(planned.machine),
+        "asked": one(planned),
+        "proposed": one(proposed),
+        "most_tokens": one(most),
+        "least_machine": None if proposed else least_machine(planned),
+        "expected": asdict(speed) | {"limit": speed.limit},
+        "expected_prefill": None if prefill is None else asdict(prefill) | {"limit": prefill.limit},
+    }
