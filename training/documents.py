@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.header import date, person, title
-from training.items import Item
+from offload_decode.evals.tasks.header import date, fields, person, title
+from training.items import Ask, Item
 from training.names import Names
 
+LONGEST_ASKED = 60  # letters of a value: links are read, not asked for
 ASKED_IN_WORDS = {
     "Author": ("Who is the author of {n}?", "Who wrote {n}?"),
     "Editor": ("Who is the editor of {n}?",),
@@ -19,25 +20,35 @@ ASKED_IN_WORDS = {
 }
 
 
-def documents(rng: random.Random, names: Names, count: int) -> Item:
-    """Documents with a name, a title and other fields; the questions name the document by either."""
+def documents(rng: random.Random, names: Names, length: int) -> Item:
+    """Documents with a name, a title and other fields; the questions name the document by either.
+
+    length: tokens of the row. Half of them have the long headers of real documents, where a field may stand
+    two hundred tokens behind the name.
+    """
+    long = rng.random() < 0.5
+    count = rng.randint(1, max(2, length // (250 if long else 100)))
     every = ("Author", "Editor", "Status", "Type", "Created", "Topic", "Language", "Version", "Requires")
     chosen = rng.sample(every, rng.randint(2, 5))
     number = rng.random() < 0.5
-    start, ending = rng.choice(["pep-", "rfc-", "doc", "note-", "chapter-"]), rng.choice(["", ".txt", ".md"])
+    start = rng.choice(["pep-", "rfc-", "doc", "note-", "chapter-"])
+    ending = rng.choice(["", ".txt", ".md", ".rst"])
     stems = (
         words.distinct(lambda: start + words.number(rng, "train", 4), count)
         if number
         else names.keys(rng, count)
     )
     titles = words.distinct(lambda: title(rng, "train"), count)
-    facts, asks = [], []
+    facts: list[str] = []
+    asks: list[Ask] = []
     head = rng.choice(["Document: {n}\n\n", "Document: {n}\n", "# {n}\n\n", "{n}\n\n", ""])
     for stem, called in zip(stems, titles, strict=True):
         name = stem + ending
-        fields = {"Title": called} | {f: field_value(rng, names, f) for f in chosen}
-        facts.append("\n" + head.format(n=name) + "\n".join(f"{f}: {v}" for f, v in fields.items()) + "\n")
-        for f in rng.sample(sorted(fields), min(3, len(fields))):
+        drawn = fields(rng, "train") if long else {f: field_value(rng, names, f) for f in chosen}
+        lines = {"Title": called} | drawn | {"Title": called}
+        facts.append("\n" + head.format(n=name) + "\n".join(f"{f}: {v}" for f, v in lines.items()) + "\n")
+        short = sorted(f for f, value in lines.items() if len(value) <= LONGEST_ASKED)
+        for f in rng.sample(short, min(3, len(short))):
             by_title = not head or (f != "Title" and rng.random() < 0.5)
             if by_title and f == "Title":
                 continue
@@ -50,7 +61,7 @@ def documents(rng: random.Random, names: Names, count: int) -> Item:
             wordings = ("What is the {f} of {n}?", *ASKED_IN_WORDS.get(f, ()))
             ask = rng.choice(wordings).format(f=rng.choice([f, f.lower()]), n=whom)
             prefix = f" The {f.lower()} of {whom} is" if rng.random() < 0.4 else ""
-            asks.append((f"{ask}\nAnswer:{prefix}", f" {fields[f]}"))
+            asks.append((f"{ask}\nAnswer:{prefix}", f" {lines[f]}"))
     return Item(facts, asks, ordered=True)
 
 

@@ -123,7 +123,7 @@ class Rows:
         if kind == "tracking":
             return chains.tracking(rng, names, rng.choice([2, 3, 4, 5, 5]))
         if kind == "documents":
-            return documents.documents(rng, names, rng.randint(1, max(2, length // 100)))
+            return documents.documents(rng, names, length)
         if kind == "common":
             return counting.common_words(rng, names, int(length * rng.uniform(0.5, 0.9)))
         if kind == "coded":
