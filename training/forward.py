@@ -134,7 +134,7 @@ class Trainee(nn.Module):
                 bias = torch.cat([seen, beyond], 2)
                 out, paid = attend(query * softening, key, value, bias)
             if index == last - 1:
-                before = unbanded(paid, picked, length) if window is not None else chosen(paid, picked)
+                before = unbanded(paid, picked, length) if window is not None else of_picked(paid, picked)
             out = attention.o_proj(out.transpose(1, 2).flatten(2))
             if self.parallel:
                 x = x + out + layer.mlp(normed)
@@ -254,14 +254,14 @@ def banded(
     return out, weights.reshape(batch, heads, length, 2 * size)
 
 
-def chosen(paid: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+def of_picked(paid: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
     """The picked queries', int64[B, P], of weights [B, H, T, S]: [B, H, P, S]."""
     return paid.gather(2, picked[:, None, :, None].expand(-1, paid.shape[1], -1, paid.shape[3]))
 
 
 def unbanded(paid: torch.Tensor, picked: torch.Tensor, length: int) -> torch.Tensor:
     """The picked queries' weights of `banded` by token: [B, H, P, T]."""
-    mine = chosen(paid, picked)
+    mine = of_picked(paid, picked)
     size = mine.shape[3] // 2
     # A block's first key is one block before its first query, and the first block's is not there.
     at = (picked // size * size)[:, None, :, None] + torch.arange(2 * size, device=picked.device)

@@ -83,12 +83,11 @@ def listed(start: int, answer: np.ndarray, parts: Sequence[np.ndarray]) -> Said:
     """Finds the parts, in this order, in the tokens of an answer."""
     at, starts = 0, []
     for part in parts:
-        while not np.array_equal(answer[at : at + len(part)], part):
-            at += 1
-            if at + len(part) > len(answer):
-                raise ValueError("a part is cut otherwise in its list than by itself")
-        starts.append(at)
-        at += len(part)
+        found = occurrences(answer[at:], part)
+        if not len(found):
+            raise ValueError("a part is cut otherwise in its list than by itself")
+        starts.append(at + int(found[0]))
+        at = starts[-1] + len(part)
     return Said(start, len(answer), tuple(parts), tuple(starts))
 
 
