@@ -14,6 +14,7 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.transfers import to_device
 from offload_decode.kernels.dense import attend_blocks
+from offload_decode.kernels.half_products import serves_half
 from offload_decode.kernels.rows import Rows, tensor_view
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.models.cache import PrefixCache
@@ -132,8 +133,10 @@ class StagedPrefix:
 
     def _block(self, layer: int, parts: Sequence[slice | Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[1, Hkv, S, …]` of a part of each KV head's tokens; latents are both."""
-        # Fused attention on a card wants keys of the queries' dtype; on a CPU all is computed in float32.
-        dtype = query.dtype if query.is_cuda else torch.float32
+        # Fused attention on a card wants keys of the queries' dtype, as products of half precision on a CPU
+        # do; else all is computed in float32 there.
+        halves = serves_half(query, self.keys(layer, 0).dtype, self.values(layer, 0).dtype)
+        dtype = query.dtype if query.is_cuda or halves else torch.float32
 
         def stacked(read: Callable[[int, int], Rows]) -> Tensor:
             rows = [read(layer, head).read(part, query.device, dtype) for head, part in enumerate(parts)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from offload_decode.attention.places import Places
 from offload_decode.attention.states import attend, empty_state, merge_states
 from offload_decode.kernels.fused import attend_fused, widened
+from offload_decode.kernels.half_products import attend_half, serves_half
 from offload_decode.types import AttentionState
 
 SCORES = 1 << 22
@@ -31,8 +32,9 @@ def attend_dense(
     softcap: float | None = None,
     places: Places | None = None,
 ) -> AttentionState:
-    """`attend`, through a fused kernel where torch has one that returns the log-sum-exp: uncapped, on a CPU;
-    on a GPU without a mask (`kernels.fused`). Memory beyond the inputs and the result grows with T and with
+    """`attend`, through a fused kernel where torch has one that returns the log-sum-exp: uncapped, on a CPU
+    (there by products of bfloat16 where many rows see all keys, see `kernels.half_products`); on a GPU
+    without a mask (`kernels.fused`). Memory beyond the inputs and the result grows with T and with
     S, and not with their product. `places` say what rows see in place of a mask.
     """
     batch, heads, tokens, _ = query.shape
@@ -41,6 +43,8 @@ def attend_dense(
         state = attend_fused(query, key, value, scaling, places)
         if state is not None:
             return state
+        if places is None and key.shape[2] and serves_half(query, key.dtype, value.dtype):
+            return attend_half(query, key, value, scaling)
     if places is not None:
         return _placed(query, key, value, scaling, places, softcap)
     if not on_cpu or softcap is not None or key.shape[2] == 0:
