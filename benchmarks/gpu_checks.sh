@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every check that needs a CUDA device: the tests marked `gpu`, the timing of Quest's kernels, prefill of an
-# 8B-shaped model, dense on the whole card and sparse under a cap of 16 GiB, for five minutes each at most, and
-# decoding with one from 1M long-tailed tokens.
+# 8B-shaped model, dense on the whole card, dense with streamed weights and sparse under a cap of 16 GiB, for five
+# minutes each at most, and decoding with one from 1M long-tailed tokens.
 # Runs with .venv/bin/python, or with the machine's own python; results go to ${OUT:-benchmarks/results}.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -38,6 +38,8 @@ failed=()
 "$PYTHON" benchmarks/gpu_quest.py --out "$out" || failed+=("benchmarks/gpu_quest.py")
 if [ -z "$missing" ]; then
     PYTHONPATH=. "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" || failed+=("benchmarks/gpu_prefill.py")
+    PYTHONPATH=. "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --weights streamed \
+        || failed+=("benchmarks/gpu_prefill.py --weights streamed")
     PYTHONPATH=. "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --tokens 350000 \
         --method quoka -o budget=1024 -o chunk=256 || failed+=("benchmarks/gpu_prefill.py --gpu-memory 16GiB")
     if "$PYTHON" -c 'from importlib.util import find_spec as f; raise SystemExit(f("bitsandbytes") is None)'; then

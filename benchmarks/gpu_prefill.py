@@ -1,10 +1,11 @@
 """Prefill of an 8B-shaped model with random weights: `python benchmarks/gpu_prefill.py`.
 
-The model is built from a config, on the device; random tokens are prefilled for `--minutes`, dense and in
-chunks that fit unless said otherwise, with the GPU memory capped as by `--gpu-memory`. Prints tokens,
-tokens/s, the share of the card's peak in matrix products (measured on the spot) that a dense prefill reached,
-what `plan` expects of it, the peak of the GPU memory and the bytes written, and saves them with the card and
-the versions. `--tiny` runs the same steps with a small model anywhere.
+The model is built from a config, on the device or, with `--weights streamed`, on the host; random tokens are
+prefilled for `--minutes`, dense and in chunks that fit unless said otherwise, with the GPU memory capped as
+by `--gpu-memory`. Prints tokens, tokens/s, the share of the card's peak in matrix products (measured on the
+spot) that a dense prefill reached, what `plan` expects of it, the peak of the GPU memory and the bytes
+written, and saves them with the card and the versions. `--tiny` runs the same steps with a small model
+anywhere.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cli.counts import byte_count
-from offload_decode.config import split_pairs
+from offload_decode.config import STREAMED, split_pairs
 from offload_decode.evals.made_with import made_with
 from offload_decode.memory import own_memory
 from offload_decode.models.devices import device_room
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.models.outline import outline_of
+from offload_decode.models.streamed import stream
 from offload_decode.planning.caps import Caps, apply_caps
 from offload_decode.planning.prefill_rates import measure_prefill
 from offload_decode.planning.prefill_time import prefill_time
@@ -72,6 +74,9 @@ def main() -> int:
     parser.add_argument("--gpu-memory", help="cap, as of `offload-decode prefill`")
     parser.add_argument("--method", default="dense", help="prefill method")
     parser.add_argument("-o", "--option", action="append", help="its options", default=[])
+    parser.add_argument(
+        "--weights", choices=("auto", STREAMED), default="auto", help="on the GPU, or streamed"
+    )
     parser.add_argument("--kv", default="auto", help="auto, int8 or int4-values")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the figures")
@@ -84,10 +89,13 @@ def main() -> int:
     if device == "cuda" and arguments.gpu_memory:
         apply_caps(Caps(byte_count(arguments.gpu_memory), None), device)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
+    streamed = arguments.weights == STREAMED
+    with torch.device("cpu" if streamed else device):
         model = LlamaForCausalLM(LlamaConfig(**(TINY if arguments.tiny else EIGHT_BILLION)))
     torch.set_default_dtype(torch.float32)
-    loaded = wrap(model, model_id="random weights")
+    if streamed:
+        stream(model, torch.device(device))
+    loaded = replace(wrap(model, model_id="random weights"), streamed=streamed)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, arguments.tokens).astype(np.int32)
     options = split_pairs(arguments.option)
     settings = Settings(arguments.method, options, kv=arguments.kv)
@@ -110,13 +118,19 @@ def main() -> int:
     compared = {}
     if arguments.method == "dense" and done:
         chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
-        compared = beside_the_plan(loaded, Workload(done, kv=settings.kv, chunk=chunk), seconds)
+        request = Workload(done, kv=settings.kv, chunk=chunk, streamed=streamed)
+        compared = beside_the_plan(loaded, request, seconds)
     figures = {
         "date": date.today().isoformat(),
         "card": torch.cuda.get_device_name() if device == "cuda" else "none",
         "made_with": made_with(loaded),
         "cap": arguments.gpu_memory,
-        "settings": {"method": arguments.method, **options, "kv": arguments.kv},
+        "settings": {
+            "method": arguments.method,
+            **options,
+            "kv": arguments.kv,
+            "weights": arguments.weights,
+        },
         **compared,
         "tokens": done,
         "seconds": round(seconds, 1),
@@ -128,7 +142,8 @@ def main() -> int:
     print(json.dumps(figures, indent=1))
     if not arguments.tiny:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        name = f"gpu_prefill_{arguments.method}_{arguments.gpu_memory or 'whole'}.json"
+        way = "" if arguments.weights == "auto" else f"_{arguments.weights}"
+        name = f"gpu_prefill_{arguments.method}_{arguments.gpu_memory or 'whole'}{way}.json"
         (arguments.out / name).write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 

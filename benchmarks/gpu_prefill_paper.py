@@ -3,31 +3,30 @@
 
 On paper: arithmetic (`planning.prefill_time`) with rates that are assumed, which are printed too. Nothing of
 it was run. A card is taken to reach a share of its stated peak in half precision, in matrix products and in
-attention; the host is taken to encode and write so many bytes a second. Where weights do not fit, it is
-counted as if they came over the bus for every chunk, layer by layer, which is not built.
+attention; the host is taken to encode and write so many bytes a second. Where weights do not fit, they are
+streamed layer by layer, and come over the bus for every chunk.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu_prefill import EIGHT_BILLION
 from cli.counts import token_count
-from offload_decode.kv.card import RESERVE
 from offload_decode.models.gate import shape_of
 from offload_decode.models.outline import Outline, outline_of
 from offload_decode.planning import sizes
-from offload_decode.planning.plan import CUDA_BYTES, card_room
+from offload_decode.planning.plan import card_room
 from offload_decode.planning.prefill_time import PrefillTime, Rates, prefill_time
-from offload_decode.planning.request import Workload
+from offload_decode.planning.request import Workload, weights_given
 
 MATMUL, ATTENTION = 0.6, 0.5
 """Shares of a card's stated peak."""
-NAMED = {"auto": "bfloat16", "streamed": "bfloat16, streamed (not built)", "int8": "int8", "int4": "int4"}
+NAMED = {"auto": "bfloat16", "streamed": "bfloat16, streamed", "int8": "int8", "int4": "int4"}
 """How weights are held."""
 
 
@@ -60,17 +59,12 @@ def eight_billion() -> Outline:
 def on_card(
     outline: Outline, card: Card, weights: str, tokens: int, rates: Rates
 ) -> tuple[Workload, PrefillTime]:
-    """A prefill with weights that lie on the card, or `streamed` ones."""
-    streamed = weights == "streamed"
-    room, again = card_room(outline, "auto" if streamed else weights, card.memory), 0
-    if streamed:
-        # Two layers' weights lie there: one is used while the next comes.
-        again = sizes.active_weights_bytes(outline, "auto", True)
-        room = card.memory - CUDA_BYTES - card.memory // RESERVE - 2 * again // len(outline.shape.layers)
-    chunk = sizes.largest_chunk(outline, room, tokens)
-    request = Workload(tokens, chunk=chunk)
-    kept = sizes.kept_tokens(outline, chunk, tokens, room, "auto")
-    return request, prefill_time(outline, request, rates, kept, on_card=True, again=again)
+    """A prefill with such weights, in the chunks that fit."""
+    request = Workload(tokens, **weights_given(weights))
+    room = card_room(outline, request, card.memory)
+    request = replace(request, chunk=sizes.largest_chunk(outline, room, tokens))
+    kept = sizes.kept_tokens(outline, request.chunk, tokens, room, request.kv)
+    return request, prefill_time(outline, request, rates, kept, on_card=True)
 
 
 def main() -> None:
@@ -88,7 +82,9 @@ def main() -> None:
     )
     for card in CARDS:
         rates = Rates(MATMUL * card.peak, ATTENTION * card.peak, arguments.write * 1e9, card.bus, card.bus)
-        fits = card_room(outline, "auto", card.memory) > sizes.prefill_bytes(outline, 512, tokens, True)
+        fits = card_room(outline, Workload(tokens), card.memory) > sizes.prefill_bytes(
+            outline, 512, tokens, True
+        )
         for weights in ("auto", "int8", "int4") if fits else ("streamed", "int8", "int4"):
             request, took = on_card(outline, card, weights, tokens, rates)
             print(f"{card.name}, {NAMED[weights]} weights: {said(request, took, card)}")

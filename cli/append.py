@@ -46,6 +46,13 @@ def append(
     exclude: Exclude = None,
     follow_links: FollowLinks = False,
     device: Device = "auto",
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="W",
+            help="Weights of the model: auto (as the store was made), or streamed to a GPU layer by layer.",
+        ),
+    ] = "auto",
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
     as_json: Json = False,
@@ -75,10 +82,13 @@ def append(
     manifest = earlier.manifest
     chunk = method_of(earlier).options.chunk
     named = manifest.model_id if model is None else model
-    admit_prefill(named, chunk, device, manifest.dtype, manifest.weights, gpu_memory, ram)
+    own = manifest.weights if weights == "auto" else weights
+    admit_prefill(named, chunk, device, manifest.dtype, own, gpu_memory, ram)
     del earlier
     with Progress(quiet) as progress:
-        report = run(store, corpus, model=model, device=device, rules=rules, progress=progress)
+        report = run(
+            store, corpus, model=model, device=device, weights=weights, rules=rules, progress=progress
+        )
     if as_json:
         skipped = [one._asdict() for one in report.skipped]
         output.answer_json(asdict(report) | {"kept": report.kept, "skipped": skipped})

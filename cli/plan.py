@@ -6,7 +6,6 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,7 +60,12 @@ def plan(
         str, typer.Option(metavar="K", help="auto (the model's dtype), int8 or int4-values.")
     ] = "auto",
     weights: Annotated[
-        str, typer.Option(metavar="W", help="auto (the model's dtype), fp16, int8 or int4.")
+        str,
+        typer.Option(
+            metavar="W",
+            help="auto (the model's dtype), streamed (to the GPU layer by layer in the prefill), fp16, int8 "
+            "or int4.",
+        ),
     ] = "auto",
     selector: Selector = "topk",
     option: Options = None,
@@ -90,10 +94,9 @@ def plan(
         from offload_decode.models.outline import outline
         from offload_decode.planning import plan as planning
 
-        request = _request(wanted, kv, weights, selector, options)
-        source, machine = outline(model), _machine(sizes, without_gpu)
-        rows = planning.chosen_chunk(source, request, machine) if chunk == "auto" else token_count(chunk)
-        planned = planning.plan(source, replace(request, chunk=rows), machine)
+        rows = None if chunk == "auto" else token_count(chunk)
+        request = _request(wanted, rows, kv, weights, selector, options)
+        planned = planning.plan(outline(model), request, _machine(sizes, without_gpu))
         proposed = planned if planned.fits else planning.nearest(planned)
         most = None if proposed else planning.most_tokens(planned)
         speed = _speed(proposed or planned)
@@ -118,16 +121,19 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _request(tokens: int, kv: str, weights: str, selector: str, options: dict[str, str]) -> Workload:
-    from offload_decode.planning.request import Workload
+def _request(
+    tokens: int, chunk: int | None, kv: str, weights: str, selector: str, options: dict[str, str]
+) -> Workload:
+    from offload_decode.planning.request import Workload, weights_given
 
     if unknown := [name for name in options if name not in _OPTIONS]:
         raise ConfigError(f"plan has no option '{unknown[0]}'; it has: {', '.join(_OPTIONS)}")
     page = options.pop("page_size", "16")
     if not page.isdecimal():
         raise ConfigError(f"page_size must be a whole number, not '{page}'")
-    given: Any = options
-    return Workload(tokens, kv=kv, weights=weights, selector=selector, page_size=int(page), **given)
+    given: Any = {**options, **weights_given(weights)}
+    given |= {"chunk_chosen": True} if chunk is None else {"chunk": chunk}
+    return Workload(tokens, kv=kv, selector=selector, page_size=int(page), **given)
 
 
 def _machine(sizes: list[int | None], without_gpu: bool) -> Any:

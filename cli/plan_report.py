@@ -130,16 +130,22 @@ def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
 
 def _prefill_verdict(planned: Plan, what: str) -> str:
     from offload_decode.planning.caps import described
-    from offload_decode.planning.plan import changes, nearest_prefill, plan
+    from offload_decode.planning.plan import can_stream, changes, nearest_prefill, plan
 
     fits = nearest_prefill(planned)
     if fits is None:
         return f"{what} cannot be prefilled here: do that on a larger machine, and bring the store."
-    chosen = changes(planned.request, fits.request)
-    few = fits.request.weights in ("int8", "int4")
-    settings = described(({"weights": fits.request.weights} if few else {}) | chosen)
-    full = plan(fits.source, replace(fits.request, weights="auto"), fits.machine)
-    also = ", or with full weights" if few and full.prefill_fits else ""
+    few = fits.request.weights in ("int8", "int4") and not fits.request.streamed
+    own = {"streamed": fits.request.streamed} | ({"weights": fits.request.weights} if few else {})
+    settings = described(own | changes(planned.request, fits.request))
+    also = ""
+    if few:
+        whole = replace(fits.request, weights="auto")
+        if plan(fits.source, whole, fits.machine).prefill_fits:
+            also = ", or with full weights"
+        elif can_stream(fits.source, fits.machine):
+            streamed = plan(fits.source, replace(whole, streamed=True), fits.machine)
+            also = ", or with full weights by --weights streamed" if streamed.prefill_fits else ""
     return f"{what} can be prefilled here{f' with {settings}' if settings else ''}{also}."
 
 

@@ -111,8 +111,8 @@ def prefill(
         str,
         typer.Option(
             metavar="W",
-            help="Weights of the model: auto (as it has them), or fewer bits for a small card, int8 or int4; "
-            "the store says so.",
+            help="Weights of the model: auto (as it has them); for a small card, streamed (there layer by "
+            "layer: the same numbers), or fewer bits, int8 or int4; the store says so.",
         ),
     ] = "auto",
     gpu_memory: GpuMemory = None,

@@ -12,6 +12,8 @@ OptionsT = TypeVar("OptionsT")
 
 ATTEND = ("auto", "host", "device")
 WEIGHTS = ("auto", "full", "int8", "int4")
+STREAMED = "streamed"
+"""Weights that come to a card layer by layer, for a prefill alone (`models.streamed`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,11 @@ class EngineConfig:
     device_cache: int = 0
 
     def __post_init__(self) -> None:
+        if self.weights == STREAMED:
+            raise ConfigError(
+                "weights=streamed is for a prefill, because an answer would read all of them over the bus "
+                f"for every token; choose one of: {', '.join(WEIGHTS)}"
+            )
         for what, given, known in (("attend", self.attend, ATTEND), ("weights", self.weights, WEIGHTS)):
             if given not in known:
                 raise ConfigError(f"{what}={given} is unknown; choose one of: {', '.join(known)}")

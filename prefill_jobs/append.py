@@ -86,11 +86,13 @@ def append(
     *,
     model: str | None = None,
     device: str = "auto",
+    weights: str = "auto",
     rules: Rules = EVERYTHING,
     progress: Progress = lambda stage, done, total: None,
 ) -> AppendReport:
     """Add the documents of `corpus` (a file, a folder, or `-`) to a store, with the model, the method and the
-    settings that it was made with; `model` is where that model is now. `rules` say what of a folder is read.
+    settings that it was made with; `model` is where that model is now. `weights`: `auto`, as it was made, or
+    `streamed` (`models.streamed`). `rules` say what of a folder is read.
 
     An append that was interrupted is resumed by the same call; the earlier store stays in its place until the
     longer one takes it. Documents that are in the store already are passed over. Raises `CorpusError`,
@@ -98,7 +100,8 @@ def append(
     """
     manifest = opened(store).manifest
     texts, skipped = read_corpus(corpus, rules)
-    loaded = load(model or manifest.model_id, device, manifest.dtype, manifest.weights)
+    own = manifest.weights if weights == "auto" else weights
+    loaded = load(model or manifest.model_id, device, manifest.dtype, own)
     progress("tokenize", 0, len(texts))
     return append_texts(loaded, texts, store, skipped=tuple(skipped), progress=progress)
 

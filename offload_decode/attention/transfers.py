@@ -47,6 +47,11 @@ def to_device(part: Tensor, device: torch.device) -> Tensor:
     return part.pin_memory().to(device, non_blocking=True)
 
 
+def power_of_two(number: int) -> int:
+    """The next power of two, which is what torch takes of pinned memory for so many bytes; 0 of 0."""
+    return 1 << (number - 1).bit_length() if number else 0
+
+
 class Staging:
     """Host memory that a copy to a device reads, pinned once and used again when that copy is done."""
 
@@ -63,7 +68,5 @@ class Staging:
             self.sent.synchronize()
         size = rows * row_bytes
         if size > len(self._memory):
-            self._memory = torch.empty(
-                1 << (size - 1).bit_length(), dtype=torch.uint8, pin_memory=self._pinned
-            )
+            self._memory = torch.empty(power_of_two(size), dtype=torch.uint8, pin_memory=self._pinned)
         return self._memory[:size].view(rows, row_bytes)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from offload_decode import demo_models
 from offload_decode.attention.transfers import to_device
-from offload_decode.errors import ModelError
+from offload_decode.config import STREAMED
+from offload_decode.errors import ConfigError, ModelError
 from offload_decode.memory import lifted
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.checkpoint import (
@@ -39,6 +40,7 @@ from offload_decode.models.published import read_gguf, read_packed, whole_model
 from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.models.remembered import remembered
 from offload_decode.models.seam import activate
+from offload_decode.models.streamed import check_card, stream
 from offload_decode.models.wrappers import check_alone
 from offload_decode.store.format import FINGERPRINT_VERSION
 from offload_decode.types import ModelShape
@@ -47,7 +49,8 @@ from offload_decode.types import ModelShape
 @dataclass(frozen=True)
 class LoadedModel:
     """A model that attends through the registered function, with what identifies it. `weights`: `auto` (the
-    checkpoint's), or what they were quantised to as it was loaded.
+    checkpoint's), or what they were quantised to as it was loaded. `streamed`: those of its layers come to
+    the device as they run (`models.streamed`), for passes without logits.
     """
 
     model: Any
@@ -62,6 +65,7 @@ class LoadedModel:
     dtype: str
     device: torch.device
     weights: str = "auto"
+    streamed: bool = False
 
     @cached_property
     def prompt(self) -> Prompt:
@@ -101,8 +105,9 @@ class LoadedModel:
         every: bool = False,
     ) -> Tensor:
         """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32, or those
-        of `every` one `[B, T, V]`.
+        of `every` one `[B, T, V]`. Raises `ConfigError` where weights are streamed.
         """
+        self._check_answers()
         kept = 0 if every else 1
         output = self._run(self.model, tokens, cache, attention_mask, position_ids, logits_to_keep=kept)
         logits: Tensor = output.logits
@@ -110,8 +115,9 @@ class LoadedModel:
 
     def forward_rows(self, tokens: Tensor, cache: JointCache, rows: Tensor) -> Tensor:
         """Run packed `tokens [1, total]`; returns the logits `[n, V]` after those of `rows` (int64 `[n]`, in
-        order) in float32.
+        order) in float32. Raises `ConfigError` where weights are streamed.
         """
+        self._check_answers()
         rows = rows.to(self.device)
         output = self._run(self.model, tokens, cache, None, None, logits_to_keep=rows)
         return logits_after(output, rows).float()
@@ -125,6 +131,13 @@ class LoadedModel:
     ) -> None:
         """Run `tokens [B, T]` for their keys and values alone: no logits are computed."""
         self._run(self.model.base_model, tokens, cache, attention_mask, position_ids)
+
+    def _check_answers(self) -> None:
+        if self.streamed:
+            raise ConfigError(
+                "this model's weights are streamed for a prefill, and an answer would read all of them over "
+                "the bus for every token: load it with other weights to ask it"
+            )
 
     def _run(
         self,
@@ -152,8 +165,9 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     """Load a shipped model, such as `demo`, a folder, a .gguf file or a transformers id, with its tokenizer.
 
     `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
-    `float32`. `weights` is `auto` (in that dtype), `int8` or `int4` (`models.quantised`): the model's hash is
-    that of the checkpoint, so that it opens what the checkpoint prefilled. A checkpoint in few bits
+    `float32`. `weights` is `auto` (in that dtype), `streamed` (the same, but for a prefill on a GPU that
+    cannot hold them: `models.streamed`), `int8` or `int4` (`models.quantised`): the model's hash is that of
+    the checkpoint, so that it opens what the checkpoint prefilled. A checkpoint in few bits
     (`models.formats`) is read as it is published, and takes no `weights`. On the CPU the checkpoint is a map
     of its files while it is read, copied only where `dtype` is another. Raises `ModelError`,
     `UnsupportedModel` or `ConfigError`.
@@ -164,6 +178,8 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     check_dtype(dtype)
     check_weights(weights)
     chosen_device = pick_device(device)
+    if weights == STREAMED:
+        check_card(chosen_device)
     config, _ = read_config(model_id)
     source = source_of(model_id)
     if (quantization := quantization_of(config)) is not None:
@@ -184,11 +200,16 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
                 model, fingerprint = read_packed(source, found, config, quantization, dtype, chosen_device)
             else:
                 model, fingerprint = _read_weights(source, found, config, dtype)
-            if weights != "auto":
+            if weights == STREAMED:
+                stream(model, chosen_device)
+            elif weights != "auto":
                 model = quantise(model, weights, chosen_device)
             elif model.device != chosen_device:
                 model = model.to(chosen_device)
-    return replace(wrap(model, tokenizer, _known_as(model_id, source), fingerprint), weights=weights)
+    loaded = wrap(model, tokenizer, _known_as(model_id, source), fingerprint)
+    if weights == STREAMED:  # the numbers are those of `auto`
+        return replace(loaded, streamed=True)
+    return replace(loaded, weights=weights)
 
 
 def wrap(

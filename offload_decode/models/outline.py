@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offload_decode.attention.transfers import power_of_two
 from offload_decode.errors import ModelError
 from offload_decode.models.checkpoint import CONFIG, bounded, read_config, source_of, told
 from offload_decode.models.devices import DTYPES
@@ -20,12 +21,13 @@ from offload_decode.models.packed import packed_bytes
 from offload_decode.models.positions import NO_LENGTHS, Lengths, lengths_of
 from offload_decode.models.quantised import replaceable
 from offload_decode.models.remembered import keep, recall
+from offload_decode.models.streamed import layers_of
 from offload_decode.models.wrappers import class_of
 from offload_decode.store.format import FORMAT_VERSION
 from offload_decode.store.shapes import shape_from
 from offload_decode.types import ModelShape
 
-_FORM = 3
+_FORM = 4
 """Of a remembered outline: raised when what is counted changes."""
 
 
@@ -36,7 +38,9 @@ class Outline:
     `dtype` is the checkpoint's. `parameters` counts all of them, `linear` those in the linear layers that a
     weight-only quantisation takes, `linear_rows` these layers' outputs, `embeddings` those of a table that a
     token reads one row of, `experts` those in fused expert weights, of which a token reads the share
-    `active`. `hidden`, `intermediate` and `vocabulary` are widths. `lengths`: of texts, at which it changes.
+    `active`. `hidden`, `intermediate` and `vocabulary` are widths. Of the decoder layers `layered` counts the
+    parameters, `layer` those of the largest one, and `pinned` as many as pinned memory for each weight has
+    room for, a power of two. `lengths`: of texts, at which it changes.
     `format`: of a checkpoint in few bits (`models.formats`), else empty; `packed` are the bytes of its
     weights (0 where they are always widened), `packed_experts` those of its fused expert weights among them.
     """
@@ -53,10 +57,18 @@ class Outline:
     hidden: int
     intermediate: int
     vocabulary: int
+    layered: int
+    layer: int
+    pinned: int
     format: str = ""
     packed: int = 0
     packed_experts: int = 0
     lengths: Lengths = NO_LENGTHS
+
+    @property
+    def output(self) -> int:
+        """Parameters of an output layer that does not share the table of embeddings."""
+        return self.vocabulary * self.hidden if self.embeddings else 0
 
     def runs_packed(self, on_gpu: bool) -> bool:
         """Whether the weights stay in the few bits of the checkpoint there."""
@@ -121,6 +133,8 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
     output = model.get_output_embeddings()
     table = model.get_input_embeddings().weight
     tied = output is not None and output.weight is table
+    layers = layers_of(model)
+    in_layers = list({weight for layer in layers for weight in layer.parameters()})
     count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
     return Outline(
         model_id=model_id,
@@ -135,6 +149,9 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
         hidden=config.hidden_size,
         intermediate=_intermediate(config),
         vocabulary=config.vocab_size,
+        layered=sum(weight.numel() for weight in in_layers),
+        layer=max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0),
+        pinned=sum(power_of_two(weight.numel()) for weight in in_layers),
         lengths=lengths_of(config, model.base_model),
     )
 

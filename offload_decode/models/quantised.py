@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from offload_decode.config import STREAMED
 from offload_decode.errors import ConfigError
 from offload_decode.memory import give_back
 
-WEIGHTS = ("auto", "int8", "int4")
+WEIGHTS = ("auto", STREAMED, "int8", "int4")
 BLOCK = 64
 """Weights that share a scale in int4: a row holds whole blocks."""
 _ROWS = 32
@@ -28,7 +29,7 @@ def check_weights(weights: str) -> None:
     """ConfigError for a name that is none of `WEIGHTS`, or where the library is missing."""
     if weights not in WEIGHTS:
         raise ConfigError(f"unknown weights '{weights}'; choose one of: {', '.join(WEIGHTS)}")
-    if weights != "auto":
+    if weights in ("int8", "int4"):
         _library()
 
 

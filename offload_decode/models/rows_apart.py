@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -126,6 +127,9 @@ def _takes_one_token(module: Any, decoder: Any) -> bool:
     """Whether a pass of several tokens is another than theirs one by one, tried behind several states, or
     some state has no effect on it.
     """
+    device = decoder.get_input_embeddings().weight.device
+    if next(module.parameters()).device != device:  # of streamed weights: it is tried where it will run
+        module = deepcopy(module).to(device)
     floating = next(p for p in module.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, 2 * _PROBE_TOKENS, decoder.config.hidden_size, generator=generator)

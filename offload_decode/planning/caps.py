@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from indexes.registry import kinds
-from offload_decode.config import EngineConfig
+from offload_decode.config import STREAMED, EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.memory import limit_memory, total_memory
@@ -16,6 +16,7 @@ from offload_decode.models.devices import check_dtype, pick_device
 from offload_decode.models.formats import GGUF
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import check_weights
+from offload_decode.models.streamed import check_card
 from offload_decode.planning.plan import (
     CUDA_BYTES,
     LEAST_CHUNK,
@@ -23,13 +24,14 @@ from offload_decode.planning.plan import (
     Medium,
     Part,
     Plan,
+    can_stream,
     changes,
     nearest,
     nearest_prefill,
     plan,
 )
-from offload_decode.planning.request import QUESTION_TOKENS, SELECTORS, Workload
-from offload_decode.planning.sizes import CPU_CHUNK, least_index
+from offload_decode.planning.request import QUESTION_TOKENS, SELECTORS, Workload, weights_given
+from offload_decode.planning.sizes import least_index
 from offload_decode.selection.budgets import PASS_TOKENS
 from offload_decode.selectors import registry
 from offload_decode.store.format import Manifest, kv_kinds, stored_types
@@ -133,7 +135,7 @@ def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> 
 
 def _certain(asked: Plan, place: Medium, caps: Caps) -> bool:
     """Whether what is lacking there is refused: without a cap, a CPU may read weights from their file."""
-    weights = sum(part.bytes for part in asked.asking if part.name.startswith("weights"))
+    weights = _weights(asked.asking, place)
     capped = caps.of(place) == asked.machine.size(place)
     return capped or place is Medium.GPU or asked.need(place) - weights > asked.machine.size(place)
 
@@ -147,15 +149,18 @@ def check_prefill(
     held: int,
     weights: str = "auto",
 ) -> list[str]:
-    """Whether a model can prefill at all, in chunks of so many tokens, or of the fewest that are ever chosen
-    (None); returns what to know beforehand, as sentences. Raises `DoesNotFit`, and `ConfigError` for an
-    unknown dtype, or unknown weights.
+    """Whether a model can prefill at all, in chunks of so many tokens, or of those that are chosen (None);
+    returns what to know beforehand, as sentences. Raises `DoesNotFit`, and `ConfigError` for an
+    unknown dtype, and for weights that are unknown or cannot be streamed.
     """
     check_dtype(dtype)
     check_weights(weights)
     if dtype != "auto":
         outline = replace(outline, dtype=dtype)
-    request = Workload(BLOCK_TOKENS, chunk=chunk or CPU_CHUNK, weights=weights)
+    if weights == STREAMED:
+        check_card(pick_device(device))
+    chunks = {"chunk_chosen": True} if chunk is None else {"chunk": chunk}
+    request = Workload(BLOCK_TOKENS, **weights_given(weights), **chunks)
     asked = plan(outline, request, here(device, caps, held))
     return _judged(asked, asked.prefilling, "this prefill", caps)
 
@@ -203,8 +208,10 @@ def described(settings: Mapping[str, object]) -> str:
         "weights": "--weights {}",
         "kv": "--kv {}",
         "device_cache": "without --device-cache",  # no smaller one is ever proposed
+        "streamed": f"--weights {STREAMED}",
     }
-    return " ".join(spelled.get(name, f"-o {name}={{}}").format(value) for name, value in settings.items())
+    said = {name: value for name, value in settings.items() if value is not False}  # others take their place
+    return " ".join(spelled.get(name, f"-o {name}={{}}").format(value) for name, value in said.items())
 
 
 def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list[str]:
@@ -218,11 +225,11 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
         named = "GPU memory" if place is Medium.GPU else "memory"
         sentence = f"{what} takes about {size(need)} of {named} ({listed})"
         cap = caps.of(place)
-        weights = sum(part.bytes for part in parts if part.name.startswith("weights"))
+        weights = _weights(parts, place)
         fits = _what_fits(asked, parts)
         if cap is not None and cap == there:
             allowed = f"{_OPTION[place]} allows {size(cap)}"
-            raise DoesNotFit(f"{sentence}, and {allowed}: {fits or _the_least(asked, parts)}")
+            raise DoesNotFit(f"{sentence}, and {allowed}: {fits or _the_least(asked, parts, place)}")
         if weights + (CUDA_BYTES if place is Medium.GPU else asked.machine.held) > there:
             owner = "the GPU" if place is Medium.GPU else "this machine"
             larger = "take a smaller model, or a machine with more memory"
@@ -236,6 +243,11 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
     return notes
 
 
+def _weights(parts: tuple[Part, ...], place: Medium) -> int:
+    """Bytes of the model's weights that lie there."""
+    return sum(part.bytes for part in parts if part.place is place and part.name.startswith("weights"))
+
+
 def _what_fits(asked: Plan, parts: tuple[Part, ...]) -> str | None:
     """The options by which it would fit; None where there are none."""
     if parts is asked.prefilling:
@@ -245,13 +257,17 @@ def _what_fits(asked: Plan, parts: tuple[Part, ...]) -> str | None:
     return None if fits is None else f"what fits is {described(changes(asked.request, fits.request))}"
 
 
-def _the_least(asked: Plan, parts: tuple[Part, ...]) -> str:
-    """The caps that would be enough for the smallest way to do it."""
+def _the_least(asked: Plan, parts: tuple[Part, ...], place: Medium) -> str:
+    """The caps that would be enough for the way to do it that takes least of a place."""
     fewest, given = ("auto", "") if asked.source.format not in ("", GGUF) else ("int4", "--weights int4 ")
     if parts is asked.prefilling:
-        smallest = replace(asked.request, chunk=LEAST_CHUNK, weights=fewest)
-        needs = plan(asked.source, smallest, asked.machine)
-        return f"with {given}-o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
+        smallest = replace(asked.request, chunk=LEAST_CHUNK, chunk_chosen=False, streamed=False)
+        ways = {given: replace(smallest, weights=fewest)}
+        if can_stream(asked.source, asked.machine):
+            ways[f"--weights {STREAMED} "] = replace(smallest, weights="auto", streamed=True)
+        plans = {said: plan(asked.source, way, asked.machine) for said, way in ways.items()}
+        said, needs = min(plans.items(), key=lambda one: one[1].need(place, one[1].prefilling))
+        return f"with {said}-o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
     least = replace(asked.request, weights=fewest, selector="topk", device_cache=0)
     needs = min(
         (

@@ -10,9 +10,12 @@ from itertools import product
 from typing import Any
 
 from indexes.rows import pool
+from offload_decode.config import STREAMED
+from offload_decode.errors import ConfigError
 from offload_decode.kv import card
 from offload_decode.models.formats import FORMATS, GGUF, check_weights_of
 from offload_decode.models.outline import Outline
+from offload_decode.models.streamed import NO_CARD
 from offload_decode.planning import sizes
 from offload_decode.planning.request import KV, WEIGHTS, Workload, in_dtype
 from offload_decode.planning.traffic import Traffic, traffic
@@ -126,9 +129,13 @@ class Plan:
 
 def plan(outline: Outline, request: Workload, machine: Machine) -> Plan:
     """Count what the request takes on that machine. Raises `ConfigError` for weights that the model's
-    checkpoint cannot be quantised to.
+    checkpoint cannot be quantised to, and for such as are streamed where there is no GPU, or are in few bits.
     """
-    check_weights_of(outline.format, request.weights)
+    check_weights_of(outline.format, STREAMED if request.streamed else request.weights)
+    if request.streamed and machine.gpu is None:
+        raise ConfigError(NO_CARD)
+    if request.chunk_chosen:
+        request = replace(request, chunk=chosen_chunk(outline, request, machine))
     run = in_dtype(outline, request.weights)
     asking, prefilling = (parts(run, request, machine) for parts in (_asking, _prefilling))
     return Plan(outline, run, request, machine, asking, prefilling)
@@ -172,9 +179,13 @@ def least_machine(asked: Plan) -> dict[Medium, int]:
     return {place: thrifty.need(place) for place in Medium if place is not Medium.GPU or asked.machine.gpu}
 
 
-def card_room(outline: Outline, weights: str, gpu: int) -> int:
+def card_room(outline: Outline, request: Workload, gpu: int) -> int:
     """Bytes of a card that a prefill has beside the weights: CUDA takes some, and some is left free."""
-    return gpu - CUDA_BYTES - sizes.weights_bytes(outline, weights, True) - gpu // card.RESERVE
+    streamed = request.streamed
+    weights = (
+        sizes.streamed_bytes(outline) if streamed else sizes.weights_bytes(outline, request.weights, True)
+    )
+    return gpu - CUDA_BYTES - weights - gpu // card.RESERVE
 
 
 def chosen_chunk(source: Outline, request: Workload, machine: Machine) -> int:
@@ -182,7 +193,7 @@ def chosen_chunk(source: Outline, request: Workload, machine: Machine) -> int:
     if machine.gpu is None:
         return sizes.CPU_CHUNK
     run = in_dtype(source, request.weights)
-    room = card_room(run, request.weights, machine.gpu)
+    room = card_room(run, request, machine.gpu)
     return sizes.largest_chunk(run, room, request.tokens, request.kv)
 
 
@@ -190,7 +201,7 @@ def prefill_chunk(asked: Plan) -> int | None:
     """The largest chunk, up to the one asked for, with which the prefill fits here; None if none does."""
     chunk = asked.request.chunk
     while chunk >= LEAST_CHUNK:
-        if plan(asked.source, replace(asked.request, chunk=chunk), asked.machine).prefill_fits:
+        if plan(asked.source, _in_chunks(asked.request, chunk), asked.machine).prefill_fits:
             return chunk
         chunk //= 2
     return None
@@ -198,19 +209,32 @@ def prefill_chunk(asked: Plan) -> int | None:
 
 def nearest_prefill(asked: Plan) -> Plan | None:
     """The prefill that fits and differs least from the one asked for, in smaller chunks, or else with weights
-    in fewer bits; None where nothing fits.
+    that are streamed, or are in fewer bits; None where nothing fits.
     """
-    fewer = [weights for weights in _rungs(asked.request.weights, asked.source)[1:] if weights != "fp16"]
-    for weights in (asked.request.weights, *fewer):
-        own = plan(asked.source, replace(asked.request, weights=weights), asked.machine)
+    request, source, machine = asked.request, asked.source, asked.machine
+    rungs, ways = _rungs(request.weights, source), [request]
+    if can_stream(source, machine) and request.weights == "auto" and not request.streamed:
+        # Before chunks that are smaller than any that is chosen, before which weights would come as often.
+        first = request.chunk_chosen and not asked.prefill_fits
+        ways.insert(0 if first else 1, replace(request, streamed=True))
+    ways += [replace(request, weights=one, streamed=False) for one in rungs[1:] if one != "fp16"]
+    for way in ways:
+        own = plan(source, way, machine)
         if chunk := prefill_chunk(own):
-            return plan(asked.source, replace(own.request, chunk=chunk), asked.machine)
+            same = chunk == own.request.chunk
+            return own if same else plan(source, _in_chunks(own.request, chunk), machine)
     return None
 
 
+def can_stream(outline: Outline, machine: Machine) -> bool:
+    """Whether a prefill there may have this model's weights streamed."""
+    return machine.gpu is not None and outline.format in ("", GGUF) and outline.layered > 0
+
+
 def changes(before: Workload, after: Workload) -> dict[str, object]:
-    """The settings in which two requests differ."""
-    names = [field.name for field in fields(Workload)]
+    """The settings in which two requests differ; nobody states a chunk that is chosen."""
+    own = {"chunk", "chunk_chosen"} if after.chunk_chosen else {"chunk_chosen"}
+    names = [field.name for field in fields(Workload) if field.name not in own]
     return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
 
 
@@ -219,7 +243,8 @@ def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part
     on_gpu = device is Medium.GPU
     searched = [k for k in request.budgets(shape).values() if k is not None]
     parts = [
-        *_program(outline, request.weights, device, machine),
+        *_program(device, machine),
+        _weights(outline, request.weights, device),
         Part("question and answer", device, sizes.ask_bytes(outline, request, on_gpu)),
         Part("search", Medium.RAM, sizes.search_bytes(outline, request, pool.THREADS)),
         Part("store", Medium.DISK, _store_bytes(outline, request)),
@@ -243,8 +268,15 @@ def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[
     device = Medium.RAM if machine.gpu is None else Medium.GPU
     given = request.chunk, request.tokens, device is Medium.GPU, request.kv
     chunk = sizes.prefill_bytes(outline, *given)
+    weights = [_weights(outline, request.weights, device)]
+    if request.streamed:
+        weights = [
+            Part(f"weights ({outline.dtype}, streamed)", device, sizes.streamed_bytes(outline)),
+            Part(f"weights ({outline.dtype}, pinned)", Medium.RAM, sizes.waiting_bytes(outline)),
+        ]
     return (
-        *_program(outline, request.weights, device, machine),
+        *_program(device, machine),
+        *weights,
         Part("tokenizing", Medium.RAM, request.tokens * sizes.CHARACTERS * sizes.TOKENIZING_BYTES),
         Part("a chunk and what it attends to", device, chunk + sizes.states_bytes(outline.shape, 1)),
         Part("a chunk on its way to the disk", Medium.RAM, sizes.staging_bytes(outline, *given)),
@@ -252,14 +284,15 @@ def _prefilling(outline: Outline, request: Workload, machine: Machine) -> tuple[
     )
 
 
-def _program(outline: Outline, weights: str, device: Medium, machine: Machine) -> list[Part]:
+def _program(device: Medium, machine: Machine) -> list[Part]:
+    program = Part("program", Medium.RAM, machine.held + PROGRAM_BYTES)
+    return [Part("CUDA", Medium.GPU, CUDA_BYTES), program] if device is Medium.GPU else [program]
+
+
+def _weights(outline: Outline, weights: str, device: Medium) -> Part:
     on_gpu = device is Medium.GPU
-    parts = [
-        Part("program", Medium.RAM, machine.held + PROGRAM_BYTES),
-        Part(f"weights ({_weights_named(outline, weights, on_gpu)})", device,
-             sizes.weights_bytes(outline, weights, on_gpu)),
-    ]  # fmt: skip
-    return [Part("CUDA", Medium.GPU, CUDA_BYTES), *parts] if on_gpu else parts
+    named = f"weights ({_weights_named(outline, weights, on_gpu)})"
+    return Part(named, device, sizes.weights_bytes(outline, weights, on_gpu))
 
 
 def _weights_named(outline: Outline, weights: str, on_gpu: bool) -> str:
@@ -293,6 +326,10 @@ def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
     for taken in sorted(steps, key=lambda taken: (sum(step > 0 for step in taken), sum(taken), taken[::-1])):
         chosen = {name: ladder[step] for (name, ladder), step in zip(ladders.items(), taken, strict=True)}
         yield replace(asked, **chosen)
+
+
+def _in_chunks(request: Workload, chunk: int) -> Workload:
+    return replace(request, chunk=chunk, chunk_chosen=False)
 
 
 def _rungs(weights: str, outline: Outline) -> list[str]:

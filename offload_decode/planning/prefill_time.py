@@ -49,30 +49,33 @@ def expected_prefill(planned: Plan, rates: Rates) -> PrefillTime:
     outline, request, gpu = planned.outline, planned.request, planned.machine.gpu
     kept = 0
     if gpu is not None:
-        room = card_room(outline, request.weights, gpu)
+        room = card_room(outline, request, gpu)
         kept = sizes.kept_tokens(outline, request.chunk, request.tokens, room, request.kv)
     return prefill_time(outline, request, rates, kept, on_card=gpu is not None)
 
 
-def prefill_time(
-    outline: Outline, request: Workload, rates: Rates, kept: int, on_card: bool, again: int = 0
-) -> PrefillTime:
-    """`kept` tokens stay on the card; `again`: bytes of weights that go there for every chunk."""
+def prefill_time(outline: Outline, request: Workload, rates: Rates, kept: int, on_card: bool) -> PrefillTime:
+    """`kept` tokens stay on the card."""
     token = sizes.kv_token_bytes(outline.shape, request.kv, outline.dtype)
     linear = 2 * _read_by_a_token(outline)
+    # Streamed weights come for every chunk, from pinned memory.
+    weights = outline.layered * sizes.itemsize(outline.dtype) if request.streamed else 0
+    bus = rates.bus or float("inf")
+    both = min(bus, rates.fill or float("inf"))
     parts = dict.fromkeys(("matrix products", "attention", "writing", *(("bus",) if on_card else ())), 0.0)
     seconds, operations, moved = 0.0, 0.0, 0
     for start in range(0, request.tokens, request.chunk):
         rows = min(request.chunk, request.tokens - start)
         attended = _attention(outline, rows, start)
-        coming = token * max(0, start - kept) + again if on_card else 0
+        coming = token * max(0, start - kept)
         own = {
             "matrix products": rows * linear / rates.matmul,
             "attention": attended / rates.attention,
             "writing": rows * token / rates.write,
         }
         if on_card:
-            own["bus"] = coming / min(rates.bus or float("inf"), rates.fill or float("inf"))
+            own["bus"] = coming / both + weights / bus
+            moved += coming + weights
             computed = own["matrix products"] + own["attention"]
             seconds += max(computed, own["writing"], own["bus"])
         else:
@@ -80,7 +83,6 @@ def prefill_time(
         for name, took in own.items():
             parts[name] += took
         operations += rows * linear + attended
-        moved += coming
     return PrefillTime(seconds, parts, operations, kept, moved)
 
 
@@ -89,8 +91,7 @@ def _read_by_a_token(outline: Outline) -> float:
     no logits), and of the experts those that it is sent to.
     """
     table = outline.vocabulary * outline.hidden
-    tables = 2 * table if outline.embeddings else table
-    return outline.parameters - tables - outline.experts * (1 - outline.active)
+    return outline.parameters - table - outline.output - outline.experts * (1 - outline.active)
 
 
 def _attention(outline: Outline, rows: int, start: int) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import indexes.registry
+from offload_decode.config import STREAMED
 from offload_decode.errors import ConfigError
 from offload_decode.models.outline import Outline
 from offload_decode.selection.budgets import PASS_TOKENS, Budget
@@ -23,9 +25,11 @@ class Workload:
 
     `kv`: how keys and values are stored, `auto` in the model's dtype. `weights`: `auto` is the checkpoint's
     dtype. `selector` with `budget`, `dense_layers` (None: the selector's own), `index` (topk), `page_size`
-    and `metadata` (quest). `chunk`: tokens of a forward pass of the prefill; `tail`: of question and answer,
-    in each of `batch` conversations at once, of whose questions a forward pass takes `pass_tokens`.
-    `device_cache`: bytes of a GPU that keep stored rows.
+    and `metadata` (quest). `streamed`: a prefill has its weights come to a GPU layer by layer, in the model's
+    dtype whatever `weights` are asked with. `chunk`: tokens of its forward pass; `chunk_chosen`: those that
+    fit, which `plan` finds. `tail`: tokens of question and answer, in each of `batch` conversations at once,
+    of whose questions a forward pass takes `pass_tokens`. `device_cache`: bytes of a GPU that keep stored
+    rows.
     """
 
     tokens: int
@@ -37,7 +41,9 @@ class Workload:
     index: str = "clusters"
     page_size: int = 16
     metadata: str = "fp16"
+    streamed: bool = False
     chunk: int = 512
+    chunk_chosen: bool = False
     tail: int = 2 * QUESTION_TOKENS
     batch: int = 1
     pass_tokens: int = PASS_TOKENS
@@ -70,6 +76,14 @@ class Workload:
             layer: None if budget is None or budget.largest >= self.tokens else budget.largest
             for layer, budget in layers.items()
         }
+
+
+def weights_given(weights: str) -> dict[str, Any]:
+    """What `--weights` of a prefill says of a `Workload`. Raises `ConfigError`."""
+    if weights not in (*WEIGHTS, STREAMED):
+        known = ", ".join((*WEIGHTS, STREAMED))
+        raise ConfigError(f"weights '{weights}' cannot be planned; choose one of: {known}")
+    return {"weights": "auto", "streamed": True} if weights == STREAMED else {"weights": weights}
 
 
 def in_dtype(outline: Outline, weights: str) -> Outline:

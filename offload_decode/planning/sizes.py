@@ -10,6 +10,7 @@ import numpy as np
 import indexes.registry
 from indexes.base import Costs
 from indexes.rows import encodings
+from offload_decode.attention.transfers import power_of_two
 from offload_decode.kernels import dense
 from offload_decode.kernels.host_tokens import ENTRIES
 from offload_decode.kv import card
@@ -48,6 +49,19 @@ def weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
     if weights == "int4":
         return rest + round(outline.linear * _INT4_BYTES)
     return outline.parameters * item
+
+
+def streamed_bytes(outline: Outline) -> int:
+    """On a card, where weights are streamed (`models.streamed`): room for those of two layers, and what is in
+    no layer, but for an output layer of its own.
+    """
+    stays = outline.parameters - outline.layered - outline.output
+    return (stays + 2 * outline.layer) * itemsize(outline.dtype)
+
+
+def waiting_bytes(outline: Outline) -> int:
+    """In memory, where weights are streamed: all layers', pinned, and an output layer of its own."""
+    return (outline.pinned + outline.output) * itemsize(outline.dtype)
 
 
 def active_weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -> int:
@@ -231,7 +245,7 @@ def staging_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: s
         return 3 * chunk * sum(numbers) * item
     leaving = (card.QUEUED + 3) * chunk * max(numbers) * item
     block = min(card.BLOCK_TOKENS, tokens) * shape.kv_heads * max(row_bytes(shape, kv, outline.dtype))
-    return leaving + 2 * card.AHEAD * _power(block)
+    return leaving + 2 * card.AHEAD * power_of_two(block)
 
 
 def kept_tokens(outline: Outline, chunk: int, tokens: int, room: int, kv: str) -> int:
@@ -288,7 +302,7 @@ def staged_bytes(outline: Outline, request: Workload) -> int:
     _, union = _union(request, shape, k)
     kept = request.device_cache // max(key, value)
     # A kept row has its number and two neighbours, in a table that is at most half full.
-    return 2 * _power(shape.kv_heads * union * value) + 16 * kept + 4 * _power(2 * kept)
+    return 2 * power_of_two(shape.kv_heads * union * value) + 16 * kept + 4 * power_of_two(2 * kept)
 
 
 def _copied_bytes(outline: Outline, request: Workload) -> int:
@@ -324,8 +338,3 @@ def _question(request: Workload) -> int:
     """Tokens of questions that are run together: of all but room for an answer, those of a pass."""
     wanted = request.batch * max(1, request.tail - QUESTION_TOKENS)
     return min(wanted, request.batch * pass_tokens(request.pass_tokens, request.batch))
-
-
-def _power(number: int) -> int:
-    """The next power of two; 0 of 0."""
-    return 1 << (number - 1).bit_length() if number else 0

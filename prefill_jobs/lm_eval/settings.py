@@ -96,7 +96,7 @@ class Settings:
             )
         if self.add_bos_token not in (None, True, False):
             raise ConfigError(f"add_bos_token must be true or false, not '{self.add_bos_token}'")
-        _ = self.prefilling, self.asking  # they check themselves
+        _ = self.prefilling, self.asking, EngineConfig(weights=self.weights)  # they check themselves
         parse_options(get(self.selector).options_type, self.options, f"selector '{self.selector}'")
         if (kind := str(self.options.get("index", AUTO))) != AUTO:
             indexes.registry.get(kind)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import refused, run
+from tests.planning.outlines import llama_8b
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,29 @@ def test_several_corpora_are_prefilled_with_such_weights(home: Path, small: Path
 
 def test_unknown_weights_are_refused(home: Path, tmp_path: Path) -> None:
     asked = ("prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv")
-    assert "choose one of: auto, int8, int4" in refused(2, *asked, "--weights", "int3")
+    assert "choose one of: auto, streamed, int8, int4" in refused(2, *asked, "--weights", "int3")
+
+
+def test_streamed_weights_are_for_a_prefill_on_a_gpu(home: Path, store: Path, tmp_path: Path) -> None:
+    asked = ("prefill", home / "corpus.txt", "--model", home / "model", "--out", tmp_path / "s.kv")
+    cpu = ("--weights", "streamed", "--device", "cpu")
+    assert "a CPU reads them where they lie: leave --weights out" in refused(2, *asked, *cpu)
+    assert "leave --weights out" in refused(2, "append", store, home / "corpus.txt", *cpu)
+    assert "choose one of: auto, full, int8, int4" in refused(2, "ask", store, "What?", *cpu)
+    planned = ("plan", "--model", "demo", "--tokens", "20000", "--weights", "streamed")
+    assert "leave --weights out" in refused(2, *planned, "--gpu", "none")
+    ran = run(*planned, "--gpu", "16GiB")
+    assert "prefill: weights (float32, streamed)" in ran.out
+    assert "It can be prefilled here with --weights streamed.\n" in ran.out
+
+
+def test_plan_names_streamed_weights_where_full_ones_do_not_fit(monkeypatch) -> None:
+    monkeypatch.setattr("offload_decode.models.outline.outline", lambda _: llama_8b())
+    ran = run(
+        "plan", "--model", "8B", "--tokens", "128K", "--gpu", "16GiB", "--ram", "64GiB", "--disk", "1TB"
+    )
+    said = "It can be prefilled here with --weights int8, or with full weights by --weights streamed."
+    assert said in ran.out
 
 
 def test_plan_counts_the_prefill_with_the_weights_that_are_asked_for(home: Path) -> None:

@@ -23,4 +23,7 @@ def llama_8b() -> Outline:
         hidden=hidden,
         intermediate=width,
         vocabulary=vocabulary,
+        layered=linear + 2 * layers * hidden,
+        layer=linear // layers + 2 * hidden,
+        pinned=layers * (2 * hidden * hidden + 2 * hidden * 1024 + 3 * hidden * 16384 + 2 * hidden),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -90,6 +91,32 @@ def test_a_prefill_beyond_a_cap_is_refused_with_a_chunk_that_fits():
         check_prefill(model, 8192, "auto", "cpu", Caps(ram=512 * MIB), HELD)
     chunk = int(str(refused.value).rpartition("=")[2])
     check_prefill(model, chunk, "auto", "cpu", Caps(ram=512 * MIB), HELD)
+
+
+def test_a_prefill_whose_weights_a_gpu_cannot_hold_is_told_to_stream_them(monkeypatch):
+    def check(gpu, weights="auto", chunk=None, ram=64 * GIB):
+        machine = Machine(gpu, ram, 1 << 50, HELD)
+        monkeypatch.setattr("offload_decode.planning.caps.here", lambda device, caps, held: machine)
+        monkeypatch.setattr("offload_decode.planning.caps.pick_device", torch.device)
+        return check_prefill(llama_8b(), chunk, "auto", "cuda", Caps(gpu_memory=gpu), HELD, weights)
+
+    with pytest.raises(DoesNotFit, match=r"--gpu-memory allows 15 GiB: what fits is --weights streamed$"):
+        check(15 * GIB)
+    assert check(15 * GIB, "streamed") == []
+    with pytest.raises(DoesNotFit, match=r"--gpu-memory allows 15 GiB: what fits is --weights int8$"):
+        check(15 * GIB, ram=14 * GIB)
+    with pytest.raises(DoesNotFit, match=r"this machine has 12 GiB: what fits is --weights int8$"):
+        check(15 * GIB, "streamed", ram=12 * GIB)
+    with pytest.raises(DoesNotFit, match="--weights streamed -o chunk=16, the least, it is") as refused:
+        check(GIB)
+    least = int(re.search(r"--gpu-memory (\d+)MiB", str(refused.value))[1])
+    assert least < 4 * 1024, "which is less than int4 takes"
+    assert check(least * MIB, "streamed", 16) == []
+
+
+def test_a_cpu_has_no_weights_streamed():
+    with pytest.raises(ConfigError, match="leave --weights out"):
+        check_prefill(outline("demo"), None, "auto", "cpu", Caps(), HELD, "streamed")
 
 
 def test_a_model_larger_than_the_machine_is_refused():

@@ -15,7 +15,9 @@ from offload_decode.planning.bandwidth import Bandwidths, measure, measure_disk
 from offload_decode.planning.plan import (
     Machine,
     Medium,
+    card_room,
     changes,
+    chosen_chunk,
     least_machine,
     most_tokens,
     nearest,
@@ -23,7 +25,7 @@ from offload_decode.planning.plan import (
     plan,
     prefill_chunk,
 )
-from offload_decode.planning.request import KV, SELECTORS, WEIGHTS, Workload
+from offload_decode.planning.request import KV, SELECTORS, WEIGHTS, Workload, weights_given
 from offload_decode.planning.traffic import speed
 from offload_decode.types import PAGE_METADATA, LayerKind, ModelShape
 from tests.planning.outlines import llama_8b
@@ -50,6 +52,9 @@ outlines = st.builds(
         hidden=512,
         intermediate=2048,
         vocabulary=32000,
+        layered=linear,
+        layer=linear // layers,
+        pinned=2 * linear,
     ),
     layers=st.integers(1, 6),
     sliding=st.integers(0, 3),
@@ -107,8 +112,9 @@ def test_a_proposal_is_a_plan_that_fits(outline, request, machine):
 def test_a_proposal_of_other_weights_is_counted_in_its_own_dtype():
     shape = ModelShape.uniform((LayerKind.FULL,), 1, 1, 128)
     outline = Outline(
-        "float32", shape, "float32", 73_272_321, 1_000_000, 1000, 36_136_160, 0, 1.0, 512, 2048, 32000
-    )
+        "float32", shape, "float32", 73_272_321, 1_000_000, 1000, 36_136_160, 0, 1.0, 512, 2048, 32000,
+        1_000_000, 1_000_000, 1 << 20,
+    )  # fmt: skip
     request = Workload(8192, weights="fp16", selector="quest", budget="64", page_size=2)
     machine = Machine(None, 512 << 20, 107_374_182, 300 << 20)
     proposed = nearest(plan(outline, request, machine))
@@ -141,14 +147,71 @@ def test_an_8b_model_on_16_gib_is_asked_in_int8():
     assert held.from_disk == 0
 
 
-def test_a_prefill_whose_weights_are_too_large_is_given_fewer_bits():
-    machine = Machine(14 * GIB, 64 * GIB, 500 * GIB, 300 << 20)
+@pytest.mark.parametrize(("ram", "change"), [(64, {"streamed": True}), (14, {"weights": "int8"})])
+def test_a_prefill_whose_weights_are_too_large_is_given_streamed_ones_or_fewer_bits(ram, change):
+    """As memory has room for pinned ones, or not."""
+    machine = Machine(14 * GIB, ram * GIB, 500 * GIB, 300 << 20)
     asked = plan(llama_8b(), Workload(1 << 17, chunk=256), machine)
     assert prefill_chunk(asked) is None
     fits = nearest_prefill(asked)
     assert fits is not None
     assert fits.prefill_fits
-    assert changes(asked.request, fits.request)["weights"] == "int8"
+    assert changes(asked.request, fits.request) == change
+
+
+def test_where_a_chunk_is_chosen_weights_are_streamed_before_it_is_smaller_than_any():
+    machine = Machine(16 * GIB, 64 * GIB, 500 * GIB, 300 << 20)
+    asked = plan(llama_8b(), Workload(1 << 20, chunk_chosen=True), machine)
+    assert (asked.request.chunk, asked.prefill_fits) == (512, False)
+    fits = nearest_prefill(asked)
+    assert changes(asked.request, fits.request) == {"streamed": True}
+    assert fits.request.chunk == chosen_chunk(llama_8b(), fits.request, machine) == 16384
+    told = nearest_prefill(plan(llama_8b(), Workload(1 << 20, chunk=512), machine))
+    assert changes(asked.request, told.request).keys() == {"chunk"}
+
+
+def test_streamed_weights_are_two_layers_and_what_is_in_none():
+    model, machine = llama_8b(), Machine(16 * GIB, 64 * GIB, 500 * GIB, 300 << 20)
+    planned = plan(model, Workload(1 << 20, streamed=True, chunk=8192), machine)
+    matrices = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    table, layer = 4096 * 128256, matrices + 2 * 4096
+    there = {(part.name, part.place): part.bytes for part in planned.prefilling}
+    assert there["weights (float16, streamed)", Medium.GPU] == 2 * (table + 4096 + 2 * layer)
+    rounded = matrices + 3 * 4096 * (16384 - 14336) + 2 * 4096  # each weight's memory is a power of two
+    assert there["weights (float16, pinned)", Medium.RAM] == 2 * (32 * rounded + table)
+    whole = plan(model, Workload(1 << 20, chunk=8192), machine)
+    assert planned.asking == whole.asking
+    assert not whole.prefill_fits
+    assert planned.prefill_fits
+    difference = whole.need(Medium.GPU, whole.prefilling) - planned.need(Medium.GPU, planned.prefilling)
+    assert difference == 2 * (30 * layer + table), "30 layers and the output layer"
+    assert (
+        card_room(model, planned.request, 16 * GIB) == card_room(model, whole.request, 16 * GIB) + difference
+    )
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_who_asks_in_fewer_bits_may_still_prefill_with_streamed_weights(weights):
+    machine = Machine(16 * GIB, 64 * GIB, 500 * GIB, 300 << 20)
+    asked = plan(llama_8b(), Workload(1 << 17, index="flat", streamed=True, weights=weights), machine)
+    proposed = nearest(asked)
+    assert (proposed.request.weights, proposed.request.streamed) == ("int8", True)
+    assert proposed.prefilling == asked.prefilling
+    assert nearest_prefill(proposed).request == proposed.request
+
+
+def test_weights_are_streamed_to_gpus_alone_and_whole():
+    roomy = Machine(None, 64 * GIB, 500 * GIB, 0)
+    with pytest.raises(ConfigError, match="leave --weights out"):
+        plan(llama_8b(), Workload(1, streamed=True), roomy)
+    packed = replace(llama_8b(), format="fp8", packed=8 * GIB)
+    with pytest.raises(ConfigError, match="in few bits already"):
+        plan(packed, Workload(1, streamed=True), replace(roomy, gpu=16 * GIB))
+    tight = plan(packed, Workload(1 << 17), replace(roomy, gpu=6 * GIB))
+    assert nearest_prefill(tight) is None
+    assert weights_given("streamed") == {"weights": "auto", "streamed": True}
+    with pytest.raises(ConfigError, match="choose one of: auto, fp16, int8, int4, streamed"):
+        weights_given("int3")
 
 
 def test_a_store_that_is_there_is_not_asked_in_another_dtype():

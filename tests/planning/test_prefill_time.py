@@ -67,8 +67,27 @@ def test_a_cpu_does_one_thing_after_another_and_a_card_all_beside_each_other():
     assert card.limit in card.parts
     stays = prefill_time(outline, request, rates, 100, on_card=True)
     assert stays.bus == 0
-    again = prefill_time(outline, request, rates, 100, on_card=True, again=7)
-    assert again.bus == 10 * 7
+
+
+def test_streamed_weights_cross_the_bus_for_every_chunk_from_memory_that_is_pinned_already():
+    outline, request = small(), Workload(100, chunk=10, streamed=True)
+    rates = Rates(FAST, FAST, FAST, fill=40.0, bus=60.0)
+    took = prefill_time(outline, request, rates, 30, on_card=True)
+    weights = 10 * 2 * outline.layered
+    blocks = prefill_time(outline, replace(request, streamed=False), rates, 30, on_card=True).bus
+    assert took.bus == weights + blocks
+    assert took.parts["bus"] == pytest.approx(weights / 60 + blocks / 40) == took.seconds
+
+
+def test_an_8b_model_is_expected_on_a_16_gib_card():
+    outline, machine = llama_8b(), Machine(16 * GIB, 64 * GIB, 1 << 50, 0)
+    planned = plan(outline, Workload(1 << 20, streamed=True, chunk_chosen=True), machine)
+    assert planned.prefill_fits
+    took = expected_prefill(planned, Rates(FAST, FAST, FAST, FAST, 1.0))
+    assert took.kept == BLOCK_TOKENS
+    taken = planned.need(Medium.GPU, planned.prefilling) + took.kept * planned.kv_bytes // (1 << 20)
+    assert taken <= machine.gpu - machine.gpu // 16
+    assert took.parts["bus"] >= 64 * 2 * outline.layered
 
 
 @pytest.mark.parametrize("gpu", [12, 16, 24, 80, 139])
