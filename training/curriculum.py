@@ -20,6 +20,8 @@ FAR_FACTS = 64  # and for facts with other keys
 FAR_SHARE = 0.6  # of the rows that may have far distractors
 LEAST_FAR = 300
 MOST_FACTS = 6e4  # tokens of facts: two thousand needles
+BOUND = 128  # values' tokens of a row that are led to the names they belong to
+NONE = np.zeros((0, 3), np.int64)
 FARTHEST = 1_200_000  # places of a rotary model in training
 
 
@@ -35,6 +37,10 @@ class Batch(NamedTuple):
     guided: np.ndarray
     hints: np.ndarray
     opens: np.ndarray
+    ends: np.ndarray
+    origins: np.ndarray
+    counted: np.ndarray
+    bound: np.ndarray
     far_index: np.ndarray
     far_places: np.ndarray
     far_bias: np.ndarray
@@ -63,7 +69,7 @@ class Stage:
     lists: Mapping[str, float] = field(default_factory=dict)  # mixture of longer windows
 
 
-SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.05, "several": 0.12}
+SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.05, "several": 0.2}
 FACTS = {
     "needles": 0.18,
     "identifiers": 0.05,
@@ -72,7 +78,7 @@ FACTS = {
     "plain": 0.12,
     "records": 0.07,
     "tracking": 0.11,
-    "documents": 0.14,
+    "documents": 0.25,
     "common": 0.08,
     "coded": 0.07,
     "suite": 0.06,
@@ -87,7 +93,7 @@ LISTS = {
     "identifiers": 0.14,
     "values": 0.08,
     "tracking": 0.04,
-    "documents": 0.08,
+    "documents": 0.14,
 }
 
 WINDOWS = {256: 0.14, 512: 0.5, 1024: 0.2, 2048: 0.11, 4096: 0.05}
@@ -98,7 +104,7 @@ STAGES = (
     Stage("repeats", {128: 1}, {"repeats": 1}, 3000, "repeats", 0.8, tokens=2048),
     Stage("phrases", {256: 1}, {"repeats": 0.2, "phrases": 0.8}, 600, "phrases", 0.91),
     Stage("recall", {128: 0.5, 256: 0.5}, {"phrases": 0.2, "recall": 0.8}, 300, "recall", 0.9),
-    Stage("several", {256: 1}, {"phrases": 0.1, "recall": 0.2, "several": 0.7}, 900, "several", 0.93),
+    Stage("several", {256: 1}, {"phrases": 0.1, "recall": 0.2, "several": 0.7}, 900, "several", 0.97),
     Stage("simple", {256: 1}, SYNTHETIC | SIMPLE, 600, "needles", 0.92),
     Stage("facts", {512: 1}, MIXED, 600, softening=SOFT[:2], far=3e4),
     Stage("long", WINDOWS, MIXED, 0, "", 2.0, 8192, SOFT, 1.5e6, 1.5e-3, LISTS),
@@ -132,8 +138,8 @@ class Mixer:
         nothing = np.zeros(length, bool)
         others = np.full((length, ALTERNATIVES), -1, np.int64)
         if kind == "several":
-            made, lists = several.several(rng, length, self.words, self.common)
-            return Row(*made, nothing, nothing, False, kind, lists)
+            made, belongs, lists = several.several(rng, length, self.words, self.common)
+            return Row(*made, belongs, nothing, nothing, False, kind, lists)
         hints = np.full((length, HINTS), -1, np.int64)
         if kind == "phrases":
             tokens, weights = synthetic.phrase_bank(rng, length, self.words)
@@ -144,7 +150,8 @@ class Mixer:
             tokens, weights = synthetic.repeats(rng, length, self.words[:: 8 if few else 1])
         else:
             return self.rows.row(random.Random(int(rng.integers(2**62))), length, kind)
-        return Row(tokens, weights, others, ~nothing, hints, nothing, nothing, False, kind)
+        taught = (tokens, weights, others, ~nothing, hints, np.zeros(length, np.int64), tokens, NONE)
+        return Row(*taught, nothing, nothing, False, kind)
 
 
 class Steps(torch.utils.data.Dataset[list[Row]]):
@@ -169,6 +176,8 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
     guided = np.zeros((len(rows), most), np.float32)
     hints = np.full((len(rows), most, HINTS), -1, np.int64)
     opens = np.zeros((len(rows), length), np.int64)
+    counted = np.zeros((len(rows), length // 8), np.int64)
+    bound = np.full((len(rows), BOUND, 3), -1, np.int64)
     for i, row in enumerate(rows):
         at = np.flatnonzero(row.weights[1:])
         if len(at) > most:
@@ -184,13 +193,18 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
         hints[i, : len(at)] = row.hints[at + 1]
         for number, said in enumerate(row.lists, 1):
             opens[i, said.start + np.array(said.starts)] = number
+        some = rng.permutation(np.flatnonzero(row.ends))[: counted.shape[1]]
+        counted[i, : len(some)] = some
+        some = rng.permutation(len(row.belongs))[:BOUND]
+        bound[i, : len(some)] = row.belongs[some]
+    ends, origins = np.stack([row.ends for row in rows]), np.stack([row.origins for row in rows])
     index, bias = distractors(rng, rows, far)
     places, far_places = spread(rng, len(rows), length, len(index)) if rotary else (None, None)
     if places is None or far_places is None:
         places = np.broadcast_to(np.arange(length), (len(rows), length)).copy()
         far_places = np.zeros(len(index), np.int64)
     kinds = [row.kind for row in rows]
-    taught = (picked, targets, weights, others, guided, hints, opens)
+    taught = (picked, targets, weights, others, guided, hints, opens, ends, origins, counted, bound)
     return Batch(tokens, places, *taught, index, far_places, bias, kinds)
 
 

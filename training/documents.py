@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.header import date, fields, person, title
-from training.items import Ask, Item
+from training.items import Ask, Item, Named
 from training.names import Names
 
-LONGEST_ASKED = 60  # letters of a value: links are read, not asked for
+ALIKE = 0.2  # of the fields, whose value is an earlier document's
+LONGEST_ASKED = 90  # letters of a value: links are read, not asked for
 ASKED_IN_WORDS = {
     "Author": ("Who is the author of {n}?", "Who wrote {n}?"),
     "Editor": ("Who is the editor of {n}?",),
@@ -27,29 +29,34 @@ def documents(rng: random.Random, names: Names, length: int) -> Item:
     two hundred tokens behind the name.
     """
     long = rng.random() < 0.5
-    count = rng.randint(1, max(2, length // (250 if long else 100)))
+    count = rng.randint(2, max(2, length // (250 if long else 100)))
     every = ("Author", "Editor", "Status", "Type", "Created", "Topic", "Language", "Version", "Requires")
     chosen = rng.sample(every, rng.randint(2, 5))
     number = rng.random() < 0.5
     start = rng.choice(["pep-", "rfc-", "doc", "note-", "chapter-"])
     ending = rng.choice(["", ".txt", ".md", ".rst"])
-    stems = (
-        words.distinct(lambda: start + words.number(rng, "train", 4), count)
-        if number
-        else names.keys(rng, count)
-    )
+    padded = rng.random() < 0.5
+    stems = words.distinct(lambda: start + digits(rng, padded), count) if number else names.keys(rng, count)
     titles = words.distinct(lambda: title(rng, "train"), count)
     facts: list[str] = []
     asks: list[Ask] = []
+    named: list[Named] = []
+    known: dict[str, list[str]] = {}
     head = rng.choice(["Document: {n}\n\n", "Document: {n}\n", "# {n}\n\n", "{n}\n\n", ""])
     for stem, called in zip(stems, titles, strict=True):
         name = stem + ending
         drawn = fields(rng, "train") if long else {f: field_value(rng, names, f) for f in chosen}
+        for f, value in drawn.items():  # one person writes several documents
+            if f in known and rng.random() < ALIKE:
+                drawn[f] = rng.choice(known[f])
+            known.setdefault(f, []).append(value)
         lines = {"Title": called} | drawn | {"Title": called}
-        facts.append("\n" + head.format(n=name) + "\n".join(f"{f}: {v}" for f, v in lines.items()) + "\n")
+        begun = "\n" + head.format(n=name)
+        facts.append(begun + "\n".join(f"{f}: {v}" for f, v in lines.items()) + "\n")
+        named.append(Named(name, (len(start) if number else 0, len(stem)), spans(len(begun), lines)))
         short = sorted(f for f, value in lines.items() if len(value) <= LONGEST_ASKED)
         for f in rng.sample(short, min(3, len(short))):
-            by_title = not head or (f != "Title" and rng.random() < 0.5)
+            by_title = not head or (f != "Title" and rng.random() < 0.3)
             if by_title and f == "Title":
                 continue
             whom = (
@@ -62,7 +69,22 @@ def documents(rng: random.Random, names: Names, length: int) -> Item:
             ask = rng.choice(wordings).format(f=rng.choice([f, f.lower()]), n=whom)
             prefix = f" The {f.lower()} of {whom} is" if rng.random() < 0.4 else ""
             asks.append((f"{ask}\nAnswer:{prefix}", f" {lines[f]}"))
-    return Item(facts, asks, ordered=True)
+    return Item(facts, asks, ordered=True, named=named if head else ())
+
+
+def spans(at: int, lines: Mapping[str, str]) -> list[tuple[int, int]]:
+    """Where the values of fields that begin at a letter stand: the first of each, and the one behind it."""
+    values = []
+    for f, value in lines.items():
+        at += len(f) + 2
+        values.append((at, at + len(value)))
+        at += len(value) + 1
+    return values
+
+
+def digits(rng: random.Random, padded: bool) -> str:
+    """Four, with zeros in front as files are often counted, or without."""
+    return f"{rng.randint(1, 999):04d}" if padded else words.number(rng, "train", 4)
 
 
 def field_value(rng: random.Random, names: Names, name: str) -> str:

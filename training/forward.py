@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from training.guidance import belonging, copied, counting, remembering
+
 
 class Trainee(nn.Module):
     """Wraps a Cohere 2 or Llama model; `forward` gives the losses and which predictions were right."""
@@ -26,6 +28,8 @@ class Trainee(nn.Module):
         self.parallel = settings.model_type == "cohere2"
         self.heads, self.shared = settings.num_attention_heads, settings.num_key_value_heads
         self.dim = settings.head_dim
+        layers: Any = model.model.layers
+        self.windows = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]
         theta = settings.rope_parameters["rope_theta"]
         turns = theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
         self.turns: torch.Tensor
@@ -42,39 +46,48 @@ class Trainee(nn.Module):
         guided: torch.Tensor,
         hints: torch.Tensor,
         opens: torch.Tensor,
+        ends: torch.Tensor,
+        origins: torch.Tensor,
+        counted: torch.Tensor,
+        bound: torch.Tensor,
         far_index: torch.Tensor,
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
         softening: torch.Tensor,
         eos: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """tokens and their places int64[B, T]; picked int64[B, P]: where the next token is predicted; targets
         and weights [B, P]; others int64[B, P, A]: what is as right as the target, or -1; guided float32
         [B, P]: 1 where what is predicted is copied; hints int64[B, P, HINTS]: from which tokens or the
         next, or -1: from wherever it stands (see `sources`); opens int64[B, T]: of which list's part a token
-        is the first (1, 2, ...), or 0; far_index int64[N] into B * T: the sampled keys,
-        far_places int64[N], and far_bias float32[B, N]: the logarithm of what each stands for, or -inf;
-        softening: factor on the full layers' scores; eos: what ends an answer.
+        is the first (1, 2, ...), or 0; ends int64[B, T]: which word of a list to count ends there, or 0;
+        origins int64[B, T]: the token that is copied from there: a counted word's first one at its end,
+        else itself; counted int64[B, C]: some of those ends; bound int64[B, R, 3]: a value's token, and
+        the first and the last one of the name it belongs to, or -1; far_index int64[N] into B * T: the
+        sampled keys, far_places int64[N], and far_bias float32[B, N]: the logarithm of what each stands for,
+        or -inf; softening: factor on the full layers' scores; eos: what ends an answer.
 
-        Returns the weighted mean of -log of the probability of what is right; the same of the attention that
-        the last layer's heads together pay to what is to be copied, and that those of the layer before it
-        pay to what a list has said where its next part begins; and bool[B, P]: right predictions.
+        Returns the weighted mean of -log of the probability of what is right; what attention misses of where
+        it is led, float32[4] in the order of `guidance.LED`; and bool[B, P]: right predictions.
         """
-        x, paid, before = self.states(tokens, places, picked, far_index, far_places, far_bias, softening)
-        length = tokens.shape[1]
+        x, paid = self.states(tokens, places, picked, far_index, far_places, far_bias, softening)
         logits = self.logits(x).flatten(0, 1)
         accepted = torch.cat([targets[..., None], others], 2).flatten(0, 1)
         chosen = logits.gather(1, accepted.clamp(min=0)).masked_fill(accepted < 0, float("-inf"))
         losses = logits.logsumexp(1) - chosen.logsumexp(1)
         loss = (losses * weights.flatten()).sum() / weights.sum()
-        begun = F.pad(opens, (0, 1)).gather(1, picked + 1)
-        copied = sources(tokens, picked, others, hints, begun > 0, eos)
-        guidance = missed(paid[..., :length], copied, weights * guided)
-        order = torch.arange(length, device=tokens.device)
-        said = (opens[:, None] == begun[:, :, None]) & (begun[:, :, None] > 0) & (order <= picked[:, :, None])
-        remembrance = missed(before[..., :length], said, weights)
+        length = tokens.shape[1]
+        named = bound[:, :, 0].clamp(min=0)
+        led = [
+            copied(
+                paid[-1][..., :length], tokens, picked, others, hints, opens, origins, weights * guided, eos
+            ),
+            remembering(self.by_token(paid, -2, picked, length), picked, opens, weights),
+            belonging(self.by_token(paid, -2, named, length), bound),
+            counting(self.by_token(paid, -3, counted, length)[:, -1], counted, ends),
+        ]
         right = (logits.argmax(1, keepdim=True) == accepted).any(1)
-        return loss, guidance, remembrance, right.view_as(targets)
+        return loss, torch.stack(led), right.view_as(targets)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Of states [B, P, W]: float32 [B, P, V]."""
@@ -90,9 +103,10 @@ class Trainee(nn.Module):
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
         softening: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is known at the picked places, [B, P, W], and the attention paid there in the last layer,
-        [B, H, P, T + N], and in the one before it, [B, H, P, T or more]."""
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What is known at the picked places, [B, P, W], and the attention paid in each layer: of all
+        queries, [B, H, T, T + N], or [B, H, T, 2 * window] as `banded` has it, and in the last layer of the
+        picked ones, [B, H, P, T + N]."""
         model: Any = self.inner.model
         batch, length = tokens.shape
         x = F.embedding(tokens, model.embed_tokens.weight)
@@ -100,6 +114,7 @@ class Trainee(nn.Module):
         far = self.rotations(far_places)
         last = len(model.layers) - 1
         order = torch.arange(length, device=tokens.device)
+        paid: list[torch.Tensor] = []
         for index, layer in enumerate(model.layers):
             attention = layer.self_attn
             normed = self.norm(layer.input_layernorm, x)
@@ -116,9 +131,9 @@ class Trainee(nn.Module):
                 here = picked[:, None, :, None].expand(-1, 1, -1, self.dim // 2)
                 turned = (near[0].gather(2, here), near[1].gather(2, here))
             query = self.split(attention.q_proj(normed), self.heads)
-            window = getattr(attention, "sliding_window", None)
-            if window is not None:
-                out, paid = banded(self.rotate(query, *turned), self.rotate(key, *near), value, window)
+            window = self.windows[index]
+            if window:
+                out, weights = banded(self.rotate(query, *turned), self.rotate(key, *near), value, window)
             else:
                 taken, held = self.sample(key, far_index), self.sample(value, far_index)
                 if not self.parallel:
@@ -132,16 +147,20 @@ class Trainee(nn.Module):
                 seen = torch.where(order <= at[:, :, None], 0.0, float("-inf"))
                 beyond = far_bias[:, None, :].expand(-1, at.shape[1], -1)
                 bias = torch.cat([seen, beyond], 2)
-                out, paid = attend(query * softening, key, value, bias)
-            if index == last - 1:
-                before = unbanded(paid, picked, length) if window is not None else of_picked(paid, picked)
+                out, weights = attend(query * softening, key, value, bias)
+            paid.append(weights)
             out = attention.o_proj(out.transpose(1, 2).flatten(2))
             if self.parallel:
                 x = x + out + layer.mlp(normed)
             else:
                 x = x + out
                 x = x + layer.mlp(self.norm(layer.post_attention_layernorm, x))
-        return self.norm(model.norm, x), paid, before
+        return self.norm(model.norm, x), paid
+
+    def by_token(self, paid: list[torch.Tensor], layer: int, rows: torch.Tensor, length: int) -> torch.Tensor:
+        """What some queries, int64[B, R], pay to each token in a layer before the last: [B, H, R, T]."""
+        mine = of_queries(paid[layer], rows)
+        return unbanded(mine, rows, length) if self.windows[layer] else mine[..., :length]
 
     def norm(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Cohere's layer norm without bias, or Llama's root mean square."""
@@ -172,45 +191,6 @@ class Trainee(nn.Module):
             return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def missed(paid: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted mean of -log of the attention, [B, H, P, T], that all heads together pay to what is wanted,
-    bool[B, P, T], over the places where something is."""
-    mass = (paid * wanted[:, None]).sum((1, 3)).clamp(1e-6, 1)
-    worth = weights * wanted.any(2)
-    return -(mass.log() * worth).sum() / worth.sum().clamp(min=1)
-
-
-def sources(
-    tokens: torch.Tensor,
-    picked: torch.Tensor,
-    others: torch.Tensor,
-    hints: torch.Tensor,
-    alone: torch.Tensor,
-    eos: int,
-) -> torch.Tensor:
-    """Where what comes behind the picked places, int64[B, P], can be copied from: bool[B, P, T].
-
-    That is an earlier token of tokens, int64[B, T], which is the same, followed by the same two (or by any,
-    behind an answer's end, and where alone, bool[B, P], says so); or one of the others, int64[B, P, A], which
-    would be as right. Where hints, int64[B, P, HINTS], name tokens, it is those or the next: what stands in
-    front of them is known there.
-    """
-    length = tokens.shape[1]
-    padded = F.pad(tokens, (0, 3), value=eos)
-    before = torch.arange(length, device=tokens.device) <= picked[:, :, None]
-    found = before
-    ended = torch.zeros_like(alone)
-    for ahead in range(3):
-        wanted = padded.gather(1, picked + 1 + ahead)
-        ended = ended | alone | (wanted == eos) if ahead else ended
-        found = found & ((padded[:, None, ahead : ahead + length] == wanted[:, :, None]) | ended[:, :, None])
-    for other in others.unbind(2):
-        found = found | (before & (tokens[:, None] == other[:, :, None]))
-    behind = torch.arange(length, device=tokens.device) - hints[..., None]
-    told = (((behind == 0) | (behind == 1)) & (hints >= 0)[..., None]).any(2)
-    return torch.where((hints < 0).all(2)[..., None], found, told & before)
 
 
 def attend(
@@ -254,16 +234,16 @@ def banded(
     return out, weights.reshape(batch, heads, length, 2 * size)
 
 
-def of_picked(paid: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
-    """The picked queries', int64[B, P], of weights [B, H, T, S]: [B, H, P, S]."""
-    return paid.gather(2, picked[:, None, :, None].expand(-1, paid.shape[1], -1, paid.shape[3]))
+def of_queries(paid: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some queries', int64[B, R], of weights [B, H, T, S]: [B, H, R, S]."""
+    return paid.gather(2, rows[:, None, :, None].expand(-1, paid.shape[1], -1, paid.shape[3]))
 
 
-def unbanded(paid: torch.Tensor, picked: torch.Tensor, length: int) -> torch.Tensor:
-    """The picked queries' weights of `banded` by token: [B, H, P, T]."""
-    mine = of_picked(paid, picked)
+def unbanded(mine: torch.Tensor, rows: torch.Tensor, length: int) -> torch.Tensor:
+    """The weights of `banded` of the queries rows, int64[B, R], by token: [B, H, R, 2 * window] to
+    [B, H, R, T]."""
     size = mine.shape[3] // 2
     # A block's first key is one block before its first query, and the first block's is not there.
-    at = (picked // size * size)[:, None, :, None] + torch.arange(2 * size, device=picked.device)
+    at = (rows // size * size)[:, None, :, None] + torch.arange(2 * size, device=rows.device)
     whole = mine.new_zeros(*mine.shape[:3], length + size)
     return whole.scatter(3, at.expand_as(mine), mine)[..., size:]

@@ -44,6 +44,16 @@ class Linked:
 Ask = tuple[str, str | Listed | Linked]  # all that is read up to the answer, and the answer
 
 
+@dataclass(frozen=True)
+class Named:
+    """A fact's name, the first of its letters that tell it from others and the one behind the last of these,
+    and where in the fact's letters its values stand: the first of each, and the one behind its last."""
+
+    name: str
+    telling: tuple[int, int]
+    values: Sequence[tuple[int, int]]
+
+
 @dataclass
 class Item:
     """Facts for one context, in order where `ordered`, and questions about them.
@@ -58,6 +68,7 @@ class Item:
     before: str = ""  # an instruction in front of the text
     after: str = "\n\n"  # between the text and the first question
     noise: bool = False  # whether the text is RULER's five sentences over and over
+    named: Sequence[Named] = ()  # for each fact, where any is named
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Cohere2Config, LlamaConfig, PreTr
 
 from training.muon import Muon
 
-WINDOW = 128  # tokens a sliding layer sees: longer than a question with its answer, or a document's header
+WINDOW = 256  # tokens a sliding layer sees: longer than a question with its answer, or a document's header
 MODELS = ("demo", "demo-rope")
 LONGEST = 4_194_304
 STILL = 1e-5  # turns slower than this hardly tell two places of a long text apart

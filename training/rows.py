@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from training.items import (
     listed,
     turning,
 )
+from training.marks import asked_for, belongings, listed_words
 from training.names import Names
 from training.synthetic import phrase_bank
 
@@ -40,14 +41,19 @@ class Row:
     """tokens int64[T]; weights float32[T] of predicting each; others int64[T, ALTERNATIVES]: what would be as
     right there, or -1; guided bool[T]: where an answer is copied from what it is found by; hints
     int64[T, HINTS]: the tokens behind which it is told, or -1 where it is copied from wherever it stands;
-    background bool[T]: filler without answers; facts bool[T]: what is hidden there; far: whether tokens of
-    other texts may be simulated behind it; lists: the answers whose parts may come in any order."""
+    ends int64[T]: which word of a list to count ends there, or 0; origins int64[T]: the token that is copied
+    from there; belongs int64[R, 3]: tokens of values, with the first and the last one of the name that they
+    belong to; background bool[T]: filler without answers; facts bool[T]: what is hidden there; far: whether
+    tokens of other texts may be simulated behind it; lists: the answers whose parts may come in any order."""
 
     tokens: np.ndarray
     weights: np.ndarray
     others: np.ndarray
     guided: np.ndarray
     hints: np.ndarray
+    ends: np.ndarray
+    origins: np.ndarray
+    belongs: np.ndarray
     background: np.ndarray
     facts: np.ndarray
     far: bool
@@ -60,13 +66,14 @@ class Row:
         answer = slice(old.start, old.start + old.size)
         moved = old.moved(order)
         tokens, weights, others = self.tokens.copy(), self.weights.copy(), self.others.copy()
-        guided = self.guided.copy()
-        for of_token in (tokens, weights, guided):
+        guided, origins = self.guided.copy(), self.origins.copy()
+        for of_token in (tokens, weights, guided, origins):
             of_token[answer] = of_token[answer][moved]
         new = listed(old.start, tokens[answer], [old.parts[i] for i in order])
         others[answer] = alternatives(new)
         lists = (*self.lists[:number], new, *self.lists[number + 1 :])
-        return replace(self, tokens=tokens, weights=weights, others=others, guided=guided, lists=lists)
+        once = replace(self, tokens=tokens, weights=weights, others=others, guided=guided)
+        return replace(once, origins=origins, lists=lists)
 
 
 class Rows:
@@ -166,7 +173,7 @@ class Rows:
             if kind in ALONE
             else self.fillers.cut(rng, room, items[0].noise).astype(np.int64)
         )
-        text, background = self.hidden(rng, filler, bare, spaced, items)
+        text, background, starts = self.hidden(rng, filler, bare, spaced, items)
         tokens = [np.array([self.bos]), head, text]
         behind = 1 + len(head)
         weights: list[np.ndarray] = [np.zeros(behind + len(text), np.float32)]
@@ -175,6 +182,8 @@ class Rows:
         turns = np.zeros(length, bool)
         others, guided = np.full((length, ALTERNATIVES), -1, np.int64), np.zeros(length, bool)
         hints = np.full((length, HINTS), -1, np.int64)
+        named = [named for item in items for named in item.named]
+        belongs: list[np.ndarray] = []
         for i in range(len(asks)):
             question = first if i == 0 else asked[i]
             start = size + len(question)
@@ -193,8 +202,17 @@ class Rows:
             elif isinstance(answer, Linked):
                 first_tokens = start + np.array(listed(start, answers[i], parts).starts)
                 lines = self.encode([f" {fact}" for fact in answer.told])
+                if not answer.told:
+                    turns[first_tokens[1:] - 1] = turns[end - 1] = True
                 at = hinted(answer, parts, lines, np.concatenate(tokens[2:-3]), question)
                 hints[first_tokens] = np.where(at < 0, -1, behind + at)
+            text_asked = after + asks[0] if i == 0 else "\n" + asks[i]
+            place = asked_for(self.encoding(text_asked), text_asked, named) if named else None
+            if place:  # what is said belongs to the name in the question as the value does to its document's
+                said_there = np.arange(start - 1, end)
+                belongs.append(
+                    np.stack([said_there, *np.full((2, len(said_there)), size) + np.array(place)[:, None]], 1)
+                )
             guided[start:end] = kind not in ALONE
             if kind in COUNTING:  # led to what comes often, though it is copied from no one place
                 guided[start + np.array(lists[-1].starts)] = True
@@ -211,7 +229,30 @@ class Rows:
         # Many tokens of an answer are copied in passing; what must be found or decided is to count.
         plain = settled(whole) & (others < 0).all(1) & ~turns & (counted > REST)
         counted = np.where(plain, np.minimum(counted, SETTLED), counted)
-        return Row(whole, counted, others, guided, hints, marked, told & far, far, kind, tuple(lists))
+        ends, origins = np.zeros(length, np.int64), whole.copy()
+        if kind in COUNTING:
+            inside_list = slice(behind, behind + len(text))
+            ends[inside_list], origins[inside_list] = listed_words(self.encoding(pieces[0]), pieces[0])
+        belongs.append(behind + self.belonging(items, starts))
+        taught = (whole, counted, others, guided, hints, ends, origins, np.concatenate(belongs))
+        return Row(*taught, marked, told & far, far, kind, tuple(lists))
+
+    def encoding(self, text: str) -> Any:
+        return self.fast.encode(text, add_special_tokens=False)
+
+    def belonging(self, items: list[Item], starts: Mapping[int, int]) -> np.ndarray:
+        """Tokens of values with those of the names that they belong to, int64[R, 3], by the text's tokens.
+
+        starts: where the facts that have a blank in front begin.
+        """
+        found, index = [np.zeros((0, 3), np.int64)], 0
+        for item in items:
+            for i, named in enumerate(item.named):
+                if index + i in starts:
+                    spaced = " " + item.facts[i]
+                    found.append(starts[index + i] + belongings(self.encoding(spaced), spaced, named))
+            index += len(item.facts)
+        return np.concatenate(found)
 
     def hidden(
         self,
@@ -220,11 +261,12 @@ class Rows:
         bare: list[np.ndarray],
         spaced: list[np.ndarray],
         items: list[Item],
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The filler with the facts at the ends of sentences, and which tokens are filler."""
+    ) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
+        """The filler with the facts at the ends of sentences, which tokens are filler, and where each fact
+        begins that has a blank in front."""
         if not len(filler):
             whole = np.concatenate([bare[0], *spaced[1:]])
-            return whole, np.zeros(len(whole), bool)
+            return whole, np.zeros(len(whole), bool), {}
         places = self.fillers.places(filler)
         at: list[tuple[int, float, int]] = []
         index = 0
@@ -238,16 +280,20 @@ class Rows:
         at.sort()
         parts: list[np.ndarray] = []
         marks: list[np.ndarray] = []
-        last = 0
+        starts: dict[int, int] = {}
+        last = size = 0
         for place, _, fact in at:
             before = filler[last:place]
             new = bare[fact] if place == 0 and not parts else spaced[fact]
+            if new is spaced[fact]:
+                starts[fact] = size + len(before)
+            size += len(before) + len(new)
             parts += [before, new]
             marks += [np.ones(len(before), bool), np.zeros(len(new), bool)]
             last = place
         parts.append(filler[last:])
         marks.append(np.ones(len(filler) - last, bool))
-        return np.concatenate(parts), np.concatenate(marks)
+        return np.concatenate(parts), np.concatenate(marks), starts
 
 
 def spoken(rng: random.Random, answer: str | Listed | Linked) -> tuple[str, Sequence[str]]:

@@ -2,7 +2,7 @@
 
 All values of a key, the words that came most often, the links of a chain: whoever answers has to leave out
 what was said. In text such answers are long and few, and that is learned late if at all; here a window of 256
-tokens holds dozens.
+tokens holds dozens. And records, whose fields belong to a name that stands once, before them all.
 """
 
 from __future__ import annotations
@@ -17,31 +17,39 @@ MOST_VALUES = 4
 MOST_LINKS = 5
 MOST_COMMON = 5
 MOST_ASKED = 5
+MOST_RECORDS, MOST_FIELDS = 4, 5
+ALIKE = 3  # tokens at each place of names that are alike
 LEAST_LIST = 24  # tokens
-SHARES = (0.4, 0.15, 0.25, 0.2)  # of values, chains, counts, queries
+SHARES = (0.22, 0.1, 0.15, 0.13, 0.4)  # of values, chains, counts, queries, records
 
 
 class Several(NamedTuple):
     """tokens int64[T]; weights float32[T] of predicting each; others int64[T, ALTERNATIVES]: what would be as
     right there, or -1; guided bool[T]: where what is said is found by something; hints int64[T, HINTS]: the
-    tokens behind which it is told, or -1 where it is copied from wherever it stands."""
+    tokens behind which it is told, or -1 where it is copied from wherever it stands; ends int64[T]: which
+    word of a list to count ends there, or 0; origins int64[T]: the token that is copied from there."""
 
     tokens: np.ndarray
     weights: np.ndarray
     others: np.ndarray
     guided: np.ndarray
     hints: np.ndarray
+    ends: np.ndarray
+    origins: np.ndarray
 
 
 def several(
     rng: np.random.Generator, length: int, words: np.ndarray, common: np.ndarray
-) -> tuple[Several, tuple[Said, ...]]:
-    """One row, and its lists."""
+) -> tuple[Several, np.ndarray, tuple[Said, ...]]:
+    """One row; tokens of values, with the first and the last one of the name that they belong to, int64
+    [R, 3]; and its lists."""
     page = Page(rng, np.setdiff1d(words, common), common)
     while page.size < length:
-        (page.values, page.chains, page.counts, page.queries)[rng.choice(4, p=SHARES)](length - page.size)
+        kinds = (page.values, page.chains, page.counts, page.queries, page.records)
+        kinds[rng.choice(len(kinds), p=SHARES)](length - page.size)
     row = Several(*(np.concatenate(parts)[:length] for parts in zip(*page.parts, strict=True)))
-    return row, tuple(said for said in page.lists if said.start + said.size <= length)
+    belongs = np.array([found for found in page.belongs if found[0] < length], np.int64).reshape(-1, 3)
+    return row, belongs, tuple(said for said in page.lists if said.start + said.size <= length)
 
 
 class Page:
@@ -54,7 +62,8 @@ class Page:
         self.loose = int(rng.integers(0, 4))  # most words of a wording: none where marks tell all
         self.parts: list[Several] = []
         self.lists: list[Said] = []
-        self.size = 0
+        self.belongs: list[tuple[int, int, int]] = []
+        self.size = self.words = 0
 
     def values(self, _: int) -> None:
         """`a K = b V.` for all values of a few keys in disorder; then `? d K e: V, V, V.` for each key."""
@@ -99,7 +108,9 @@ class Page:
         drawn = self.distinct(often + once, size)
         listed = drawn[:often] * times + drawn[often:]
         for i in rng.permutation(len(listed)):
-            self.put(self.rng.choice(self.common, gap), listed[i])
+            self.put(self.rng.choice(self.common, gap))
+            self.put(listed[i], word=self.words + 1 + (i % often if i < often * times else i))
+        self.words += len(listed)
         self.put(self.ask, self.wording(), self.colon)
         self.say([drawn[i] for i in rng.permutation(often)])
 
@@ -125,6 +136,36 @@ class Page:
         hints = [{0: at, len(keys[i]) + 1: told[i]} for i, at in zip(chosen, named, strict=True)]
         self.say([np.concatenate([keys[i], self.equals, values[i]]) for i in chosen], hints)
 
+    def records(self, _: int) -> None:
+        """`K a: F = b V, F = c V.` for several names with the same fields; then `? d F e K: V.` for some."""
+        rng = self.rng
+        count, width = int(rng.integers(2, MOST_RECORDS + 1)), int(rng.integers(1, MOST_FIELDS + 1))
+        drawn = self.distinct(count + width + count * width, 3)
+        keys, fields, values = drawn[:count], drawn[count : count + width], drawn[count + width :]
+        if rng.random() < 0.5:  # names that are told apart by two tokens, neither of which does by itself
+            heads, ends = rng.choice(self.rare, (2, ALIKE), replace=False)
+            keys = [np.array([heads[i // ALIKE], ends[i % ALIKE]]) for i in rng.permutation(ALIKE**2)[:count]]
+        spread = int(rng.choice([0, 2]))
+        told = []  # right before each value
+        for i, key in enumerate(keys):
+            self.put(self.some(self.rare, 0, spread), key)
+            first, last = self.size - len(key), self.size - 1
+            self.put(self.wording(), self.colon)
+            for field, value in zip(fields, values[i * width :], strict=False):
+                self.put(field, self.equals, self.wording())
+                told.append(self.size - 1)
+                self.put(value)
+                self.belongs += [(at, first, last) for at in range(told[-1] + 1, self.size)]
+                self.put(self.comma)
+        for i in rng.permutation(len(values))[: int(rng.integers(1, len(values) + 1))]:
+            key = keys[i // width]
+            self.put(self.ask, self.wording(), fields[i % width], self.wording(), key)
+            first, last = self.size - len(key), self.size - 1
+            self.put(self.wording(), self.colon)
+            start = self.size - 1
+            self.say([values[i]], [{0: told[i]}])
+            self.belongs += [(at, first, last) for at in range(start, start + len(values[i]))]
+
     def some(self, of: np.ndarray, least: int, most: int) -> np.ndarray:
         return self.rng.choice(of, int(self.rng.integers(least, most + 1)))
 
@@ -136,12 +177,16 @@ class Page:
         firsts = self.rng.choice(self.rare, (count, 1), replace=False)
         return [np.concatenate([first, self.some(self.rare, 0, most - 1)]) for first in firsts]
 
-    def put(self, *parts: np.ndarray) -> None:
-        """What is read and not predicted."""
+    def put(self, *parts: np.ndarray, word: int = 0) -> None:
+        """What is read and not predicted; word: its number, where it is one to count."""
         part = np.concatenate(parts)
         none = np.full((len(part), ALTERNATIVES), -1, np.int64)
         hints = np.full((len(part), HINTS), -1, np.int64)
-        self.add(Several(part, np.zeros(len(part), np.float32), none, np.zeros(len(part), bool), hints))
+        ends, origins = np.zeros(len(part), np.int64), part.copy()
+        if word:
+            ends[-1], origins[:-1], origins[-1] = word, -1, part[0]
+        weights, guided = np.zeros(len(part), np.float32), np.zeros(len(part), bool)
+        self.add(Several(part, weights, none, guided, hints, ends, origins))
 
     def say(self, parts: list[np.ndarray], told: list[dict[int, int]] | None = None) -> None:
         """An answer, in any order; or in this one alone, and then told has for tokens of each part, by their
@@ -159,7 +204,8 @@ class Page:
                 for place, at in behind.items():
                     hints[start + place, 0] = at
         size = len(answer)
-        self.add(Several(answer, np.ones(size, np.float32), others, np.ones(size, bool), hints))
+        ends = np.zeros(size, np.int64)
+        self.add(Several(answer, np.ones(size, np.float32), others, np.ones(size, bool), hints, ends, answer))
 
     def add(self, part: Several) -> None:
         self.parts.append(part)

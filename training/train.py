@@ -28,6 +28,7 @@ from training.curriculum import STAGES, Batch, Stage, Steps
 from training.favourites import favourites_first
 from training.fillers import Fillers
 from training.forward import Trainee
+from training.guidance import LED
 from training.rows import Row
 from training.sharpen import FACTORS, losses, sharpen
 
@@ -38,18 +39,18 @@ LOG_STEPS = 25
 COMPILED = 256  # shorter windows are not worth the compiler's time
 LAST_STEP = 10**9
 AGAIN = "several"  # where a finished model goes on: it copies and finds, and has lists to learn
-GUIDANCE = 0.3  # weight of the attention paid to what is copied, beside the loss
+GUIDANCE = 0.3  # weight of what attention misses of where it is led, beside the loss
 SHARPENED_BY = 6  # batches
 GPU_TIMES = 8  # as many tokens a step on a GPU
 
-Losses = tuple[float, float, float]  # cross-entropy; attention missed by what is copied, and by what was said
+Losses = list[float]  # cross-entropy, and what attention misses of where it is led, in the order of LED
 Accuracy = dict[str, tuple[float, int]]  # for each kind of row: right tokens, of how many
 
 
 def averages(recent: Collection[tuple[Losses, Accuracy]]) -> dict[str, float]:
     """Mean loss, and for each kind of row the share of right tokens."""
     means = {}
-    for i, name in enumerate(("loss", "guidance", "remembrance")):
+    for i, name in enumerate(("loss", *LED)):
         means[name] = round(sum(both[i] for both, _ in recent) / len(recent), 4)
     for kind in sorted({kind for _, accuracy in recent for kind in accuracy}):
         pairs = [accuracy[kind] for _, accuracy in recent if kind in accuracy]
@@ -168,8 +169,8 @@ class Run:
         arrays = batch.tensors(self.device)
         with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
             softened = torch.tensor(softening, device=self.device)
-            loss, guidance, remembrance, right = network_(*arrays, softened, self.words.eos_token_id)
-        (loss + GUIDANCE * (guidance + remembrance)).backward()
+            loss, led, right = network_(*arrays, softened, self.words.eos_token_id)
+        (loss + GUIDANCE * led.sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         rate = self.rate()
         for optimizer in self.optimizers:
@@ -180,7 +181,7 @@ class Run:
         self.state["step"] += 1
         self.state["done"] += 1
         self.state["tokens"] += batch.tokens.size
-        return (loss.item(), guidance.item(), remembrance.item()), measured(batch, right.cpu())
+        return [loss.item(), *led.tolist()], measured(batch, right.cpu())
 
     def best_factor(self) -> float:
         """The factor on the full layers' scores that suits rows with many tokens behind them best."""

@@ -25,9 +25,9 @@ def trainee() -> Trainee:
 
 
 def drawn(seed: int) -> Row:
-    made, lists = several(np.random.default_rng(seed), 128, WORDS, COMMON)
+    made, belongs, lists = several(np.random.default_rng(seed), 128, WORDS, COMMON)
     nothing = np.zeros(128, bool)
-    return Row(*made, nothing, nothing, False, "several", lists)
+    return Row(*made, belongs, nothing, nothing, False, "several", lists)
 
 
 def test_another_order_has_the_same_parts_and_accepts_what_is_left() -> None:
@@ -50,7 +50,7 @@ def test_another_order_has_the_same_parts_and_accepts_what_is_left() -> None:
 
 
 def test_the_part_that_the_model_would_say_first_comes_first(trainee: Trainee) -> None:
-    rows = [row for row in map(drawn, range(20)) if any(len(said.parts) > 1 for said in row.lists)]
+    rows = [row for row in map(drawn, range(40)) if any(len(said.parts) > 1 for said in row.lists)]
     found = favourites_first(np.random.default_rng(0), rows, trainee, 1.0, "cpu")
     turned = falling = seen = 0
     for old, new in zip(rows, found, strict=True):

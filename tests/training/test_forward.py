@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from training import network
-from training.forward import Trainee, attend, banded, sources, unbanded
+from training.forward import Trainee, attend, banded, of_queries, unbanded
+from training.guidance import LED, SINK
 
 LENGTH = 256
 WORDS = 64
@@ -33,6 +34,10 @@ def arguments(far: int = 0) -> dict[str, torch.Tensor]:
         "guided": torch.ones(2, 40),
         "hints": torch.full((2, 40, 2), -1),
         "opens": torch.zeros(2, LENGTH, dtype=torch.long),
+        "ends": torch.zeros(2, LENGTH, dtype=torch.long),
+        "origins": torch.full((2, LENGTH), -1),
+        "counted": torch.zeros(2, 5, dtype=torch.long),
+        "bound": torch.full((2, 4, 3), -1),
         "far_index": torch.arange(far),
         "far_places": torch.zeros(far, dtype=torch.long),
         "far_bias": torch.full((2, far), float("-inf")),
@@ -95,33 +100,8 @@ def test_a_key_that_stands_for_many_counts_as_many() -> None:
     torch.testing.assert_close(paid[..., 4], each[..., 4:].sum(-1))
 
 
-def test_what_is_copied_stands_before_with_the_same_two_tokens_behind_it() -> None:
-    eos = 1
-    #                       0  1  2  3  4  5  6  7  8  9  10 11 12
-    tokens = torch.tensor([[5, 6, 7, 8, 5, 6, 9, 3, 5, 6, 7, 4, eos]])
-    picked = torch.tensor([[7, 9, 10, 3]])
-    nothing = torch.full((1, 4, 2), -1)
-    hints = torch.full((1, 4, 2), -1)
-    alone = torch.zeros(1, 4, dtype=torch.bool)
-    found = sources(tokens, picked, nothing, hints, alone, eos)[0]
-    # 5 6 7 is at 0 alone; 7 4 comes nowhere else; 4 ends the answer, but was not seen; 5 6 9 not either.
-    assert [row.nonzero().flatten().tolist() for row in found] == [[0], [], [], []]
-    ended = torch.tensor([[5, 6, 7, 8, 5, 4, 3, 5, eos, 6]])
-    one = (hints[:, :1], alone[:, :1], eos)
-    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], *one)[0]
-    assert found[0].nonzero().flatten().tolist() == [0, 4]
-    found = sources(ended, torch.tensor([[6]]), torch.tensor([[[3, 9]]]), *one)[0]
-    assert found[0].nonzero().flatten().tolist() == [0, 4, 6]
-    # Where it is told elsewhere, it is found behind that alone.
-    told = torch.tensor([[[2, 5]]])
-    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], told, alone[:, :1], eos)[0]
-    assert found[0].nonzero().flatten().tolist() == [2, 3, 5, 6]
-    told[..., 1] = -1
-    found = sources(ended, torch.tensor([[6]]), nothing[:, :1], told, alone[:, :1], eos)[0]
-    assert found[0].nonzero().flatten().tolist() == [2, 3]
-    # A part of a list is the same whatever follows it: 5 6 9 has no like, 5 has two.
-    found = sources(tokens, torch.tensor([[7]]), nothing[:, :1], hints[:, :1], ~alone[:, :1], eos)[0]
-    assert found[0].nonzero().flatten().tolist() == [0, 4]
+def led(name: str, found: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return found[1][LED.index(name)]
 
 
 def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
@@ -135,38 +115,82 @@ def test_guidance_falls_as_attention_is_paid_to_what_is_copied() -> None:
     given["guided"] = torch.ones_like(given["weights"])
     given["hints"] = torch.full((*given["targets"].shape, 2), -1)
     given["others"] = torch.full((*given["targets"].shape, 3), -1)
+    given["origins"] = given["tokens"]
     last = model.model.layers[-1].self_attn
     trainee = Trainee(model)
-    _, before, *_ = trainee(**given)
+    before = led("copied", trainee(**given))
     before.backward()
     with torch.no_grad():
         last.q_proj.weight.sub_(0.1 * last.q_proj.weight.grad / last.q_proj.weight.grad.norm())
-        _, after, *_ = trainee(**given)
-        _, nothing, *_ = trainee(**given | {"guided": torch.zeros_like(given["weights"])})
+        after = led("copied", trainee(**given))
+        nothing = led("copied", trainee(**given | {"guided": torch.zeros_like(given["weights"])}))
     assert after < before
     assert nothing == 0
 
 
-@pytest.mark.parametrize("name", network.MODELS)
-def test_the_layer_before_the_last_is_led_to_what_a_list_has_said(name: str) -> None:
-    """-log of the attention that the heads of that layer pay, as transformers computes it, to the first
-    tokens of the parts before this one."""
-    model = small(name)
+@pytest.fixture(params=network.MODELS)
+def eager(request: pytest.FixtureRequest) -> Any:
+    """A model whose attention transformers tells."""
+    model = small(request.param)
     model.set_attn_implementation("eager")
+    return model
+
+
+def attention(model: Any, layer: int, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        paid: torch.Tensor = model(given["tokens"], output_attentions=True).attentions[layer]
+    return paid
+
+
+def test_the_layer_before_the_last_is_led_to_each_part_that_a_list_has_said(eager: Any) -> None:
+    """-log of what its heads pay, as transformers computes it, averaged over the parts that were said."""
     given = arguments()
     given["opens"][0, [200, 210, 220]] = 1
     given["opens"][1, [180, 230]] = 2
     given["picked"][:] = 100
     given["picked"][0, :3], given["picked"][1, :2] = torch.tensor([199, 209, 219]), torch.tensor([179, 229])
     with torch.no_grad():
-        _, _, remembrance, _ = Trainee(model)(**given)
-        paid = model(given["tokens"], output_attentions=True).attentions[-2].sum(1).clamp(max=1)
+        remembrance = led("said", Trainee(eager)(**given))
+    paid = attention(eager, -2, given).sum(1).clamp(1e-6, 1)
     weights = given["weights"]
     places = {(0, 1): [200], (0, 2): [200, 210], (1, 1): [180]}
     worth = torch.stack([weights[at] for at in places])
-    mass = torch.stack([paid[row, given["picked"][row, i], said].sum() for (row, i), said in places.items()])
-    expected = -(mass.clamp(1e-6, 1).log() * worth).sum() / worth.sum().clamp(min=1)
-    torch.testing.assert_close(remembrance, expected)
+    logs = torch.stack(
+        [paid[row, given["picked"][row, i], said].log().mean() for (row, i), said in places.items()]
+    )
+    torch.testing.assert_close(remembrance, -(logs * worth).sum() / worth.sum().clamp(min=1))
+
+
+def test_the_layer_before_the_last_is_led_from_a_value_to_the_name_that_it_belongs_to(eager: Any) -> None:
+    given = arguments()
+    given["bound"][0, 1] = torch.tensor([150, 120, 123])
+    given["bound"][1, 3] = torch.tensor([40, 30, 30])
+    with torch.no_grad():
+        missed = led("named", Trainee(eager)(**given))
+    paid = attention(eager, -2, given).sum(1).clamp(1e-6, 1)
+    mass = torch.stack([paid[0, 150, 120:124].sum().clamp(max=1), paid[1, 40, 30]])
+    torch.testing.assert_close(missed, -mass.log().mean())
+
+
+def test_one_head_is_led_to_pay_a_word_as_much_as_it_has_come(eager: Any) -> None:
+    """Kullback-Leibler divergence from n / (n + SINK), n being how often the word has ended so far."""
+    given = arguments()
+    given["ends"][0, [10, 30, 50]] = 3
+    given["ends"][0, 40] = 8
+    given["ends"][1, [20, 21]] = 3
+    given["counted"][0, :3] = torch.tensor([50, 40, 10])
+    given["counted"][1, 0] = 21
+    with torch.no_grad():
+        missed = led("counted", Trainee(eager)(**given))
+    paid = attention(eager, -3, given)[:, -1]
+    mass = torch.stack(
+        [paid[0, 50, [10, 30, 50]].sum(), paid[0, 40, 40], paid[0, 10, 10], paid[1, 21, 20:22].sum()]
+    )
+    share = torch.tensor([n / (n + SINK) for n in (3, 1, 1, 2)])
+    apart = torch.nn.functional.kl_div(
+        torch.stack([mass, 1 - mass]).log(), torch.stack([share, 1 - share]), reduction="none"
+    ).sum(0)
+    torch.testing.assert_close(missed, apart.mean())
 
 
 @pytest.mark.parametrize("length", [8, 16, 48])
@@ -175,7 +199,7 @@ def test_attention_in_a_window_is_told_by_token(length: int) -> None:
     query, key, value = torch.randn(2, 4, length, 8), *torch.randn(2, 2, 2, length, 8)
     out, paid = banded(query, key, value, 16)
     picked = torch.stack([torch.randperm(length)[:7], torch.randint(0, length, (7,))])
-    whole = unbanded(paid, picked, length)
+    whole = unbanded(of_queries(paid, picked), picked, length)
     torch.testing.assert_close(whole.sum(-1), torch.ones(2, 4, 7))
     each = value.repeat_interleave(2, 1)
     for row in range(2):

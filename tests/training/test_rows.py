@@ -247,6 +247,8 @@ def test_a_counted_word_is_led_to_at_its_first_token_in_any_order(rows: Rows, ki
         for number, said in enumerate(row.lists):
             turned = row.reordered(number, list(range(len(said.parts)))[::-1])
             for one, its in ((row, said), (turned, turned.lists[number])):
+                answer = slice(its.start, its.start + its.size)
+                assert (one.origins[answer] == one.tokens[answer]).all()
                 guided = np.flatnonzero(one.guided[its.start : its.start + its.size])
                 assert guided.tolist() == list(its.starts)
                 seen += len(guided)
@@ -267,3 +269,66 @@ def test_a_batch_tells_where_the_parts_of_each_list_begin(tokenizer: Any, filler
         told = {(number, said.start + at) for number, said in enumerate(row.lists, 1) for at in said.starts}
         assert {(int(opens[at]), int(at)) for at in np.flatnonzero(opens)} == told
     assert (batch.opens > 0).sum() > 4
+
+
+def test_words_of_a_list_are_numbered_where_they_end(rows: Rows, tokenizer: Any) -> None:
+    seen = 0
+    for kind in ("common", "coded"):
+        for seed in range(3):
+            row = rows.row(random.Random(seed), LENGTH, kind)
+            called: dict[int, str] = {}
+            for at in np.flatnonzero(row.ends):
+                first = at - int(np.argmax(row.tokens[at::-1] == row.origins[at]))
+                word = tokenizer.decode(row.tokens[first : at + 1]).strip()
+                assert called.setdefault(int(row.ends[at]), word) == word
+                seen += 1
+            assert len(set(called.values())) == len(called), "each word has one number"
+            inside_list = slice(np.flatnonzero(row.ends)[0], np.flatnonzero(row.ends)[-1] + 1)
+            assert (row.origins[inside_list][row.ends[inside_list] == 0] == -1).all()
+    assert seen > 100
+
+
+def test_a_value_belongs_to_its_documents_name_and_an_answer_to_the_name_in_its_question(
+    rows: Rows, tokenizer: Any
+) -> None:
+    held = said = 0
+    for seed in range(12):
+        row = rows.row(random.Random(seed), 1024, "documents")
+        names: dict[str, set[str]] = {"text": set(), "question": set()}
+        for at, first, last in row.belongs:
+            assert first <= last <= at
+            telling = tokenizer.decode(row.tokens[first : last + 1]).strip()
+            assert re.fullmatch(r"\d{4}|[a-z_-]+", telling), "without what many names have"
+            line = tokenizer.decode(row.tokens[: last + 1]).splitlines()[-1].strip()
+            name = line.split()[-1]
+            if row.facts[at]:
+                assert re.fullmatch(r"(Document: |# )?" + re.escape(name), line), "the line that names it"
+                field = tokenizer.decode(row.tokens[first : at + 1]).splitlines()[-1]
+                assert re.match(r"[A-Z][\w-]*: \S", field)
+                names["text"].add(name)
+                held += 1
+            else:
+                assert row.weights[at + 1] > 0
+                names["question"].add(name)
+                said += 1
+        missing = names["question"] - names["text"]
+        assert len(missing) <= 1, "a document at the very start is left out"
+    assert held > 200
+    assert said > 100
+
+
+def test_to_end_answers_to_several_questions_counts_as_much_as_to_go_on(rows: Rows, tokenizer: Any) -> None:
+    found = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        row = rows.fitted(rng, [needles.needles(rng, rows.names, 4)], LENGTH, "needles")
+        if row is None:
+            continue
+        begun = np.flatnonzero((row.hints >= 0).any(1))
+        if len(begun):
+            end = begun[-1] + int(np.argmax(row.tokens[begun[-1] :] == tokenizer.eos_token_id))
+            assert tokenizer.decode(row.tokens[end - 1]) == "."
+            assert row.weights[end - 1] == 1
+            assert (row.weights[begun[1:] - 1] == 1).all(), "the comma before another key"
+            found += 1
+    assert found > 8

@@ -109,7 +109,7 @@ def test_keys_are_answered_in_the_order_of_the_question_each_with_its_value(seed
 
 
 def test_what_is_left_to_say_is_as_right_as_what_is_said() -> None:
-    (tokens, weights, others, *_), _ = several(np.random.default_rng(0), 1024, WORDS, COMMON)
+    (tokens, weights, others, *_), *_ = several(np.random.default_rng(0), 1024, WORDS, COMMON)
     assert len(tokens) == len(weights) == len(others) == 1024
     accepted = np.argwhere(others >= 0)
     assert len(accepted) > 10
@@ -123,3 +123,26 @@ def test_what_is_left_to_say_is_as_right_as_what_is_said() -> None:
 def test_rows_are_the_same_for_the_same_seed() -> None:
     one, two = (several(np.random.default_rng(7), 128, WORDS, COMMON)[0] for _ in range(2))
     assert all((a == b).all() for a, b in zip(one, two, strict=True))
+
+
+def test_a_field_is_told_where_the_record_of_the_name_has_it() -> None:
+    """What is said, what tells it and the question's name: all of one record."""
+    found = 0
+    for seed in range(60):
+        row, belongs, _ = several(np.random.default_rng(seed), 256, WORDS, COMMON)
+        name = {int(at): int(last) for at, _, last in belongs}
+        for at in np.flatnonzero(row.hints[:, 0] >= 0):
+            told = int(row.hints[at, 0]) + 1
+            if at - 1 in name and told in name and row.weights[told] == 0:
+                assert row.tokens[told] == row.tokens[at]
+                assert row.tokens[name[told]] == row.tokens[name[at - 1]]
+                assert name[told] < told < name[at - 1] < at
+                found += 1
+    assert found > 100
+
+
+def test_values_belong_to_a_name_before_them() -> None:
+    for seed in range(10):
+        _, belongs, _ = several(np.random.default_rng(seed), 256, WORDS, COMMON)
+        assert (belongs[:, 0] > belongs[:, 1]).all()
+        assert (belongs < 256).all()

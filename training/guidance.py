@@ -1,0 +1,119 @@
+"""Where attention is led beside the loss: each gives, averaged, what attention misses of where it should go.
+
+paid is attention float32[B, H, P, T] of the heads of one layer, at some places, to the T tokens of a row;
+"heads together" sums over H. An answer has one token that must be found and many that are copied in passing:
+the loss alone takes long to tell where the one is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+LED = ("copied", "said", "named", "counted")
+SINK = 16  # occurrences of a word at which a head that counts pays it half of its attention
+
+
+def copied(
+    paid: torch.Tensor,
+    tokens: torch.Tensor,
+    picked: torch.Tensor,
+    others: torch.Tensor,
+    hints: torch.Tensor,
+    opens: torch.Tensor,
+    origins: torch.Tensor,
+    weights: torch.Tensor,
+    eos: int,
+) -> torch.Tensor:
+    """The last layer, to what is said next: weighted mean of -log of what its heads together pay there.
+
+    The arguments are those of `Trainee.forward`; weights float32[B, P].
+    """
+    wanted = sources(tokens, origins, picked, others, hints, opened(opens, picked) > 0, eos)
+    return missed((paid * wanted[:, None]).sum((1, 3)).clamp(1e-6, 1).log(), weights * wanted.any(2))
+
+
+def remembering(
+    paid: torch.Tensor, picked: torch.Tensor, opens: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The layer before the last, to each part that a list has said, where the next one begins.
+
+    Weighted mean of -log of what its heads together pay to a part's first token, of all parts alike: one of
+    three that has all of the attention leaves two to be said again.
+    """
+    begun = opened(opens, picked)
+    order = torch.arange(opens.shape[1], device=opens.device)
+    said = (opens[:, None] == begun[:, :, None]) & (begun[:, :, None] > 0) & (order <= picked[:, :, None])
+    logs = (paid.sum(1).clamp(1e-6, 1).log() * said).sum(2) / said.sum(2).clamp(min=1)
+    return missed(logs, weights * said.any(2))
+
+
+def belonging(paid: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """The layer before the last, from a field's value to the name of its document.
+
+    bound int64[B, R, 3]: a value's token, and the first and the last token of the name, or -1; paid: there.
+    """
+    order = torch.arange(paid.shape[3], device=paid.device)
+    name = (order >= bound[:, :, 1:2]) & (order <= bound[:, :, 2:])
+    return missed((paid.sum(1) * name).sum(2).clamp(1e-6, 1).log(), (bound[:, :, 0] >= 0).float())
+
+
+def counting(paid: torch.Tensor, counted: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """One head, float32[B, C, T], from a word of a list to the n times that it has come: n / (n + SINK).
+
+    So much attention tells how often a word has come, up to any number; a softmax without anything beside
+    would be 1 from the first time on. Kullback-Leibler divergence in nats, averaged over the places counted,
+    int64[B, C], at which words end (ends int64[B, T]: which word, or 0).
+    """
+    mine = ends.gather(1, counted)
+    order = torch.arange(ends.shape[1], device=ends.device)
+    same = (ends[:, None] == mine[:, :, None]) & (order <= counted[:, :, None])
+    times = same.sum(2)
+    share = times / (times + SINK)
+    mass = (paid * same).sum(2).clamp(1e-6, 1 - 1e-6)
+    apart = share * (share / mass).log() + (1 - share) * ((1 - share) / (1 - mass)).log()
+    return missed(-apart, (mine > 0).float())
+
+
+def opened(opens: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    """Of which list the next token begins a part, or 0: int64[B, P]."""
+    return F.pad(opens, (0, 1)).gather(1, picked + 1)
+
+
+def missed(logs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted mean of -logs, [B, P]."""
+    return -(logs * weights).sum() / weights.sum().clamp(min=1)
+
+
+def sources(
+    tokens: torch.Tensor,
+    origins: torch.Tensor,
+    picked: torch.Tensor,
+    others: torch.Tensor,
+    hints: torch.Tensor,
+    alone: torch.Tensor,
+    eos: int,
+) -> torch.Tensor:
+    """Where what comes behind the picked places, int64[B, P], can be copied from: bool[B, P, T].
+
+    That is where the same token can be had (origins, int64[B, T]: mostly of tokens, int64[B, T], itself),
+    followed by the same two (or by any, behind an answer's end, and where alone, bool[B, P], says so); or one
+    of the others, int64[B, P, A], which would be as right. Where hints, int64[B, P, HINTS], name tokens, it
+    is those or the next: what stands in front of them is known there.
+    """
+    length = tokens.shape[1]
+    padded = F.pad(tokens, (0, 3), value=eos)
+    before = torch.arange(length, device=tokens.device) <= picked[:, :, None]
+    found = before
+    ended = torch.zeros_like(alone)
+    for ahead in range(3):
+        wanted = padded.gather(1, picked + 1 + ahead)
+        ended = ended | alone | (wanted == eos) if ahead else ended
+        there = padded[:, ahead : ahead + length] if ahead else origins
+        found = found & ((there[:, None] == wanted[:, :, None]) | ended[:, :, None])
+    for other in others.unbind(2):
+        same = (origins[:, None] == other[:, :, None]) & (other >= 0)[..., None]
+        found = found | (before & same)
+    behind = torch.arange(length, device=tokens.device) - hints[..., None]
+    told = (((behind == 0) | (behind == 1)) & (hints >= 0)[..., None]).any(2)
+    return torch.where((hints < 0).all(2)[..., None], found, told & before)

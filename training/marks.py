@@ -1,0 +1,59 @@
+"""Where the words of a list end, and which values belong to which name: attention is led by both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from training.items import Named
+
+WORD = re.compile(r"(?<!\S)(?!\d+\.)\S+")  # of a list, but not its number
+
+
+def covering(encoding: Any, letter: int) -> int:
+    """The token that has a letter of the text that was encoded."""
+    return next(i for i, (_, end) in enumerate(encoding.offsets) if end > letter)
+
+
+def listed_words(encoding: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """For each token of a list the number of the word that ends there, from 1 on, or 0, and that word's first
+    token, or -1: int64[T] both."""
+    ends, origins = np.zeros(len(encoding.ids), np.int64), np.full(len(encoding.ids), -1, np.int64)
+    closing = np.array([end for _, end in encoding.offsets])
+    numbers: dict[str, int] = {}
+    for word in WORD.finditer(text):
+        first = int(np.searchsorted(closing, word.start(), side="right"))
+        last = int(np.searchsorted(closing, word.end()))
+        ends[last] = numbers.setdefault(word[0], len(numbers) + 1)
+        origins[last] = encoding.ids[first]
+    return ends, origins
+
+
+def belongings(encoding: Any, text: str, named: Named) -> np.ndarray:
+    """Each token of a named fact's values with the first and the last one that tell its name: int64
+    [tokens, 3]; text: the fact as it was encoded, with blanks in front of it or nothing."""
+    before = len(text) - len(text.lstrip(" "))
+    first, last = telling(encoding, text.find(named.name), named)
+    spans: Sequence[tuple[int, int]] = [
+        (covering(encoding, before + start), covering(encoding, before + end - 1))
+        for start, end in named.values
+    ]
+    return np.array([(at, first, last) for start, end in spans for at in range(start, end + 1)], np.int64)
+
+
+def telling(encoding: Any, start: int, named: Named) -> tuple[int, int]:
+    """The first and the last token that tell a name, which begins at a letter, from others."""
+    first, behind = named.telling
+    return covering(encoding, start + first), covering(encoding, start + behind - 1)
+
+
+def asked_for(encoding: Any, text: str, known: Sequence[Named]) -> tuple[int, int] | None:
+    """The last place where a question names one of the facts, as `telling` has it."""
+    found = [named for named in known if named.name in text]
+    if not found:
+        return None
+    named = max(found, key=lambda each: len(each.name))  # a name may begin as another
+    return telling(encoding, text.rfind(named.name), named)
