@@ -16,6 +16,7 @@ _TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -36,7 +37,7 @@ def write_demo(path: Path) -> Path:
     _vocabulary(writer, gguf, json.loads((folder / "tokenizer.json").read_text()), config)
     writer.add_chat_template((folder / "chat_template.jinja").read_text())
     for name, tensor in load_file(folder / "model.safetensors").items():
-        writer.add_tensor(_renamed(name), tensor.astype(np.float32))
+        writer.add_tensor(renamed(name), tensor.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,7 +86,8 @@ def _vocabulary(writer: Any, gguf: Any, tokenizer: dict[str, Any], config: dict[
     writer.add_add_bos_token(False)  # the template has it
 
 
-def _renamed(name: str) -> str:
+def renamed(name: str) -> str:
+    """llama.cpp's name of a tensor that transformers names `name`."""
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, rest = stem.split(".", 3)

@@ -67,7 +67,7 @@ class Asked(StoredPrefix):
     """A stored prefix that is asked made-up queries `[distinct, S, H, D]` in place of the model's."""
 
     def __init__(self, prefix: StoredPrefix, queries: torch.Tensor):
-        super().__init__(prefix.host, prefix.selector)
+        super().__init__(prefix.host, prefix.chosen, prefix.tail)
         self.queries, self.step = queries, -1
 
     def begin(self, layer: int, query: torch.Tensor, *rest: Any) -> Any:
