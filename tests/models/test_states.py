@@ -21,6 +21,16 @@ SHAPE = ModelShape(
 )
 
 
+class Decoder:
+    """Its width, and where its passes run."""
+
+    class config:
+        hidden_size = 4
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return torch.nn.Embedding(2, 4)
+
+
 class Stored:
     """A prefix of ten tokens, of which nothing is read."""
 
@@ -177,10 +187,6 @@ class Sums(torch.nn.Module):
 
 @pytest.mark.parametrize("several", ["goes on", "forgets", "takes one", "sees the last alone", "fails"])
 def test_a_layer_that_does_not_go_on_from_its_state_is_found_out(several: str) -> None:
-    class Decoder:
-        class config:
-            hidden_size = 4
-
     assert _takes_one_token(Sums(several), Decoder()) == (several != "goes on")
 
 
@@ -189,10 +195,6 @@ def test_a_state_may_have_an_effect_on_another_output_than_the_first() -> None:
         def forward(self, hidden: torch.Tensor, cache_params: PrefixCache) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
             sums = super().forward(hidden, cache_params)
             return hidden, sums, sums[:, -1:].expand(1, 5, 4)  # and what is no sequence
-
-    class Decoder:
-        class config:
-            hidden_size = 4
 
     assert [_takes_one_token(Two(several), Decoder()) for several in ("goes on", "forgets")] == [False, True]
 
