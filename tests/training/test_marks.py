@@ -22,13 +22,13 @@ def encoded(tokenizer: Any, text: str) -> Any:
 
 
 def test_a_question_asks_for_the_longest_name_that_it_has(tokenizer: Any) -> None:
-    known = [Named(name, (3, len(name)), ()) for name in ("doc12", "doc123", "doc77")]
-    text = "What is the status of doc123?\nAnswer: The status of doc123 is"
+    known = [Named(name, (5, len(name)), ()) for name in ("note-red", "note-red-fox", "note-hat")]
+    text = "What is the status of note-red-fox?\nAnswer: The status of note-red-fox is"
     encoding = encoded(tokenizer, text)
     found = asked_for(encoding, text, known)
     assert found is not None
-    assert encoding.offsets[found[0]][0] > text.index("doc123")
-    assert encoding.offsets[found[1]][1] == text.rindex("doc123") + len("doc123")
+    assert encoding.offsets[found[0]][0] == text.rindex("red-fox")
+    assert encoding.offsets[found[1]][1] == text.rindex("red-fox") + len("red-fox")
     assert asked_for(encoding, text, known[2:]) is None
 
 
