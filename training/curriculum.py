@@ -13,6 +13,7 @@ import torch
 from training import several, synthetic
 from training.fillers import Fillers
 from training.items import ALTERNATIVES, HINTS
+from training.marks import NOTHING
 from training.rows import Row, Rows
 
 FAR_KEYS = 192  # sampled keys that stand for the filler of other texts
@@ -21,7 +22,6 @@ FAR_SHARE = 0.6  # of the rows that may have far distractors
 LEAST_FAR = 300
 MOST_FACTS = 6e4  # tokens of facts: two thousand needles
 BOUND = 128  # values' tokens of a row that are led to the names they belong to
-NONE = np.zeros((0, 3), np.int64)
 FARTHEST = 1_200_000  # places of a rotary model in training
 
 
@@ -150,7 +150,7 @@ class Mixer:
             tokens, weights = synthetic.repeats(rng, length, self.words[:: 8 if few else 1])
         else:
             return self.rows.row(random.Random(int(rng.integers(2**62))), length, kind)
-        taught = (tokens, weights, others, ~nothing, hints, np.zeros(length, np.int64), tokens, NONE)
+        taught = (tokens, weights, others, ~nothing, hints, np.zeros(length, np.int64), tokens, NOTHING)
         return Row(*taught, nothing, nothing, False, kind)
 
 

@@ -71,6 +71,13 @@ class Item:
     named: Sequence[Named] = ()  # for each fact, where any is named
 
 
+def spoken(rng: random.Random, answer: str | Listed | Linked) -> tuple[str, Sequence[str]]:
+    """An answer's text, and its parts in their order where it has any."""
+    if isinstance(answer, Listed):
+        return answer.drawn(rng)
+    return (answer.text, answer.links) if isinstance(answer, Linked) else (answer, ())
+
+
 @dataclass(frozen=True)
 class Said:
     """An answer that lists parts in any order: where it starts in its row, how many tokens it has, the parts,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from training.items import Named
+from training.items import Item, Named
+
+NOTHING = np.zeros((0, 3), np.int64)
+"""Of values that belong to names, where there are none."""
 
 WORD = re.compile(r"(?<!\S)(?!\d+\.)\S+")  # of a list, but not its number
 
@@ -36,12 +39,17 @@ def belongings(encoding: Any, text: str, named: Named) -> np.ndarray:
     """Each token of a named fact's values with the first and the last one that tell its name: int64
     [tokens, 3]; text: the fact as it was encoded, with blanks in front of it or nothing."""
     before = len(text) - len(text.lstrip(" "))
-    first, last = telling(encoding, text.find(named.name), named)
+    name = telling(encoding, text.find(named.name), named)
     spans: Sequence[tuple[int, int]] = [
         (covering(encoding, before + start), covering(encoding, before + end - 1))
         for start, end in named.values
     ]
-    return np.array([(at, first, last) for start, end in spans for at in range(start, end + 1)], np.int64)
+    return np.concatenate([belonging(start, end + 1, name) for start, end in spans])
+
+
+def belonging(start: int, end: int, name: tuple[int, int]) -> np.ndarray:
+    """Tokens from start to before end, each with the first and the last one of a name: int64[tokens, 3]."""
+    return np.array([(at, *name) for at in range(start, end)], np.int64)
 
 
 def telling(encoding: Any, start: int, named: Named) -> tuple[int, int]:
@@ -57,3 +65,16 @@ def asked_for(encoding: Any, text: str, known: Sequence[Named]) -> tuple[int, in
         return None
     named = max(found, key=lambda each: len(each.name))  # a name may begin as another
     return telling(encoding, text.rfind(named.name), named)
+
+
+def held(items: list[Item], spaced: list[Any], starts: Mapping[int, int]) -> Iterator[np.ndarray]:
+    """Tokens of values with those of the names that they belong to, int64[R, 3], by the text's tokens.
+
+    spaced: all facts with a blank in front; starts: where those of them that have one in the text begin.
+    """
+    index = 0
+    for item in items:
+        for fact, named in enumerate(item.named, index):
+            if fact in starts:
+                yield starts[fact] + belongings(spaced[fact], " " + item.facts[fact - index], named)
+        index += len(item.facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -23,9 +23,10 @@ from training.items import (
     hinted,
     inside,
     listed,
+    spoken,
     turning,
 )
-from training.marks import asked_for, belongings, listed_words
+from training.marks import NOTHING, asked_for, belonging, held, listed_words
 from training.names import Names
 from training.synthetic import phrase_bank
 
@@ -141,8 +142,12 @@ class Rows:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, without `<|bos|>`."""
-        encoded = self.fast.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(e.ids, np.int64) for e in encoded]
+        return [ids_of(encoding) for encoding in self.encodings(texts)]
+
+    def encodings(self, texts: Sequence[str]) -> list[Any]:
+        """The same, with the letters of each token."""
+        found: list[Any] = self.fast.encode_batch(list(texts), add_special_tokens=False)
+        return found
 
     def fitted(self, rng: random.Random, items: list[Item], length: int, kind: str) -> Row | None:
         """The row, or None where facts and one question do not fit."""
@@ -150,16 +155,13 @@ class Rows:
         pieces = [fact for item in items for fact in item.facts]
         found = [ask for item in items for ask in item.asks]
         rng.shuffle(found)
-        asks = [ask for ask, _ in found]
+        asks = [(after if i == 0 else "\n") + ask for i, (ask, _) in enumerate(found)]
         said = [spoken(rng, answer) for _, answer in found]
-        texts = [before, *pieces, *(" " + piece for piece in pieces)]
-        texts += [after + asks[0], *("\n" + ask for ask in asks), *(answer for answer, _ in said)]
-        encoded = self.encode(texts)
-        head, encoded = encoded[0], encoded[1:]
-        bare, spaced = encoded[: len(pieces)], encoded[len(pieces) : 2 * len(pieces)]
-        first, *rest = encoded[2 * len(pieces) :]
-        asked, answers = rest[: len(asks)], rest[len(asks) :]
-        taken = 1 + len(head) + sum(map(len, spaced)) + len(first) + len(answers[0]) + 1
+        (head,) = self.encode([before])
+        answers = self.encode([answer for answer, _ in said])
+        encoded = [self.encodings(texts) for texts in (pieces, [" " + piece for piece in pieces], asks)]
+        bare, spaced, asked = ([ids_of(encoding) for encoding in group] for group in encoded)
+        taken = 1 + len(head) + sum(map(len, spaced)) + len(asked[0]) + len(answers[0]) + 1
         if taken > length:
             return None
         # A share of what is left goes to filler, the rest to further questions.
@@ -185,7 +187,7 @@ class Rows:
         named = [named for item in items for named in item.named]
         belongs: list[np.ndarray] = []
         for i in range(len(asks)):
-            question = first if i == 0 else asked[i]
+            question = asked[i]
             start = size + len(question)
             end = start + len(answers[i])
             if end + 1 > length:
@@ -206,13 +208,9 @@ class Rows:
                     turns[first_tokens[1:] - 1] = turns[end - 1] = True
                 at = hinted(answer, parts, lines, np.concatenate(tokens[2:-3]), question)
                 hints[first_tokens] = np.where(at < 0, -1, behind + at)
-            text_asked = after + asks[0] if i == 0 else "\n" + asks[i]
-            place = asked_for(self.encoding(text_asked), text_asked, named) if named else None
-            if place:  # what is said belongs to the name in the question as the value does to its document's
-                said_there = np.arange(start - 1, end)
-                belongs.append(
-                    np.stack([said_there, *np.full((2, len(said_there)), size) + np.array(place)[:, None]], 1)
-                )
+            name = asked_for(encoded[2][i], asks[i], named)
+            if name:  # what is said belongs to the name in the question as the value does to its document's
+                belongs.append(belonging(start - 1, end, (size + name[0], size + name[1])))
             guided[start:end] = kind not in ALONE
             if kind in COUNTING:  # led to what comes often, though it is copied from no one place
                 guided[start + np.array(lists[-1].starts)] = True
@@ -232,27 +230,10 @@ class Rows:
         ends, origins = np.zeros(length, np.int64), whole.copy()
         if kind in COUNTING:
             inside_list = slice(behind, behind + len(text))
-            ends[inside_list], origins[inside_list] = listed_words(self.encoding(pieces[0]), pieces[0])
-        belongs.append(behind + self.belonging(items, starts))
-        taught = (whole, counted, others, guided, hints, ends, origins, np.concatenate(belongs))
+            ends[inside_list], origins[inside_list] = listed_words(encoded[0][0], pieces[0])
+        belongs += [behind + found for found in held(items, encoded[1], starts)]
+        taught = (whole, counted, others, guided, hints, ends, origins, np.concatenate([NOTHING, *belongs]))
         return Row(*taught, marked, told & far, far, kind, tuple(lists))
-
-    def encoding(self, text: str) -> Any:
-        return self.fast.encode(text, add_special_tokens=False)
-
-    def belonging(self, items: list[Item], starts: Mapping[int, int]) -> np.ndarray:
-        """Tokens of values with those of the names that they belong to, int64[R, 3], by the text's tokens.
-
-        starts: where the facts that have a blank in front begin.
-        """
-        found, index = [np.zeros((0, 3), np.int64)], 0
-        for item in items:
-            for i, named in enumerate(item.named):
-                if index + i in starts:
-                    spaced = " " + item.facts[i]
-                    found.append(starts[index + i] + belongings(self.encoding(spaced), spaced, named))
-            index += len(item.facts)
-        return np.concatenate(found)
 
     def hidden(
         self,
@@ -296,11 +277,9 @@ class Rows:
         return np.concatenate(parts), np.concatenate(marks), starts
 
 
-def spoken(rng: random.Random, answer: str | Listed | Linked) -> tuple[str, Sequence[str]]:
-    """An answer's text, and its parts in their order where it has any."""
-    if isinstance(answer, Listed):
-        return answer.drawn(rng)
-    return (answer.text, answer.links) if isinstance(answer, Linked) else (answer, ())
+def ids_of(encoding: Any) -> np.ndarray:
+    """int64[T]."""
+    return np.array(encoding.ids, np.int64)
 
 
 def settled(tokens: np.ndarray) -> np.ndarray:
