@@ -135,8 +135,8 @@ class StagedPrefix:
         """Keys and values `[1, Hkv, S, …]` of a part of each KV head's tokens; latents are both."""
         # Fused attention on a card wants keys of the queries' dtype, as products of half precision on a CPU
         # do; else all is computed in float32 there.
-        halves = serves_half(query, self.keys(layer, 0).dtype, self.values(layer, 0).dtype)
-        dtype = query.dtype if query.is_cuda or halves else torch.float32
+        stored = self.keys(layer, 0).dtype, self.values(layer, 0).dtype
+        dtype = query.dtype if query.is_cuda or serves_half(query, *stored) else torch.float32
 
         def stacked(read: Callable[[int, int], Rows]) -> Tensor:
             rows = [read(layer, head).read(part, query.device, dtype) for head, part in enumerate(parts)]

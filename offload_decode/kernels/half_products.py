@@ -9,6 +9,8 @@ Algorithm 1 (arXiv 2205.14135).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,13 @@ from indexes.rows.processor import features
 from offload_decode.types import AttentionState
 
 LEAST_ROWS = 64
-"""Rows of a KV head's group for which blocks of keys pay."""
+"""Tokens of a query from which on blocks of keys pay."""
 _KEYS = 512  # of a block, whose scores stay in a core's cache
 _MORE = 8  # channels beside the head's own, of which the first is the reference's
 _ABOVE = 4.0  # nats by which a score may surpass its row's reference before that is raised
 
 
+@cache
 def has_half_products() -> bool:
     """Whether this processor multiplies matrices of bfloat16; elsewhere it is emulated, and slow."""
     return not features().isdisjoint({"avx512bf16", "amx-bf16"})
