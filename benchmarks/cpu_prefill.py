@@ -1,6 +1,6 @@
-"""Dense prefill of a model in bfloat16 on a CPU: `python benchmarks/cpu_prefill.py`.
+"""Dense prefill of a model in bfloat16 on a CPU: `python -m benchmarks.cpu_prefill`.
 
-Layers of a real width with random weights (`--shape`: of Llama 3.2 1B or 3B, or of 3.1 8B) prefill random
+Layers of a real width with random weights (`--shape`: of Llama 3.2 1B or 3B) prefill random
 tokens; first with attention to earlier chunks in float32, as on processors without products of bfloat16,
 then with them (`kernels.half_products`). Prints tokens/s of both, of all of the text and of its last tenth,
 and how far the values of the last layer are apart, relative to their size (root mean square).
@@ -18,23 +18,16 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.width_parts import SHAPES, distance, made
 from cli.counts import token_count
 from offload_decode.evals.made_with import made_with
 from offload_decode.kernels import half_products
-from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.kernels.rows import tensor_view
+from offload_decode.models.loading import LoadedModel
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
 from prefill_jobs.job import Settings, prefill_tokens
-
-# Width, of the MLP, query heads, KV heads, channels of a head.
-SHAPES = {
-    "1B": (2048, 8192, 32, 8, 64),
-    "3B": (3072, 8192, 24, 8, 128),
-    "8B": (4096, 14336, 32, 8, 128),
-}
-WORDS = 1024
 
 
 @dataclass(frozen=True)
@@ -46,25 +39,6 @@ class Result:
     seconds: float
     tokens_per_second: float
     at_the_end: float | None
-
-
-def model_of(shape: str, layers: int) -> LoadedModel:
-    width, inner, heads, shared, dim = SHAPES[shape]
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    settings = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=shared,
-        head_dim=dim,
-        num_hidden_layers=layers,
-        vocab_size=WORDS,
-        max_position_embeddings=1 << 24,
-    )
-    model = LlamaForCausalLM(settings)
-    torch.set_default_dtype(torch.float32)
-    return wrap(model, model_id=f"{layers} layers of {shape}, random")
 
 
 def prefilled(loaded: LoadedModel, products: str, tokens: np.ndarray, folder: Path) -> Result:
@@ -85,11 +59,11 @@ def prefilled(loaded: LoadedModel, products: str, tokens: np.ndarray, folder: Pa
     return Result(products, len(tokens), round(seconds, 1), round(len(tokens) / seconds, 1), late)
 
 
-def last_values(folder: Path) -> np.ndarray:
+def last_values(folder: Path) -> torch.Tensor:
     store = KVStore.open(folder)
     shape = store.manifest.shape
     heads = range(shape.kv_heads)
-    return np.stack([np.asarray(store.values(shape.full_layers[-1], head), np.float32) for head in heads])
+    return torch.stack([tensor_view(store.values(shape.full_layers[-1], head)).float() for head in heads])
 
 
 def main() -> None:
@@ -101,8 +75,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=token_count, default=50_000)
     parser.add_argument("--out", type=Path, help="folder for the figures")
     options = parser.parse_args()
-    loaded = model_of(options.shape, options.layers)
-    tokens = np.random.default_rng(0).integers(0, WORDS, options.tokens).astype(np.int32)
+    loaded, _ = made(options.shape, options.layers)
+    tokens = (
+        np.random.default_rng(0).integers(0, loaded.model.config.vocab_size, options.tokens).astype(np.int32)
+    )
     if not half_products.has_half_products():
         print("This processor has no products of bfloat16; below they are emulated.", flush=True)
     results, values = [], []
@@ -111,14 +87,13 @@ def main() -> None:
             results.append(prefilled(loaded, products, tokens, Path(inside) / products))
             print(json.dumps(asdict(results[-1])), flush=True)
             values.append(last_values(Path(inside) / products))
-    off = float(np.sqrt(np.mean((values[1] - values[0]) ** 2) / np.mean(values[0] ** 2)))
     figures = {
         "made_with": made_with(loaded),
         "shape": options.shape,
         "layers": options.layers,
         "results": [asdict(result) for result in results],
         "faster": round(results[0].seconds / results[1].seconds, 2),
-        "values_apart": round(off, 5),
+        "values_apart": round(distance(values[1], values[0]), 5),
     }
     print(json.dumps(figures, indent=1))
     if options.out:

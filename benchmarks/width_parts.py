@@ -150,5 +150,5 @@ def kept(bench: Bench, engine: Engine, k: int) -> dict[str, float]:
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, of logits."""
+    """Relative, of tensors of one shape."""
     return float((found - expected).norm() / expected.norm())
