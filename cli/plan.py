@@ -92,13 +92,14 @@ def plan(
 
     with _uncollected():
         from offload_decode.models.outline import outline
-        from offload_decode.planning import plan as planning
+        from offload_decode.planning.nearest import most_tokens, nearest
+        from offload_decode.planning.plan import plan as plan_for
 
         rows = None if chunk == "auto" else token_count(chunk)
         request = _request(wanted, rows, kv, weights, selector, options)
-        planned = planning.plan(outline(model), request, _machine(sizes, without_gpu))
-        proposed = planned if planned.fits else planning.nearest(planned)
-        most = None if proposed else planning.most_tokens(planned)
+        planned = plan_for(outline(model), request, _machine(sizes, without_gpu))
+        proposed = planned if planned.fits else nearest(planned)
+        most = None if proposed else most_tokens(planned)
         speed = _speed(proposed or planned)
         prefill = _prefill_time(proposed or planned)
     if as_json:
@@ -167,7 +168,7 @@ def _prefill_time(planned: Plan) -> PrefillTime | None:
     """Expected of a dense prefill as it fits here; None where none does, and for a GPU that is not here."""
     import torch
 
-    from offload_decode.planning.plan import nearest_prefill
+    from offload_decode.planning.nearest import nearest_prefill
     from offload_decode.planning.prefill_rates import measure_prefill
     from offload_decode.planning.prefill_time import expected_prefill
 

@@ -106,7 +106,7 @@ def _named(place: Medium) -> str:
 
 def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
     from offload_decode.planning.caps import described
-    from offload_decode.planning.plan import changes, least_machine
+    from offload_decode.planning.nearest import changes, least_machine
 
     if proposed is planned:
         lines = ["It fits: the store can be kept here and asked."]
@@ -130,7 +130,8 @@ def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
 
 def _prefill_verdict(planned: Plan, what: str) -> str:
     from offload_decode.planning.caps import described
-    from offload_decode.planning.plan import can_stream, changes, nearest_prefill, plan
+    from offload_decode.planning.nearest import can_stream, changes, nearest_prefill
+    from offload_decode.planning.plan import plan
 
     fits = nearest_prefill(planned)
     if fits is None:
@@ -151,7 +152,7 @@ def _prefill_verdict(planned: Plan, what: str) -> str:
 
 def _paging(planned: Plan) -> list[str]:
     from offload_decode.planning.caps import described
-    from offload_decode.planning.plan import changes, nearest
+    from offload_decode.planning.nearest import changes, nearest
 
     if not planned.from_disk:
         return ["Its keys and values stay in memory."]
@@ -208,7 +209,7 @@ def as_json(
     planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed, prefill: PrefillTime | None
 ) -> dict[str, object]:
     """The same for programs."""
-    from offload_decode.planning.plan import changes, least_machine, prefill_chunk
+    from offload_decode.planning.nearest import changes, least_machine, prefill_chunk
 
     def one(shown: Plan | None) -> dict[str, object] | None:
         if shown is None:

@@ -17,19 +17,8 @@ from offload_decode.models.formats import GGUF
 from offload_decode.models.outline import Outline
 from offload_decode.models.quantised import check_weights
 from offload_decode.models.streamed import check_card
-from offload_decode.planning.plan import (
-    CUDA_BYTES,
-    LEAST_CHUNK,
-    Machine,
-    Medium,
-    Part,
-    Plan,
-    can_stream,
-    changes,
-    nearest,
-    nearest_prefill,
-    plan,
-)
+from offload_decode.planning.nearest import LEAST_CHUNK, can_stream, changes, nearest, nearest_prefill
+from offload_decode.planning.plan import CUDA_BYTES, Machine, Medium, Part, Plan, plan
 from offload_decode.planning.request import QUESTION_TOKENS, SELECTORS, Workload, weights_given
 from offload_decode.planning.sizes import least_index
 from offload_decode.selection.budgets import PASS_TOKENS

@@ -22,7 +22,8 @@ from offload_decode.models.fingerprints import weights_hash
 from offload_decode.models.loading import load, wrap
 from offload_decode.models.outline import outline
 from offload_decode.planning import sizes
-from offload_decode.planning.plan import Machine, nearest, nearest_prefill, plan
+from offload_decode.planning.nearest import nearest, nearest_prefill
+from offload_decode.planning.plan import Machine, plan
 from offload_decode.planning.request import Workload
 from prefill_jobs.job import Settings, prefill
 from tests.models import few_bits

@@ -12,19 +12,15 @@ import indexes.registry
 from offload_decode.errors import ConfigError
 from offload_decode.models.outline import Outline
 from offload_decode.planning.bandwidth import Bandwidths, measure, measure_disk
-from offload_decode.planning.plan import (
-    Machine,
-    Medium,
-    card_room,
+from offload_decode.planning.nearest import (
     changes,
-    chosen_chunk,
     least_machine,
     most_tokens,
     nearest,
     nearest_prefill,
-    plan,
     prefill_chunk,
 )
+from offload_decode.planning.plan import Machine, Medium, card_room, chosen_chunk, plan
 from offload_decode.planning.request import KV, SELECTORS, WEIGHTS, Workload, weights_given
 from offload_decode.planning.traffic import speed
 from offload_decode.types import PAGE_METADATA, LayerKind, ModelShape
