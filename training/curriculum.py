@@ -138,7 +138,7 @@ class Mixer:
         nothing = np.zeros(length, bool)
         others = np.full((length, ALTERNATIVES), -1, np.int64)
         if kind == "several":
-            made, belongs, lists = several.several(rng, length, self.words, self.common)
+            made, belongs, lists = several.several(rng, length, self.words, self.common, self.rows.bos)
             return Row(*made, belongs, nothing, nothing, False, kind, lists)
         hints = np.full((length, HINTS), -1, np.int64)
         if kind == "phrases":

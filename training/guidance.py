@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 LED = ("copied", "said", "named", "counted")
-SINK = 16  # occurrences of a word at which a head that counts pays it half of its attention
+SINK = 32  # occurrences of a word at which a head that counts pays it half of its attention
+LONGER = 16  # times as many tokens, of other words, are simulated around a word that is counted
 
 
 def copied(
@@ -61,16 +62,20 @@ def belonging(paid: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
 def counting(paid: torch.Tensor, counted: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """One head, float32[B, C, T], from a word of a list to the n times that it has come: n / (n + SINK).
 
-    So much attention tells how often a word has come, up to any number; a softmax without anything beside
-    would be 1 from the first time on. Kullback-Leibler divergence in nats, averaged over the places counted,
-    int64[B, C], at which words end (ends int64[B, T]: which word, or 0).
+    So much attention tells how often a word has come, up to any number; what is left goes to the row's first
+    token, for a softmax without anything beside would be 1 from the first time on. What goes to any other
+    token counts LONGER times: a little of it for each makes all of it in a list of some thousand words.
+    Kullback-Leibler divergence in nats, averaged over the places counted, int64[B, C], at which words end
+    (ends int64[B, T]: which word, or 0).
     """
     mine = ends.gather(1, counted)
     order = torch.arange(ends.shape[1], device=ends.device)
     same = (ends[:, None] == mine[:, :, None]) & (order <= counted[:, :, None])
     times = same.sum(2)
     share = times / (times + SINK)
-    mass = (paid * same).sum(2).clamp(1e-6, 1 - 1e-6)
+    mass, first = (paid * same).sum(2), paid[:, :, 0]
+    strayed = LONGER * (1 - mass - first).clamp(min=0)
+    mass = (mass / (mass + first + strayed)).clamp(1e-6, 1 - 1e-6)
     apart = share * (share / mass).log() + (1 - share) * ((1 - share) / (1 - mass)).log()
     return missed(-apart, (mine > 0).float())
 

@@ -39,11 +39,12 @@ class Several(NamedTuple):
 
 
 def several(
-    rng: np.random.Generator, length: int, words: np.ndarray, common: np.ndarray
+    rng: np.random.Generator, length: int, words: np.ndarray, common: np.ndarray, bos: int
 ) -> tuple[Several, np.ndarray, tuple[Said, ...]]:
-    """One row; tokens of values, with the first and the last one of the name that they belong to, int64
-    [R, 3]; and its lists."""
+    """One row, which begins with bos as a text does; tokens of values, with the first and the last one of the
+    name that they belong to, int64 [R, 3]; and its lists."""
     page = Page(rng, np.setdiff1d(words, common), common)
+    page.put(np.array([bos]))
     while page.size < length:
         kinds = (page.values, page.chains, page.counts, page.queries, page.records)
         kinds[rng.choice(len(kinds), p=SHARES)](length - page.size)

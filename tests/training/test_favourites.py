@@ -15,7 +15,7 @@ from training.items import alternatives
 from training.rows import Row
 from training.several import several
 
-WORDS, COMMON = np.arange(500), np.arange(40)
+WORDS, COMMON, BOS = np.arange(500), np.arange(40), 0
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def trainee() -> Trainee:
 
 
 def drawn(seed: int) -> Row:
-    made, belongs, lists = several(np.random.default_rng(seed), 128, WORDS, COMMON)
+    made, belongs, lists = several(np.random.default_rng(seed), 128, WORDS, COMMON, BOS)
     nothing = np.zeros(128, bool)
     return Row(*made, belongs, nothing, nothing, False, "several", lists)
 
@@ -50,7 +50,7 @@ def test_another_order_has_the_same_parts_and_accepts_what_is_left() -> None:
 
 
 def test_the_part_that_the_model_would_say_first_comes_first(trainee: Trainee) -> None:
-    rows = [row for row in map(drawn, range(40)) if any(len(said.parts) > 1 for said in row.lists)]
+    rows = [row for row in map(drawn, range(160)) if any(len(said.parts) > 1 for said in row.lists)]
     found = favourites_first(np.random.default_rng(0), rows, trainee, 1.0, "cpu")
     turned = falling = seen = 0
     for old, new in zip(rows, found, strict=True):
@@ -65,7 +65,7 @@ def test_the_part_that_the_model_would_say_first_comes_first(trainee: Trainee) -
         turned += not same
         falling += scores == sorted(scores, reverse=True)
     assert turned
-    assert seen >= 8
+    assert seen >= 30
     assert falling / seen > 0.6  # seven in ten lists, and some of the others by chance
 
 

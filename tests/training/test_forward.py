@@ -9,7 +9,7 @@ import torch
 
 from training import network
 from training.forward import Trainee, attend, banded, of_queries, unbanded
-from training.guidance import LED, SINK
+from training.guidance import LED, LONGER, SINK
 
 LENGTH = 256
 WORDS = 64
@@ -173,7 +173,10 @@ def test_the_layer_before_the_last_is_led_from_a_value_to_the_name_that_it_belon
 
 
 def test_one_head_is_led_to_pay_a_word_as_much_as_it_has_come(eager: Any) -> None:
-    """Kullback-Leibler divergence from n / (n + SINK), n being how often the word has ended so far."""
+    """Kullback-Leibler divergence from n / (n + SINK), n being how often the word has ended so far.
+
+    Of the rest, what does not go to the first token counts LONGER times.
+    """
     given = arguments()
     given["ends"][0, [10, 30, 50]] = 3
     given["ends"][0, 40] = 8
@@ -186,6 +189,8 @@ def test_one_head_is_led_to_pay_a_word_as_much_as_it_has_come(eager: Any) -> Non
     mass = torch.stack(
         [paid[0, 50, [10, 30, 50]].sum(), paid[0, 40, 40], paid[0, 10, 10], paid[1, 21, 20:22].sum()]
     )
+    first = torch.stack([paid[0, 50, 0], paid[0, 40, 0], paid[0, 10, 0], paid[1, 21, 0]])
+    mass = mass / (mass + first + LONGER * (1 - mass - first))
     share = torch.tensor([n / (n + SINK) for n in (3, 1, 1, 2)])
     apart = torch.nn.functional.kl_div(
         torch.stack([mass, 1 - mass]).log(), torch.stack([share, 1 - share]), reduction="none"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from training.guidance import sources
+from training.guidance import LONGER, SINK, counting, sources
 
 
 def test_what_is_copied_stands_before_with_the_same_two_tokens_behind_it() -> None:
@@ -48,3 +49,26 @@ def test_a_counted_word_is_copied_from_where_it_ends() -> None:
     others = torch.tensor([[[3, -1]]])
     found = sources(tokens, origins, torch.tensor([[5]]), others, nothing, alone, eos)
     assert found[0, 0].nonzero().flatten().tolist() == [1, 2, 4]
+
+
+def counted(paid: list[float]) -> float:
+    """What a head misses that pays so much to (first, word 1, word 2, word 1, word 1), at the last."""
+    return float(counting(torch.tensor([[paid]]), torch.tensor([[4]]), torch.tensor([[0, 1, 2, 1, 1]])))
+
+
+def test_a_head_that_counts_pays_a_word_its_share_and_the_first_token_the_rest() -> None:
+    share = 3 / (3 + SINK)
+    right = counted([1 - share, share / 3, 0, share / 3, share / 3])
+    assert abs(right) < 1e-5
+    assert counted([1 - share, share, 0, 0, 0]) < 1e-5, "how it is spread over like words is all the same"
+    for more in (0.7, 1.4):
+        assert counted([1 - more * share, more * share, 0, 0, 0]) > 1e-3
+
+
+def test_what_goes_to_other_words_counts_as_in_a_longer_list() -> None:
+    share, little = 3 / (3 + SINK), 0.01
+    first = 1 - share - little
+    seen = share / (share + first + LONGER * little)  # among so many times as many other words
+    strayed = counted([first, share, little, 0, 0])
+    assert strayed == pytest.approx(counted([1 - seen, seen, 0, 0, 0]), rel=1e-3)
+    assert strayed > 1e-4

@@ -10,6 +10,7 @@ import pytest
 from training.several import Page, several
 
 WORDS = np.arange(20_000)
+BOS = 30_000
 COMMON = np.arange(50)
 RARE = np.arange(50, 20_000)
 
@@ -109,7 +110,7 @@ def test_keys_are_answered_in_the_order_of_the_question_each_with_its_value(seed
 
 
 def test_what_is_left_to_say_is_as_right_as_what_is_said() -> None:
-    (tokens, weights, others, *_), *_ = several(np.random.default_rng(0), 1024, WORDS, COMMON)
+    (tokens, weights, others, *_), *_ = several(np.random.default_rng(0), 1024, WORDS, COMMON, BOS)
     assert len(tokens) == len(weights) == len(others) == 1024
     accepted = np.argwhere(others >= 0)
     assert len(accepted) > 10
@@ -121,7 +122,7 @@ def test_what_is_left_to_say_is_as_right_as_what_is_said() -> None:
 
 
 def test_rows_are_the_same_for_the_same_seed() -> None:
-    one, two = (several(np.random.default_rng(7), 128, WORDS, COMMON)[0] for _ in range(2))
+    one, two = (several(np.random.default_rng(7), 128, WORDS, COMMON, BOS)[0] for _ in range(2))
     assert all((a == b).all() for a, b in zip(one, two, strict=True))
 
 
@@ -129,7 +130,7 @@ def test_a_field_is_told_where_the_record_of_the_name_has_it() -> None:
     """What is said, what tells it and the question's name: all of one record."""
     found = 0
     for seed in range(60):
-        row, belongs, _ = several(np.random.default_rng(seed), 256, WORDS, COMMON)
+        row, belongs, _ = several(np.random.default_rng(seed), 256, WORDS, COMMON, BOS)
         name = {int(at): int(last) for at, _, last in belongs}
         for at in np.flatnonzero(row.hints[:, 0] >= 0):
             told = int(row.hints[at, 0]) + 1
@@ -143,6 +144,6 @@ def test_a_field_is_told_where_the_record_of_the_name_has_it() -> None:
 
 def test_values_belong_to_a_name_before_them() -> None:
     for seed in range(10):
-        _, belongs, _ = several(np.random.default_rng(seed), 256, WORDS, COMMON)
+        _, belongs, _ = several(np.random.default_rng(seed), 256, WORDS, COMMON, BOS)
         assert (belongs[:, 0] > belongs[:, 1]).all()
         assert (belongs < 256).all()
