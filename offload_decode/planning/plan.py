@@ -13,7 +13,7 @@ from offload_decode.kv import card
 from offload_decode.models.formats import FORMATS, check_weights_of
 from offload_decode.models.outline import Outline
 from offload_decode.models.streamed import NO_CARD
-from offload_decode.planning import sizes
+from offload_decode.planning import ask_sizes, sizes
 from offload_decode.planning.request import Workload, in_dtype
 from offload_decode.planning.traffic import Traffic, traffic
 
@@ -158,15 +158,17 @@ def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part
     parts = [
         *_program(device, machine),
         _weights(outline, request.weights, device),
-        Part("question and answer", device, sizes.ask_bytes(outline, request, on_gpu)),
-        Part("search", Medium.RAM, sizes.search_bytes(outline, request, pool.THREADS)),
+        Part("question and answer", device, ask_sizes.ask_bytes(outline, request, on_gpu)),
+        Part("search", Medium.RAM, ask_sizes.search_bytes(outline, request, pool.THREADS)),
         Part("store", Medium.DISK, _store_bytes(outline, request)),
     ]
     if shape.state_layers:
         parts.append(Part("recurrent states", device, sizes.states_bytes(shape, request.batch)))
     if on_gpu:
         parts.append(Part("device cache", Medium.GPU, request.device_cache))
-        parts.append(Part("rows on their way to the GPU", Medium.RAM, sizes.staged_bytes(outline, request)))
+        parts.append(
+            Part("rows on their way to the GPU", Medium.RAM, ask_sizes.staged_bytes(outline, request))
+        )
     if request.selector == "quest":
         pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
         parts.append(Part("page bounds", device, pages))

@@ -9,7 +9,7 @@ import pytest
 
 import indexes.registry
 from offload_decode.models.outline import outline, outline_of
-from offload_decode.planning import sizes
+from offload_decode.planning import ask_sizes, sizes
 from offload_decode.planning.request import KV, Workload
 from offload_decode.planning.traffic import traffic
 from offload_decode.store.format import stored_types
@@ -113,11 +113,11 @@ def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
         copied.fetch(part, stored, [np.arange(n)] * 2, StepStats())
     held = sum(len(buffer._memory) for buffer in copied._staging)
     request = Workload(n, index="flat")
-    assert sizes.staged_bytes(model, request) == held
+    assert ask_sizes.staged_bytes(model, request) == held
     hot = HotRows(1000)
     kept = sum(part.nbytes for part in (hot._owner, hot._table, hot._older, hot._newer))
     cached = replace(request, device_cache=1000 * stored[0].row_bytes)
-    assert sizes.staged_bytes(model, cached) - held == pytest.approx(kept, rel=0.01)
+    assert ask_sizes.staged_bytes(model, cached) - held == pytest.approx(kept, rel=0.01)
 
 
 def test_page_bounds_are_as_large_as_quests():
