@@ -25,13 +25,14 @@ ASKED_IN_WORDS = {
 def documents(rng: random.Random, names: Names, length: int) -> Item:
     """Documents with a name, a title and other fields; the questions name the document by either.
 
-    length: tokens of the row. Half of them have the long headers of real documents, where a field may stand
-    two hundred tokens behind the name.
+    length: tokens of the row. Two fifths have the long headers of real documents, where a field may stand two
+    hundred tokens behind the name; three tenths have a field or two and no title, and are many.
     """
-    long = rng.random() < 0.5
-    count = rng.randint(2, max(2, length // (250 if long else 100)))
+    size = rng.random()
+    long, brief = size < 0.4, size > 0.7
+    count = rng.randint(2, max(2, length // (250 if long else 45 if brief else 100)))
     every = ("Author", "Editor", "Status", "Type", "Created", "Topic", "Language", "Version", "Requires")
-    chosen = rng.sample(every, rng.randint(2, 5))
+    chosen = rng.sample(every, rng.randint(1, 2) if brief else rng.randint(2, 5))
     number = rng.random() < 0.5
     start = rng.choice(["pep-", "rfc-", "doc", "note-", "chapter-"])
     ending = rng.choice(["", ".txt", ".md", ".rst"])
@@ -42,7 +43,9 @@ def documents(rng: random.Random, names: Names, length: int) -> Item:
     asks: list[Ask] = []
     named: list[Named] = []
     known: dict[str, list[str]] = {}
-    head = rng.choice(["Document: {n}\n\n", "Document: {n}\n", "# {n}\n\n", "{n}\n\n", ""])
+    head = rng.choice(
+        ["Document: {n}\n\n", "Document: {n}\n", "# {n}\n\n", "{n}\n\n", *([] if brief else [""])]
+    )
     for stem, called in zip(stems, titles, strict=True):
         name = stem + ending
         drawn = fields(rng, "train") if long else {f: field_value(rng, names, f) for f in chosen}
@@ -50,13 +53,13 @@ def documents(rng: random.Random, names: Names, length: int) -> Item:
             if f in known and rng.random() < ALIKE:
                 drawn[f] = rng.choice(known[f])
             known.setdefault(f, []).append(value)
-        lines = {"Title": called} | drawn | {"Title": called}
+        lines = drawn if brief else {"Title": called} | drawn | {"Title": called}
         begun = "\n" + head.format(n=name)
         facts.append(begun + "\n".join(f"{f}: {v}" for f, v in lines.items()) + "\n")
         named.append(Named(name, (len(start) if number else 0, len(stem)), spans(len(begun), lines)))
         short = sorted(f for f, value in lines.items() if len(value) <= LONGEST_ASKED)
         for f in rng.sample(short, min(3, len(short))):
-            by_title = not head or (f != "Title" and rng.random() < 0.3)
+            by_title = not head or ("Title" in lines and f != "Title" and rng.random() < 0.3)
             if by_title and f == "Title":
                 continue
             whom = (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 LED = ("copied", "said", "named", "counted")
 SINK = 32  # occurrences of a word at which a head that counts pays it half of its attention
-LONGER = 16  # times as many tokens, of other words, are simulated around a word that is counted
+LONGER = 64  # times as many tokens, of other words, are simulated around a word that is counted
 
 
 def copied(

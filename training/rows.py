@@ -246,8 +246,10 @@ class Rows:
         """The filler with the facts at the ends of sentences, which tokens are filler, and where each fact
         begins that has a blank in front."""
         if not len(filler):
-            whole = np.concatenate([bare[0], *spaced[1:]])
-            return whole, np.zeros(len(whole), bool), {}
+            pieces = [bare[0], *spaced[1:]]
+            whole = np.concatenate(pieces)
+            before = np.cumsum([len(piece) for piece in pieces[:-1]]).tolist()
+            return whole, np.zeros(len(whole), bool), dict(enumerate(before, 1))
         places = self.fillers.places(filler)
         at: list[tuple[int, float, int]] = []
         index = 0

@@ -17,10 +17,11 @@ MOST_VALUES = 4
 MOST_LINKS = 5
 MOST_COMMON = 5
 MOST_ASKED = 5
-MOST_RECORDS, MOST_FIELDS = 4, 5
-ALIKE = 3  # tokens at each place of names that are alike
+MOST_RECORDS, MOST_FIELDS = 12, 5
+MOST_HELD = 20  # values of all records together
+ALIKE = 4  # tokens at each place of names that are alike
 LEAST_LIST = 24  # tokens
-SHARES = (0.22, 0.1, 0.15, 0.13, 0.4)  # of values, chains, counts, queries, records
+SHARES = (0.26, 0.12, 0.17, 0.15, 0.3)  # of values, chains, counts, queries, records
 
 
 class Several(NamedTuple):
@@ -140,7 +141,8 @@ class Page:
     def records(self, _: int) -> None:
         """`K a: F = b V, F = c V.` for several names with the same fields; then `? d F e K: V.` for some."""
         rng = self.rng
-        count, width = int(rng.integers(2, MOST_RECORDS + 1)), int(rng.integers(1, MOST_FIELDS + 1))
+        count = int(rng.integers(2, MOST_RECORDS + 1))
+        width = int(rng.integers(1, min(MOST_FIELDS, MOST_HELD // count) + 1))
         drawn = self.distinct(count + width + count * width, 3)
         keys, fields, values = drawn[:count], drawn[count : count + width], drawn[count + width :]
         if rng.random() < 0.5:  # names that are told apart by two tokens, neither of which does by itself

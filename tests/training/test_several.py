@@ -110,8 +110,8 @@ def test_keys_are_answered_in_the_order_of_the_question_each_with_its_value(seed
 
 
 def test_what_is_left_to_say_is_as_right_as_what_is_said() -> None:
-    (tokens, weights, others, *_), *_ = several(np.random.default_rng(0), 1024, WORDS, COMMON, BOS)
-    assert len(tokens) == len(weights) == len(others) == 1024
+    (tokens, weights, others, *_), *_ = several(np.random.default_rng(0), 2048, WORDS, COMMON, BOS)
+    assert len(tokens) == len(weights) == len(others) == 2048
     accepted = np.argwhere(others >= 0)
     assert len(accepted) > 10
     for at, other in accepted:
