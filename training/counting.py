@@ -46,7 +46,7 @@ def common_words(rng: random.Random, names: Names, room: int) -> Item:
     common = rng.randint(1, most)
     if room > 700 and rng.random() < 0.5:
         common = 10
-    less = rng.choice([1, 1, 2, 3])
+    less = rng.choice([1, 2, 3, 3])
     times = less * rng.choice([4, 6, 10])
     shown = ""
     if ruler and room > 900 and rng.random() < 0.6:

@@ -100,19 +100,24 @@ class Page:
             self.say(chains[i][1:], [{0: at} for at in told[i]])
 
     def counts(self, room: int) -> None:
-        """A list of words in disorder, a few of which come often; then `? d: W, W.`."""
+        """A list of words in disorder, a few of which come often; then `? d: W, W.`.
+
+        The others come up to three times: that a word has come before tells nothing by itself.
+        """
         rng = self.rng
-        often, times = int(rng.integers(1, MOST_COMMON + 1)), int(rng.integers(3, 9))
+        less = int(rng.integers(1, 4))
+        often = int(rng.integers(1, MOST_COMMON // less + 1))
+        times = less * int(rng.integers(3, 9 // less + 1))
         size, gap = int(rng.integers(1, 4)), int(rng.integers(0, 3))
         # Short lists are more often drawn than long ones: a list is read for a few words.
         wanted = np.exp(rng.uniform(np.log(LEAST_LIST), np.log(max(room, LEAST_LIST))))
-        once = max(2, int(wanted / ((size + 1) / 2 + gap)) - often * times)
-        drawn = self.distinct(often + once, size)
-        listed = drawn[:often] * times + drawn[often:]
-        for i in rng.permutation(len(listed)):
+        others = max(2, int((wanted / ((size + 1) / 2 + gap) - often * times) / less))
+        drawn = self.distinct(often + others, size)
+        listed = [*range(often)] * times + [*range(often, often + others)] * less
+        for i in rng.permutation(listed):
             self.put(self.rng.choice(self.common, gap))
-            self.put(listed[i], word=self.words + 1 + (i % often if i < often * times else i))
-        self.words += len(listed)
+            self.put(drawn[i], word=self.words + 1 + int(i))
+        self.words += len(drawn)
         self.put(self.ask, self.wording(), self.colon)
         self.say([drawn[i] for i in rng.permutation(often)])
 
