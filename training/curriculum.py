@@ -71,16 +71,16 @@ class Stage:
 
 SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.05, "several": 0.2}
 FACTS = {
-    "needles": 0.18,
+    "needles": 0.13,
     "identifiers": 0.05,
     "pairs": 0.06,
     "values": 0.11,
-    "plain": 0.12,
+    "plain": 0.08,
     "records": 0.07,
     "tracking": 0.11,
     "documents": 0.25,
-    "common": 0.08,
-    "coded": 0.07,
+    "common": 0.14,
+    "coded": 0.1,
     "suite": 0.06,
 }
 SIMPLE = {"pairs": 0.3, "needles": 0.2, "plain": 0.2, "records": 0.14, "documents": 0.1}
