@@ -9,8 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from indexes import durable
 from offload_decode.errors import ConfigError
-from offload_decode.store.staging import write_atomically
 
 Points = Sequence[tuple[float, float]]
 
@@ -81,7 +81,7 @@ def draw(
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=130, facecolor="white")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, buffer.getvalue())
+    durable.write(path, buffer.getvalue())
 
 
 def _matplotlib() -> Any:

@@ -17,6 +17,7 @@ from cli.options import (
     GpuMemory,
     Json,
     Model,
+    NoSync,
     Quiet,
     Ram,
     Store,
@@ -24,6 +25,7 @@ from cli.options import (
 )
 from cli.prefill import skipped_files
 from cli.progress import Progress
+from indexes import durable
 
 if TYPE_CHECKING:
     from prefill_jobs.append import AppendReport
@@ -55,6 +57,7 @@ def append(
     ] = "auto",
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
+    no_sync: NoSync = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -85,7 +88,7 @@ def append(
     own = manifest.weights if weights == "auto" else weights
     admit_prefill(named, chunk, device, manifest.dtype, own, gpu_memory, ram)
     del earlier
-    with Progress(quiet) as progress:
+    with Progress(quiet) as progress, durable.synced(not no_sync):
         report = run(
             store, corpus, model=model, device=device, weights=weights, rules=rules, progress=progress
         )

@@ -110,15 +110,15 @@ def demo(
 
 
 def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet: bool) -> PrefillReport:
+    from indexes import durable
     from offload_decode.store.publish import refuse_existing
-    from offload_decode.store.staging import write_atomically
     from prefill_jobs.corpus import TextDocument
     from prefill_jobs.job import prefill_texts
 
     say("\n1  Prefill: the text goes through the model once, and its keys and values stay on disk")
     refuse_existing(folder / STORE)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / TEXT, hidden.text.encode())
+    durable.write(folder / TEXT, hidden.text.encode())
     with Progress(quiet) as progress:
         report = prefill_texts(loaded, [TextDocument(TEXT, hidden.text)], folder / STORE, progress=progress)
     say(f"   {folder / TEXT}{' (repeated, because it is too short)' if hidden.repeated else ''}")

@@ -1,4 +1,5 @@
-"""Memory that is no longer there: a mapped file that shrinks while it is read ends a command with a sentence.
+"""Memory that is not there: a mapped file that shrinks, or that its disk fails to give, ends a command with a
+sentence.
 
 The sizes of mapped files are looked at before each step; what is cut off within one is met by the processor,
 which raises SIGBUS. A handler in Python would return into the fault. This one is compiled, and calls nothing
@@ -15,7 +16,7 @@ import numba
 import numpy as np
 
 _SENTENCE = np.frombuffer(
-    b"error: a file of the store or of its index shrank while it was read: "
+    b"error: a file of the store or of its index shrank while it was read, or its disk failed: "
     b"restore it from a copy, prefill again, or build the index again\n",
     np.uint8,
 )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import completion, output
-from cli.options import Json, Quiet, Store
+from cli.options import Json, NoSync, Quiet, Store
 from cli.progress import Progress
+from indexes import durable
 
 if TYPE_CHECKING:
     from prefill_jobs.build import BuildReport
@@ -33,6 +34,7 @@ def index(
     k: Annotated[
         int, typer.Option("--k", metavar="K", help="Measure the recall of the K best keys.", min=1)
     ] = 100,
+    no_sync: NoSync = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -49,7 +51,7 @@ def index(
     tell_of_compiling()
     end_with_a_sentence()
 
-    with Progress(quiet) as progress:
+    with Progress(quiet) as progress, durable.synced(not no_sync):
         report = build_indexes(store, kind, recall=recall, k=k, progress=progress)
     if as_json:
         output.answer_json(asdict(report))

@@ -139,6 +139,13 @@ Exclude = Annotated[
 ]
 FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Of folders, read what links lead to.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+NoSync = Annotated[
+    bool,
+    typer.Option(
+        "--no-sync",
+        help="Do not wait until what is done is on the disk: a power cut may then take all of it.",
+    ),
+]
 Cite = Annotated[
     bool, typer.Option("--cite", help="Say which documents and passages the answer attended to.")
 ]

@@ -20,6 +20,7 @@ from cli.options import (
     Glob,
     GpuMemory,
     Json,
+    NoSync,
     Quiet,
     Ram,
     a_path,
@@ -27,6 +28,7 @@ from cli.options import (
 )
 from cli.progress import Progress
 from cli.push import summary
+from indexes import durable
 from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
 
@@ -144,6 +146,7 @@ def prefill(
             show_default=False,
         ),
     ] = None,
+    no_sync: NoSync = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -184,6 +187,9 @@ def prefill(
         "rules": rules,
     }
     if workers is not None:
+        if no_sync:
+            raise ConfigError("--no-sync is of this machine, and --workers are others: leave one of them out")
+
         from prefill_jobs.ray_workers import Cluster, prefill_on_ray
 
         cluster = Cluster(workers, worker_count, caps_of(gpu_memory, ram))
@@ -192,7 +198,7 @@ def prefill(
         _report_all(results, as_json, quiet)
         return
     admit_prefill(model, settings.chunk, device, dtype, weights, gpu_memory, ram)
-    with Progress(quiet) as progress:
+    with Progress(quiet) as progress, durable.synced(not no_sync):
         if several:
             results = prefill_many(jobs, **given, progress=progress)
         else:

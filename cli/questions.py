@@ -12,6 +12,7 @@ from typing import Any
 
 from cli.options import without_surrogates
 from cli.output import json_line
+from indexes import durable
 from offload_decode import plain_json
 from offload_decode.errors import ConfigError, CorpusError
 from prefill_jobs.plain_files import read_plain
@@ -127,11 +128,13 @@ def read_answered(path: Path, settings: dict[str, Any]) -> set[str]:
 
 def append_answers(path: Path, answers: Iterable[dict[str, Any]]) -> None:
     """Write lines to the end of the file and down to the disk."""
+    fresh = not path.exists()
     lines = "".join(json_line(answer) + "\n" for answer in answers)
     with path.open("a", encoding="utf-8") as file:
         file.write(lines)
-        file.flush()
-        os.fsync(file.fileno())
+    durable.sync_files([path])
+    if fresh:
+        durable.sync_folders([path.parent])
 
 
 def _question(path: Path, number: int, line: str) -> Question:

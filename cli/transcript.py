@@ -70,7 +70,7 @@ class Transcript:
 
     def save(self, file: Path) -> None:
         """Write the turns to `file`; raises `ConfigError` where it cannot or where something else lies."""
-        from offload_decode.store.staging import write_atomically
+        from indexes import durable
 
         if not self.turns:
             raise ConfigError("there is nothing to save yet: ask a question first")
@@ -87,7 +87,7 @@ class Transcript:
         if len(data) > MAX_BYTES:
             raise ConfigError(f"the conversation is longer than the {MAX_BYTES >> 20} MiB that can be saved")
         try:
-            write_atomically(file, data)
+            durable.write(file, data)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot write {file}: {_reason(error)}; choose another file") from error
 

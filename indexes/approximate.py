@@ -151,7 +151,7 @@ class ApproximateIndex(VectorIndex):
     def _checked(self, native: Path | None) -> Any:
         try:
             return self._read_native(str(native))
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise IndexDamaged(
                 f"{native} is not an index that can be read ({error}); build the index again."
             ) from error

@@ -18,23 +18,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from indexes import verified
+from indexes import durable, verified
 from indexes.base import SOURCES, RecallRecord, StrPath
 from indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound, IndexNotWritten
 from indexes.keys import MAX_KEYS, Keys
+from indexes.locks import lock
+from indexes.plain_files import NotPlain, open_plain
 from indexes.rows import encodings
 
 FORMAT_VERSION = 2
 _REBUILD = "build the index again with `offload-decode index`"
-_BESIDE = ".tmp"
 _LARGEST_METADATA = 1 << 20  # bytes
+
+
+_NUMBER = (int, float)
 
 
 def _between(kinds: tuple[type, ...], least: float, most: float) -> Callable[[Any], bool]:
     return lambda value: type(value) in kinds and least <= value <= most
 
 
-_NUMBER = (int, float)
+def _positive(value: Any) -> bool:
+    return type(value) in _NUMBER and 0 < value <= MAX_KEYS
+
+
 _RECALL: dict[str, Callable[[Any], bool]] = {
     "target": _between(_NUMBER, 0, 1),
     "k": _between((int,), 1, MAX_KEYS),
@@ -42,7 +49,7 @@ _RECALL: dict[str, Callable[[Any], bool]] = {
     "queries": _between((int,), 1, MAX_KEYS),
     "source": lambda value: value in SOURCES,
     "parameter": lambda value: isinstance(value, str),
-    "value": _between(_NUMBER, 0, MAX_KEYS),
+    "value": _positive,
     "full_scan": lambda value: isinstance(value, bool),
 }
 
@@ -69,12 +76,11 @@ def save(
         with _alone_in(target.parent):
             if write is not None:
                 native = Path(f"{os.fspath(path)}{suffix}")
-                with _replacing(native) as beside:
+                with durable.replacing(native) as beside:
                     write(str(beside))
                     size, sha256 = beside.stat().st_size, _file_sha256(beside)
                     body["native"] = {"suffix": suffix, "size": size, "sha256": sha256}
-            with _replacing(target) as beside:
-                beside.write_text(_rendered(body | {"sha256": _body_sha256(body)}), encoding="utf-8")
+            durable.write(target, _rendered(body | {"sha256": _body_sha256(body)}).encode())
     except (OSError, RuntimeError) as error:  # RuntimeError is how the libraries report the file system
         reason = getattr(error, "strerror", None) or error
         raise IndexNotWritten(
@@ -95,7 +101,7 @@ def metadata(path: StrPath) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise IndexDamaged(f"{target} is not readable JSON; {_REBUILD}.") from None
     if not isinstance(body, dict) or "format_version" not in body:
-        raise IndexDamaged(f"{target} is not the metadata of an index; {_REBUILD}.")
+        raise _no_metadata(target)
     if body["format_version"] != FORMAT_VERSION:
         version = body["format_version"]
         raise IndexMismatch(
@@ -124,9 +130,15 @@ def check(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[di
     if not suffix:
         return body, None
     file = Path(f"{os.fspath(path)}{suffix}")
-    if not file.is_file():
-        raise IndexDamaged(f"{file} is missing; {_REBUILD}.")
-    size = file.stat().st_size
+    try:
+        about = file.lstat()
+    except OSError as error:
+        raise IndexDamaged(f"{file} is missing ({error.strerror}); {_REBUILD}.") from None
+    if not stat.S_ISREG(about.st_mode):
+        raise IndexDamaged(
+            f"{file} is not a plain file but a link, a folder, a pipe or a device; {_REBUILD}."
+        )
+    size = about.st_size
     if size != body["native"]["size"]:
         raise IndexDamaged(f"{file} has {size:,} bytes instead of {body['native']['size']:,}; {_REBUILD}.")
     return body, file
@@ -168,43 +180,38 @@ def read_whole(path: StrPath, expected: dict[str, Any], suffix: str = "") -> Non
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """The folder, made if need be, without other writers; what killed ones left in it is removed."""
-    import fcntl
-
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        for left in folder.glob(f"*{_BESIDE}"):
+        lock(descriptor, wait=True)
+        for left in folder.glob(f"*{durable.BESIDE}"):
             left.unlink()
         yield
     finally:
         os.close(descriptor)
 
 
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """The name of a new file beside `target`, which takes its place, or is removed where that fails."""
-    beside = target.with_name(target.name + _BESIDE)
-    try:
-        yield beside
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def _text(target: Path) -> str:
-    """A small regular file: a pipe would never end, and a large one is no metadata."""
+    """A small plain file: a pipe would never end, a link leads anywhere, a large one is no metadata."""
     try:
-        about = target.stat()
-        if not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST_METADATA:
-            raise IndexDamaged(f"{target} is not the metadata of an index; {_REBUILD}.")
-        return target.read_text(encoding="utf-8")
+        with os.fdopen(open_plain(target), "rb") as file:
+            data = file.read(_LARGEST_METADATA + 1)
+    except NotPlain:
+        raise _no_metadata(target) from None
     except FileNotFoundError:
         raise IndexNotFound(f"There is no index at {target}; {_REBUILD}.") from None
     except OSError as error:
         raise IndexDamaged(f"{target} cannot be read ({error.strerror}); {_REBUILD}.") from error
+    if len(data) > _LARGEST_METADATA:
+        raise _no_metadata(target)
+    try:
+        return data.decode()
     except ValueError:
         raise IndexDamaged(f"{target} is not readable JSON; {_REBUILD}.") from None
+
+
+def _no_metadata(target: Path) -> IndexDamaged:
+    return IndexDamaged(f"{target} is not the metadata of an index; {_REBUILD}.")
 
 
 def _describes(native: Any, suffix: str) -> bool:

@@ -94,7 +94,7 @@ class HnswlibIndex(ApproximateIndex):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _read_native(self, file: str) -> Any:
-        hnswlib_file.check(file, len(self), self.dim, LINKS)
+        hnswlib_file.check(file, len(self), self.dim, LINKS, CONSTRUCTION_EF)
         graph = hnswlib.Index(space="ip", dim=self.dim)
         graph.load_index(file)
         return graph

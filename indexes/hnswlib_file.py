@@ -8,6 +8,7 @@ list of links is a count, in 16 bits of 32, and room for as many links as there 
 from __future__ import annotations
 
 import os
+from math import isclose, log
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,17 @@ _HEADER = np.dtype(
         ("entry", "<u4"),
         ("links", "<u8"),
         ("links_below", "<u8"),
-        ("links_chosen", "<u8"),  # this and what follows matters where keys are added
+        ("links_chosen", "<u8"),  # by this and what follows keys are added
         ("scale", "<f8"),
         ("construction_ef", "<u8"),
     ]
 )
 
 
-def check(file: str, n: int, dim: int, links: int) -> None:
+def check(file: str, n: int, dim: int, links: int, construction_ef: int) -> None:
     """Raises RuntimeError unless `file` is a graph of n keys labelled 0 to n - 1, with at most `links` links
-    a key and level (twice as many on the lowest), each to a key that is on that level.
+    a key and level (twice as many on the lowest), each to a key that is on that level; and unless keys that
+    are added to it will be linked as those were, by `construction_ef` candidates.
     """
     header = np.fromfile(file, _HEADER, 1)
     if len(header) == 0:
@@ -50,10 +52,14 @@ def check(file: str, n: int, dim: int, links: int) -> None:
         "floats": lowest,
         "links": links,
         "links_below": 2 * links,
+        "links_chosen": links,
+        "construction_ef": construction_ef,
     }
     for name, value in expected.items():
         if header[name][0] != value:
             raise RuntimeError(f"its header says {name} {header[name][0]}, not {value}")
+    if not isclose(header["scale"][0], 1 / log(links)):
+        raise RuntimeError("keys that are added to it would be on other levels")
     start = _HEADER.itemsize
     if os.path.getsize(file) < start + n * (width + 4):
         raise RuntimeError("it is too short")

@@ -8,24 +8,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from offload_decode.errors import StoreBusy
+from indexes import durable
+from indexes.locks import lock
+from offload_decode.errors import StoreBusy, StoreError
 from offload_decode.kv.head_indexes import OLD
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """The folder of a store's indexes, made if need be, without other builds. StoreBusy where one runs."""
-    import fcntl
-
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(descriptor, folder):
             raise StoreBusy(
                 f"Another process builds indexes in {folder}: wait for it to end, or stop it first."
-            ) from None
+            )
         yield
     finally:
         os.close(descriptor)
@@ -39,10 +37,11 @@ def publish(staging: Path, folder: Path, kept: Iterable[Path]) -> None:
     for path in kept:
         for file in folder.glob(f"{path.name}.*"):
             _link(file, staging / file.name)
+    durable.sync_tree(staging)
     tidy(folder)
     if folder.exists():
-        os.rename(folder, _old(folder))
-    os.rename(staging, folder)
+        durable.rename(folder, _old(folder))
+    durable.rename(staging, folder)
     tidy(folder)
 
 
@@ -50,6 +49,13 @@ def tidy(folder: Path) -> None:
     """Remove what an earlier `publish` to `folder` had replaced when it was killed."""
     if _old(folder).exists():
         shutil.rmtree(_old(folder))
+
+
+def _locked(descriptor: int, folder: Path) -> bool:
+    try:
+        return lock(descriptor)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be built in: {error.strerror}.") from error
 
 
 def _old(folder: Path) -> Path:

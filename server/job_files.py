@@ -7,22 +7,21 @@ FOLDER/.jobs/ID/0, 1, …     its documents
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 from uuid import uuid4
 
+from indexes import durable
+from indexes.locks import lock
+from indexes.plain_files import NotPlain, open_plain
 from offload_decode import plain_json
 from offload_decode.errors import StoreBusy
-from offload_decode.plain_files import NotPlain, open_plain
-from offload_decode.store.staging import write_atomically
 
 JOBS, LOCK, RECORD, STAGED = ".jobs", "lock", "job.json", ".partial"
 _LARGEST_RECORD = 64 << 20
@@ -117,7 +116,8 @@ class JobFiles:
                 with open(staged / str(number), "wb") as file:
                     shutil.copyfileobj(document.data, file)
             _write(staged, job)
-            os.rename(staged, self.of(job.id))
+            durable.sync_tree(staged)
+            durable.rename(staged, self.of(job.id))
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise
@@ -147,10 +147,7 @@ class JobFiles:
                 yield folder, None
 
     def _locked(self) -> bool:
-        with suppress(BlockingIOError):
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
+        return lock(self.lock)
 
 
 def read(folder: Path) -> Job:
@@ -169,4 +166,4 @@ def read(folder: Path) -> Job:
 
 
 def _write(folder: Path, job: Job) -> None:
-    write_atomically(folder / RECORD, json.dumps(asdict(job)).encode(), sync=True)
+    durable.write(folder / RECORD, json.dumps(asdict(job)).encode())

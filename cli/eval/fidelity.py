@@ -97,13 +97,13 @@ def fidelity(
 
     from cli.compiling import tell_of_compiling
     from cli.faults import end_with_a_sentence
+    from indexes import durable
     from offload_decode.engine.engine import Engine
     from offload_decode.evals.fidelity import check, measure
     from offload_decode.evals.fidelity_plot import save_png
     from offload_decode.evals.fidelity_report import FidelityPlan
     from offload_decode.evals.plot import check_matplotlib
     from offload_decode.store.reader import KVStore
-    from offload_decode.store.staging import write_atomically
 
     check_matplotlib()
     plan = FidelityPlan(_contenders(selector or []), amounts, questions, tokens, common)
@@ -116,7 +116,7 @@ def fidelity(
     with Progress(quiet) as progress:
         report = measure(loaded, opened, plan, lambda done, total: progress("fidelity", done, total))
     result = report.to_json()
-    write_atomically(out / RESULT, json.dumps(result).encode())
+    durable.write(out / RESULT, json.dumps(result).encode())
     save_png(report, out / PICTURE)
     if as_json:
         output.answer_json(result)

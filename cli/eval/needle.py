@@ -76,11 +76,11 @@ def needle(
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
     from cli.eval.stores import PrefilledStores
+    from indexes import durable
     from offload_decode.evals.needle_grid import GridPlan, measure
     from offload_decode.evals.plot import check_matplotlib, save_png
     from offload_decode.models.loading import load
     from offload_decode.selection.budgets import Budget
-    from offload_decode.store.staging import write_atomically
     from prefill_jobs.job import Settings
 
     check_matplotlib()
@@ -101,7 +101,7 @@ def needle(
             stores,
             lambda done, total: progress("prefill", done, total),
         )
-    write_atomically(out / RESULT, json.dumps(grid.to_json(), indent=1).encode())
+    durable.write(out / RESULT, json.dumps(grid.to_json(), indent=1).encode())
     save_png(grid, out / PICTURE)
     if as_json:
         output.answer_json(grid.to_json())

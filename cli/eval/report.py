@@ -33,10 +33,10 @@ def report(
     if out.exists() and not force:
         raise ConfigError(f"{out} exists already: choose another --out, or say --force")
 
+    from indexes import durable
     from offload_decode.evals.report.page import page
-    from offload_decode.store.staging import write_atomically
 
     text = page(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, text.encode())
+    durable.write(out, text.encode())
     output.note(str(out), quiet)

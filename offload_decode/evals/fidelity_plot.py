@@ -9,11 +9,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from indexes import durable
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.fidelity import CONTROLS
 from offload_decode.evals.fidelity_report import Entry, FidelityReport
 from offload_decode.evals.plot import check_matplotlib
-from offload_decode.store.staging import write_atomically
 
 _INK, _FAINT, _CONTROL = "#22302f", "#66736f", "#8a9391"
 # Twelve colours that stay apart on white; with the markers, which turn in another period, 132 lines do.
@@ -67,7 +67,7 @@ def save_png(report: FidelityReport, path: Path) -> None:
         figure.supxlabel(_footnote(report), fontsize=9, color=_FAINT)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=130, facecolor="white")
-    write_atomically(path, buffer.getvalue())
+    durable.write(path, buffer.getvalue())
 
 
 def _lines(report: FidelityReport) -> list[tuple[dict[str, Any], list[Entry]]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from indexes import durable
 from offload_decode.errors import ConfigError
 from offload_decode.evals.lengths import label
 from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel
-from offload_decode.store.staging import write_atomically
 
 _LOW, _MIDDLE, _HIGH, _INK = "#f4ece4", "#7fb8ad", "#0f5c5c", "#22302f"
 _FAINT = "#66736f"
@@ -55,7 +55,7 @@ def save_png(grid: NeedleGrid, path: Path) -> None:
         figure.supxlabel(_footnote(grid), fontsize=9, color=_FAINT)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=160, facecolor="white")
-    write_atomically(path, buffer.getvalue())
+    durable.write(path, buffer.getvalue())
 
 
 def _draw(axis: Any, grid: NeedleGrid, panel: Panel, colours: Any) -> Any:

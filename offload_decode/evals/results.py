@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from indexes.plain_files import NotPlain, open_plain
 from offload_decode.errors import ConfigError
-from offload_decode.plain_files import NotPlain, open_plain
 from offload_decode.plain_json import parse
 
 FORMAT = 1

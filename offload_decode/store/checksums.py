@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
 from offload_decode.errors import StoreDamaged
-from offload_decode.store.files import open_regular, read_regular
+from offload_decode.store.files import listed, open_regular, read_regular
 
 SUMS = "SHA256SUMS"
 SEAL = "SHA256SUMS.sha256"
+
+_NAME = re.compile(r"(?:\w[\w.]*/)*\w[\w.]*", re.ASCII)  # none leads out of the store
 
 Report = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
 
-def hash_files(
-    root: Path, files: Iterable[str], progress: Report | None = None, sync: bool = False
-) -> dict[str, str]:
-    """Hex SHA-256 of the files under `root`, by path in order; `sync` also flushes them to the disk."""
+def hash_files(root: Path, files: Iterable[str], progress: Report | None = None) -> dict[str, str]:
+    """Hex SHA-256 of the files under `root`, by path in order."""
 
     def digest(name: str) -> str:
         with os.fdopen(open_regular(root / name), "rb") as file:
-            if sync:
-                os.fsync(file.fileno())
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     names = sorted(files)
@@ -69,7 +68,13 @@ def read_sums(root: Path) -> dict[str, str]:
             f"{SUMS} and {SEAL} in {root} do not belong together: "
             "restore the store from a copy, or prefill again."
         )
-    return _by_path(sums)
+    found = _by_path(sums)
+    if render(found) != sums or not all(map(_NAME.fullmatch, found)):
+        raise StoreDamaged(
+            f"{SUMS} in {root} is not a list of the files of a store: "
+            "restore the store from a copy, or prefill again."
+        )
+    return found
 
 
 def check_tree(root: Path, progress: Report | None = None) -> None:
@@ -93,8 +98,10 @@ def check_tree(root: Path, progress: Report | None = None) -> None:
     problems |= dict.fromkeys(found - sums.keys(), "not of this store")
     problems |= {folder: "a link" for folder in folders if (root / folder).is_symlink()}
     if problems:
-        listed = ", ".join(f"{name} ({what})" for name, what in sorted(problems.items()))
-        raise StoreDamaged(f"{root} is damaged: {listed}; restore these files from a copy, or prefill again.")
+        found_wrong = listed([f"{name} ({what})" for name, what in sorted(problems.items())])
+        raise StoreDamaged(
+            f"{root} is damaged: {found_wrong}; restore these files from a copy, or prefill again."
+        )
 
 
 def _is_plain(file: Path) -> bool:

@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from indexes import durable
+
 _HERE, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -19,14 +21,14 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
     nothing has its name. `restore` brings it back if that is where the process was killed.
     """
     if not _at_once(new, old):
-        os.rename(old, aside)
-        os.rename(new, old)
+        durable.rename(old, aside)
+        durable.rename(new, old)
 
 
 def restore(old: Path, aside: Path) -> None:
     """Undo an `exchange` that was killed halfway."""
     if aside.exists() and not os.path.lexists(old):
-        os.rename(aside, old)
+        durable.rename(aside, old)
 
 
 def _at_once(one: Path, other: Path) -> bool:

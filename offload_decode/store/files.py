@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from indexes.plain_files import NotPlain, open_plain
 from offload_decode.errors import StoreDamaged
-from offload_decode.plain_files import NotPlain, open_plain
 
 LARGEST_LIST = 64 << 20
-"""Bytes of a file of metadata or checksums, which are read whole: far more than any store has."""
+"""Bytes of a list of checksums or of names, which are read whole: far more than any store has."""
+LARGEST_MANIFEST, LARGEST_METADATA = 4 << 20, 64 << 10
+"""Bytes of the manifest and of an array's metadata: in memory JSON takes up to thirty times as many."""
+_NAMED = 50
 
 _WAY_OUT = "restore it from a copy, or prefill again"
 
@@ -29,11 +32,11 @@ def open_regular(path: str | Path) -> int:
         raise _not_plain(path) from error
 
 
-def read_regular(path: str | Path) -> bytes:
-    """The bytes of a plain file of at most `LARGEST_LIST`; errors as `open_regular`."""
+def read_regular(path: str | Path, most: int = LARGEST_LIST) -> bytes:
+    """The bytes of a plain file of at most `most`; errors as `open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
-        data = file.read(LARGEST_LIST + 1)
-    if len(data) > LARGEST_LIST:
+        data = file.read(most + 1)
+    if len(data) > most:
         raise StoreDamaged(f"{path} has more bytes than any store needs there: {_WAY_OUT}.")
     return data
 
@@ -57,6 +60,12 @@ def check_folders(root: Path, names: Iterable[str]) -> None:
     for folder in sorted(folders):
         if os.path.islink(root / folder):
             raise StoreDamaged(f"{root / folder} is a link, not a folder: {_WAY_OUT}.")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names in a sentence, of very many the first ones."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _not_plain(path: str | Path) -> StoreDamaged:

@@ -39,7 +39,13 @@ def map_files(files: Sequence[Path], file_bytes: int) -> npt.NDArray[np.uint8]:
     assert min(len(files), file_bytes) > 0
     assert len(files) == 1 or file_bytes % mmap.PAGESIZE == 0, "files end on a page"
     length = len(files) * file_bytes
-    reserved = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    try:
+        reserved = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    except (OSError, OverflowError) as error:
+        raise StoreError(
+            f"{files[0]} and what follows it cannot be mapped into memory ({length:,} bytes): "
+            "raise the limit of addresses (ulimit -v), or prefill again."
+        ) from error
     view = np.frombuffer(reserved, dtype=np.uint8)
     for i, file in enumerate(files):
         _map_over(view.ctypes.data + i * file_bytes, file, file_bytes)

@@ -6,18 +6,17 @@ Reading it needs no zarr, so that a store opens at once.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from indexes import durable
 from offload_decode import plain_json
 from offload_decode.errors import StoreDamaged
-from offload_decode.store.files import LARGEST_LIST, read_regular
+from offload_decode.store.files import LARGEST_LIST, LARGEST_MANIFEST, LARGEST_METADATA, read_regular
 from offload_decode.store.format import ATTRIBUTE, Manifest, numpy_dtype
 from offload_decode.store.layout import ALIGNMENT, ArraySpec, array_specs, layer_name
-from offload_decode.store.staging import write_atomically
 from offload_decode.types import LayerKind
 
 ROOT = "zarr.json"
@@ -59,14 +58,14 @@ def record(partial: Path, root: Path, manifest: Manifest) -> None:
     """Put another manifest into the group at `root`; its new file is made in the folder `partial`."""
     group = json.loads((root / ROOT).read_bytes())
     group["attributes"][ATTRIBUTE] = manifest.to_json()
-    write_atomically(partial / ROOT, json.dumps(group, indent=2).encode())
-    os.replace(partial / ROOT, root / ROOT)
+    durable.write(partial / ROOT, json.dumps(group, indent=2).encode())
+    durable.rename(partial / ROOT, root / ROOT)
 
 
 def read_header(root: Path) -> dict[str, Any] | None:
     """The manifest of the group at `root` as JSON, not yet looked at; None where there is none."""
     try:
-        return header_of(read_regular(root / ROOT))
+        return header_of(read_regular(root / ROOT, LARGEST_MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -83,8 +82,8 @@ def header_of(data: bytes) -> dict[str, Any] | None:
 def read_specs(root: Path, manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays of the store at `root` by name; StoreDamaged where they are not what the manifest says."""
     offsets, names = (_length(root, f"documents/{name}") for name in ("offsets", "names"))
-    if names > LARGEST_LIST or offsets > names:
-        raise StoreDamaged(f"{root} lists more documents than its list of names can hold: prefill again.")
+    if names > LARGEST_LIST or offsets > min(names, manifest.n_tokens + 2):
+        raise StoreDamaged(f"{root} lists more documents than it has tokens, or names: prefill again.")
     specs = array_specs(manifest, offsets - 1, names)
     return {spec.name: _stored_spec(root, spec) for spec in specs}
 
@@ -151,7 +150,7 @@ def _length(root: Path, name: str) -> int:
 
 def _read(root: Path, name: str) -> dict[str, Any]:
     try:
-        metadata = plain_json.parse(read_regular(root / name / "zarr.json"))
+        metadata = plain_json.parse(read_regular(root / name / "zarr.json", LARGEST_METADATA))
     except (FileNotFoundError, ValueError) as error:
         raise StoreDamaged(
             f"{root / name / 'zarr.json'} is missing or cannot be read: "

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from indexes import durable
 from offload_decode.errors import StoreBusy, StoreExists
 from offload_decode.store.checksums import SEAL, SUMS, Report, hash_files, render, seal_of
 from offload_decode.store.exchange import exchange
@@ -19,7 +20,6 @@ from offload_decode.store.staging import (
     WINDOWS,
     locked,
     partial_path,
-    write_atomically,
 )
 
 
@@ -45,12 +45,11 @@ def refuse_existing(path: Path) -> None:
 def seal(partial: Path, files: Iterable[str], progress: Report | None = None) -> None:
     """Put the checksums of all files into the store in the staging folder, and flush it to the disk."""
     root = partial / STORE
-    sums = render(hash_files(root, files, progress, sync=True))
+    sums = render(hash_files(root, files, progress))
     for name, data in ((SUMS, sums), (SEAL, seal_of(sums))):
-        write_atomically(partial / name, data, sync=True)  # its temporary file must not lie in the store
-        os.replace(partial / name, root / name)
-    for folder, _, _ in os.walk(root):
-        sync_folder(folder)
+        durable.write(partial / name, data)  # its temporary file must not lie in the store
+        durable.rename(partial / name, root / name)
+    durable.sync_tree(root)
 
 
 def publish(partial: Path, path: Path, *, replacing: bool = False) -> None:
@@ -62,10 +61,10 @@ def publish(partial: Path, path: Path, *, replacing: bool = False) -> None:
     """
     if replacing:
         exchange(partial / STORE, path, aside=partial / REPLACED)
+        durable.sync_folders([path.parent, partial])
     else:
         refuse_existing(path)
-        os.rename(partial / STORE, path)
-    sync_folder(path.parent)
+        durable.rename(partial / STORE, path)
     clear(partial)
 
 
@@ -75,13 +74,5 @@ def clear(partial: Path) -> None:
     for folder in (WINDOWS, STORE, REPLACED):
         shutil.rmtree(partial / folder, ignore_errors=True)
     # The lock goes last: as long as it is there, what is left is known to be ours.
+    durable.sync_folders([partial])
     shutil.rmtree(partial)
-
-
-def sync_folder(folder: str | Path) -> None:
-    """Flush the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

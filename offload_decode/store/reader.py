@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,13 +23,22 @@ from offload_decode.errors import (
     StoreNotFound,
 )
 from offload_decode.store import checksums, metadata
-from offload_decode.store.files import check_folders, check_sizes, read_regular
+from offload_decode.store.files import (
+    LARGEST_MANIFEST,
+    LARGEST_METADATA,
+    check_folders,
+    check_sizes,
+    listed,
+    read_regular,
+)
 from offload_decode.store.format import Array, Manifest, check_version, fingerprint_version, token_hash
 from offload_decode.store.layout import SEAM, ArraySpec, layer_name
 from offload_decode.store.sampling import sample_plan
 from offload_decode.store.staging import LOCK, STORE, Committed, partial_path
 from offload_decode.store.streams import head_view, list_view
 from offload_decode.types import Document, ModelShape
+
+T = TypeVar("T")
 
 STATES = ("conv", "recurrent")
 _KINDS = {
@@ -64,7 +75,7 @@ class KVStore:
         """
         root = _existing(Path(path))
         with _surfaced(root):
-            return cls._open(root)
+            return _of_one(root, lambda: cls._open(root))
 
     @classmethod
     def _open(cls, root: Path) -> KVStore:
@@ -73,7 +84,7 @@ class KVStore:
         small = [name for name in sums if name.endswith("zarr.json")]
         if changed := [name for name in small if not _matches(root, name, sums[name])]:
             raise StoreDamaged(
-                f"{', '.join(changed)} in {root} has changed or is missing: "
+                f"{listed(changed)} in {root} has changed or is missing: "
                 "restore it from a copy, or prefill again."
             )
         if header is None:
@@ -97,9 +108,7 @@ class KVStore:
         if not 0 <= offsets[0] <= offsets[-1] <= self.manifest.n_tokens or (np.diff(offsets) < 0).any():
             raise self._contradiction()
         try:
-            names = plain_json.parse(self._small("documents/names").tobytes())
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise ValueError("it is no list of names")
+            names = _names(self._small("documents/names").tobytes())
             spans = zip(names, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
             return tuple(Document(*found) for found in spans)
         except ValueError as error:
@@ -183,11 +192,8 @@ class KVStore:
 
         A microsecond a file. One that shrinks while it is being read is still fatal.
         """
-        try:
+        with self._of_this():
             check_sizes(self._mapped.get(layer, ()))
-        except StoreDamaged:
-            self.check_same()
-            raise
 
     def check_same(self) -> None:
         """StoreMismatch where another store has taken the place of this one, as an append does."""
@@ -258,10 +264,13 @@ class KVStore:
         spec = self._specs[name]
         files = [(os.path.join(self.path, file), spec.chunk_bytes) for file in spec.head_files(kv_head)]
         if (name, kv_head) in self._views:
-            check_sizes(files)
+            with self._of_this():
+                check_sizes(files)
         else:
-            self._views[name, kv_head] = head_view(self.path, spec, kv_head)
+            with self._of_this():
+                view = head_view(self.path, spec, kv_head)
             self.check_same()
+            self._views[name, kv_head] = view
             self._mapped.setdefault(layer, []).extend(files)
         return self._views[name, kv_head]
 
@@ -272,7 +281,19 @@ class KVStore:
         )
 
     def _small(self, name: str) -> Array:
-        return list_view(self.path, self._specs[name])
+        with self._of_this():
+            found = list_view(self.path, self._specs[name])
+        self.check_same()
+        return found
+
+    @contextmanager
+    def _of_this(self) -> Iterator[None]:
+        """What seems damaged may be of another store that has taken the place of this one."""
+        try:
+            yield
+        except StoreDamaged:
+            self.check_same()
+            raise
 
     def _check_contents(self) -> None:
         """StoreDamaged where tokens, documents or positions are not what the manifest says."""
@@ -296,10 +317,26 @@ def verify_store(path: str | Path, progress: checksums.Report | None = None) -> 
     StoreDamaged names every file that is missing, changed or not of the store; otherwise as `KVStore.open`.
     """
     root = _existing(Path(path))
-    with _surfaced(root):
+
+    def verify() -> None:
         if (root / checksums.SEAL).exists():
             checksums.check_tree(root, progress)
-    KVStore.open(root)._check_contents()
+        KVStore.open(root)._check_contents()
+
+    with _surfaced(root):
+        _of_one(root, verify)
+
+
+# Looked at before it is parsed: empty lists and objects take thirty times the memory of their text.
+_LIST_OF_TEXTS = re.compile(rb"""\s*+\[(?:\s*+"(?:[^"\\]|\\.)*+"\s*+,?+)*+\]\s*+""", re.DOTALL)
+
+
+def _names(data: bytes) -> list[str]:
+    """The names of documents; `ValueError` for anything else."""
+    if not _LIST_OF_TEXTS.fullmatch(data):
+        raise ValueError("it is no list of names")
+    names: list[str] = plain_json.parse(data)
+    return names
 
 
 def _existing(path: Path) -> Path:
@@ -314,6 +351,22 @@ def _existing(path: Path) -> Path:
     if not os.path.lexists(path):
         raise StoreNotFound(f"There is no store at {path}: make one with `offload-decode prefill`.")
     return path
+
+
+def _of_one(root: Path, work: Callable[[], T]) -> T:
+    """What `work` makes of the store at `root`: anew where an append put another one there meanwhile, so that
+    it has read a part of each.
+    """
+    while True:
+        before = _identity(root)
+        try:
+            found = work()
+        except (StoreError, OSError):
+            if _identity(root) == before:
+                raise
+        else:
+            if _identity(root) == before:
+                return found
 
 
 def _how_far(partial: Path) -> str:
@@ -358,7 +411,8 @@ def _surfaced(root: Path) -> Iterator[None]:
 
 def _matches(root: Path, name: str, digest: str) -> bool:
     try:
-        return hashlib.sha256(read_regular(root / name)).hexdigest() == digest
+        most = LARGEST_MANIFEST if name == metadata.ROOT else LARGEST_METADATA
+        return hashlib.sha256(read_regular(root / name, most)).hexdigest() == digest
     except FileNotFoundError:
         return False
 
@@ -370,7 +424,7 @@ def _check_files(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], su
     sizes = {name: spec.chunk_bytes for spec in specs.values() for name in spec.files()}
     described = {*sizes, *metadata.group_files(manifest), *(spec.metadata_file for spec in specs.values())}
     if described != sums.keys():
-        odd = ", ".join(sorted(described ^ sums.keys()))
+        odd = listed(sorted(described ^ sums.keys()))
         raise StoreDamaged(
             f"The checksums in {root} are not of the files of its arrays ({odd}): prefill again."
         )

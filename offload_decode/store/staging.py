@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +20,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from indexes import durable
+from indexes.locks import lock
 from offload_decode import plain_json
 from offload_decode.errors import StoreBusy, StoreDamaged, StoreError, StoreForeign
+from offload_decode.store.checks import count
+from offload_decode.store.fields import MOST_TOKENS
 from offload_decode.store.files import read_regular
 from offload_decode.store.mapping import require_posix
 
@@ -36,8 +41,7 @@ def partial_path(path: Path) -> Path:
 def locked(partial: Path) -> Iterator[None]:
     """Hold the staging folder `partial`, made if need be; StoreBusy where another process does."""
     require_posix()
-    import fcntl
-
+    fresh = not partial.exists()
     partial.mkdir(parents=True, exist_ok=True)
     try:
         # One look: in between two, another process may make its lock.
@@ -46,20 +50,29 @@ def locked(partial: Path) -> Iterator[None]:
             raise StoreForeign(
                 f"{partial} is not the staging folder of a store: move it away, or choose another path."
             )
-        lock = open(partial / LOCK, "ab")  # noqa: SIM115
+        held = open(partial / LOCK, "ab", opener=_plain_lock)  # noqa: SIM115
     except FileNotFoundError as error:  # the process that held it has published the store just now
         raise _busy(partial) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            gone = not (partial / LOCK).exists() or not os.path.samestat(
-                os.fstat(lock.fileno()), os.stat(partial / LOCK)
-            )
-        except BlockingIOError:
-            gone = True
-        if gone:
+    with held:
+        gone = not lock(held.fileno()) or not (partial / LOCK).exists()
+        if gone or not os.path.samestat(os.fstat(held.fileno()), os.stat(partial / LOCK)):
             raise _busy(partial)
+        if fresh:  # without its lock the folder would be taken for another's
+            durable.sync_folders([partial, partial.parent])
         yield
+
+
+def _plain_lock(path: str, flags: int) -> int:
+    """Opened without waiting for a pipe's other end, and without making a file where a link leads."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        descriptor = None
+    if descriptor is None or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise staging_damaged(Path(path).parent, LOCK)
+    return descriptor
 
 
 def _busy(partial: Path) -> StoreBusy:
@@ -93,7 +106,7 @@ class Committed:
 
     def save(self, partial: Path) -> None:
         body = asdict(self)
-        write_atomically(partial / PROGRESS, json.dumps({**body, "crc": _crc(body)}).encode())
+        durable.write(partial / PROGRESS, json.dumps({**body, "crc": _crc(body)}).encode())
 
     @classmethod
     def load(cls, partial: Path) -> Committed:
@@ -102,14 +115,30 @@ class Committed:
             data = plain_json.parse(read_regular(partial / PROGRESS))
             if data.pop("crc") != _crc(data):
                 raise ValueError("it has changed")
-            segments = {layer: [Segment(*s) for s in found] for layer, found in data.pop("segments").items()}
+            count("tokens", data["tokens"], MOST_TOKENS, least=0)
+            segments = {layer: [_segment(s) for s in found] for layer, found in data.pop("segments").items()}
             states, at_seam = (
-                {layer: Segment(*found) for layer, found in data.pop(name).items()}
+                {layer: _segment(found) for layer, found in data.pop(name).items()}
                 for name in ("states", "seam_states")
             )
+            for crcs in data["crcs"].values():
+                _numbers("checksums", crcs, len(crcs))
+            for sums in (*data["errors"].values(), *data["seam_errors"].values()):
+                _numbers("errors", sums, 3)
             return cls(**data, segments=segments, states=states, seam_states=at_seam)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise staging_damaged(partial, PROGRESS) from error
+
+
+def _segment(found: Any) -> Segment:
+    for number in found:
+        count("a segment", number, 2**32 - 1, least=0)
+    return Segment(*found)
+
+
+def _numbers(name: str, found: Any, length: int) -> None:
+    if len(found) != length or not all(type(each) in (int, float) and each >= 0 for each in found):
+        raise ValueError(f"{name} are no numbers")
 
 
 def _crc(body: dict[str, Any]) -> int:
@@ -118,17 +147,6 @@ def _crc(body: dict[str, Any]) -> int:
 
 def staging_damaged(partial: Path, name: str) -> StoreDamaged:
     return StoreDamaged(f"{name} in {partial} is damaged: remove {partial} and prefill again.")
-
-
-def write_atomically(file: Path, data: bytes, sync: bool = False) -> None:
-    """Write a temporary file beside `file`, then rename it."""
-    temporary = file.with_name(file.name + ".tmp")
-    with open(temporary, "wb") as out:
-        out.write(data)
-        out.flush()
-        if sync:
-            os.fsync(out.fileno())
-    os.replace(temporary, file)
 
 
 @contextmanager

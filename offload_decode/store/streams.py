@@ -25,6 +25,7 @@ class RowStream:
         self.crcs = [0] * spec.shape[0]
         self._root = root
         self._views: dict[int, Array] = {}
+        self._written: set[Path] = set()
 
     def restore(self, rows: int, crcs: list[int]) -> bool:
         """Go on after the first `rows` rows, if they are what the checksums say."""
@@ -49,6 +50,11 @@ class RowStream:
         self.rows += block.shape[1]
         self.crcs = [zlib.crc32(as_bytes(rows), crc) for rows, crc in zip(block, self.crcs, strict=True)]
 
+    def take_written(self) -> set[Path]:
+        """The files that were written to since this was last asked."""
+        written, self._written = self._written, set()
+        return written
+
     def view(self, head: int) -> Array:
         """All rows `[rows, D]`, or encoded `[rows]`, of one head, zero-copy: zeros until they are written."""
         if head in self._views:
@@ -63,7 +69,9 @@ class RowStream:
         while data:
             index, offset = divmod(position, self.spec.chunk_bytes)
             piece = data[: self.spec.chunk_bytes - offset]
-            _write_at(self._root / files[index], offset, piece)
+            file = self._root / files[index]
+            _write_at(file, offset, piece)
+            self._written.add(file)
             data, position = data[len(piece) :], position + len(piece)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offload_decode.store.files import open_regular
+from offload_decode.errors import StoreDamaged
+from offload_decode.store.files import check_sizes, open_regular
 from offload_decode.store.format import Array
 from offload_decode.store.staging import Segment
 from offload_decode.store.streams import as_bytes
@@ -28,6 +30,7 @@ class WindowLog:
         self.segments: list[Segment] = []
         self._folder, self._layer, self._window = folder, layer, window
         self._shape, self._dtype = shape, dtype
+        self._written: set[Path] = set()
 
     @property
     def rows(self) -> int:
@@ -35,12 +38,11 @@ class WindowLog:
         return self.segments[-1].stop if self.segments else 0
 
     def restore(self, segments: list[Segment]) -> bool:
-        """Go on after `segments`, if their files are what the checksums say."""
+        """Go on after `segments`, if they follow each other and their files are what the checksums say."""
         self.segments = segments
-        files = [self._file(segment) for segment in segments]
-        return all(
-            f.is_file() and zlib.crc32(f.read_bytes()) == s.crc for f, s in zip(files, segments, strict=True)
-        )
+        if any(one.stop != other.start for one, other in pairwise(segments)):
+            return False
+        return all(own.start < own.stop and self._holds(own) for own in segments)
 
     def append(self, keys: Array, values: Array, start: int | None = None) -> None:
         """Append keys `[heads, T, Dk]` and values `[heads, T, Dv]`; the first may begin at any token."""
@@ -52,9 +54,17 @@ class WindowLog:
         data = as_bytes(block)
         start = self.rows if start is None else start
         segment = Segment(start, start + keys.shape[1], zlib.crc32(data))
-        with open(self._file(segment), "wb") as out:
+        file = self._file(segment)
+        file.unlink(missing_ok=True)  # a killed process may have begun it
+        with open(file, "xb") as out:
             out.write(data)
+        self._written.add(file)
         self.segments.append(segment)
+
+    def take_written(self) -> set[Path]:
+        """The files that were made since this was last asked."""
+        written, self._written = self._written, set()
+        return written
 
     def window(self) -> tuple[Array, Array]:
         """Keys and values `[heads, min(window, rows), …]` of the last tokens, as copies."""
@@ -78,6 +88,17 @@ class WindowLog:
 
     def _file(self, segment: Segment) -> Path:
         return self._folder / f"{self._layer:03d}-{segment.start}-{segment.stop}"
+
+    def _holds(self, segment: Segment) -> bool:
+        own, rows = self._shape, segment.stop - segment.start
+        size = own.kv_heads * rows * (own.key_dim + own.value_dim) * self._dtype.itemsize
+        file = self._file(segment)
+        try:
+            check_sizes([(str(file), size)])
+        except StoreDamaged:
+            return False
+        with os.fdopen(open_regular(file), "rb") as opened:
+            return zlib.crc32(opened.read()) == segment.crc
 
     def _read(self, segment: Segment) -> Array:
         with os.fdopen(open_regular(self._file(segment)), "rb") as file:

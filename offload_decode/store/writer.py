@@ -15,6 +15,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from indexes import durable
 from indexes.rows.encodings import decode
 from offload_decode.errors import StoreIncomplete, StoreMismatch
 from offload_decode.store import metadata
@@ -201,6 +202,7 @@ class KVStoreWriter:
                 if self.manifest.keeps_seam:
                     for log in self._states.values():
                         log.keep()
+            self._sync()
             Committed(
                 tokens=tokens,
                 crcs={name: stream.crcs for name, stream in self._streams.items()},
@@ -263,6 +265,14 @@ class KVStoreWriter:
     ) -> None:
         self.close()
 
+    def _sync(self) -> None:
+        """Bring to the disk what is committed next."""
+        written = [stream.take_written() for stream in self._streams.values()]
+        written += [window.take_written() for window in self._windows.values()]
+        written += [state.take_written() for state in self._states.values()]
+        durable.sync_files(set[Path]().union(*written))
+        durable.sync_folders([self._partial / WINDOWS])
+
     def _begin(self, tokens: Array, documents: Sequence[Document]) -> None:
         offsets = np.array([*(d.start for d in documents[:1]), *(d.end for d in documents)] or [0], "<i8")
         names = np.frombuffer(json.dumps([d.name for d in documents]).encode(), np.uint8)
@@ -302,6 +312,8 @@ class KVStoreWriter:
             allocate(self._root, spec)
             if spec.name in given:
                 write_array(self._root, spec, given[spec.name])
+        for folder in (self._root, self._partial / WINDOWS):
+            durable.sync_tree(folder)
         committed.save(self._partial)
 
     def _resume(self, given: dict[str, Array]) -> None:
@@ -325,6 +337,8 @@ class KVStoreWriter:
             kept = progress.states.get(str(layer)), progress.seam_states.get(str(layer))
             if not states.restore(*kept) or states.rows != progress.tokens:
                 raise staging_damaged(self._partial, f"The state of layer {layer}")
+        if not {*progress.errors} == {*progress.seam_errors} == {*no_errors(self.manifest)}:
+            raise staging_damaged(self._partial, PROGRESS)
         self._encoder.errors = {name: EncodingLoss(*found) for name, found in progress.errors.items()}
         self._encoder.at_seam = {name: EncodingLoss(*found) for name, found in progress.seam_errors.items()}
         for layer in shape.full_layers:
@@ -338,7 +352,9 @@ class KVStoreWriter:
             raise staging_damaged(self._partial, metadata.ROOT)
         asked["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
         others = sorted(name for name in {*staged, *asked} if staged.get(name) != asked.get(name))
-        changed = [name for name, array in given.items() if self._staged_bytes(name) != as_bytes(array)]
+        changed = [
+            name for name, array in given.items() if self._staged_bytes(name, array.nbytes) != as_bytes(array)
+        ]
         if not others and "documents" in {name.partition("/")[0] for name in changed}:
             others = ["list of documents"]
         if others:
@@ -349,12 +365,13 @@ class KVStoreWriter:
         if changed:
             raise staging_damaged(self._partial, changed[0])
 
-    def _staged_bytes(self, name: str) -> bytes:
+    def _staged_bytes(self, name: str, size: int) -> bytes:
+        """What lies there of an array of `size` bytes, and one byte more if there is one."""
         file = self._root / name / "c.0"
-        if not file.exists():
+        if not os.path.lexists(file):
             return b""
         with os.fdopen(open_regular(file), "rb") as staged:
-            return staged.read()
+            return staged.read(size + 1)
 
     def _reopened_page(self, layer: int) -> OpenPage | None:
         """The bounds of the page that the last commit left open, from its staged keys."""

@@ -14,12 +14,13 @@ import shutil
 import time
 from pathlib import Path
 
+from indexes import durable
 from offload_decode.errors import StoreDamaged, StoreError
 from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.store.checksums import SEAL, SUMS
-from offload_decode.store.publish import refuse_existing, sync_folder
+from offload_decode.store.publish import refuse_existing
 from offload_decode.store.reader import KVStore
-from offload_decode.store.staging import STORE, locked, surfaced, write_atomically
+from offload_decode.store.staging import STORE, locked, surfaced
 from prefill_jobs.buckets.bucket import Bucket
 from prefill_jobs.buckets.lists import parse_sums, store_sums
 from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
@@ -63,8 +64,8 @@ def pull(url: str, store: Path, *, progress: Progress = lambda stage, done, tota
         )
         if damaged:
             raise _damaged(bucket, [item.key for item in damaged], "changed")
-        write_atomically(root / SUMS, listed, sync=True)
-        write_atomically(root / SEAL, bucket.seal or b"", sync=True)
+        durable.write(root / SUMS, listed)
+        durable.write(root / SEAL, bucket.seal or b"")
         KVStore.open(root)
         _publish(partial, root, path)
     return Transfer(
@@ -133,23 +134,20 @@ def _fetch(bucket: Bucket, item: Item, parts: Path, meter: Meter) -> bool:
             digest.update(part)
             file.write(part)
             meter.add(len(part))
-        file.flush()
-        os.fsync(file.fileno())
     if digest.hexdigest() != item.sha256:
         part_file.unlink()
         return False
     item.path.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(part_file, item.path)
+    durable.sync_files([part_file])
+    durable.rename(part_file, item.path)
     return True
 
 
 def _publish(partial: Path, root: Path, path: Path) -> None:
     """Give the store its name; the lock goes last, so that what is left is known to be ours."""
     for top in (root, indexes_folder(path)):
-        for folder, _, _ in os.walk(top):
-            sync_folder(folder)
+        durable.sync_folders(folder for folder, _, _ in os.walk(top))
     refuse_existing(path)
-    os.rename(root, path)
-    sync_folder(path.parent)
+    durable.rename(root, path)
     shutil.rmtree(partial / PARTS)
     shutil.rmtree(partial)

@@ -17,6 +17,7 @@ from indexes.approximate import ApproximateIndex
 from indexes.clusters import ClusteredIndex
 from indexes.errors import IndexDamaged, IndexMismatch, VectorIndexError
 from offload_decode.testing.index_contract import clustered_keys, near_queries
+from tests.indexes.hostile import write
 
 KINDS = ["clusters", "faiss-ivf", "faiss-hnsw", "hnswlib"]
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ RECALLS: list[tuple[str, Any]] = [
     *(("queries", bad) for bad in [*NOT_NUMBERS, 0, 3.5]),
     *(("source", bad) for bad in ["", 3, None, ["keys"]]),
     *(("parameter", bad) for bad in [3, None, "another", {}]),
-    *(("value", bad) for bad in [*NOT_NUMBERS, -1, 1e300, 10**400, float("inf")]),
+    *(("value", bad) for bad in [*NOT_NUMBERS, 0, -1, 1e300, 10**400, float("inf")]),
     *(("full_scan", bad) for bad in [0, "no", None]),
 ]
 
@@ -144,3 +145,26 @@ def test_cells_that_name_a_key_twice_are_refused(tmp_path: Path) -> None:
     index.save(path)
     with pytest.raises(IndexDamaged, match="names a key twice"):
         ClusteredIndex.load(path, index.keys, digest="d")
+
+
+def test_a_file_of_an_index_is_no_link(tmp_path: Path) -> None:
+    index, path = saved("clusters", tmp_path)
+    for file in (tmp_path / "i.cells", tmp_path / "i.json"):
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(IndexDamaged, match="is not"):
+            type(index).load(path, index.keys, digest="d")
+        (tmp_path / "elsewhere").replace(file)
+    type(index).load(path, index.keys, digest="d")
+
+
+@pytest.mark.parametrize(("place", "word"), [(64, 1 << 20), (72, 0), (80, 1 << 30)])
+def test_a_graph_that_would_be_extended_otherwise_is_refused(tmp_path: Path, place: int, word: int) -> None:
+    """hnswlib links further keys by these: more links than there is room for, on levels without end."""
+    pytest.importorskip("hnswlib")
+    index, path = saved("hnswlib", tmp_path)
+    raw = bytearray((tmp_path / "i.hnsw").read_bytes())
+    raw[place : place + 8] = word.to_bytes(8, "little")
+    write(path, ".hnsw", bytes(raw))
+    with pytest.raises(IndexDamaged, match="can be read"):
+        type(index).load(path, index.keys, digest="d")

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from indexes.plain_files import NotPlain, open_plain
 from offload_decode.errors import ConfigError
 from offload_decode.evals import results
 from offload_decode.evals.results import Results
-from offload_decode.plain_files import NotPlain, open_plain
 from offload_decode.plain_json import parse
 
 MOST = 256 << 20  # bytes of a file that is one JSON value

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from indexes.plain_files import NotPlain, open_plain
 from offload_decode import plain_json
 from offload_decode.errors import CorpusError
 from offload_decode.evals.haystack import python_topics_by_name
-from offload_decode.plain_files import NotPlain, open_plain
 
 MOST_BYTES = 256 * 2**20
 _OURS = Path(__file__).with_name("questions.json")

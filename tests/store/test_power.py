@@ -1,0 +1,122 @@
+"""A power cut takes what was not flushed, in any order; what was committed before is there."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from indexes import durable
+from offload_decode.store import KVStore, verify_store
+from prefill_jobs import publishing
+from tests.store.disk import Disk, PowerCut
+from tests.store.jobs import FULL, SLIDING, Job, make_job, tree
+from tests.store.test_growth import HYBRID, Corpus
+
+CHUNK, MANY = 40, 2000
+Cases = list[tuple[int, int]]
+"""Before which flush the power fails, and the chance by which something is lost."""
+SOME: Cases = [(flush, flush) for flush in (1, 2, 3, 5, 9, 14, 30, 50, 62, 64, 66, 68, 75, 85, 95, 110, 130)]
+ALL: Cases = [(flush, seed) for flush in range(1, 160) for seed in range(5)]
+
+
+def cut(folder: Path, case: tuple[int, int], patch: pytest.MonkeyPatch, work: Callable[[], object]) -> bool:
+    """Do the work until the power fails; False where it ended first."""
+    disk = Disk(folder, case[0])
+    with patch.context() as patched:
+        disk.watch(patched)
+        try:
+            work()
+            return False
+        except PowerCut:
+            pass
+    disk.lose(random.Random(case[1]))
+    return True
+
+
+def prefilled(job: Job, path: Path, committed: list[int]) -> None:
+    with job.open(path) as writer:
+        assert writer.done >= max(committed, default=0), "what was committed is there"
+        while writer.done < job.manifest.n_tokens:
+            job.feed(writer, [CHUNK], until=min(writer.done + CHUNK, job.manifest.n_tokens))
+            committed.append(writer.done)
+        writer.publish()
+
+
+def survives(case: tuple[int, int], folder: Path, patch: pytest.MonkeyPatch) -> bool:
+    """Whether the power failed; a prefill is gone on with then, and ends in the same bytes."""
+    job, path, committed = make_job(3 * CHUNK, layers=(FULL, SLIDING)), folder / "disk/s", list[int]()
+    path.parent.mkdir()
+    failed = cut(path.parent, case, patch, lambda: prefilled(job, path, committed))
+    if path.exists():  # it has its name: then it is whole
+        verify_store(path)
+    else:
+        prefilled(job, path, committed)
+    assert tree(path) == tree(job.write(folder / "whole"))
+    shutil.rmtree(path.parent)
+    shutil.rmtree(folder / "whole")
+    return failed
+
+
+def test_a_prefill_goes_on_after_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in SOME:
+        assert survives(case, tmp_path, monkeypatch)
+    assert not survives((MANY, 0), tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_prefill_goes_on_after_any_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in ALL:
+        survives(case, tmp_path, monkeypatch)
+
+
+def test_without_flushes_commits_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the disk of these tests forgets: else they would show nothing."""
+    disk = Disk(tmp_path, MANY)
+    with monkeypatch.context() as patched, durable.synced(False):
+        disk.watch(patched)
+        with (job := make_job(3 * CHUNK)).open(tmp_path / "s") as writer:
+            job.feed(writer)
+    assert disk.left == MANY
+    disk.lose(random.Random(0))
+    assert not (tmp_path / "s.partial/progress.json").exists() or not (tmp_path / "s.partial/store").exists()
+
+
+@pytest.mark.parametrize("flush", [1, 4, 20, 60, 100, 140, 180, 190])
+def test_an_append_goes_on_after_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush: int
+) -> None:
+    """The earlier store has its name until the longer one has it."""
+    corpus, path = Corpus(HYBRID, 200), tmp_path / "disk/s"
+    path.parent.mkdir()
+    short, long = (
+        tree(corpus.write(tmp_path / "short", 70).path),
+        tree(corpus.write(tmp_path / "long", 200).path),
+    )
+    corpus.write(path, 70)
+    cut(path.parent, (flush, flush), monkeypatch, lambda: corpus.grow(path, 200))
+    verify_store(path)
+    assert tree(path) in (short, long)
+    if tree(path) == short:
+        corpus.grow(path, 200)
+    assert tree(path) == long
+    assert KVStore.open(path).manifest.n_tokens == 200
+
+
+@pytest.mark.parametrize("flush", range(1, 8))
+def test_indexes_are_those_of_before_or_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush: int
+) -> None:
+    kind, staging = tmp_path / "disk/flat", tmp_path / "disk/flat.partial"
+    for folder, text in ((kind, "old"), (staging, "new")):
+        folder.mkdir(parents=True)
+        for name in ("a", "b"):
+            (folder / name).write_text(text)
+    cut(kind.parent, (flush, flush), monkeypatch, lambda: publishing.publish(staging, kind, ()))
+    if staging.exists():
+        publishing.publish(staging, kind, ())
+    found = {file.read_text() for file in kind.iterdir()}
+    assert found == {"new"}

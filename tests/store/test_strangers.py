@@ -1,0 +1,96 @@
+"""What a stranger may put into a store beside wrong numbers: names that lead out, pipes, text without end."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from offload_decode.errors import StoreDamaged, StoreError, StoreIncomplete
+from offload_decode.store import KVStore, checksums, mapping
+from offload_decode.store.reader import _names
+from tests.store.jobs import Job
+
+
+@pytest.mark.parametrize(
+    "name", ["../{}/zarr.json", "/etc/zarr.json", "a\0b/zarr.json", "./zarr.json", "tokens/c.0"]
+)
+def test_checksums_name_files_of_the_store_once(store: Path, name: str) -> None:
+    text = (store / checksums.SUMS).read_text()
+    text += f"{'0' * 64}  {name.format(store.name)}\n"
+    (store / checksums.SUMS).write_text(text)
+    (store / checksums.SEAL).write_bytes(checksums.seal_of(text.encode()))
+    with pytest.raises(StoreDamaged, match="not a list of the files of a store"):
+        KVStore.open(store)
+
+
+def test_a_sentence_does_not_name_a_hundred_thousand_files(store: Path) -> None:
+    sums = checksums.read_sums(store) | {f"more/{n}": "0" * 64 for n in range(100_000)}
+    text = checksums.render(sums)
+    (store / checksums.SUMS).write_bytes(text)
+    (store / checksums.SEAL).write_bytes(checksums.seal_of(text))
+    with pytest.raises(StoreDamaged, match=r"and 99,950 more\)") as caught:
+        KVStore.open(store)
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "text", ["[[],[],[]]", '["a", {}]', '["a"', "[1]", '{"a": "b"}', '"a"', "", '["a" b]']
+)
+def test_names_are_texts_before_they_are_parsed(text: str) -> None:
+    with pytest.raises(ValueError, match=r"list of names|Expecting"):
+        _names(text.encode())
+
+
+def test_names_are_read_as_they_were_written() -> None:
+    names = ["a", "", 'b "c" \\ [', "ü\n", "]"]
+    assert _names(json.dumps(names).encode()) == names
+    assert _names(b"[]") == []
+
+
+def test_addresses_that_there_are_not_are_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "f"
+    with pytest.raises(StoreError, match="cannot be mapped into memory"):
+        mapping.map_files([file] * 2, 1 << 62)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_a_lock_is_a_plain_file(job: Job, tmp_path: Path, kind: str) -> None:
+    with job.open(tmp_path / "s") as writer:
+        job.feed(writer, until=100)
+    lock = tmp_path / "s.partial/lock"
+    lock.unlink()
+    {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(tmp_path / "made"), "folder": os.mkdir}[kind](
+        lock
+    )
+    with pytest.raises(StoreDamaged, match="lock in"):
+        job.open(tmp_path / "s")
+    assert not (tmp_path / "made").exists(), "a link would make a file elsewhere"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": "x"},
+        {"tokens": [100]},
+        {"tokens": -100},
+        {"crcs": {"tokens": ["x"]}},
+        {"segments": {"1": [["../..", 100, 0]]}},
+        {"segments": {"1": [[0, 100, 0], [50, 100, 0]]}},
+        {"errors": {"layers/000/keys": [0.0]}},
+    ],
+)
+def test_progress_from_elsewhere_is_looked_at(job: Job, tmp_path: Path, change: dict[str, object]) -> None:
+    with job.open(tmp_path / "s") as writer:
+        job.feed(writer, until=100)
+    progress = tmp_path / "s.partial/progress.json"
+    body = json.loads(progress.read_text()) | change
+    body.pop("crc")
+    progress.write_text(json.dumps({**body, "crc": zlib.crc32(json.dumps(body).encode())}))
+    with pytest.raises(StoreIncomplete, match="run it again to go on"):
+        KVStore.open(tmp_path / "s")
+    with pytest.raises(StoreDamaged, match="is damaged: remove"):
+        job.open(tmp_path / "s")
