@@ -1,0 +1,322 @@
+"""Changes that a stranger makes to files: numbers, names, lengths, kinds of file. Whoever applies them makes
+the checksums fit, as the stranger would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+DEEP: Any = []
+for _ in range(40):
+    DEEP = [DEEP]
+
+TEXTS = [
+    "",
+    "x",
+    "\x1b[31m",
+    "../../..",
+    "/dev/zero",
+    "a\0b",
+    "\ud800",
+    "x" * 5000,
+    "NaN",
+    "blosc",
+    "..",
+    ".",
+]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    2.5,
+    255,
+    256,
+    10**9,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**62,
+    2**63,
+    2**64,
+    10**40,
+    1e308,
+    5e-324,
+]
+OTHERS = [
+    None,
+    True,
+    False,
+    [],
+    {},
+    [None],
+    ["keys"],
+    {"method": 3},
+    DEEP,
+    [10**9, 1, 1],
+    [0, 0, 0],
+    [-1, 1, 1],
+]
+VALUES: list[Any] = [*TEXTS, *NUMBERS, *OTHERS]
+
+RAW = {
+    **{text: text for text in ("NaN", "Infinity", "1e999", "-0", "01", '"\\ud800"', "{}{}", "\0")},
+    "digits": "9" * 5000,
+    "brackets": "[" * 100_000,
+    "nested": "[[]," * 2000,
+}
+"""What takes the place of a value as text, by name: the file need not be JSON any more."""
+
+WORDS = [
+    0,
+    1,
+    -1,
+    2,
+    15,
+    16,
+    255,
+    256,
+    2**15,
+    2**16,
+    2**31 - 1,
+    -(2**31),
+    2**32,
+    2**40,
+    2**62,
+    2**63 - 1,
+    -(2**63),
+]
+FLOATS = [float("nan"), float("inf"), -float("inf"), 1e38, -1.0, 0.0]
+KINDS = ["pipe", "link", "dangling", "folder", "missing", "sparse", "zero", "itself"]
+
+
+class Edit(NamedTuple):
+    """What is done to the file `name`: one of the functions below, and what it is given."""
+
+    name: str
+    action: str
+    given: tuple[Any, ...]
+
+
+def edits(files: dict[str, bytes], often: Sequence[str] = ()) -> st.SearchStrategy[list[Edit]]:
+    """One or two edits of some of these files, whose bytes are those before the first edit: three times as
+    often of those that are named.
+    """
+    names = st.sampled_from([*sorted(files), *often, *often])
+    return st.lists(names.flatmap(lambda name: _edit(name, files[name])), min_size=1, max_size=2)
+
+
+def apply(root: Path, made: Sequence[Edit]) -> None:
+    """Make the edits to the files under `root`, one after another."""
+    for name, action, given in made:
+        _ACTIONS[action](root / name, *given)
+
+
+def put_back(root: Path, files: dict[str, bytes], made: Sequence[Edit]) -> None:
+    """Undo: these files, and no others, are as they were."""
+    for name in {edit.name for edit in made}:
+        remove(root / name)
+        (root / name).write_bytes(files[name])
+
+
+def remove(path: Path) -> None:
+    """Whatever is at a path."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _edit(name: str, data: bytes) -> st.SearchStrategy[Edit]:
+    kinds = st.builds(Edit, st.just(name), st.just("kind"), st.tuples(st.sampled_from(KINDS)))
+    cuts = st.builds(Edit, st.just(name), st.just("length"), st.tuples(_length(len(data))))
+    words = st.builds(Edit, st.just(name), st.just("word"), st.tuples(*_word(len(data))))
+    document = _document(data)
+    if document is None:
+        return st.one_of(words, words, words, words, words, words, cuts, kinds) if data else kinds
+    places = len(list(_places(document)))
+    where = st.integers(0, places - 1)
+    values = st.builds(Edit, st.just(name), st.just("value"), st.tuples(where, st.sampled_from(VALUES)))
+    near = st.builds(
+        Edit, st.just(name), st.just("near"), st.tuples(where, st.sampled_from([-1, 1, 2, -2, 64, 1 << 16]))
+    )
+    drops = st.builds(Edit, st.just(name), st.just("drop"), st.tuples(where))
+    twice = st.builds(Edit, st.just(name), st.just("twice"), st.tuples(where, st.sampled_from(VALUES)))
+    raw = st.builds(Edit, st.just(name), st.just("raw"), st.tuples(where, st.sampled_from(sorted(RAW))))
+    return st.one_of(values, values, near, near, near, drops, twice, raw, words, cuts, kinds)
+
+
+def _length(size: int) -> st.SearchStrategy[int]:
+    return st.one_of(
+        st.sampled_from([0, 1, max(0, size - 1), size + 1, size + 64, size + 4096, 2 * size, 1 << 40]),
+        st.integers(0, size),
+    )
+
+
+def _word(size: int) -> tuple[st.SearchStrategy[Any], ...]:
+    """Where, how wide and what."""
+    ends = st.one_of(
+        st.integers(0, min(size, 128)), st.integers(0, size), st.integers(max(0, size - 128), size)
+    )
+    numbers = st.one_of(st.sampled_from(WORDS), st.integers(0, 4096), st.integers(-(2**63), 2**63 - 1))
+    return ends, st.sampled_from([1, 2, 4, 4, 8, 8]), st.one_of(numbers, numbers, st.sampled_from(FLOATS))
+
+
+def _document(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where every value lies in a JSON document, those inside of others too."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in inner:
+        yield from _places(each, (*path, name))
+
+
+def plain(file: Path) -> bool:
+    """Whether it is a plain file still, and not a large one."""
+    return file.is_file() and not file.is_symlink() and file.stat().st_size < 1 << 30
+
+
+def _at(file: Path, place: int) -> tuple[Any, tuple[Any, ...], Any]:
+    """The document, a path in it, and what holds the value there; an earlier edit may have left no such."""
+    if not plain(file):
+        return None, (), None
+    try:
+        document = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None, (), None
+    path = list(_places(document))[place % sum(1 for _ in _places(document))]
+    return document, path, _holder(document, path)
+
+
+def _holder(document: Any, path: tuple[Any, ...]) -> Any:
+    """The list or object that the value of a path is in."""
+    for step in path[:-1]:
+        document = document[step]
+    return document
+
+
+def _value(file: Path, place: int, to: Any) -> None:
+    document, path, holder = _at(file, place)
+    if path:
+        holder[path[-1]] = to
+    _write(file, document if path else to)
+
+
+def _near(file: Path, place: int, by: int) -> None:
+    """Another number not far from the one that is there, or from the next one."""
+    document, path, _ = _at(file, place)
+    places = list(_places(document))
+    at = places.index(path)
+    for near in places[at:] + places[:at]:
+        holder = _holder(document, near)
+        if near and type(holder[near[-1]]) in (int, float):
+            holder[near[-1]] = holder[near[-1]] * by if abs(by) == 2 else holder[near[-1]] + by
+            _write(file, document)
+            return
+
+
+def _drop(file: Path, place: int) -> None:
+    document, path, holder = _at(file, place)
+    if path:
+        del holder[path[-1]]
+        _write(file, document)
+
+
+_MARK = "@here@"
+
+
+def _twice(file: Path, place: int, to: Any) -> None:
+    """A name that an object has twice."""
+    document, path, holder = _at(file, place)
+    if path and isinstance(holder, dict):
+        name, value = path[-1], holder[path[-1]]
+        holder[name] = _MARK
+        both = f"{json.dumps(value)}, {json.dumps(name)}: {json.dumps(to)}"
+        _replace(file, json.dumps(document).replace(f'"{_MARK}"', both).encode())
+
+
+def _raw(file: Path, place: int, name: str) -> None:
+    text = RAW[name]
+    document, path, holder = _at(file, place)
+    if path:
+        holder[path[-1]] = _MARK
+        _replace(file, json.dumps(document).replace(f'"{_MARK}"', text).encode())
+    else:
+        _replace(file, text.encode())
+
+
+def _set_word(file: Path, place: int, size: int, value: float) -> None:
+    if not plain(file):
+        return
+    with open(file, "r+b") as opened:
+        length = opened.seek(0, os.SEEK_END)
+        if isinstance(value, float):
+            word = struct.pack("<d" if size == 8 else "<f", value)[:size]
+        else:
+            word = (value % 2 ** (8 * size)).to_bytes(size, "little")
+        opened.seek(min(place, length) // size * size)
+        opened.write(word[: max(0, length - opened.tell())])
+
+
+def _set_length(file: Path, size: int) -> None:
+    if plain(file):
+        os.truncate(file, size)
+
+
+def _set_kind(file: Path, kind: str) -> None:
+    """Something else in the place of the file; a link leads to the same bytes, and is all that is odd."""
+    data = file.read_bytes() if plain(file) else b""
+    remove(file)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "link":
+        elsewhere = Path(gettempdir(), f"elsewhere-{os.getpid()}")
+        elsewhere.write_bytes(data)
+        file.symlink_to(elsewhere)
+    elif kind == "dangling":
+        file.symlink_to("/nowhere/at/all")
+    elif kind == "itself":
+        file.symlink_to(file)
+    elif kind == "zero":
+        file.symlink_to("/dev/zero")
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "sparse":
+        file.write_bytes(data)
+        os.truncate(file, 1 << 40)
+
+
+def _write(file: Path, document: Any) -> None:
+    _replace(file, json.dumps(document).encode())
+
+
+def _replace(file: Path, data: bytes) -> None:
+    remove(file)
+    file.write_bytes(data)
+
+
+_ACTIONS: dict[str, Any] = {
+    "value": _value,
+    "near": _near,
+    "drop": _drop,
+    "twice": _twice,
+    "raw": _raw,
+    "word": _set_word,
+    "length": _set_length,
+    "kind": _set_kind,
+}

@@ -1,0 +1,34 @@
+"""A store under a model that answers: ids beyond N, numbers that are none, tokens of no vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offload_decode.engine.engine import Engine
+from offload_decode.models.loading import load
+from offload_decode.store import KVStore
+from prefill_jobs.build import build_indexes
+from prefill_jobs.job import prefill
+from tests.fuzz.stores import Sealed, is_list
+from tests.tiny import text_model, tiny_tokenizer
+
+
+class Answering(Sealed):
+    """A store of a tiny model: whoever asks gets an answer or a sentence."""
+
+    def __init__(self, folder: Path) -> None:
+        model = folder / "model"
+        text_model(num_hidden_layers=1).save_pretrained(model)
+        tiny_tokenizer().save_pretrained(model)
+        (folder / "text").write_text("Ada keeps the minutes of the society. " * 20)
+        self.loaded = load(str(model), "cpu", "auto")
+        prefill(str(folder / "text"), model=str(model), out=folder / "s")
+        build_indexes(folder / "s", "clusters", k=8)
+        super().__init__(folder / "s", lambda name: not is_list(name) or name == "zarr.json")
+
+    def use(self) -> None:
+        engine = Engine.open(KVStore.open(self.path), self.loaded, options={"budget": "20"})
+        engine.answer_many(["Who?"], 2, 1, True)
+
+
+TARGETS = {"clusters": Answering}

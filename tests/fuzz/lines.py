@@ -1,0 +1,78 @@
+"""JSON lines of a batch, its questions and its answers, and a conversation that was saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cli.questions import append_answers, assign, check_out, read_answered, read_questions
+from cli.transcript import FORMAT, VERSION, _read
+from tests.fuzz.edits import Edit, apply, put_back
+from tests.fuzz.target import Files
+
+SETTINGS = {"selector": "topk", "options": {}, "max_new_tokens": 5, "model": None, "weights": None}
+QUESTIONS = [
+    {"question": "Who?", "id": 1, "store": "a.kv"},
+    {"question": "Où?", "id": "x"},
+    {"question": "When?"},
+]
+ANSWERS = [
+    {"id": 1, "store": "a.kv", "question": "Who?", "answer": "I", "tokens": 1, "finish": "stop", **SETTINGS}
+]
+TALK = {
+    "format": FORMAT,
+    "version": VERSION,
+    "store": "d",
+    "model": "m",
+    "turns": [{"question": "Who?", "answer": "I", "tokens": [3]}],
+}
+
+
+class Lines(Files):
+    """A file whose every line is edited as a document of its own."""
+
+    def __init__(self, name: str, documents: Sequence[Any], folder: Path) -> None:
+        self.name = name
+        for number, document in enumerate(documents):
+            (folder / f"{number}.json").write_text(json.dumps(document))
+        super().__init__(folder, [f"{number}.json" for number in range(len(documents))])
+        self.file = folder / name
+
+    def attempt(self, case: Sequence[Edit]) -> None:
+        apply(self.root, case)
+        parts = [self.root / name for name in self.files]
+        if any(edit.action in ("kind", "length") for edit in case):
+            parts[0].rename(self.file)
+        else:
+            self.file.write_bytes(b"\n".join(part.read_bytes() for part in parts) + b"\n")
+        self.use()
+
+    def restore(self, case: Sequence[Edit]) -> None:
+        from tests.fuzz.edits import remove
+
+        remove(self.file)
+        put_back(self.root, self.files, [Edit(name, "", ()) for name in self.files])
+
+    def must_refuse(self, case: Sequence[Edit]) -> bool:
+        return False  # a user's own file may be a link
+
+    def use(self) -> None:
+        if self.name == "questions.jsonl":
+            asked = assign(read_questions(self.file), ["folder/a.kv", "b.kv"])
+            lines = [{**q.extra, "id": q.id, "store": s, "question": q.text} for s in asked for q in asked[s]]
+            append_answers(self.root / "out", lines)
+        elif self.name == "answers.jsonl":
+            check_out(self.file)
+            read_answered(self.file, SETTINGS)
+        else:
+            _read(self.file)
+
+
+TARGETS: dict[str, Any] = {
+    "questions": partial(Lines, "questions.jsonl", QUESTIONS),
+    "answers": partial(Lines, "answers.jsonl", ANSWERS),
+    "conversation": partial(Lines, "talk.json", [TALK]),
+}

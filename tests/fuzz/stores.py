@@ -1,0 +1,120 @@
+"""A store from elsewhere: its metadata, the numbers in its chunk files, and what a killed prefill left."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from offload_decode.errors import StoreIncomplete
+from offload_decode.store import KVStore, checksums, verify_store
+from tests.fuzz.edits import Edit, plain
+from tests.fuzz.target import Files
+from tests.store.jobs import FULL, SLIDING, make_job
+
+LISTS = (checksums.SUMS, checksums.SEAL)
+TOKENS = 300
+
+
+class Sealed(Files):
+    """Files of a store; its checksums fit, unless they are what was edited."""
+
+    def __init__(self, path: Path, chosen: Callable[[str], bool]) -> None:
+        self.path = path
+        names = (str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+        super().__init__(path, list(filter(chosen, names)))
+        self.lists = {name: (path / name).read_bytes() for name in LISTS}
+        self.sums = checksums.read_sums(path)
+
+    def fit(self, case: Sequence[Edit]) -> None:
+        edited = {edit.name for edit in case} - {*LISTS}
+        sums = dict(self.sums)
+        for name in edited:
+            file = self.path / name
+            if plain(file):
+                sums[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        if not any(edit.name == checksums.SUMS for edit in case):
+            (self.path / checksums.SUMS).write_bytes(checksums.render(sums))
+        if not any(edit.name == checksums.SEAL for edit in case):
+            list_ = self.path / checksums.SUMS
+            if plain(list_):
+                (self.path / checksums.SEAL).write_bytes(checksums.seal_of(list_.read_bytes()))
+
+    def restore(self, case: Sequence[Edit]) -> None:
+        super().restore(case)
+        for name, data in self.lists.items():
+            (self.path / name).write_bytes(data)
+
+
+class Store(Sealed):
+    """All that a store gives without a model."""
+
+    def __init__(self, folder: Path, metadata: bool) -> None:
+        path = make_job(TOKENS, layers=(FULL, SLIDING, FULL), kv="int8").write(folder / "s")
+        super().__init__(path, lambda name: is_list(name) == metadata)
+
+    def use(self) -> None:
+        store = KVStore.open(self.path)
+        _ = store.documents, store.query_positions, store.query_heads, store.cost(), store.manifest.to_json()
+        shape = store.manifest.shape
+        for layer, own in enumerate(shape.layers):
+            if own.local:
+                store.window(layer), store.window_at_seam(layer)
+            store.states(layer)
+            if layer in shape.full_layers:
+                for head in range(own.kv_heads):
+                    rows = store.keys(layer, head), store.values(layer, head), store.queries(layer, head)
+                    for part in (*rows, store.key_norms(layer, head), *store.pages(layer, head)):
+                        np.array(part[-1:])
+                    store.digest(layer, head)
+            store.check_mapped(layer)
+        if sum(spec.chunk_bytes * spec.file_count for spec in store.specs.values()) < 1 << 30:
+            verify_store(self.path)
+
+
+def is_list(name: str) -> bool:
+    """Whether a file of a store is read whole, as metadata or checksums."""
+    return name.endswith(".json") or name in LISTS
+
+
+class Staged(Files):
+    """What a prefill left that was killed: it is told of, and gone on with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.job = make_job(TOKENS, layers=(FULL, SLIDING), kv="int8")
+        self.path = folder / "s"
+        with self.job.open(self.path) as writer:
+            self.job.feed(writer, until=100)
+        partial = folder / "s.partial"
+        names = [str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file()]
+        super().__init__(partial, names)
+
+    def use(self) -> None:
+        with suppress(StoreIncomplete):
+            KVStore.open(self.path)
+        with self.job.open(self.path):
+            pass
+
+    def fit(self, case: Sequence[Edit]) -> None:
+        """`progress.json` ends with a checksum of itself."""
+        file = self.root / "progress.json"
+        if not plain(file):
+            return
+        try:
+            body = json.loads(file.read_bytes())
+            body.pop("crc")
+            file.write_text(json.dumps({**body, "crc": zlib.crc32(json.dumps(body).encode())}))
+        except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
+            return  # it is no such file any more
+
+
+TARGETS = {
+    "metadata": lambda folder: Store(folder, metadata=True),
+    "chunks": lambda folder: Store(folder, metadata=False),
+    "staged": Staged,
+}

@@ -1,0 +1,62 @@
+"""Files and requests from strangers: what reads them answers or refuses in a sentence, and does no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = [
+    "stores.metadata",
+    "stores.chunks",
+    "stores.staged",
+    "saved.flat",
+    "saved.clusters",
+    "saved.faiss-ivf",
+    "saved.faiss-hnsw",
+    "saved.hnswlib",
+    "engines.clusters",
+    "lines.questions",
+    "lines.answers",
+    "lines.conversation",
+    "requests.bodies",
+]
+FEW, MANY = 40, 10_000
+
+
+def fuzzed(target: str, cases: int, cache: pytest.Cache, timeout: float) -> dict[str, int]:
+    if target.endswith("hnswlib"):
+        pytest.importorskip("hnswlib")
+    kept = cache.mkdir("fuzz") / target
+    ran = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz", target, str(cases), str(kept)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+    assert ran.returncode == 0, (
+        f"{ran.returncode} at {(kept / 'last').read_text()[:2000]}\n{ran.stderr[-3000:]}"
+    )
+    outcomes: dict[str, int] = json.loads(ran.stdout)
+    return outcomes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_change_does_harm(target: str, pytestconfig: pytest.Config) -> None:
+    outcomes = fuzzed(target, FEW, pytestconfig.cache, 300)
+    assert outcomes["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_change_of_ten_thousand_does_harm(target: str, pytestconfig: pytest.Config) -> None:
+    outcomes = fuzzed(target, MANY, pytestconfig.cache, 7200)
+    assert outcomes["answered"]
