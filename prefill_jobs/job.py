@@ -17,6 +17,7 @@ from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.outline import outline_of
 from offload_decode.models.prompt import prompt_for
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
+from offload_decode.store.fields import MOST_SAMPLES
 from offload_decode.store.format import Manifest, kv_encodings, stored_types, token_hash
 from offload_decode.store.metadata import read_header
 from offload_decode.store.reader import KVStore
@@ -55,8 +56,8 @@ class Settings:
     def __post_init__(self) -> None:
         kv_encodings(self.kv)  # mistakes show before the model is loaded
         parse(self.method, self.stated)
-        if self.query_samples < 1:
-            raise ConfigError(f"query-samples must be 1 or more, not {self.query_samples}")
+        if not 1 <= self.query_samples <= MOST_SAMPLES:
+            raise ConfigError(f"query-samples must be 1 to {MOST_SAMPLES:,}, not {self.query_samples}")
         if self.context is not None and self.context < 1:
             raise ConfigError(f"context must be 1 or more tokens, not {self.context}")
 

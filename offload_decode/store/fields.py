@@ -13,6 +13,9 @@ from offload_decode.types import ModelShape
 MOST_TOKENS = 2**31 - 1
 """Tokens of a store: indexes number them with int32."""
 
+MOST_SAMPLES = 1 << 20
+"""Queries of a KV head in a store: a thousand times what tuning takes; their places are held in memory."""
+
 _DEPTH = 8
 
 

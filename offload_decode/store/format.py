@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from indexes.rows import encodings
 from offload_decode.errors import ConfigError, StoreForeign
-from offload_decode.store.fields import check_errors, check_fields
+from offload_decode.store.fields import MOST_SAMPLES, check_errors, check_fields
 from offload_decode.store.shapes import shape_from
 from offload_decode.types import LayerShape, ModelShape
 
@@ -200,6 +200,8 @@ class Manifest:
                 raise ValueError("int4 rows have an even number of channels")
             if shape.latent and data["kv"]["keys"] != data["kv"]["values"]:
                 raise ValueError("the values of its latents are not stored as their keys")
+            if min(data["query_samples"], data["n_tokens"] * shape.group) > MOST_SAMPLES:
+                raise ValueError(f"it keeps more than {MOST_SAMPLES:,} queries of a KV head")
             check_errors(data, shape, _ENCODED)
         except ValueError as error:
             raise StoreForeign(

@@ -16,8 +16,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from offload_decode.errors import ConfigError
+from offload_decode.errors import ConfigError, StoreDamaged
 from offload_decode.store.checksums import SEAL
+from offload_decode.store.files import LARGEST_LIST
 from prefill_jobs.buckets.failures import PREFIX, no_bucket, surfaced
 
 if TYPE_CHECKING:
@@ -80,7 +81,12 @@ class Bucket:
         """A small object, whole; None where there is none."""
         with self._surfaced():
             try:
-                return bytes(self._obstore.get(self._store, key).bytes())
+                found = self._obstore.get(self._store, key)
+                if found.meta["size"] > LARGEST_LIST:
+                    raise StoreDamaged(
+                        f"{key} in {self.url} has more bytes than a store needs: remove it and push again."
+                    )
+                return bytes(found.bytes())
             except FileNotFoundError as error:
                 if no_bucket(error):
                     raise

@@ -142,7 +142,7 @@ def _edit(name: str, data: bytes) -> st.SearchStrategy[Edit]:
     words = st.builds(Edit, st.just(name), st.just("word"), st.tuples(*_word(len(data))))
     document = _document(data)
     if document is None:
-        return st.one_of(words, words, words, words, words, words, cuts, kinds) if data else kinds
+        return _weighted({words: 8, cuts: 1, kinds: 1}) if data else kinds
     places = len(list(_places(document)))
     where = st.integers(0, places - 1)
     values = st.builds(Edit, st.just(name), st.just("value"), st.tuples(where, st.sampled_from(VALUES)))
@@ -152,7 +152,15 @@ def _edit(name: str, data: bytes) -> st.SearchStrategy[Edit]:
     drops = st.builds(Edit, st.just(name), st.just("drop"), st.tuples(where))
     twice = st.builds(Edit, st.just(name), st.just("twice"), st.tuples(where, st.sampled_from(VALUES)))
     raw = st.builds(Edit, st.just(name), st.just("raw"), st.tuples(where, st.sampled_from(sorted(RAW))))
-    return st.one_of(values, values, near, near, near, drops, twice, raw, words, cuts, kinds)
+    return _weighted(
+        {near: 4, values: 3, raw: 1, drops: 1, twice: 1, words: 1, cuts: 1, kinds: 1},
+    )
+
+
+def _weighted(chances: dict[st.SearchStrategy[Edit], int]) -> st.SearchStrategy[Edit]:
+    """One of these, as often as that: `one_of` takes each once."""
+    each = [strategy for strategy, chance in chances.items() for _ in range(chance)]
+    return st.integers(0, len(each) - 1).flatmap(lambda number: each[number])
 
 
 def _length(size: int) -> st.SearchStrategy[int]:

@@ -51,7 +51,7 @@ def fuzzed(target: str, cases: int, cache: pytest.Cache, timeout: float) -> dict
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_change_does_harm(target: str, pytestconfig: pytest.Config) -> None:
-    outcomes = fuzzed(target, FEW, pytestconfig.cache, 300)
+    outcomes = fuzzed(target, FEW, pytestconfig.cache, 1200)
     assert outcomes["refused"]
 
 

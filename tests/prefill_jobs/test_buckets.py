@@ -404,6 +404,14 @@ def test_a_list_cannot_name_files_elsewhere(monkeypatch, stores, tmp_path, name)
         buckets.pull(f"file://{place}", tmp_path / "deep" / "back.kv")
 
 
+def test_a_list_without_end_is_not_read(monkeypatch, stores, tmp_path):
+    clear(monkeypatch)
+    place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")
+    os.truncate(place / SUMS, 1 << 34)
+    with pytest.raises(StoreDamaged, match="more bytes than a store needs"):
+        buckets.pull(f"file://{place}", tmp_path / "back.kv")
+
+
 def test_lists_that_do_not_belong_together(monkeypatch, stores, tmp_path):
     clear(monkeypatch)
     place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import StoreDamaged, StoreError, StoreIncomplete
-from offload_decode.store import KVStore, checksums, mapping
+from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete
+from offload_decode.store import KVStore, Manifest, checksums, mapping
 from offload_decode.store.reader import _names
 from tests.store.jobs import Job
 
@@ -94,3 +94,11 @@ def test_progress_from_elsewhere_is_looked_at(job: Job, tmp_path: Path, change: 
         KVStore.open(tmp_path / "s")
     with pytest.raises(StoreDamaged, match="is damaged: remove"):
         job.open(tmp_path / "s")
+
+
+def test_no_more_queries_than_their_places_may_take(store: Path) -> None:
+    """A sparse file of a terabyte of them takes no disk, and would take all memory."""
+    manifest = json.loads((store / "zarr.json").read_text())["attributes"]["offload_decode"]
+    Manifest.from_json(manifest | {"query_samples": 10**12})  # of 1,300 tokens there are 2,600
+    with pytest.raises(StoreForeign, match="more than 1,048,576 queries"):
+        Manifest.from_json(manifest | {"query_samples": 10**12, "n_tokens": 10**9, "seam": 0})
