@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
@@ -23,6 +24,7 @@ _RESERVED = (
     *("selector", "options", "max_new_tokens", "model", "weights", "cite"),
 )
 _FIRST = '{"id": '
+_LONGEST = 16 << 20  # bytes of an answer's line, which is read whole
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,21 @@ def read_answered(path: Path, settings: dict[str, Any]) -> set[str]:
     """
     if not path.exists():
         return set()
-    data = path.read_bytes()
-    whole, _, torn = data.rpartition(b"\n")
-    answered = {
-        _answered(path, number, line, settings)
-        for number, line in enumerate(whole.split(b"\n"), 1)
-        if line.strip()
-    }
-    if torn:
+    answered: set[str] = set()
+    whole = 0  # bytes of lines that have an end
+    with path.open("rb") as file:
+        for number in itertools.count(1):
+            line = file.readline(_LONGEST)
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            if line.strip():
+                answered.add(_answered(path, number, line, settings))
+    if line:
         begin = _FIRST.encode()
-        if not (torn.startswith(begin) or begin.startswith(torn)):
-            raise _not_answers(path, data.count(b"\n") + 1)
-        os.truncate(path, len(data) - len(torn))
+        if len(line) == _LONGEST or not (line.startswith(begin) or begin.startswith(line)):
+            raise _not_answers(path, number)
+        os.truncate(path, whole)
     return answered
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cli.questions import append_answers
+from cli.questions import append_answers, read_answered
 from offload_decode import Engine
-from offload_decode.errors import StoreDamaged
+from offload_decode.errors import ConfigError, StoreDamaged
 from offload_decode.models import loading
 from prefill_jobs import plain_files
 from tests.cli.conftest import Ran, refused, run
@@ -189,6 +189,15 @@ def test_files_that_are_not_what_they_should_be(
         assert "choose another --out" in refused(2, "batch", store, "--questions", questions, "--out", out)
         assert out.read_bytes() == foreign
     assert questions.read_bytes() == before
+
+
+def test_answers_without_end_are_not_read_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_bytes(b'{"id": 1')
+    os.truncate(out, 1 << 34)
+    with pytest.raises(ConfigError, match="is not an answer"):
+        read_answered(out, {})
+    assert out.stat().st_size == 1 << 34
 
 
 @pytest.mark.parametrize("odd", ["pipe", "/dev/zero", "folder"])

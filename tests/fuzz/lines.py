@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from cli.questions import append_answers, assign, check_out, read_answered, read_questions
 from cli.transcript import FORMAT, VERSION, _read
-from tests.fuzz.edits import Edit, apply, put_back
+from tests.fuzz.edits import Edit, apply, put_back, remove
 from tests.fuzz.target import Files
 
 SETTINGS = {"selector": "topk", "options": {}, "max_new_tokens": 5, "model": None, "weights": None}
@@ -43,16 +44,15 @@ class Lines(Files):
 
     def attempt(self, case: Sequence[Edit]) -> None:
         apply(self.root, case)
-        parts = [self.root / name for name in self.files]
-        if any(edit.action in ("kind", "length") for edit in case):
-            parts[0].rename(self.file)
-        else:
-            self.file.write_bytes(b"\n".join(part.read_bytes() for part in parts) + b"\n")
+        odd = [self.root / edit.name for edit in case if edit.action in ("kind", "length")]
+        if not odd:
+            parts = [(self.root / name).read_bytes() for name in self.files]
+            self.file.write_bytes(b"\n".join(parts) + b"\n")
+        elif os.path.lexists(odd[0]):
+            odd[0].rename(self.file)
         self.use()
 
     def restore(self, case: Sequence[Edit]) -> None:
-        from tests.fuzz.edits import remove
-
         remove(self.file)
         put_back(self.root, self.files, [Edit(name, "", ()) for name in self.files])
 
