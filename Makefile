@@ -15,7 +15,7 @@ endif
 TOOL := uv tool install ".[$(EXTRA)]" --torch-backend $(BACKEND)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAIN)
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check docs bench clean
 
 demo: .venv/ready
 	$(BIN)/offload-decode demo
@@ -38,6 +38,10 @@ check: .venv/ready-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The documentation site, in site/: open site/index.html. A link that leads nowhere stops it.
+docs: .venv/ready-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # About a quarter of an hour on two cores that have nothing else to do.
 bench: .venv/ready-dev .bench/docs.kv
 	$(BIN)/python -m benchmarks.step --baseline-heads 1 --seconds 1
@@ -51,7 +55,7 @@ bench: .venv/ready-dev .bench/docs.kv
 	$(BIN)/offload-decode index $@
 
 clean:
-	rm -rf .venv .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .bench build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 .venv/ready: pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offload-decode needs Python 3.11 or later: make PYTHON=python3.12 …")'
@@ -60,7 +64,7 @@ clean:
 	touch $@
 
 .venv/ready-dev: .venv/ready
-	$(INSTALL) --editable '.[$(EXTRA),documents,eval,buckets,ray,quant,server,dev]'
+	$(INSTALL) --editable '.[$(EXTRA),documents,eval,buckets,ray,quant,server,docs,dev]'
 	@# hnswlib comes as source only. Without a C++ compiler its tests are skipped, and nothing else needs it.
 	HNSWLIB_NO_NATIVE=1 $(INSTALL) --editable '.[hnsw]' || echo "hnswlib could not be built: its tests will be skipped"
 	touch $@

@@ -1,17 +1,19 @@
-"""What can go wrong in vector search. Every message is one sentence and the way out.
+"""What can go wrong in vector search.
 
-OffloadDecodeError, the root of every error here and in `offload_decode.errors`
-├── ExtensionError          what another distribution brings cannot be used; the message names it
-└── VectorIndexError
-    ├── InvalidIndexInput   a wrong shape or dtype, a value that is not finite, an option out of range
-    ├── UnknownIndex        no index kind of that name; the message lists the known ones
-    ├── UnusableKind        an ExtensionError too: a kind that another distribution brings
-    ├── MissingBackend      the library behind a kind is not installed; the message names the extra
-    ├── NotCompiled         compilation is switched off in the environment
-    ├── IndexNotFound       nothing was saved at that path
-    ├── IndexMismatch       a saved index of other keys, of another kind or of another format version
-    ├── IndexDamaged        a saved index whose bytes are not those that were written
-    └── IndexNotWritten     the file system did not take it: a full disk, a folder for reading only
+Every message is one sentence and the way out.
+
+    OffloadDecodeError, the root of every error here and in `offload_decode.errors`
+    ├── ExtensionError          what another distribution brings cannot be used; the message names it
+    └── VectorIndexError
+        ├── InvalidIndexInput   a wrong shape or dtype, a value that is not finite, an option out of range
+        ├── UnknownIndex        no index kind of that name; the message lists the known ones
+        ├── UnusableKind        an ExtensionError too: a kind that another distribution brings
+        ├── MissingBackend      the library behind a kind is not installed; the message names the extra
+        ├── NotCompiled         compilation is switched off in the environment
+        ├── IndexNotFound       nothing was saved at that path
+        ├── IndexMismatch       a saved index of other keys, of another kind or of another format version
+        ├── IndexDamaged        a saved index whose bytes are not those that were written
+        └── IndexNotWritten     the file system did not take it: a full disk, a folder for reading only
 """
 
 from __future__ import annotations

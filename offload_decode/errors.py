@@ -1,22 +1,22 @@
 """The error tree: one sentence that says what is wrong, and the way out.
 
-OffloadDecodeError            (from `indexes.errors`, which stands below this room)
-├── VectorIndexError          anything about an index: `indexes.errors` draws that branch
-├── ExtensionError            what another distribution brings cannot be used (from `indexes.errors` too)
-├── BucketError               a bucket that cannot be reached, read or written
-├── ConfigError               an option, budget or name that cannot be used
-├── DoesNotFit                more memory or disk than there is, or than may be used
-├── CorpusError               a document that cannot be read or is empty
-├── ModelError                a model or tokenizer that cannot be loaded or used
-│   └── UnsupportedModel      an architecture that cannot be served exactly, by name
-└── StoreError                anything about a KV store on disk
-    ├── StoreNotFound         nothing there
-    ├── StoreExists           something is there already
-    ├── StoreIncomplete       a prefill has not finished
-    ├── StoreForeign          not a store, or of a format version this release cannot read
-    ├── StoreDamaged          truncated, changed or missing bytes
-    ├── StoreBusy             another process writes it
-    └── StoreMismatch         of another model, tokenizer or configuration
+    OffloadDecodeError            (from `indexes.errors`, which stands below this room)
+    ├── VectorIndexError          anything about an index: `indexes.errors` draws that branch
+    ├── ExtensionError            what another distribution brings cannot be used (from `indexes.errors` too)
+    ├── BucketError               a bucket that cannot be reached, read or written
+    ├── ConfigError               an option, budget or name that cannot be used
+    ├── DoesNotFit                more memory or disk than there is, or than may be used
+    ├── CorpusError               a document that cannot be read or is empty
+    ├── ModelError                a model or tokenizer that cannot be loaded or used
+    │   └── UnsupportedModel      an architecture that cannot be served exactly, by name
+    └── StoreError                anything about a KV store on disk
+        ├── StoreNotFound         nothing there
+        ├── StoreExists           something is there already
+        ├── StoreIncomplete       a prefill has not finished
+        ├── StoreForeign          not a store, or of a format version this release cannot read
+        ├── StoreDamaged          truncated, changed or missing bytes
+        ├── StoreBusy             another process writes it
+        └── StoreMismatch         of another model, tokenizer or configuration
 
 `OffloadDecodeWarning` is no error.
 """
