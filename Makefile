@@ -15,7 +15,7 @@ endif
 TOOL := uv tool install ".[$(EXTRA)]" --torch-backend $(BACKEND)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAIN)
 
-.PHONY: demo test test-all check docs bench clean
+.PHONY: demo test test-all check docs dist licences audit bench clean
 
 demo: .venv/ready
 	$(BIN)/offload-decode demo
@@ -41,6 +41,19 @@ check: .venv/ready-dev
 # The documentation site, in site/: open site/index.html. A link that leads nowhere stops it.
 docs: .venv/ready-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The source archive, and the wheel that is built from it.
+dist: .venv/ready-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+# Writes docs/licences.md.
+licences: .venv/ready-dev
+	$(BIN)/python docs/licences.py
+
+# Known vulnerabilities of what is installed in .venv. Without a network: make audit ADVISORIES=all.zip
+audit: .venv/ready-dev
+	$(BIN)/python .ci/audit.py $(ADVISORIES)
 
 # About a quarter of an hour on two cores that have nothing else to do.
 bench: .venv/ready-dev .bench/docs.kv
