@@ -18,7 +18,10 @@ from cli.options import (
     Cite,
     MaxNewTokens,
     Quiet,
+    WorkerCount,
+    Workers,
     a_path,
+    check_worker_count,
     on_this_machine,
 )
 from cli.progress import Progress
@@ -75,6 +78,8 @@ def batch(
         typer.Option(metavar="N", help="Questions in one forward pass, or on their way to a server.", min=1),
     ] = 8,
     cites: Cite = False,
+    workers: Workers = None,
+    worker_count: WorkerCount = None,
     quiet: Quiet = False,
 ) -> None:
     """Ask many questions of many stores.
@@ -83,12 +88,18 @@ def batch(
     answer is a line with "id", "store", "question", "answer", "tokens" (how many), "finish", the settings,
     "citations" with --cite, and whatever else the question's line held.
 
+    With --workers ray, answers are written in the order in which they come, and a worker that is lost is
+    replaced.
+
     Questions that the output answers already are not asked again: the same command resumes a batch that was
     interrupted.
     """
     config = how.config
+    check_worker_count(workers, worker_count)
     if reached is not None:
         check_left_to_server(how)
+        if workers is not None:
+            raise ConfigError("--workers and --server are two ways of answering: choose one")
     check_out(out)
     asked = assign(read_questions(questions), [os.path.normpath(store) for store in stores])
     if out.exists() and out.samefile(questions):
@@ -105,9 +116,22 @@ def batch(
     left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
     unasked = {store: own for store, own in left.items() if own}
     if reached is None:
-        _check_here(how)
+        _check_here(how, workers is None)
     with Progress(quiet) as progress:
-        if reached is None:
+        if workers is not None:
+            failures = _answer_on_ray(
+                workers,
+                worker_count,
+                unasked,
+                how,
+                out,
+                settings,
+                max_new_tokens,
+                batch_size,
+                cites,
+                progress,
+            )
+        elif reached is None:
             failures = _answer(
                 unasked, _opener(how), out, settings, max_new_tokens, batch_size, cites, progress
             )
@@ -124,14 +148,15 @@ def batch(
         raise typer.Exit(min(exit_code(failure.error) for failure in failures))
 
 
-def _check_here(how: Asking) -> None:
-    """What is wrong with the options is told before a model is loaded."""
+def _check_here(how: Asking, answers: bool) -> None:
+    """What is wrong with the options is told before a model is loaded; the caps are of who `answers`."""
     from offload_decode.planning.caps import apply_caps
     from offload_decode.selectors.registry import get
 
     config = how.config
     parse_options(get(config.selector).options_type, config.options, f"selector '{config.selector}'")
-    apply_caps(how.caps, config.device)
+    if answers:
+        apply_caps(how.caps, config.device)
 
 
 class Unanswered(NamedTuple):
@@ -205,6 +230,43 @@ def _answer(
             failures.append(Unanswered(store, len(own) - answered, error))
         done += len(own)
     return failures
+
+
+def _answer_on_ray(
+    address: str,
+    workers: int | None,
+    left: dict[str, list[Question]],
+    how: Asking,
+    out: Path,
+    settings: dict[str, object],
+    max_new_tokens: int,
+    batch_size: int,
+    cites: bool,
+    progress: Progress,
+) -> list[Unanswered]:
+    """Have the machines of a cluster answer; answers are written as they come."""
+    if not left:
+        return []
+
+    from cli.batch_on_ray import answer_there
+    from prefill_jobs.on_ray.asking import Given
+    from prefill_jobs.on_ray.cluster import Cluster
+
+    def line(store: str, question: Question, given: Given) -> dict[str, object]:
+        return _line(store, question, given.text, given.tokens, given.finish, given.citations, settings)
+
+    failures = answer_there(
+        Cluster(address, workers, how.caps),
+        left,
+        how,
+        out,
+        line,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        cites=cites,
+        progress=progress,
+    )
+    return [Unanswered(store, unanswered, error) for store, (unanswered, error) in failures.items()]
 
 
 def _ask_server(

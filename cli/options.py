@@ -138,6 +138,24 @@ Exclude = Annotated[
     ),
 ]
 FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Of folders, read what links lead to.")]
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="W",
+        help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: spread the questions "
+        "over a Ray cluster; each store is asked on machines that have it at its path.",
+        show_default=False,
+    ),
+]
+WorkerCount = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Number of Ray workers.  [default: one for each GPU, or for each machine without GPUs]",
+        min=1,
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 NoSync = Annotated[
     bool,
@@ -173,6 +191,12 @@ def question_from(text: str) -> str:
     if not question:
         raise ConfigError("the question is empty: give one, or - to read it from standard input")
     return question
+
+
+def check_worker_count(workers: str | None, count: int | None) -> None:
+    """Raise `ConfigError` for a number of workers where there are none."""
+    if count and workers is None:
+        raise ConfigError("--worker-count is of --workers: give --workers ray too, or leave it out")
 
 
 def rules_of(

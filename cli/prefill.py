@@ -23,7 +23,9 @@ from cli.options import (
     NoSync,
     Quiet,
     Ram,
+    WorkerCount,
     a_path,
+    check_worker_count,
     rules_of,
 )
 from cli.progress import Progress
@@ -137,15 +139,7 @@ def prefill(
             show_default=False,
         ),
     ] = None,
-    worker_count: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of Ray workers.  [default: one for each GPU, or for each machine without GPUs]",
-            min=1,
-            show_default=False,
-        ),
-    ] = None,
+    worker_count: WorkerCount = None,
     no_sync: NoSync = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -173,8 +167,7 @@ def prefill(
 
     follow = None if context is None else token_count(context)
     settings = Settings(method, split_pairs(option or []), query_samples, kv, follow)
-    if worker_count and workers is None:
-        raise ConfigError("--worker-count is of --workers: give --workers ray too, or leave it out")
+    check_worker_count(workers, worker_count)
     several = is_folder(corpora, out)
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {
@@ -190,7 +183,8 @@ def prefill(
         if no_sync:
             raise ConfigError("--no-sync is of this machine, and --workers are others: leave one of them out")
 
-        from prefill_jobs.ray_workers import Cluster, prefill_on_ray
+        from prefill_jobs.on_ray.cluster import Cluster
+        from prefill_jobs.on_ray.prefilling import prefill_on_ray
 
         cluster = Cluster(workers, worker_count, caps_of(gpu_memory, ram))
         with Progress(quiet) as progress:

@@ -180,7 +180,7 @@ def _announce(address: str, guarded: bool) -> None:
 def _on_ray(
     places: list[str], settings: Settings, log_format: Literal["text", "json"], replicas: int | None
 ) -> AbstractContextManager[RayReplicas]:
-    from prefill_jobs.ray_workers import installed
+    from prefill_jobs.on_ray.cluster import installed
 
     installed("--on ray")  # it says what to install; what comes next only fails
     from server.on_ray import cache_for, on_ray, plan_for

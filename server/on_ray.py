@@ -29,7 +29,7 @@ from offload_decode.store.format import Manifest
 from offload_decode.store.metadata import ROOT, header_of
 from prefill_jobs.buckets import is_url, pull
 from prefill_jobs.buckets.bucket import Bucket
-from prefill_jobs.ray_workers import connected, installed, shares
+from prefill_jobs.on_ray.cluster import connected, installed, shares
 from server import logs
 from server.catalog import SUFFIX, Catalog, Entry, model_name, readable
 from server.errors import Busy

@@ -131,15 +131,16 @@ def test_what_cannot_fit_is_refused(prefill: list[str | Path], tmp_path: Path) -
 def test_workers_get_what_the_command_was_told(
     prefill: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefill_jobs import ray_workers
+    from prefill_jobs.on_ray import cluster as ray_cluster
+    from prefill_jobs.on_ray import prefilling
 
     given: dict[str, Any] = {}
 
-    def workers(jobs: list[Job], cluster: ray_workers.Cluster, **how: Any) -> dict[Job, PrefillReport]:
+    def workers(jobs: list[Job], cluster: ray_cluster.Cluster, **how: Any) -> dict[Job, PrefillReport]:
         given.update(how, jobs=jobs, cluster=cluster)
         return {jobs[0]: PrefillReport("a.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)}
 
-    monkeypatch.setattr(ray_workers, "prefill_on_ray", workers)
+    monkeypatch.setattr(prefilling, "prefill_on_ray", workers)
     more = ["--workers", "ray", "--worker-count", "3", "--ram", "1GiB", "--kv", "int8", "-o", "chunk=8"]
     ran = run(*prefill, "--out", tmp_path / "a.kv", *more, "--staging", tmp_path)
     assert ran.code == 0

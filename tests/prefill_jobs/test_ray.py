@@ -17,11 +17,13 @@ import pytest
 
 from offload_decode.errors import ConfigError, CorpusError, ModelError, OffloadDecodeError, StoreBusy
 from offload_decode.planning.caps import Caps
-from prefill_jobs import ray_workers
 from prefill_jobs.corpus import TextDocument
 from prefill_jobs.job import PrefillReport, Settings, prefill
 from prefill_jobs.many import Job, Results, Texts, jobs_of
-from prefill_jobs.ray_workers import TRIES, Cluster, Driver, How, Worker, prefill_on_ray
+from prefill_jobs.on_ray import prefilling
+from prefill_jobs.on_ray.cluster import Cluster, shares
+from prefill_jobs.on_ray.pool import TRIES, Pool
+from prefill_jobs.on_ray.prefilling import How, Prefiller, prefill_on_ray, prefilled
 from tests.prefill_jobs.killing import tree
 
 SETTINGS = Settings(options={"chunk": "4"})
@@ -37,14 +39,15 @@ class RayTaskError(RayError):
 
 
 class MadeUpRay:
-    """A cluster whose workers do what `plan` says of a corpus (or of `load`), one thing after another."""
+    """A cluster whose workers do what `plan` says of a corpus (or of `load`), one thing after another. What
+    Ray does by itself, to start lost workers and their tasks again, is done before it raises.
+    """
 
     def __init__(self, plan: dict[str, list[Any]], machines: list[dict[str, float]] | None = None) -> None:
         self.plan = {name: iter(steps) for name, steps in plan.items()}
         self.machines = machines or [{"CPU": 2.0}]
         self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
         self.options: list[dict[str, Any]] = []
-        self.workers = 0
         self.killed = 0
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -53,7 +56,7 @@ class MadeUpRay:
         ]
 
     def remote(self, kind: type) -> Any:
-        assert kind is Worker
+        assert kind is Prefiller
         return SimpleNamespace(options=self._options)
 
     def _options(self, **options: Any) -> Any:
@@ -61,10 +64,9 @@ class MadeUpRay:
         return SimpleNamespace(remote=self._worker)
 
     def _worker(self, how: How) -> Any:
-        self.workers += 1
         return SimpleNamespace(
             load=SimpleNamespace(remote=lambda: lambda: self._do("load")),
-            prefill=SimpleNamespace(remote=lambda texts, again: lambda: self._do(texts.job.corpus)),
+            do=SimpleNamespace(remote=lambda texts: lambda: self._do(texts.job.corpus)),
             standing=SimpleNamespace(remote=lambda: lambda: (1, 2)),
         )
 
@@ -92,40 +94,51 @@ def report(name: str) -> PrefillReport:
     return PrefillReport(f"{name}.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)
 
 
-def drive(ray: MadeUpRay, names: str = "abc", device: str = "auto") -> tuple[dict[str, Any], list[Any]]:
+HOW = How("m", "auto", "auto", "auto", Settings(), None, Caps())
+
+
+def drive(ray: MadeUpRay, names: str = "abc", workers: int = 1) -> tuple[dict[str, Any], list[Any]]:
     """Results by corpus, and what progress was shown."""
     seen: list[Any] = []
     texts = [Texts(Job(name, f"{name}.kv"), [TextDocument(name, "text")], ()) for name in names]
-    how = How("m", device, "auto", "auto", Settings(), None, Caps())
-    cluster = Cluster("ray", None, Caps())
-    results = Driver(ray, cluster, how, texts, lambda *now: seen.append(now)).run()
+    pool = Pool(ray, Prefiller, HOW, workers, {"num_cpus": 1})
+    results = prefilled(pool, texts, lambda *now: seen.append(now))
     return {job.corpus: result for job, result in results.items()}, seen
 
 
-def test_a_corpus_that_loses_its_worker_is_given_to_another() -> None:
-    ray = MadeUpRay({"b": [RayError("gone")] * (TRIES - 1)})
-    results, seen = drive(ray)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_corpus_is_done_and_progress_is_in_tokens(workers: int) -> None:
+    results, seen = drive(MadeUpRay({}), workers=workers)
     assert {name: type(result) for name, result in results.items()} == dict.fromkeys("abc", PrefillReport)
-    assert (ray.workers, ray.killed) == (TRIES, TRIES - 1)
     assert seen[-1] == ("prefill", 30, 30, "3 of 3 done, 0 at work")
     assert all(done <= total for _, done, total, _ in seen)
 
 
-def test_retries_end_and_stop_no_other() -> None:
-    ray = MadeUpRay({"b": [RayError("gone for good\nmore")] * 100})
-    results, _ = drive(ray)
+def test_ray_is_told_to_start_lost_workers_and_their_task_again() -> None:
+    ray = MadeUpRay({})
+    drive(ray)
+    (options,) = ray.options
+    assert options["max_restarts"] == -1
+    assert options["max_task_retries"] == TRIES - 1
+
+
+def test_a_worker_for_which_nothing_is_left_gives_its_share_back() -> None:
+    ray = MadeUpRay({})
+    drive(ray, workers=2)
+    assert ray.killed == 2, "one that was lost may be waiting for it"
+
+
+def test_a_corpus_that_loses_all_its_workers_stops_no_other() -> None:
+    results, _ = drive(MadeUpRay({"b": [RayError("gone for good\nmore")]}))
     assert f"{TRIES} Ray workers were lost" in str(results["b"])
     assert "gone for good; " in str(results["b"])
     assert isinstance(results["a"], PrefillReport)
     assert isinstance(results["c"], PrefillReport)
-    assert ray.killed == TRIES
 
 
 def test_a_bad_corpus_is_not_tried_again() -> None:
-    ray = MadeUpRay({"b": [CorpusError("bad")]})
-    results, _ = drive(ray)
+    results, _ = drive(MadeUpRay({"b": [CorpusError("bad")]}))
     assert str(results["b"]) == "bad"
-    assert ray.workers == 1
 
 
 @pytest.mark.parametrize(
@@ -141,11 +154,14 @@ def test_what_concerns_all_stops_at_once(plan: dict[str, list[Any]]) -> None:
         drive(MadeUpRay(plan))
 
 
-def test_workers_that_cannot_load_the_model_are_not_replaced_for_ever() -> None:
-    ray = MadeUpRay({"load": [RayError("killed")] * 100})
+def test_without_a_worker_that_could_load_the_model_nothing_is_waited_for() -> None:
     with pytest.raises(OffloadDecodeError, match=f"{TRIES} Ray workers were lost while they loaded"):
-        drive(ray)
-    assert ray.workers == TRIES
+        drive(MadeUpRay({"load": [RayError("killed")] * 2}), workers=2)
+
+
+def test_one_worker_that_could_load_the_model_does_all() -> None:
+    results, _ = drive(MadeUpRay({"load": [RayError("killed")]}), workers=2)
+    assert all(isinstance(result, PrefillReport) for result in results.values())
 
 
 @pytest.mark.parametrize(
@@ -163,24 +179,27 @@ def test_workers_that_cannot_load_the_model_are_not_replaced_for_ever() -> None:
 def test_shares(
     machines: list[dict[str, float]], wanted: int | None, device: str, count: int, share: dict[str, int]
 ) -> None:
-    assert ray_workers.shares(MadeUpRay({}, machines), wanted, device) == (count, share)
+    assert shares(MadeUpRay({}, machines), wanted, device) == (count, share)
 
 
 def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = Texts(Job("a", "a.kv"), [], ())
     answers = iter([StoreBusy("held"), report("a"), StoreBusy("held")])
 
-    def step(worker: Worker, texts: Texts) -> PrefillReport:
+    def step(worker: Prefiller, texts: Texts) -> PrefillReport:
         answer = next(answers)
         if isinstance(answer, StoreBusy):
             raise answer
         return answer
 
-    monkeypatch.setattr(Worker, "_prefill", step)
-    monkeypatch.setattr(ray_workers, "POLL_S", 0.0)
-    worker = Worker(How("m", "auto", "auto", "auto", Settings(), None, Caps()))
-    assert isinstance(worker.prefill(texts, again=True), PrefillReport)
-    assert isinstance(worker.prefill(texts, again=False), StoreBusy)
+    second_try = iter([True, False])
+    monkeypatch.setattr(Prefiller, "load", lambda worker: None)
+    monkeypatch.setattr(Prefiller, "_prefill", step)
+    monkeypatch.setattr(prefilling, "is_second_try", lambda: next(second_try))
+    monkeypatch.setattr(prefilling, "POLL_S", 0.0)
+    worker = Prefiller(HOW)
+    assert isinstance(worker.do(texts), PrefillReport)
+    assert isinstance(worker.do(texts), StoreBusy)
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

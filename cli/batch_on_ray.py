@@ -1,0 +1,53 @@
+"""`batch --workers`: questions are answered on the machines of a Ray cluster, answers are written here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cli.limits import Asking
+from cli.progress import Progress
+from cli.questions import Question, append_answers
+from offload_decode.errors import OffloadDecodeError
+from prefill_jobs.on_ray.asking import Given, Part, answer_on_ray
+from prefill_jobs.on_ray.cluster import Cluster
+
+Line = Callable[[str, Question, Given], dict[str, object]]
+Failures = dict[str, tuple[int, OffloadDecodeError]]
+"""Of each store that could not answer all: questions left unanswered, and what came first in their way."""
+
+
+def answer_there(
+    cluster: Cluster,
+    left: Mapping[str, Sequence[Question]],
+    how: Asking,
+    out: Path,
+    line: Line,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    cites: bool,
+    progress: Progress,
+) -> Failures:
+    """Answers go to the end of `out` as they come, `batch_size` of them at a time."""
+    given = [
+        (store, own[start : start + batch_size])
+        for store, own in left.items()
+        for start in range(0, len(own), batch_size)
+    ]
+    parts = [Part(store, tuple(question.text for question in own)) for store, own in given]
+    failures: Failures = {}
+    done, total = 0, sum(map(len, left.values()))
+
+    def watch(at_work: int) -> None:
+        progress("answer", done, total, f"{at_work} at work")
+
+    for number, result in answer_on_ray(parts, cluster, how.config, max_new_tokens, cites, watch):
+        store, own = given[number]
+        if isinstance(result, OffloadDecodeError):
+            before, first = failures.get(store, (0, result))
+            failures[store] = before + len(own), first
+        else:
+            append_answers(out, [line(store, q, a) for q, a in zip(own, result, strict=True)])
+        done += len(own)
+    return failures

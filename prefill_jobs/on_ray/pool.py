@@ -1,0 +1,142 @@
+"""Tasks for workers on a Ray cluster. Ray starts a worker again that was lost, wherever there is room for it,
+and gives it its task again; what is left to do here is to say which task comes next.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from offload_decode.errors import OffloadDecodeError
+
+TRIES = 3
+"""Workers that a task may lose before it counts as failed."""
+POLL_S = 0.5
+
+Task = TypeVar("Task")
+Standing = dict[int, tuple[int, int]]
+"""Of the tasks at work, by number: how much is done, and of how much; (0, 0) before that is known."""
+
+
+class Worker(Protocol):
+    """What a class of workers has. Errors of this project are returned, because Ray wraps those that are
+    raised.
+    """
+
+    def load(self) -> Any:
+        """Make ready for tasks. Returns an error, or what `choose` is told. One in place of a lost worker is
+        not asked to.
+        """
+        ...
+
+    def do(self, task: Any) -> Any:
+        """A task, with which another worker may have been lost."""
+        ...
+
+    def standing(self) -> tuple[int, int]:
+        """How much is done of the task at work, and of how much; asked from another thread."""
+        ...
+
+
+Choose = Callable[[Any, Task | None, Sequence[Task]], int | None]
+"""The place of the next task among those that wait, for a worker whose `load` returned this and whose last
+task was that; None where none of them is for it.
+"""
+
+
+def first(told: Any, last: Any, waiting: Sequence[Any]) -> int | None:
+    """In the order in which they are given."""
+    return 0 if waiting else None
+
+
+class Lost(Exception):
+    """A task has lost its worker `TRIES` times."""
+
+
+class Pool:
+    """Workers of the class `kind`, made of `how`: processes with a `share` of a machine each."""
+
+    def __init__(self, ray: Any, kind: type[Worker], how: object, count: int, share: dict[str, int]) -> None:
+        self.ray = ray
+        options = {
+            **share,
+            "max_restarts": -1,
+            "max_task_retries": TRIES - 1,
+            "max_concurrency": 2,
+            "scheduling_strategy": "SPREAD",
+        }
+        self.workers = [ray.remote(kind).options(**options).remote(how) for _ in range(count)]
+        self._asked: dict[Any, int] = {}
+        self._standing: Standing = {}
+
+    def run(
+        self, tasks: Sequence[Task], watch: Callable[[Standing], None], choose: Choose[Task] = first
+    ) -> Iterator[tuple[int, Any]]:
+        """The number of each task and what became of it, as they come: what `do` returned, or `Lost`. Tasks
+        that no worker takes are left out.
+
+        Raises what `load` returns as an error, what `do` raises, and `OffloadDecodeError` where all workers
+        are lost while they load.
+        """
+        waiting, told, unloaded = list(range(len(tasks))), dict[int, Any](), None
+        promised: dict[Any, tuple[int, int | None]] = {
+            worker.load.remote(): (own, None) for own, worker in enumerate(self.workers)
+        }
+        while promised and (waiting or any(number is not None for _, number in promised.values())):
+            for promise in self.ray.wait(list(promised), num_returns=1, timeout=POLL_S)[0]:
+                own, number = promised.pop(promise)
+                worker = self.workers[own]
+                result = self._got(promise)
+                last = None if number is None else tasks[number]
+                if number is not None:
+                    self._standing.pop(number, None)
+                    yield number, result
+                elif isinstance(result, OffloadDecodeError):
+                    raise result
+                elif isinstance(result, Lost):
+                    unloaded = result
+                    self.ray.kill(worker)
+                    continue
+                else:
+                    told[own] = result
+                place = choose(told[own], last, [tasks[number] for number in waiting])
+                if place is None:
+                    self.ray.kill(worker)  # its share may be what a lost one waits for
+                else:
+                    number = waiting.pop(place)
+                    promised[worker.do.remote(self.ray.put(tasks[number]))] = own, number
+            self._ask_how_far({at: self.workers[own] for own, at in promised.values() if at is not None})
+            watch(dict(self._standing))
+        if waiting and unloaded and not told:
+            raise OffloadDecodeError(
+                f"{TRIES} Ray workers were lost while they loaded the model, the last with: {unloaded}; "
+                "see that their machines have the memory for it"
+            ) from unloaded
+
+    def _got(self, promise: Any) -> Any:
+        """What a worker answered, or `Lost`; raises what it raised."""
+        errors = self.ray.exceptions
+        try:
+            return self.ray.get(promise)
+        except errors.RayTaskError as error:
+            raise error.cause or error from error
+        except errors.RayError as error:
+            return Lost(str(error).strip().splitlines()[0])
+
+    def _ask_how_far(self, at_work: dict[int, Any]) -> None:
+        waiting = list(self._asked)
+        for promise in self.ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
+            number = self._asked.pop(promise)
+            with suppress(self.ray.exceptions.RayError):
+                self._standing[number] = self.ray.get(promise)
+        for number in at_work.keys() - self._asked.values():
+            self._asked[at_work[number].standing.remote()] = number
+        self._standing = {number: self._standing.get(number, (0, 0)) for number in at_work}
+
+
+def is_second_try() -> bool:
+    """In a worker: whether it was started in place of a lost one."""
+    context = importlib.import_module("ray").get_runtime_context()
+    return bool(context.was_current_actor_reconstructed)

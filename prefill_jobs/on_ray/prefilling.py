@@ -1,0 +1,159 @@
+"""Corpora spread over the machines of a Ray cluster.
+
+The driver reads the corpora and hands their texts out; each worker loads the model once and prefills one
+corpus after another. One that takes the place of a lost worker goes on after the last chunk.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from offload_decode.errors import OffloadDecodeError, StoreBusy
+from offload_decode.memory import own_memory
+from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.outline import outline
+from offload_decode.planning.caps import Caps, apply_caps, check_prefill
+from prefill_jobs.folders import EVERYTHING, Rules
+from prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
+from prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
+from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
+from prefill_jobs.on_ray.pool import POLL_S, TRIES, Lost, Pool, Standing, is_second_try
+from prefill_jobs.places import place_of
+
+_LOCK_S = 30.0
+
+
+@dataclass(frozen=True)
+class How:
+    """What all workers are told."""
+
+    model: str
+    device: str
+    dtype: str
+    weights: str
+    settings: Settings
+    staging: Path | None
+    caps: Caps
+
+
+class Prefiller:
+    """In a process of its own, on any machine; see `pool.Worker`."""
+
+    def __init__(self, how: How) -> None:
+        self.how = how
+        self.loaded: LoadedModel | None = None
+        self._standing = (0, 0)
+
+    def load(self) -> OffloadDecodeError | None:
+        """Load the model, under the caps."""
+        how = self.how
+        try:
+            chunk = how.settings.chunk
+            check_prefill(
+                outline(how.model), chunk, how.dtype, how.device, how.caps, own_memory(), how.weights
+            )
+            apply_caps(how.caps, how.device)
+            self.loaded = load(how.model, how.device, how.dtype, how.weights)
+        except OffloadDecodeError as error:
+            return error
+        return None
+
+    def do(self, texts: Texts) -> Result:
+        """One corpus to its store. A lost worker may hold the store's lock yet."""
+        self._standing = (0, 0)
+        deadline = time.monotonic() + (_LOCK_S if is_second_try() else 0)
+        if self.loaded is None and (error := self.load()):
+            return error
+        while True:
+            try:
+                return self._prefill(texts)
+            except StoreBusy as error:
+                if time.monotonic() > deadline:
+                    return error
+                time.sleep(POLL_S)
+            except OffloadDecodeError as error:
+                return error
+
+    def standing(self) -> tuple[int, int]:
+        """In tokens."""
+        return self._standing
+
+    def _prefill(self, texts: Texts) -> PrefillReport:
+        assert self.loaded is not None
+        work = prepare(self.loaded, texts.documents, self.how.settings, texts.skipped)
+        place = place_of(texts.job.store, self.how.staging)
+        return settled(work, place) or make(self.loaded, work, place, self._note)
+
+    def _note(self, stage: str, done: int, total: int) -> None:
+        if stage == "prefill":
+            self._standing = (done, total)
+
+
+def prefill_on_ray(
+    jobs: Sequence[Job],
+    cluster: Cluster,
+    *,
+    model: str,
+    settings: Settings,
+    device: str = "auto",
+    dtype: str = "auto",
+    weights: str = "auto",
+    staging: Path | None = None,
+    rules: Rules = EVERYTHING,
+    progress: Watch = lambda stage, done, total, about: None,
+) -> Results:
+    """`many.prefill_many`, on the workers of a cluster, whose machines need neither the corpora nor this
+    process' files: only the model, and the places of the stores.
+
+    Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers.
+    """
+    ray = installed("--workers ray")
+    here = [replace(job, store=_absolute(job.store)) for job in jobs]
+    results, texts = read_all(here, staging, rules)
+    if texts:
+        how = How(model, device, dtype, weights, settings, staging and staging.absolute(), cluster.caps)
+        with connected(ray, cluster.address):
+            count, share = shares(ray, cluster.workers, device)
+            pool = Pool(ray, Prefiller, how, min(count, len(texts)), share)
+            results |= prefilled(pool, texts, progress)
+    return {job: results[own] for job, own in zip(jobs, here, strict=True)}
+
+
+def prefilled(pool: Pool, texts: Sequence[Texts], progress: Watch) -> Results:
+    """What became of every corpus. Raises what concerns all of them."""
+    results: Results = {}
+
+    def watch(standing: Standing) -> None:
+        progress(*_progress(texts, results, standing))
+
+    for number, result in pool.run(texts, watch):
+        if isinstance(result, Lost):
+            result = OffloadDecodeError(
+                f"{TRIES} Ray workers were lost while they prefilled it, the last with: {result}; see that "
+                "their machines have the memory for it, and run the same command again to go on"
+            )
+        elif not isinstance(result, (PrefillReport, *OF_ONE)):
+            raise result
+        results[texts[number].job] = result
+    return results
+
+
+def _progress(texts: Sequence[Texts], results: Results, standing: Standing) -> tuple[str, int, int, str]:
+    """How far all are, in tokens; those of corpora that are not begun are estimated by length."""
+    length = {own.job: own.characters for own in texts}
+    made = {job: found.n_tokens for job, found in results.items() if isinstance(found, PrefillReport)}
+    known = made | {texts[number].job: total for number, (_, total) in standing.items() if total}
+    about = f"{len(results)} of {len(texts)} done, {len(standing)} at work"
+    if not known:
+        return "start workers", 0, 1, about
+    each = sum(known.values()) / sum(length[job] for job in known)
+    done = sum(length[job] for job in results) * each + sum(now for now, _ in standing.values())
+    return "prefill", round(done), round(sum(length.values()) * each), about
+
+
+def _absolute(store: str) -> str:
+    return store if "://" in store else os.path.abspath(store)

@@ -1,0 +1,180 @@
+"""A batch on a Ray cluster: answers come in any order, each once, though workers are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cli import batch_on_ray
+from cli.questions import append_answers
+from offload_decode import Engine
+from offload_decode.config import EngineConfig
+from offload_decode.errors import OffloadDecodeError, StoreNotFound
+from offload_decode.planning.caps import Caps
+from prefill_jobs.on_ray import asking
+from prefill_jobs.on_ray.asking import Asker, Given, How, Part, answered, nearest
+from prefill_jobs.on_ray.pool import Lost
+from tests.cli.conftest import Ran, refused, run
+from tests.prefill_jobs.test_ray import descendants
+
+QUESTIONS = [{"question": f"what is the colour of thing {n}?", "id": n} for n in range(12)]
+
+
+def parts_of(stores: str) -> list[Part]:
+    return [Part(store, ("?",)) for store in stores]
+
+
+def test_a_worker_stays_with_its_store_and_else_takes_the_one_with_most_left() -> None:
+    here = frozenset("abc")
+    waiting = parts_of("xabbcb")
+    assert nearest(here, None, waiting) == 2
+    assert nearest(here, Part("c", ()), waiting) == 4
+    assert nearest(here, Part("d", ()), waiting) == 2
+    assert nearest(frozenset("x"), Part("b", ()), waiting) == 0
+
+
+def test_a_worker_is_given_no_store_that_is_not_on_its_machine() -> None:
+    assert nearest(frozenset("y"), None, parts_of("xab")) is None
+
+
+def test_what_no_worker_did_is_told_of_every_part() -> None:
+    answers = [Given("yes", 1, "stop", None)]
+    pool: Any = SimpleNamespace(run=lambda *_: iter([(2, answers), (0, Lost("gone"))]))
+    results = dict(answered(pool, parts_of("abc"), lambda standing: None))
+    assert results[2] == answers
+    assert "Ray workers were lost while they answered, the last with: gone;" in str(results[0])
+    assert isinstance(results[1], StoreNotFound)
+    assert "no Ray worker finds a store at b:" in str(results[1])
+
+
+def asker(*stores: Path, **config: Any) -> Asker:
+    return Asker(How(tuple(map(str, stores)), EngineConfig(**config), Caps(), 4, False))
+
+
+def test_a_worker_answers_as_this_process_would(store: Path) -> None:
+    worker, texts = asker(store), tuple(str(question["question"]) for question in QUESTIONS[:3])
+    assert worker.load() == {str(store)}
+    given = worker.do(Part(str(store), texts))
+    assert isinstance(given, list)
+    expected = Engine.open(store).answer_many(texts, 4, 3)
+    assert [one.text for one in given] == [one.text for one in expected]
+
+
+def test_one_in_place_of_a_lost_worker_makes_itself_ready(store: Path) -> None:
+    assert isinstance(asker(store).do(Part(str(store), ("Why?",))), list)
+
+
+def test_a_worker_keeps_one_model_and_the_stores_that_it_asked_last(
+    store: Path, copy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "OPEN", 2)
+    paths = [store, copy("b.kv"), copy("c.kv")]
+    worker = asker(*paths)
+    worker.load()
+    for path in (paths[0], paths[1], paths[0], paths[2]):
+        assert isinstance(worker.do(Part(str(path), ("Why?",))), list)
+    assert list(worker.engines) == [str(paths[0]), str(paths[2])]
+    assert len({id(engine.loaded) for engine in worker.engines.values()}) == 1
+
+
+def test_what_is_wrong_with_a_store_is_returned(store: Path, tmp_path: Path) -> None:
+    worker = asker(store, tmp_path / "none.kv")
+    assert worker.load() == {str(store)}
+    assert isinstance(worker.do(Part(str(tmp_path / "none.kv"), ("Why?",))), StoreNotFound)
+    assert isinstance(worker.do(Part(str(store), ("Why?",))), list), "another one goes on"
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    return path
+
+
+def batch(questions: Path, out: Path, *stores: Path, options: tuple[str, ...] = ()) -> Ran:
+    options = ("--max-new-tokens", "4", "--batch-size", "2", *options)
+    return run("batch", *stores, "--questions", questions, "--out", out, *options)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_batch_writes_what_comes_and_names_what_does_not(
+    store: Path, copy: Any, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers come from the last part to the first; one part fails, and is asked again by the next run."""
+    other, failing = copy("other.kv"), [True]
+
+    def answer_there(parts: list[Part], *_: Any) -> Iterator[tuple[int, Any]]:
+        for number, part in reversed(list(enumerate(parts))):
+            if number == 1 and failing:
+                yield number, OffloadDecodeError("lost")
+            else:
+                yield number, [Given(f"to {text}", 2, "stop", None) for text in part.questions]
+
+    monkeypatch.setattr(batch_on_ray, "answer_on_ray", answer_there)
+    out, options = tmp_path / "out.jsonl", ("--workers", "ray")
+    ran = batch(questions, out, store, other, options=options)
+    assert ran.code == 1
+    assert f"error: lost (unanswered: 2 questions to {store})" in ran.err
+    assert [line["id"] for line in lines_of(out)][:2] == [10, 11], "as they come"
+    failing.clear()
+    ran = batch(questions, out, store, other, options=options)
+    assert ran.err.splitlines()[-1] == f"{out}: 2 answers, 22 there already"
+    found = [(line["store"], line["id"], line["answer"]) for line in lines_of(out)]
+    wanted = [(str(path), q["id"], f"to {q['question']}") for path in (store, other) for q in QUESTIONS]
+    assert sorted(found) == sorted(wanted)
+    assert batch(questions, out, store, other, options=options).err == f"{out}: 0 answers, 24 there already\n"
+
+
+def test_options_that_do_not_go_together_are_refused(store: Path, questions: Path, tmp_path: Path) -> None:
+    command = ("batch", store, "--questions", questions, "--out", tmp_path / "out.jsonl")
+    assert "--worker-count is of --workers" in refused(2, *command, "--worker-count", "2")
+    assert "choose one" in refused(2, *command, "--workers", "ray", "--server", "http://127.0.0.1:1")
+    assert "--workers is ray or ray://HOST:PORT" in refused(2, *command, "--workers", "dask")
+
+
+@pytest.mark.slow
+def test_three_workers_one_of_which_is_killed(
+    store: Path, copy: Any, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the first answers are there, a worker is killed with SIGKILL."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    other, out, killed = copy("other.kv"), tmp_path / "out.jsonl", []
+
+    def append_and_kill(path: Path, answers: list[dict[str, Any]]) -> None:
+        append_answers(path, answers)
+        workers = [pid for pid, title in descendants(os.getpid()).items() if "ray::Asker" in title]
+        if workers and not killed:
+            os.kill(workers[0], signal.SIGKILL)
+            killed.append(workers[0])
+
+    monkeypatch.setattr(batch_on_ray, "append_answers", append_and_kill)
+    machine = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    on_three = ("--workers", "ray", "--worker-count", "3")
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", machine.address)
+        ran = batch(questions, out, store, other, options=on_three)
+        assert ran.code == 0, ran.err
+        assert killed
+    finally:
+        machine.shutdown()
+    again = batch(questions, out, store, other, options=on_three)
+    assert again.err == f"{out}: 0 answers, 24 there already\n"
+    plain = tmp_path / "plain.jsonl"
+    assert batch(questions, plain, store, other).code == 0
+
+    def told(path: Path) -> list[str]:
+        return sorted(json.dumps(line, sort_keys=True) for line in lines_of(path))
+
+    assert told(out) == told(plain), "nothing lost, nothing twice"
