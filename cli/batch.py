@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from cli import completion, output
+from cli.collected import Choosing, choosing, collected_of
 from cli.failures import exit_code, sentence
 from cli.groups import From, with_groups
-from cli.limits import Asking, asking, check_store
+from cli.limits import Asking, OpenEngine, asking, check_here, opener
 from cli.options import (
     Cite,
     MaxNewTokens,
@@ -24,6 +25,7 @@ from cli.options import (
 from cli.progress import Progress
 from cli.questions import (
     Question,
+    among,
     append_answers,
     assign,
     check_out,
@@ -31,15 +33,10 @@ from cli.questions import (
     read_questions,
 )
 from cli.remote import Manner, Reached, Server, check_left_to_server, reaching
-from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from offload_decode.engine.engine import Engine
-    from offload_decode.models.loading import LoadedModel
     from offload_decode.types import CitedDocument
-
-OpenEngine = Callable[[str], "Engine"]
 
 
 @with_groups
@@ -48,7 +45,7 @@ def batch(
         list[Path],
         typer.Argument(
             metavar="STORE",
-            help="The stores to ask.",
+            help="The stores to ask, or one collection.",
             show_default=False,
             parser=a_path,
             callback=lambda stores: [on_this_machine(store) for store in stores],
@@ -69,6 +66,7 @@ def batch(
     ],
     how: Annotated[Asking, From(asking)],
     reached: Annotated[Reached | None, From(reaching)],
+    choosing: Annotated[Choosing, From(choosing)],
     max_new_tokens: MaxNewTokens = 128,
     batch_size: Annotated[
         int,
@@ -83,6 +81,9 @@ def batch(
     answer is a line with "id", "store", "question", "answer", "tokens" (how many), "finish", the settings,
     "citations" with --cite, and whatever else the question's line held.
 
+    Of a collection, the question is put to the documents that --all, --top and --where choose, or to the one
+    that its line names as "document"; the answer's line names its "document".
+
     Questions that the output answers already are not asked again: the same command resumes a batch that was
     interrupted.
     """
@@ -90,7 +91,13 @@ def batch(
     if reached is not None:
         check_left_to_server(how)
     check_out(out)
-    asked = assign(read_questions(questions), [os.path.normpath(store) for store in stores])
+    read = read_questions(questions)
+    collected = collected_of(stores, reached, choosing)
+    if collected is not None:
+        asked, names = collected.assign(read), collected.names
+    else:
+        given = [os.path.normpath(store) for store in stores]
+        asked, names = assign(read, given, among(given)), {}
     if out.exists() and out.samefile(questions):
         raise ConfigError(f"{out} holds the questions: choose another --out")
     settings: dict[str, object] = {
@@ -105,11 +112,11 @@ def batch(
     left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
     unasked = {store: own for store, own in left.items() if own}
     if reached is None:
-        _check_here(how)
+        check_here(how)
     with Progress(quiet) as progress:
         if reached is None:
             failures = _answer(
-                unasked, _opener(how), out, settings, max_new_tokens, batch_size, cites, progress
+                unasked, names, opener(how), out, settings, max_new_tokens, batch_size, cites, progress
             )
         else:
             manner = Manner(config.selector, config.options, max_new_tokens, cite=cites)
@@ -124,16 +131,6 @@ def batch(
         raise typer.Exit(min(exit_code(failure.error) for failure in failures))
 
 
-def _check_here(how: Asking) -> None:
-    """What is wrong with the options is told before a model is loaded."""
-    from offload_decode.planning.caps import apply_caps
-    from offload_decode.selectors.registry import get
-
-    config = how.config
-    parse_options(get(config.selector).options_type, config.options, f"selector '{config.selector}'")
-    apply_caps(how.caps, config.device)
-
-
 class Unanswered(NamedTuple):
     """A store that could not answer all of its questions."""
 
@@ -142,35 +139,9 @@ class Unanswered(NamedTuple):
     error: OffloadDecodeError
 
 
-def _opener(how: Asking) -> OpenEngine:
-    """Opens engines one after another; a model is loaded once while the stores share it."""
-    from offload_decode.memory import own_memory
-
-    held: dict[tuple[str, str, str], LoadedModel] = {}
-    before: int | None = None
-
-    def open_engine(path: str) -> Engine:
-        nonlocal before
-        from offload_decode.engine.engine import Engine
-        from offload_decode.models.loading import load
-
-        config = how.config
-        store, admit = check_store(path, config, how.caps, before)
-        before = before or own_memory()
-        named = store.manifest.model_id if config.model is None else config.model
-        wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
-        if wanted not in held:
-            held.clear()
-            held[wanted] = load(wanted[0], config.device, *wanted[1:])
-        engine = Engine.open(store, held[wanted], config)
-        engine.admit = admit
-        return engine
-
-    return open_engine
-
-
 def _answer(
     left: dict[str, list[Question]],
+    names: Mapping[str, str],
     open_engine: OpenEngine,
     out: Path,
     settings: dict[str, object],
@@ -179,7 +150,9 @@ def _answer(
     cites: bool,
     progress: Progress,
 ) -> list[Unanswered]:
-    """Answer store by store; a store that fails does not stop the others."""
+    """Answer store by store; a store that fails does not stop the others. `names`: of the document that each
+    store of a collection holds.
+    """
 
     failures: list[Unanswered] = []
     done, total = 0, sum(map(len, left.values()))
@@ -196,6 +169,7 @@ def _answer(
                     out,
                     [
                         _line(store, q, a.text, len(a.tokens), a.finish, a.citations, settings)
+                        | ({"document": names[store]} if store in names else {})
                         for q, a in zip(part, answers, strict=True)
                     ],
                 )

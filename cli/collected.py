@@ -1,0 +1,92 @@
+"""A collection that is asked: which of its documents a question is put to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.questions import Question, assign
+from cli.remote import Reached
+from offload_decode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offload_decode.collections.journal import Entry
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """Which documents of a collection are asked, as it was written."""
+
+    every: bool = False
+
+
+def choosing(
+    every: Annotated[
+        bool, typer.Option("--all", help="Of a collection: ask every document.", show_default=False)
+    ] = False,
+) -> Choosing:
+    """The options that choose documents."""
+    return Choosing(every)
+
+
+class Collected:
+    """A collection that is asked."""
+
+    def __init__(self, path: Path, choosing: Choosing):
+        from offload_decode.collections.collection import Collection
+
+        self.collection = Collection(path)
+        self.choosing = choosing
+        self.entries = self.collection.entries
+        if not self.entries:
+            raise ConfigError(f"the collection {path} has no documents: collect a folder that has some")
+        if not choosing.every:
+            raise ConfigError(f"{path} is a collection: give --all to ask every one of its documents")
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The name of the document that each store holds."""
+        return {self._store(entry): entry.name for entry in self.entries}
+
+    def documents(self, question: str) -> Sequence[Entry]:
+        """Those that a question is put to."""
+        return self.entries
+
+    def assign(self, questions: Sequence[Question]) -> dict[str, list[Question]]:
+        """The questions of each store. Raises `ConfigError` for a document that there is not."""
+        by_name = {entry.name: self._store(entry) for entry in self.entries}
+
+        def chosen(question: Question) -> Sequence[str]:
+            named = question.extra.get("document", question.store)
+            if named is None:
+                return [self._store(entry) for entry in self.documents(question.text)]
+            if not isinstance(named, str) or named not in by_name:
+                raise ConfigError(
+                    f"line {question.line} of the questions asks the document {named}, which is not among "
+                    "those to ask: give its name as the collection has it"
+                )
+            return [by_name[named]]
+
+        return assign(questions, list(by_name.values()), chosen)
+
+    def _store(self, entry: Entry) -> str:
+        return str(self.collection.store(entry))
+
+
+def collected_of(stores: Sequence[Path], reached: Reached | None, choosing: Choosing) -> Collected | None:
+    """The collection that is asked; None where it is stores. Raises `ConfigError` for both at once."""
+    from offload_decode.collections.collection import is_collection
+
+    collections = [] if reached else [store for store in stores if is_collection(store)]
+    if not collections:
+        if choosing != Choosing():
+            raise ConfigError("--all is of a collection on this machine, and none is given")
+        return None
+    if len(stores) > 1:
+        raise ConfigError(f"{collections[0]} is a collection: ask it alone")
+    return Collected(collections[0], choosing)
