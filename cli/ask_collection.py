@@ -11,7 +11,7 @@ from cli.ask import attended, describe
 from cli.collected import Collected
 from cli.failures import exit_code, sentence
 from cli.limits import Asking, check_here, opener
-from offload_decode.errors import OffloadDecodeError
+from offload_decode.errors import ConfigError, OffloadDecodeError
 
 
 def ask_collection(
@@ -33,7 +33,10 @@ def ask_collection(
     open_engine = opener(how)
     answers: list[dict[str, object]] = []
     failures: list[OffloadDecodeError] = []
-    for entry in collected.documents(question):
+    documents = collected.documents(question)
+    if not documents:
+        raise ConfigError("no document has a word of the question: put it otherwise, or give --all")
+    for entry in documents:
         try:
             store = collected.collection.store(entry)
             engine = open_engine(str(store))

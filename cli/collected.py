@@ -18,20 +18,36 @@ if TYPE_CHECKING:
     from offload_decode.collections.journal import Entry
 
 
+TOP = 3
+
+
 @dataclass(frozen=True)
 class Choosing:
     """Which documents of a collection are asked, as it was written."""
 
     every: bool = False
+    top: int | None = None
 
 
 def choosing(
+    top: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of a collection: ask the N documents whose words (BM25) speak most for the question.  "
+            f"[default: {TOP}]",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Of a collection: ask every document.", show_default=False)
     ] = False,
 ) -> Choosing:
     """The options that choose documents."""
-    return Choosing(every)
+    if every and top is not None:
+        raise ConfigError("--all asks every document, and --top the first few: give one of them")
+    return Choosing(every, top)
 
 
 class Collected:
@@ -45,8 +61,6 @@ class Collected:
         self.entries = self.collection.entries
         if not self.entries:
             raise ConfigError(f"the collection {path} has no documents: collect a folder that has some")
-        if not choosing.every:
-            raise ConfigError(f"{path} is a collection: give --all to ask every one of its documents")
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -54,17 +68,35 @@ class Collected:
         return {self._store(entry): entry.name for entry in self.entries}
 
     def documents(self, question: str) -> Sequence[Entry]:
-        """Those that a question is put to."""
-        return self.entries
+        """Those that a question is put to, the likeliest first; none where no document has a word of it."""
+        if self.choosing.every:
+            return self.entries
+        from offload_decode.collections.words import WORDS, ranked
+
+        found = ranked(self.collection.path / WORDS, question)
+        return [self._numbered[one] for one in found if one in self._numbered][: self.choosing.top or TOP]
+
+    @cached_property
+    def _numbered(self) -> dict[int, Entry]:
+        from offload_decode.collections.words import number_of
+
+        return {number_of(entry.store): entry for entry in self.entries}
 
     def assign(self, questions: Sequence[Question]) -> dict[str, list[Question]]:
-        """The questions of each store. Raises `ConfigError` for a document that there is not."""
+        """The questions of each store. Raises `ConfigError` for a document that there is not, and for a
+        question that no document has a word of.
+        """
         by_name = {entry.name: self._store(entry) for entry in self.entries}
 
-        def chosen(question: Question) -> Sequence[str]:
+        def of(question: Question) -> Sequence[str]:
             named = question.extra.get("document", question.store)
             if named is None:
-                return [self._store(entry) for entry in self.documents(question.text)]
+                if chosen := self.documents(question.text):
+                    return [self._store(entry) for entry in chosen]
+                raise ConfigError(
+                    f"line {question.line} of the questions has no word that a document has: name its "
+                    '"document", or give --all'
+                )
             if not isinstance(named, str) or named not in by_name:
                 raise ConfigError(
                     f"line {question.line} of the questions asks the document {named}, which is not among "
@@ -72,7 +104,7 @@ class Collected:
                 )
             return [by_name[named]]
 
-        return assign(questions, list(by_name.values()), chosen)
+        return assign(questions, list(by_name.values()), of)
 
     def _store(self, entry: Entry) -> str:
         return str(self.collection.store(entry))
@@ -85,7 +117,7 @@ def collected_of(stores: Sequence[Path], reached: Reached | None, choosing: Choo
     collections = [] if reached else [store for store in stores if is_collection(store)]
     if not collections:
         if choosing != Choosing():
-            raise ConfigError("--all is of a collection on this machine, and none is given")
+            raise ConfigError("--top and --all are of a collection on this machine, and none is given")
         return None
     if len(stores) > 1:
         raise ConfigError(f"{collections[0]} is a collection: ask it alone")

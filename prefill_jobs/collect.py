@@ -12,6 +12,7 @@ from pathlib import Path
 
 from offload_decode.collections.collection import Changing, Header, store_name
 from offload_decode.collections.journal import Entry, Value
+from offload_decode.collections.words import WORDS, Words
 from offload_decode.errors import CorpusError, DoesNotFit, StoreError, StoreMismatch
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.store.metadata import ROOT
@@ -115,9 +116,9 @@ def collect(
     walk = Walk(Path(folder), rules)
     files = sorted(walk.files())
     report = CollectReport()
-    with Changing.at(out) as changing:
+    with Changing.at(out) as changing, Words(out / WORDS) as words:
         maker.check(changing)
-        collecting = _Collecting(changing, maker, metadata, report, progress)
+        collecting = _Collecting(changing, words, maker, metadata, report, progress)
         for number, file in enumerate(files):
             collecting.take(file, number, len(files), rules.follow_links)
         report.failed += sorted(one for one in walk.skipped if one.unread)
@@ -139,12 +140,14 @@ class _Collecting:
     def __init__(
         self,
         changing: Changing,
+        words: Words,
         maker: Maker,
         metadata: Metadata | None,
         report: CollectReport,
         progress: Watch,
     ):
         self.changing = changing
+        self.words = words
         self.maker = maker
         self.metadata = metadata
         self.report = report
@@ -160,16 +163,21 @@ class _Collecting:
                 raise CorpusError("another document has that name")
             data = read_plain(file.path, follow)
             sha256 = hashlib.sha256(data).hexdigest()
-            entry = self._kept(name, sha256)
-            if entry is not None:
+            entry, store = self._kept(name, sha256), store_name(name, sha256)
+            if entry is not None and store in self.words:
                 self.report.kept += 1
             else:
                 text = text_of(file.name, data)
-                self.seen[name] = store_name(name, sha256)
-                entry = self._made(TextDocument(name, text), sha256, number, total)
-                self.report.made += 1
-                self.report.prefilled += entry.tokens
-            self.seen[name] = entry.store
+                if entry is not None:
+                    self.report.kept += 1
+                else:
+                    self.seen[name] = store
+                    entry = self._made(TextDocument(name, text), sha256, number, total)
+                    self.report.made += 1
+                    self.report.prefilled += entry.tokens
+                if store not in self.words:
+                    self.words.put(store, text)
+            self.seen[name] = store
             self._put(entry)
         except StoreMismatch:  # of the collection as a whole
             raise
@@ -194,10 +202,11 @@ class _Collecting:
         self.report.gone = len(gone)
         wanted = {*self.seen.values(), *(entry.store for entry in journal.entries.values())}
         self.changing.sweep(wanted)
+        self.words.keep({entry.store for entry in journal.entries.values()})
 
     def _kept(self, name: str, sha256: str) -> Entry | None:
         entry = self.changing.journal.entries.get(name)
-        if entry is None or entry.sha256 != sha256:
+        if entry is None or entry.store != store_name(name, sha256):
             return None
         return entry if (self.changing.store(entry.store) / ROOT).exists() else None
 

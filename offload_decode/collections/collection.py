@@ -3,6 +3,7 @@
 COLLECTION/
 ├── collection.json      which model made the stores and how: one for all of them, written once
 ├── documents.jsonl      the documents (`journal`)
+├── words.sqlite         the words of the documents (`words`)
 ├── lock                 held by the one process that changes it
 └── stores/3f/3f0c….kv   a store for each document, named after its name and its bytes
 """
@@ -22,6 +23,7 @@ from typing import Any
 
 from offload_decode import plain_json
 from offload_decode.collections.journal import DOCUMENTS, Entry, Journal, read
+from offload_decode.collections.words import WORDS
 from offload_decode.errors import (
     StoreBusy,
     StoreDamaged,
@@ -37,6 +39,7 @@ from offload_decode.store.staging import LOCK, locked, write_atomically
 HEADER = "collection.json"
 STORES = "stores"
 VERSION = 1
+_BEFORE_THE_HEADER = {LOCK, DOCUMENTS, WORDS, f"{WORDS}-journal", f"{HEADER}.tmp"}
 GONE, PARTIAL = ".gone", ".partial"
 _OF_A_STORE = re.compile(r"([0-9a-f]{32}\.kv)(\.partial|\.indexes)?(\.gone)?")
 
@@ -135,7 +138,7 @@ class Changing:
         """The collection at `path`, made if need be; `StoreBusy` where another process changes it."""
         if is_collection(path):
             (path / LOCK).touch()  # of a copy it may have been left out
-        elif path.exists() and set(_names(path)) - {LOCK, DOCUMENTS, f"{HEADER}.tmp"}:
+        elif path.exists() and set(_names(path)) - _BEFORE_THE_HEADER:
             raise StoreExists(f"{path} is there already and is no collection: choose another --out.")
         try:
             with locked(path):

@@ -87,6 +87,27 @@ def test_answers_are_printed_behind_the_names(collection: Path) -> None:
     assert (ran.code, len(begun)) == (0, 3)
 
 
+def test_the_documents_that_share_most_words_are_asked(collection: Path, tmp_path: Path) -> None:
+    question = "Is beta the word, or gamma?"
+    for options, names in (
+        (("--top", "2"), ["beta.txt", "gamma.txt"]),
+        ((), ["beta.txt", "gamma.txt", "alpha.txt"]),
+    ):
+        ran = run("ask", collection, question, *options, "--json", "--max-new-tokens", "2")
+        assert {one["document"] for one in json.loads(ran.out)["answers"][:2]} == set(names[:2])
+        assert len(json.loads(ran.out)["answers"]) == len(names)
+    out = tmp_path / "out.jsonl"
+    asked = [{"question": "Is it alpha?"}, {"question": "Or gamma?"}]
+    assert batch(collection, out, asked, "--top", "1").code == 0
+    assert [(line["document"], line["question"]) for line in lines(out)] == [
+        ("alpha.txt", "Is it alpha?"),
+        ("gamma.txt", "Or gamma?"),
+    ]
+    assert "no document has a word of the question" in refused(2, "ask", collection, "xyzzy")
+    assert "line 1 of the questions has no word" in batch(collection, out, [{"question": "xyzzy"}]).err
+    assert "give one of them" in refused(2, "ask", collection, question, "--all", "--top", "1")
+
+
 def test_a_question_may_name_its_document(collection: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     questions = [{"question": "Which?", "document": "beta.txt"}, {"question": "What?"}]
@@ -115,7 +136,7 @@ def test_a_document_that_fails_does_not_stop_the_others(collection: Path, tmp_pa
 
 
 def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_path: Path) -> None:
-    assert "is of a collection" in refused(2, "ask", store, "Which?", "--all")
+    assert "are of a collection" in refused(2, "ask", store, "Which?", "--all")
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"question": "Which?"}\n')
     mixed = ("batch", collection, store, "--questions", questions, "--out", tmp_path / "out", "--all")

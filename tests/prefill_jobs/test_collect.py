@@ -12,6 +12,7 @@ import pytest
 
 from offload_decode.collections.collection import HEADER, Changing, Collection
 from offload_decode.collections.journal import DOCUMENTS
+from offload_decode.collections.words import WORDS, number_of, ranked
 from offload_decode.errors import (
     CorpusError,
     StoreBusy,
@@ -172,7 +173,7 @@ def test_killed_at_any_rename_or_removal_it_is_whole_and_goes_on(
         calls = total()
     assert calls > 10
     # What happens within a prefill is killed at every step by tests of its own.
-    for at in [*range(1, calls - 14, 7), *range(calls - 14, calls + 1)]:
+    for at in [*range(1, calls - 14, 15), *range(calls - 14, calls + 1)]:
         out = tmp_path / f"killed-{at}"
         shutil.copytree(begun, out)
         with monkeypatch.context() as patch:
@@ -184,9 +185,10 @@ def test_killed_at_any_rename_or_removal_it_is_whole_and_goes_on(
             KVStore.open(collection.store(entry))
         collect(str(texts), out, maker)
         assert held(out).keys() == {"a.txt", "c.txt"}
-        assert {name: data for name, data in tree(out).items() if not name.startswith(DOCUMENTS)} == {
-            name: data for name, data in tree(wanted).items() if not name.startswith(DOCUMENTS)
-        }
+        assert found(out, "alpha beta gamma") == {"a.txt", "c.txt"}
+        assert {
+            name: data for name, data in tree(out).items() if not name.startswith((DOCUMENTS, WORDS))
+        } == {name: data for name, data in tree(wanted).items() if not name.startswith((DOCUMENTS, WORDS))}
         shutil.rmtree(out)
 
 
@@ -287,3 +289,20 @@ def test_metadata_follow_their_file_and_stay_without_one(maker: Maker, texts: Pa
     assert dict(Collection(out).entries[0].metadata) == {"year": 1999}
     assert counts(collect(str(texts), out, maker, metadata={"sub/b.txt": {"x": "y"}})) == (0, 2, 0, 0)
     assert [dict(entry.metadata) for entry in Collection(out).entries] == [{}, {"x": "y"}]
+
+
+def found(out: Path, question: str) -> set[str]:
+    numbered = {number_of(entry.store): entry.name for entry in Collection(out).entries}
+    return {numbered[number] for number in ranked(out / WORDS, question)}
+
+
+def test_the_words_are_those_of_the_documents(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    assert (found(out, "alpha"), found(out, "beta")) == ({"a.txt"}, {"sub/b.txt"})
+    (texts / "a.txt").write_text("gamma")
+    (texts / "sub" / "b.txt").unlink()
+    collect(str(texts), out, maker)
+    assert (found(out, "alpha beta"), found(out, "gamma")) == (set(), {"a.txt"})
+    (out / WORDS).unlink()
+    assert counts(collect(str(texts), out, maker)) == (0, 1, 0, 0)
+    assert found(out, "gamma") == {"a.txt"}
