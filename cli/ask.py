@@ -52,7 +52,7 @@ def ask(
 ) -> None:
     """Answer one question from a store, or from documents of a collection.
 
-    The answer is printed as it is written. From a collection, the documents that --top or --all
+    The answer is printed as it is written. From a collection, the documents that --top, --all and --where
     choose are asked, and each answer follows the name of its document.
     """
     asked = question_from(question)

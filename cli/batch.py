@@ -81,7 +81,7 @@ def batch(
     answer is a line with "id", "store", "question", "answer", "tokens" (how many), "finish", the settings,
     "citations" with --cite, and whatever else the question's line held.
 
-    Of a collection, the question is put to the documents that --top or --all choose, or to the one
+    Of a collection, the question is put to the documents that --top, --all and --where choose, or to the one
     that its line names as "document"; the answer's line names its "document".
 
     Questions that the output answers already are not asked again: the same command resumes a batch that was

@@ -27,6 +27,7 @@ class Choosing:
 
     every: bool = False
     top: int | None = None
+    where: tuple[str, ...] = ()
 
 
 def choosing(
@@ -40,6 +41,15 @@ def choosing(
             show_default=False,
         ),
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CONDITION",
+            help="Of a collection: only documents whose name or metadata are so: name=2024/*, author!=Ada, "
+            "year>=2020; repeatable, and all must hold.",
+            show_default=False,
+        ),
+    ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Of a collection: ask every document.", show_default=False)
     ] = False,
@@ -47,7 +57,7 @@ def choosing(
     """The options that choose documents."""
     if every and top is not None:
         raise ConfigError("--all asks every document, and --top the first few: give one of them")
-    return Choosing(every, top)
+    return Choosing(every, top, tuple(where or ()))
 
 
 class Collected:
@@ -55,12 +65,21 @@ class Collected:
 
     def __init__(self, path: Path, choosing: Choosing):
         from offload_decode.collections.collection import Collection
+        from offload_decode.collections.where import Condition
 
         self.collection = Collection(path)
         self.choosing = choosing
-        self.entries = self.collection.entries
-        if not self.entries:
+        conditions = [Condition.parse(one) for one in choosing.where]
+        self.entries = [
+            entry for entry in self.collection.entries if all(one.holds(entry) for one in conditions)
+        ]
+        if not self.collection.entries:
             raise ConfigError(f"the collection {path} has no documents: collect a folder that has some")
+
+        if not self.entries:
+            raise ConfigError(
+                f"--where leaves none of the {len(self.collection.entries):,} documents of {path}: ask others"
+            )
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -117,7 +136,7 @@ def collected_of(stores: Sequence[Path], reached: Reached | None, choosing: Choo
     collections = [] if reached else [store for store in stores if is_collection(store)]
     if not collections:
         if choosing != Choosing():
-            raise ConfigError("--top and --all are of a collection on this machine, and none is given")
+            raise ConfigError("--top, --all and --where are of a collection here, and none is given")
         return None
     if len(stores) > 1:
         raise ConfigError(f"{collections[0]} is a collection: ask it alone")

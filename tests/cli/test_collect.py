@@ -122,6 +122,24 @@ def test_a_question_may_name_its_document(collection: Path, tmp_path: Path) -> N
     assert (ran.code, "asks the document delta.txt, which is not among" in ran.err) == (2, True)
 
 
+def test_conditions_leave_documents_out(home: Path, texts: Path, collection: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(collection, tmp_path / "copy"))
+    folder = Path(shutil.copytree(texts, tmp_path / "own"))
+    metadata = folder / "said [1].jsonl"
+    metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 2024}\n')
+    command = ("collect", folder, "--model", home / "model", "--out", copy, "--metadata", metadata)
+    assert "3 kept; it holds 3 documents" in run(*command).err
+    out = tmp_path / "out.jsonl"
+    assert batch(copy, out, [{"question": "Is it alpha?"}], "--where", "year>=2000", "--top", "3").code == 0
+    assert [line["document"] for line in lines(out)] == ["beta.txt"]
+    ran = run("ask", copy, "Which?", "--all", "--where", "name=*a*", "--where", "year<2000", "--json")
+    assert [one["document"] for one in json.loads(ran.out)["answers"]] == ["alpha.txt"]
+    assert "leaves none of the 3 documents" in refused(2, "ask", copy, "Which?", "--where", "name=x")
+    assert "is no condition" in refused(2, "ask", copy, "Which?", "--where", "year")
+    metadata.write_text('{"name": "alpha.txt"}\n{"year": 1999}\n')
+    assert "line 2 of" in refused(2, *command)
+
+
 def test_a_document_that_fails_does_not_stop_the_others(collection: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(collection, tmp_path / "copy"))
     opened = Collection(copy)
@@ -136,7 +154,7 @@ def test_a_document_that_fails_does_not_stop_the_others(collection: Path, tmp_pa
 
 
 def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_path: Path) -> None:
-    assert "are of a collection" in refused(2, "ask", store, "Which?", "--all")
+    assert "--where are of a collection" in refused(2, "ask", store, "Which?", "--all")
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"question": "Which?"}\n')
     mixed = ("batch", collection, store, "--questions", questions, "--out", tmp_path / "out", "--all")
