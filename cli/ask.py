@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import output
+from cli.collected import Choosing, choosing, collected_of
 from cli.groups import From, with_groups
 from cli.limits import Asking, asking, open_engine
 from cli.options import (
@@ -17,7 +18,7 @@ from cli.options import (
     Json,
     MaxNewTokens,
     Seed,
-    Store,
+    StoreOrCollection,
     Temperature,
     TopP,
     question_from,
@@ -34,12 +35,13 @@ if TYPE_CHECKING:
 
 @with_groups
 def ask(
-    store: Store,
+    store: StoreOrCollection,
     question: Annotated[
         str, typer.Argument(metavar="QUESTION", help="The question; - reads standard input.")
     ],
     how: Annotated[Asking, From(asking)],
     reached: Annotated[Reached | None, From(reaching)],
+    choosing: Annotated[Choosing, From(choosing)],
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -48,11 +50,19 @@ def ask(
     cites: Cite = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what the answer cost.")] = False,
 ) -> None:
-    """Answer one question from a store.
+    """Answer one question from a store, or from documents of a collection.
 
-    The answer is printed as it is written.
+    The answer is printed as it is written. From a collection, the documents that --top, --all and --where
+    choose are asked, and each answer follows the name of its document.
     """
     asked = question_from(question)
+    collected = collected_of([store], reached, choosing)
+    if collected is not None:
+        from cli.ask_collection import ask_collection
+
+        sampling = temperature, top_p, seed
+        ask_collection(collected, asked, how, max_new_tokens, sampling, as_json, cites, stats)
+        return
     if reached is not None:
         check_left_to_server(how)
         manner = Manner(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from cli import completion, output
+from cli.collected import Choosing, choosing, collected_of
 from cli.failures import exit_code, sentence
 from cli.groups import From, with_groups
-from cli.limits import Asking, asking, check_store
+from cli.limits import Asking, OpenEngine, asking, check_here, opener
 from cli.options import (
     Cite,
     MaxNewTokens,
@@ -27,6 +28,7 @@ from cli.options import (
 from cli.progress import Progress
 from cli.questions import (
     Question,
+    among,
     append_answers,
     assign,
     check_out,
@@ -34,15 +36,10 @@ from cli.questions import (
     read_questions,
 )
 from cli.remote import Manner, Reached, Server, check_left_to_server, reaching
-from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from offload_decode.engine.engine import Engine
-    from offload_decode.models.loading import LoadedModel
     from offload_decode.types import CitedDocument
-
-OpenEngine = Callable[[str], "Engine"]
 
 
 @with_groups
@@ -51,7 +48,7 @@ def batch(
         list[Path],
         typer.Argument(
             metavar="STORE",
-            help="The stores to ask.",
+            help="The stores to ask, or one collection.",
             show_default=False,
             parser=a_path,
             callback=lambda stores: [on_this_machine(store) for store in stores],
@@ -72,6 +69,7 @@ def batch(
     ],
     how: Annotated[Asking, From(asking)],
     reached: Annotated[Reached | None, From(reaching)],
+    choosing: Annotated[Choosing, From(choosing)],
     max_new_tokens: MaxNewTokens = 128,
     batch_size: Annotated[
         int,
@@ -88,6 +86,9 @@ def batch(
     answer is a line with "id", "store", "question", "answer", "tokens" (how many), "finish", the settings,
     "citations" with --cite, and whatever else the question's line held.
 
+    Of a collection, the question is put to the documents that --all, --top and --where choose, or to the one
+    that its line names as "document"; the answer's line names its "document".
+
     With --workers ray, answers are written in the order in which they come, and a worker that is lost is
     replaced.
 
@@ -101,7 +102,13 @@ def batch(
         if workers is not None:
             raise ConfigError("--workers and --server are two ways of answering: choose one")
     check_out(out)
-    asked = assign(read_questions(questions), [os.path.normpath(store) for store in stores])
+    read = read_questions(questions)
+    collected = collected_of(stores, reached, choosing)
+    if collected is not None:
+        asked, names = collected.assign(read), collected.names
+    else:
+        given = [os.path.normpath(store) for store in stores]
+        asked, names = assign(read, given, among(given)), {}
     if out.exists() and out.samefile(questions):
         raise ConfigError(f"{out} holds the questions: choose another --out")
     settings: dict[str, object] = {
@@ -116,13 +123,14 @@ def batch(
     left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
     unasked = {store: own for store, own in left.items() if own}
     if reached is None:
-        _check_here(how, workers is None)
+        check_here(how, workers is None)
     with Progress(quiet) as progress:
         if workers is not None:
             failures = _answer_on_ray(
                 workers,
                 worker_count,
                 unasked,
+                names,
                 how,
                 out,
                 settings,
@@ -133,7 +141,7 @@ def batch(
             )
         elif reached is None:
             failures = _answer(
-                unasked, _opener(how), out, settings, max_new_tokens, batch_size, cites, progress
+                unasked, names, opener(how), out, settings, max_new_tokens, batch_size, cites, progress
             )
         else:
             manner = Manner(config.selector, config.options, max_new_tokens, cite=cites)
@@ -148,17 +156,6 @@ def batch(
         raise typer.Exit(min(exit_code(failure.error) for failure in failures))
 
 
-def _check_here(how: Asking, answers: bool) -> None:
-    """What is wrong with the options is told before a model is loaded; the caps are of who `answers`."""
-    from offload_decode.planning.caps import apply_caps
-    from offload_decode.selectors.registry import get
-
-    config = how.config
-    parse_options(get(config.selector).options_type, config.options, f"selector '{config.selector}'")
-    if answers:
-        apply_caps(how.caps, config.device)
-
-
 class Unanswered(NamedTuple):
     """A store that could not answer all of its questions."""
 
@@ -167,35 +164,9 @@ class Unanswered(NamedTuple):
     error: OffloadDecodeError
 
 
-def _opener(how: Asking) -> OpenEngine:
-    """Opens engines one after another; a model is loaded once while the stores share it."""
-    from offload_decode.memory import own_memory
-
-    held: dict[tuple[str, str, str], LoadedModel] = {}
-    before: int | None = None
-
-    def open_engine(path: str) -> Engine:
-        nonlocal before
-        from offload_decode.engine.engine import Engine
-        from offload_decode.models.loading import load
-
-        config = how.config
-        store, admit = check_store(path, config, how.caps, before)
-        before = before or own_memory()
-        named = store.manifest.model_id if config.model is None else config.model
-        wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
-        if wanted not in held:
-            held.clear()
-            held[wanted] = load(wanted[0], config.device, *wanted[1:])
-        engine = Engine.open(store, held[wanted], config)
-        engine.admit = admit
-        return engine
-
-    return open_engine
-
-
 def _answer(
     left: dict[str, list[Question]],
+    names: Mapping[str, str],
     open_engine: OpenEngine,
     out: Path,
     settings: dict[str, object],
@@ -204,7 +175,9 @@ def _answer(
     cites: bool,
     progress: Progress,
 ) -> list[Unanswered]:
-    """Answer store by store; a store that fails does not stop the others."""
+    """Answer store by store; a store that fails does not stop the others. `names`: of the document that each
+    store of a collection holds.
+    """
 
     failures: list[Unanswered] = []
     done, total = 0, sum(map(len, left.values()))
@@ -220,7 +193,7 @@ def _answer(
                 append_answers(
                     out,
                     [
-                        _line(store, q, a.text, len(a.tokens), a.finish, a.citations, settings)
+                        _line(store, names, q, a.text, len(a.tokens), a.finish, a.citations, settings)
                         for q, a in zip(part, answers, strict=True)
                     ],
                 )
@@ -236,6 +209,7 @@ def _answer_on_ray(
     address: str,
     workers: int | None,
     left: dict[str, list[Question]],
+    names: Mapping[str, str],
     how: Asking,
     out: Path,
     settings: dict[str, object],
@@ -253,7 +227,9 @@ def _answer_on_ray(
     from prefill_jobs.on_ray.cluster import Cluster
 
     def line(store: str, question: Question, given: Given) -> dict[str, object]:
-        return _line(store, question, given.text, given.tokens, given.finish, given.citations, settings)
+        return _line(
+            store, names, question, given.text, given.tokens, given.finish, given.citations, settings
+        )
 
     failures = answer_there(
         Cluster(address, workers, how.caps),
@@ -292,7 +268,7 @@ def _ask_server(
                 cited = given.cited if manner.cite else None
                 text = given.text.strip()
                 append_answers(
-                    out, [_line(store, question, text, given.tokens, given.finish, cited, settings)]
+                    out, [_line(store, {}, question, text, given.tokens, given.finish, cited, settings)]
                 )
             done += 1
             progress("answer", done, total)
@@ -301,6 +277,7 @@ def _ask_server(
 
 def _line(
     store: str,
+    names: Mapping[str, str],
     question: Question,
     text: str,
     tokens: int,
@@ -311,6 +288,7 @@ def _line(
     return {
         "id": question.id,
         "store": store,
+        **({"document": names[store]} if store in names else {}),
         "question": question.text,
         "answer": text,
         "tokens": tokens,

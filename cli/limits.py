@@ -22,15 +22,17 @@ from cli.options import (
     Weights,
     cache_size,
 )
-from offload_decode.config import EngineConfig, split_pairs
+from offload_decode.config import EngineConfig, parse_options, split_pairs
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
+    from offload_decode.models.loading import LoadedModel
     from offload_decode.planning.caps import Caps
     from offload_decode.store.reader import KVStore
 
 
 Admit = Callable[[int, int], int]
+OpenEngine = Callable[[str], "Engine"]
 
 
 def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
@@ -85,6 +87,46 @@ def open_engine(store: Path, asked: Asking) -> Engine:
     engine = Engine.open(opened, config=asked.config)
     engine.admit = admit
     return engine
+
+
+def check_here(how: Asking, answers: bool = True) -> None:
+    """What is wrong with the options is told before a model is loaded; the caps hold from here on where this
+    process `answers`.
+    """
+    from offload_decode.planning.caps import apply_caps
+    from offload_decode.selectors.registry import get
+
+    config = how.config
+    parse_options(get(config.selector).options_type, config.options, f"selector '{config.selector}'")
+    if answers:
+        apply_caps(how.caps, config.device)
+
+
+def opener(how: Asking) -> OpenEngine:
+    """Opens engines one after another; a model is loaded once while the stores share it."""
+    from offload_decode.memory import own_memory
+
+    held: dict[tuple[str, str, str], LoadedModel] = {}
+    before: int | None = None
+
+    def open_engine(path: str) -> Engine:
+        nonlocal before
+        from offload_decode.engine.engine import Engine
+        from offload_decode.models.loading import load
+
+        config = how.config
+        store, admit = check_store(path, config, how.caps, before)
+        before = before or own_memory()
+        named = store.manifest.model_id if config.model is None else config.model
+        wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
+        if wanted not in held:
+            held.clear()
+            held[wanted] = load(wanted[0], config.device, *wanted[1:])
+        engine = Engine.open(store, held[wanted], config)
+        engine.admit = admit
+        return engine
+
+    return open_engine
 
 
 def check_store(

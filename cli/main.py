@@ -16,6 +16,7 @@ from cli import (
     ask,
     batch,
     chat,
+    collect,
     demo,
     doctor,
     eval,
@@ -86,6 +87,7 @@ def offload_decode(
 
 app.command("prefill")(prefill.prefill)
 app.command("append")(append.append)
+app.command("collect")(collect.collect)
 app.command("plan")(plan.plan)
 app.command("index")(index.index)
 app.command("ask")(ask.ask)

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,17 +38,19 @@ def on_this_machine(store: Path) -> Path:
     return store
 
 
-Store = Annotated[
-    Path,
-    typer.Argument(
+def _a_store(told: str) -> Any:
+    return typer.Argument(
         metavar="STORE",
-        help="A store that `prefill` made.",
+        help=told,
         show_default=False,
         parser=a_path,
         callback=on_this_machine,
         autocompletion=completion.stores,
-    ),
-]
+    )
+
+
+Store = Annotated[Path, _a_store("A store that `prefill` made.")]
+StoreOrCollection = Annotated[Path, _a_store("A store that `prefill` made, or a collection of `collect`.")]
 Model = Annotated[
     str | None,
     typer.Option(

@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli import completion, output
-from cli.counts import token_count
+from cli import output
 from cli.failures import FAILURE, sentence
-from cli.limits import admit_prefill, caps_of
+from cli.groups import From, with_groups
+from cli.limits import caps_of
+from cli.making import Making, Running, making, running
 from cli.models import proved
 from cli.options import (
-    Device,
     Exclude,
     FollowLinks,
     Glob,
-    GpuMemory,
     Json,
     NoSync,
     Quiet,
-    Ram,
     WorkerCount,
     a_path,
     check_worker_count,
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
+@with_groups
 def prefill(
     corpora: Annotated[
         list[str],
@@ -65,62 +64,11 @@ def prefill(
             "or a / at its end: a folder that gets a store for each, named after it.",
         ),
     ],
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="dense (exact), quoka, sample, window, or an extension's; see docs/prefill.md.",
-            autocompletion=completion.prefill_methods,
-        ),
-    ] = "dense",
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "-o",
-            "--option",
-            metavar="KEY=VALUE",
-            help="Option of the method, such as chunk=512 (tokens in one forward pass) or budget=25%; "
-            "repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    kv: Annotated[
-        str,
-        typer.Option(metavar="K", help="Keys and values as auto (the model's dtype), int8 or int4-values."),
-    ] = "auto",
-    context: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            help="The most tokens that will follow the corpus in a conversation, for models whose rotation "
-            "depends on the length of the whole (longrope, dynamic).  [default: 4K, or what is left of the "
-            "length that needs no scaling]",
-            show_default=False,
-        ),
-    ] = None,
+    made: Annotated[Making, From(making)],
+    run_as: Annotated[Running, From(running)],
     glob: Glob = None,
     exclude: Exclude = None,
     follow_links: FollowLinks = False,
-    query_samples: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Prefill queries to keep for each KV head, to tune indexes with.", min=1
-        ),
-    ] = 1024,
-    device: Device = "auto",
-    dtype: Annotated[
-        str, typer.Option(metavar="T", help="auto (as the model has it), float16, bfloat16 or float32.")
-    ] = "auto",
-    weights: Annotated[
-        str,
-        typer.Option(
-            metavar="W",
-            help="Weights of the model: auto (as it has them); for a small card, streamed (there layer by "
-            "layer: the same numbers), or fewer bits, int8 or int4; the store says so.",
-        ),
-    ] = "auto",
-    gpu_memory: GpuMemory = None,
-    ram: Ram = None,
     staging: Annotated[
         Path | None,
         typer.Option(
@@ -154,28 +102,25 @@ def prefill(
     settings that is there already. If one of several corpora fails, the others go on and it is named at the
     end.
     """
-    from offload_decode.config import split_pairs
     from prefill_jobs.folders import check_corpus
 
     rules = rules_of(glob, exclude, follow_links, corpora)
     if len(corpora) == 1:  # of several, one that cannot be read does not stop the others
         check_corpus(corpora[0])
 
-    from prefill_jobs.job import Settings
     from prefill_jobs.job import prefill as run
     from prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
-    follow = None if context is None else token_count(context)
-    settings = Settings(method, split_pairs(option or []), query_samples, kv, follow)
+    settings = made.settings
     check_worker_count(workers, worker_count)
     several = is_folder(corpora, out)
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {
         "model": model,
         "settings": settings,
-        "device": device,
-        "dtype": dtype,
-        "weights": weights,
+        "device": run_as.device,
+        "dtype": run_as.dtype,
+        "weights": run_as.weights,
         "staging": staging,
         "rules": rules,
     }
@@ -186,12 +131,12 @@ def prefill(
         from prefill_jobs.on_ray.cluster import Cluster
         from prefill_jobs.on_ray.prefilling import prefill_on_ray
 
-        cluster = Cluster(workers, worker_count, caps_of(gpu_memory, ram))
+        cluster = Cluster(workers, worker_count, caps_of(run_as.gpu_memory, run_as.ram))
         with Progress(quiet) as progress:
             results = prefill_on_ray(jobs, cluster, **given, progress=progress)
         _report_all(results, as_json, quiet)
         return
-    admit_prefill(model, settings.chunk, device, dtype, weights, gpu_memory, ram)
+    run_as.admit(model, settings.chunk)
     with Progress(quiet) as progress, durable.synced(not no_sync):
         if several:
             results = prefill_many(jobs, **given, progress=progress)

@@ -18,6 +18,7 @@ PLAIN_EVERY_S = 10.0
 # What each stage of a job counts; a stage that is not here is only named.
 _UNITS = {
     "prefill": "tokens",
+    "collect": "documents",
     "index": "heads",
     "verify": "bytes",
     "copy": "arrays",

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,24 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-def assign(questions: Sequence[Question], stores: Sequence[str]) -> dict[str, list[Question]]:
-    """The questions of each store. Raises `ConfigError` for a store that is not there and for repetitions."""
-    if repeated := [store for store in stores if stores.count(store) > 1]:
-        raise ConfigError(f"the store {repeated[0]} is given twice")
+def among(stores: Sequence[str]) -> Callable[[Question], Sequence[str]]:
+    """What says of a question which of `stores` it is put to: the one that it names, or all. Raises
+    `ConfigError` for a store that is given twice, and what it returns for one that is not there.
+    """
+    if len(set(stores)) < len(stores):
+        repeated = next(store for store in stores if stores.count(store) > 1)
+        raise ConfigError(f"the store {repeated} is given twice")
+    return lambda question: stores if question.store is None else [_named(question, stores)]
+
+
+def assign(
+    questions: Sequence[Question], stores: Sequence[str], chosen: Callable[[Question], Sequence[str]]
+) -> dict[str, list[Question]]:
+    """The questions of each store, as `chosen` has them. Raises `ConfigError` for repetitions."""
     asked: dict[str, list[Question]] = {store: [] for store in stores}
     seen: dict[str, int] = {}
     for question in questions:
-        for store in stores if question.store is None else [_named(question, stores)]:
+        for store in chosen(question):
             first = seen.setdefault(question.key(store), question.line)
             if first != question.line:
                 raise ConfigError(

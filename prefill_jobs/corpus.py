@@ -106,12 +106,16 @@ def _read_folder(folder: Path, rules: Rules) -> tuple[list[TextDocument], list[S
             walk.skip(name, error.strerror or str(error))
     skipped = sorted(walk.skipped)
     if not documents:
-        raise CorpusError(f"there is nothing to read in {folder}: {_nothing(skipped)}")
+        raise CorpusError(nothing_in(folder, skipped))
     return documents, skipped
 
 
+def nothing_in(folder: Path, skipped: Sequence[Skipped]) -> str:
+    """That a folder gave no document, and why."""
+    return f"there is nothing to read in {folder}: {_nothing(skipped)}"
+
+
 def _nothing(skipped: Sequence[Skipped]) -> str:
-    """Why a folder gave no document."""
     if not skipped:
         return "it has no files; give a folder with text files"
     if all(one.reason in LEFT_OUT for one in skipped):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from offload_decode.collections.collection import is_collection
 from offload_decode.errors import ConfigError, CorpusError
 from offload_decode.store.checksums import SEAL
 from offload_decode.store.staging import LOCK, PROGRESS
@@ -25,6 +26,12 @@ _MOST_LINES = 10_000
 STDIN = "-"
 LINK = "it is a link"
 LEFT_OUT = ("a .gitignore names it", "--exclude names it", "--glob does not name it")
+NO_DOCUMENT = (
+    "it is a KV store or belongs to one",
+    "it is a collection of stores",
+    "it is not a regular file",
+    "it is read already, under another name",
+)
 
 
 class Skipped(NamedTuple):
@@ -32,6 +39,11 @@ class Skipped(NamedTuple):
 
     name: str
     reason: str
+
+    @property
+    def unread(self) -> bool:
+        """Whether it may be a document, or a folder of them, that could not be read."""
+        return not (self.reason in LEFT_OUT or self.reason in NO_DOCUMENT or self.reason.startswith(LINK))
 
 
 @dataclass(frozen=True)
@@ -124,11 +136,13 @@ class Walk:
             else:
                 self.skip(place.name, f"{LINK} to a {'folder' if os.path.isdir(place.path) else 'file'}")
         elif folder and is_store(Path(place.path)):
-            self.skip(place.name, "it is a KV store or belongs to one")
+            self.skip(place.name, NO_DOCUMENT[0])
+        elif folder and is_collection(Path(place.path)):
+            self.skip(place.name, NO_DOCUMENT[1])
         elif not folder and not stat.S_ISREG(found.st_mode):  # reading a pipe would wait forever
-            self.skip(place.name, "it is not a regular file")
+            self.skip(place.name, NO_DOCUMENT[2])
         elif self._rules.follow_links and _identity(found) in self._seen:
-            self.skip(place.name, "it is read already, under another name")
+            self.skip(place.name, NO_DOCUMENT[3])
         else:
             self._seen.add(_identity(found))
             if folder:
@@ -187,6 +201,8 @@ def check_corpus(corpus: str) -> None:
     real = Path(os.path.realpath(path))
     if is_store(real) or any((folder / SEAL).exists() for folder in (real, *real.parents)):
         raise CorpusError(f"{path} is a KV store or belongs to one: give the text that it was made of")
+    if is_collection(real):
+        raise CorpusError(f"{path} is a collection of stores: give the texts that it was made of")
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
         raise CorpusError(
             f"{corpus} is not a regular file: give a file, a folder, or - and its text on standard input"

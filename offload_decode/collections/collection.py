@@ -1,0 +1,198 @@
+"""A collection: a folder of stores of one model, one for each document, and the list of them.
+
+COLLECTION/
+├── collection.json      which model made the stores and how: one for all of them, written once
+├── documents.jsonl      the documents (`journal`)
+├── words.sqlite         the words of the documents (`words`)
+├── lock                 held by the one process that changes it
+└── stores/3f/3f0c….kv   a store for each document, named after its name and its bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from indexes import durable
+from offload_decode import plain_json
+from offload_decode.collections.journal import DOCUMENTS, Entry, Journal, read
+from offload_decode.collections.words import WORDS
+from offload_decode.errors import (
+    StoreBusy,
+    StoreDamaged,
+    StoreExists,
+    StoreForeign,
+    StoreMismatch,
+    StoreNotFound,
+)
+from offload_decode.store.files import read_regular
+from offload_decode.store.metadata import ROOT
+from offload_decode.store.staging import LOCK, locked
+
+HEADER = "collection.json"
+STORES = "stores"
+VERSION = 1
+_BEFORE_THE_HEADER = {LOCK, DOCUMENTS, WORDS, f"{WORDS}-journal", f"{HEADER}.tmp"}
+GONE, PARTIAL = ".gone", ".partial"
+_OF_A_STORE = re.compile(r"([0-9a-f]{32}\.kv)(\.partial|\.indexes)?(\.gone)?")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What all documents share: the model by its name and fingerprints, as in the manifest of a store, the
+    `weights` it prefilled with, and the `settings` of the prefill, plain JSON values.
+    """
+
+    model_id: str
+    model_config_hash: str
+    weights_hash: str
+    tokenizer_hash: str
+    dtype: str
+    weights: str
+    settings: Mapping[str, Any]
+    version: int = VERSION
+
+    @classmethod
+    def read(cls, path: Path) -> Header:
+        """Raises `StoreNotFound`, `StoreForeign` and `StoreDamaged`."""
+        try:
+            data = plain_json.parse(read_regular(path / HEADER))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise StoreNotFound(
+                f"There is no collection at {path}: make one with `offload-decode collect`."
+            ) from error
+        except ValueError as error:
+            raise StoreDamaged(
+                f"{path / HEADER} is no JSON: restore it from a copy, or collect again."
+            ) from error
+        if not isinstance(data, dict) or data.get("version") != VERSION:
+            raise StoreForeign(f"{path} is a collection of another release: use that one, or collect again.")
+        if set(data) != {field.name for field in fields(cls)} or not isinstance(data["settings"], dict):
+            raise StoreForeign(f"{path / HEADER} does not have the fields of a collection: collect again.")
+        if not all(isinstance(data[name], str) for name in data if name not in ("version", "settings")):
+            raise StoreForeign(f"{path / HEADER} does not name a model: collect again.")
+        return cls(**data)
+
+    def check(self, path: Path, asked: Header) -> None:
+        """StoreMismatch where documents made as `asked` do not belong to the collection at `path`."""
+        others = [
+            name for name, own in asdict(self).items() if own != asdict(asked)[name] and name != "model_id"
+        ]
+        if others:
+            raise StoreMismatch(
+                f"The collection {path} was made by {self.model_id} and differs in "
+                f"{' and '.join(others)}: give what it was made with, or choose another --out."
+            )
+
+
+class Collection:
+    """A collection that is read: opening it reads the list, and no store.
+
+    entries: its documents in the order of their names.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.header = Header.read(path)
+        self.entries = sorted(read(path / DOCUMENTS)[0].values())
+
+    def store(self, entry: Entry) -> Path:
+        """Where a document's store lies. StoreDamaged where a link leads out of the collection."""
+        return _within(self.path, entry.store)
+
+
+def is_collection(path: Path) -> bool:
+    """Whether a collection, and not a store, lies at `path`."""
+    return (path / HEADER).is_file() and (path / DOCUMENTS).exists()
+
+
+def store_name(name: str, sha256: str) -> str:
+    """Where the store of a document lies below its collection. The name is in it too: a store says what its
+    document is called.
+    """
+    digest = hashlib.sha256(f"{sha256} {name}".encode()).hexdigest()[:32]
+    return f"{STORES}/{digest[:2]}/{digest}.kv"
+
+
+class Changing:
+    """A collection that is changed, under its lock. header: None until there is one."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.header = Header.read(path) if (path / HEADER).exists() else None
+        documents = path / DOCUMENTS
+        if not documents.exists() and self.header is None:
+            documents.touch()
+        self.journal = Journal(documents)
+
+    @classmethod
+    @contextmanager
+    def at(cls, path: Path) -> Iterator[Changing]:
+        """The collection at `path`, made if need be; `StoreBusy` where another process changes it."""
+        if is_collection(path):
+            (path / LOCK).touch()  # of a copy it may have been left out
+        elif path.exists() and set(_names(path)) - _BEFORE_THE_HEADER:
+            raise StoreExists(f"{path} is there already and is no collection: choose another --out.")
+        try:
+            with locked(path):
+                yield cls(path)
+        except StoreBusy as error:
+            raise StoreBusy(
+                f"Another process is changing the collection {path}: wait for it to end, or stop it first."
+            ) from error
+
+    def state(self, header: Header) -> None:
+        """Say by which model and how its documents are made; `StoreMismatch` where it is another."""
+        if self.header is None:
+            self.header = header
+            data = json.dumps(asdict(header), indent=2, ensure_ascii=False).encode()
+            durable.write(self.path / HEADER, data)
+        self.header.check(self.path, header)
+
+    def store(self, name: str) -> Path:
+        """Where the store of that name lies, its folder made."""
+        path = _within(self.path, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def sweep(self, wanted: set[str]) -> None:
+        """Remove what stores, or what belongs to them, lies in the collection and is of none `wanted`, and
+        what a kill left of the making of one that is whole.
+        """
+        for folder in sorted(self.path.glob(f"{STORES}/[0-9a-f][0-9a-f]")):
+            for found in _names(_within(self.path, f"{STORES}/{folder.name}")):
+                own = _OF_A_STORE.fullmatch(found)
+                if own is None:
+                    continue
+                whole = (folder / own[1] / ROOT).exists()
+                kept = f"{STORES}/{folder.name}/{own[1]}" in wanted and not (own[2] == PARTIAL and whole)
+                if kept and not own[3]:
+                    continue
+                gone = folder / (found.removesuffix(GONE) + GONE)
+                if gone.name != found:
+                    os.rename(folder / found, gone)  # half a store must not look like one
+                shutil.rmtree(gone)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except NotADirectoryError as error:
+        raise StoreExists(f"{folder} is a file: choose another --out.") from error
+
+
+def _within(collection: Path, name: str) -> Path:
+    path = collection
+    for part in name.split("/"):
+        path = path / part
+        if path.is_symlink():
+            raise StoreDamaged(f"{path} is a link, and what a collection holds lies in it: collect again.")
+    return path

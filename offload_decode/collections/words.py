@@ -1,0 +1,133 @@
+"""The words of a collection's documents, and which documents a question's words speak for: BM25 (Robertson
+and Zaragoza 2009), by SQLite's full-text search.
+
+COLLECTION/words.sqlite is made of the documents and can be made again; what it says of documents that are not
+in the list is not looked at. Of a file from elsewhere nothing but the tables that are expected is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Self
+
+from offload_decode.errors import ConfigError, StoreDamaged
+
+WORDS = "words.sqlite"
+_TABLE = "CREATE VIRTUAL TABLE words USING fts5(text, tokenize = 'unicode61 remove_diacritics 2')"
+_PARTS = {"words", *(f"words_{part}" for part in ("data", "idx", "content", "docsize", "config"))}
+_LONGEST = 1 << 30  # bytes of a value: a document has fewer
+_MOST_WORDS = 100  # of a question
+_COMMIT_EVERY = 64
+_WAIT_S = 30.0  # for another process' commit
+
+
+def number_of(store: str) -> int:
+    """By what number a document is known there: digits of its store's name."""
+    return int(Path(store).stem[:15], 16)
+
+
+class Words:
+    """The words of documents, while they change; used as a context manager, by whoever holds the lock."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._uncommitted = 0
+
+    def __enter__(self) -> Self:
+        if os.path.lexists(self._path):
+            _check_plain(self._path)
+        with _told(self._path):
+            self._connection = _connected(self._path)
+            if not next(self._connection.execute("SELECT count(*) FROM sqlite_schema"))[0]:
+                self._connection.execute(_TABLE)
+                self._connection.commit()
+            _check(self._connection)
+            self._there = {number for (number,) in self._connection.execute("SELECT id FROM words_docsize")}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _told(self._path), closing(self._connection):
+            self._connection.commit()
+
+    def __contains__(self, store: str) -> bool:
+        return number_of(store) in self._there
+
+    def put(self, store: str, text: str) -> None:
+        """Add the text of the document in `store`. A kill loses the last few: whoever holds the text asks
+        whether they are there.
+        """
+        with _told(self._path):
+            given = number_of(store), text.encode("utf-8", "replace").decode()
+            self._connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", given)
+            self._uncommitted += 1
+            if self._uncommitted % _COMMIT_EVERY == 0:
+                self._connection.commit()
+        self._there.add(number_of(store))
+
+    def keep(self, stores: Collection[str]) -> None:
+        """Remove the documents that are in none of `stores`."""
+        gone = self._there - set(map(number_of, stores))
+        with _told(self._path):
+            for number in gone:
+                self._connection.execute("DELETE FROM words WHERE rowid = ?", (number,))
+        self._there -= gone
+
+
+def ranked(path: Path, question: str) -> list[int]:
+    """The numbers of the documents at `path` that have a word of the question, the likeliest first.
+
+    Raises `StoreDamaged`.
+    """
+    wanted = " OR ".join(f'"{word}"' for word in dict.fromkeys(re.findall(r"\w+", question)[:_MOST_WORDS]))
+    if not wanted:
+        return []
+    _check_plain(path)
+    with _told(path), closing(_connected(path)) as connection:
+        connection.execute("PRAGMA query_only = ON")
+        _check(connection)
+        found = connection.execute("SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank", (wanted,))
+        return [int(number) for (number,) in found]
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=_WAIT_S)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+    for pragma in ("trusted_schema = OFF", "cell_size_check = ON"):  # as sqlite.org/security.html advises
+        connection.execute(f"PRAGMA {pragma}")
+    return connection
+
+
+def _check(connection: sqlite3.Connection) -> None:
+    """Nothing but the table of words and its parts is there: no view or trigger that would run."""
+    found = list(connection.execute("SELECT type, name, sql FROM sqlite_schema"))
+    if {name for _, name, _ in found} != _PARTS or {kind for kind, _, _ in found} != {"table"}:
+        raise sqlite3.DatabaseError("it holds other tables than those of a collection")
+    if ("table", "words", _TABLE) not in found:
+        raise sqlite3.DatabaseError("its table is another release's")
+
+
+def _check_plain(path: Path) -> None:
+    try:
+        plain = stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError as error:
+        raise StoreDamaged(f"{path} is missing: collect again.") from error
+    if not plain:
+        raise StoreDamaged(f"{path} is not a plain file: remove it, and collect again.")
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        if "no such module" in str(error):
+            raise ConfigError(
+                "this Python's SQLite was built without full-text search (FTS5): use another build of Python"
+            ) from error
+        raise StoreDamaged(f"{path} cannot be used ({error}): remove it, and collect again.") from error

@@ -1,0 +1,239 @@
+"""A folder of texts to a collection: a store for each document, made where it is new or changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from offload_decode.collections.collection import Changing, Header, store_name
+from offload_decode.collections.journal import Entry, Value
+from offload_decode.collections.words import WORDS, Words
+from offload_decode.errors import CorpusError, DoesNotFit, StoreError, StoreMismatch
+from offload_decode.models.loading import LoadedModel, load
+from offload_decode.store.metadata import ROOT
+from prefill_jobs.corpus import TextDocument, nothing_in
+from prefill_jobs.decoding import text_of
+from prefill_jobs.folders import EVERYTHING, File, Rules, Skipped, Walk, check_corpus, clean
+from prefill_jobs.job import Settings, make, prepare, settled
+from prefill_jobs.many import Watch
+from prefill_jobs.places import InFolder
+from prefill_jobs.plain_files import read_plain
+
+Metadata = Mapping[str, Mapping[str, Value]]
+"""What is said of documents, by their names."""
+
+
+@dataclass
+class CollectReport:
+    """What became of a folder: documents `made` (new or changed) and `kept`; those that are `gone` from the
+    folder and were dropped, `failed` ones, which keep the store they had, if any, and files that were
+    `skipped`. `documents` and `tokens` are those of the whole collection now; `described`: names that the
+    metadata have and the folder does not. `seconds` and `prefilled` tokens are of this run.
+    """
+
+    made: int = 0
+    kept: int = 0
+    gone: int = 0
+    failed: list[Skipped] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    documents: int = 0
+    tokens: int = 0
+    prefilled: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What makes the stores of a collection; the model is loaded when the first is to be made."""
+
+    model: str
+    settings: Settings
+    device: str = "auto"
+    dtype: str = "auto"
+    weights: str = "auto"
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """The model."""
+        return load(self.model, self.device, self.dtype, self.weights)
+
+    @cached_property
+    def header(self) -> Header:
+        """What a collection says of it."""
+        loaded = self.loaded
+        return Header(
+            loaded.model_id,
+            loaded.config_hash,
+            loaded.weights_hash,
+            loaded.tokenizer_hash,
+            loaded.dtype,
+            loaded.weights,
+            asdict(self.settings),
+        )
+
+    def check(self, changing: Changing) -> None:
+        """Raises `StoreMismatch` where the collection was made by another model or with other settings."""
+        stated = changing.header
+        if stated is None:
+            return
+        same = (self.model, self.weights, asdict(self.settings)) == (
+            stated.model_id,
+            stated.weights,
+            stated.settings,
+        )
+        if not same or self.dtype not in ("auto", stated.dtype):  # else its name will do until it is needed
+            changing.state(self.header)
+
+
+def collect(
+    folder: str,
+    out: Path,
+    maker: Maker,
+    *,
+    rules: Rules = EVERYTHING,
+    metadata: Metadata | None = None,
+    progress: Watch = lambda stage, done, total, about: None,
+) -> CollectReport:
+    """Make the collection `out` hold the documents of `folder`, as `rules` say which. `metadata`: of all
+    documents; None leaves what is known of them.
+
+    Documents are compared by the SHA-256 of their bytes. An interrupted call is resumed by the same one.
+    Documents that cannot be read or made do not stop the others. Raises `CorpusError` where there are none
+    at all, `StoreBusy` while another process changes the collection, `StoreMismatch` where it is of another
+    model or settings, `ModelError`, `ConfigError`.
+    """
+    began = time.perf_counter()
+    if not os.path.isdir(folder):
+        check_corpus(folder)
+        raise CorpusError(f"{folder} is a file: a collection is made of a folder of documents")
+    check_corpus(folder)
+    walk = Walk(Path(folder), rules)
+    files = sorted(walk.files())
+    report = CollectReport()
+    with Changing.at(out) as changing, Words(out / WORDS) as words:
+        maker.check(changing)
+        collecting = _Collecting(changing, words, maker, metadata, report, progress)
+        for number, file in enumerate(files):
+            collecting.take(file, number, len(files), rules.follow_links)
+        report.failed += sorted(one for one in walk.skipped if one.unread)
+        report.skipped = sorted(one for one in walk.skipped if not one.unread)
+        if not collecting.seen:
+            raise CorpusError(nothing_in(Path(folder), [*report.failed, *report.skipped]))
+        collecting.tidy()
+        entries = changing.journal.entries
+        report.documents = len(entries)
+        report.tokens = sum(entry.tokens for entry in entries.values())
+        report.unknown = sorted(set(metadata or ()) - set(entries))
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+class _Collecting:
+    """One call of `collect`. seen: the names that were found, and where the store of each lies or will."""
+
+    def __init__(
+        self,
+        changing: Changing,
+        words: Words,
+        maker: Maker,
+        metadata: Metadata | None,
+        report: CollectReport,
+        progress: Watch,
+    ):
+        self.changing = changing
+        self.words = words
+        self.maker = maker
+        self.metadata = metadata
+        self.report = report
+        self.progress = progress
+        self.seen: dict[str, str] = {}
+
+    def take(self, file: File, number: int, total: int, follow: bool) -> None:
+        """See that the collection holds one document as it is now."""
+        name = clean(file.name)
+        self.progress("collect", number, total, name)
+        try:
+            if name in self.seen:
+                raise CorpusError("another document has that name")
+            data = read_plain(file.path, follow)
+            sha256 = hashlib.sha256(data).hexdigest()
+            entry, store = self._kept(name, sha256), store_name(name, sha256)
+            if entry is not None and store in self.words:
+                self.report.kept += 1
+            else:
+                text = text_of(file.name, data)
+                if entry is not None:
+                    self.report.kept += 1
+                else:
+                    self.seen[name] = store
+                    entry = self._made(TextDocument(name, text), sha256, number, total)
+                    self.report.made += 1
+                    self.report.prefilled += entry.tokens
+                if store not in self.words:
+                    self.words.put(store, text)
+            self.seen[name] = store
+            self._put(entry)
+        except StoreMismatch:  # of the collection as a whole
+            raise
+        except (CorpusError, StoreError, DoesNotFit) as error:
+            self.report.failed.append(Skipped(name, str(error)))
+        except OSError as error:
+            self.report.failed.append(Skipped(name, error.strerror or str(error)))
+
+    def tidy(self) -> None:
+        """Drop the documents that are gone, and what stores no document has. What could not be read may be
+        there tomorrow, and is not gone.
+        """
+        unread = {one.name for one in self.report.failed}
+        journal = self.changing.journal
+        gone = [
+            name
+            for name in journal.entries
+            if name not in self.seen and not any(above in unread for above in (name, *_folders(name), "."))
+        ]
+        journal.drop(gone)
+        journal.compact()
+        self.report.gone = len(gone)
+        wanted = {*self.seen.values(), *(entry.store for entry in journal.entries.values())}
+        self.changing.sweep(wanted)
+        self.words.keep({entry.store for entry in journal.entries.values()})
+
+    def _kept(self, name: str, sha256: str) -> Entry | None:
+        entry = self.changing.journal.entries.get(name)
+        if entry is None or entry.store != store_name(name, sha256):
+            return None
+        return entry if (self.changing.store(entry.store) / ROOT).exists() else None
+
+    def _made(self, document: TextDocument, sha256: str, number: int, total: int) -> Entry:
+        self.changing.state(self.maker.header)
+        name = store_name(document.name, sha256)
+        loaded, place = self.maker.loaded, InFolder(self.changing.store(name))
+
+        def shown(stage: str, done: int, own: int) -> None:
+            about = f"{document.name}, {done:,} of {own:,} tokens" if stage == "prefill" else document.name
+            self.progress("collect", number, total, about)
+
+        work = prepare(loaded, [document], self.maker.settings, ())
+        report = settled(work, place) or make(loaded, work, place, shown)
+        return Entry(document.name, sha256, name, report.n_tokens, {})
+
+    def _put(self, entry: Entry) -> None:
+        """Note a document, with what is said of it, where that is not what is known."""
+        known = self.changing.journal.entries.get(entry.name)
+        if self.metadata is not None:
+            entry = entry._replace(metadata=self.metadata.get(entry.name, {}))
+        elif known is not None:
+            entry = entry._replace(metadata=known.metadata)
+        if entry != known:
+            self.changing.journal.put(entry)
+
+
+def _folders(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]

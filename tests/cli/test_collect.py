@@ -1,0 +1,163 @@
+"""Collections at the command line: made, renewed and asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_decode import Engine
+from offload_decode.collections.collection import Collection
+from tests.cli.conftest import Ran, refused, run
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("alpha", "beta", "gamma"):
+        (folder / f"{name}.txt").write_text(f"The word of this document is {name}. " * 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def collection(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For reading only."""
+    out = tmp_path_factory.mktemp("collections") / "texts"
+    ran = run("collect", texts, "--model", home / "model", "--out", out)
+    assert ran.code == 0, ran.err
+    assert "3 made; it holds 3 documents" in ran.err
+    return out
+
+
+def batch(collection: Path, out: Path, questions: list[dict[str, Any]], *options: str) -> Ran:
+    asked = out.with_suffix(".questions")
+    asked.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    return run("batch", collection, "--questions", asked, "--out", out, "--max-new-tokens", "4", *options)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answers(collection: Path, question: str) -> dict[str, str]:
+    """What an engine of each store answers."""
+    opened = Collection(collection)
+    return {entry.name: Engine.open(opened.store(entry)).answer(question, 4).text for entry in opened.entries}
+
+
+def test_it_is_renewed_by_the_same_command(home: Path, texts: Path, collection: Path, tmp_path: Path) -> None:
+    folder, out = shutil.copytree(texts, tmp_path / "own"), shutil.copytree(collection, tmp_path / "out")
+    (folder / "alpha.txt").unlink()
+    (folder / "beta.txt").write_text("changed")
+    (folder / "image.png").write_bytes(b"\x89PNG\0\1")
+    command = ("collect", folder, "--model", home / "model", "--out", out)
+    ran = run(*command, "--json")
+    assert ran.code == 1
+    assert "error: image.png: " in ran.err
+    told = json.loads(ran.out)
+    assert {name: told[name] for name in ("made", "kept", "gone", "documents")} == {
+        "made": 1, "kept": 1, "gone": 1, "documents": 2
+    }  # fmt: skip
+    assert [one["name"] for one in told["failed"]] == ["image.png"]
+    ran = run(*command, "--exclude", "*.png")
+    assert (ran.code, ran.out) == (0, "")
+    assert "2 kept; it holds 2 documents" in ran.err
+
+
+def test_every_document_is_asked_and_named(collection: Path, tmp_path: Path) -> None:
+    expected = answers(collection, "Which word?")
+    ran = run("ask", collection, "Which word?", "--all", "--json", "--cite", "--max-new-tokens", "4")
+    assert ran.code == 0, ran.err
+    told = json.loads(ran.out)["answers"]
+    assert {one["document"]: one["answer"] for one in told} == expected
+    assert all({cited["name"] for cited in one["citations"]} <= {one["document"]} for one in told)
+    out = tmp_path / "out.jsonl"
+    assert batch(collection, out, [{"question": "Which word?"}], "--all").code == 0
+    assert {line["document"]: line["answer"] for line in lines(out)} == expected
+    again = batch(collection, out, [{"question": "Which word?"}], "--all")
+    assert "0 answers, 3 there already" in again.err
+
+
+def test_answers_are_printed_behind_the_names(collection: Path) -> None:
+    ran = run("ask", collection, "Which word?", "--all", "--max-new-tokens", "2")
+    begun = [name for name in ("alpha.txt: ", "beta.txt: ", "gamma.txt: ") if name in ran.out]
+    assert (ran.code, len(begun)) == (0, 3)
+
+
+def test_the_documents_that_share_most_words_are_asked(collection: Path, tmp_path: Path) -> None:
+    question = "Is beta the word, or gamma?"
+    for options, names in (
+        (("--top", "2"), ["beta.txt", "gamma.txt"]),
+        ((), ["beta.txt", "gamma.txt", "alpha.txt"]),
+    ):
+        ran = run("ask", collection, question, *options, "--json", "--max-new-tokens", "2")
+        assert {one["document"] for one in json.loads(ran.out)["answers"][:2]} == set(names[:2])
+        assert len(json.loads(ran.out)["answers"]) == len(names)
+    out = tmp_path / "out.jsonl"
+    asked = [{"question": "Is it alpha?"}, {"question": "Or gamma?"}]
+    assert batch(collection, out, asked, "--top", "1").code == 0
+    assert [(line["document"], line["question"]) for line in lines(out)] == [
+        ("alpha.txt", "Is it alpha?"),
+        ("gamma.txt", "Or gamma?"),
+    ]
+    assert "no document has a word of the question" in refused(2, "ask", collection, "xyzzy")
+    assert "line 1 of the questions has no word" in batch(collection, out, [{"question": "xyzzy"}]).err
+    assert "give one of them" in refused(2, "ask", collection, question, "--all", "--top", "1")
+
+
+def test_a_question_may_name_its_document(collection: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    questions = [{"question": "Which?", "document": "beta.txt"}, {"question": "What?"}]
+    assert batch(collection, out, questions, "--all").code == 0
+    assert [(line["document"], line["question"]) for line in lines(out)] == [
+        ("alpha.txt", "What?"),
+        ("beta.txt", "Which?"),
+        ("beta.txt", "What?"),
+        ("gamma.txt", "What?"),
+    ]
+    ran = batch(collection, tmp_path / "no", [{"question": "Which?", "document": "delta.txt"}], "--all")
+    assert (ran.code, "asks the document delta.txt, which is not among" in ran.err) == (2, True)
+
+
+def test_conditions_leave_documents_out(home: Path, texts: Path, collection: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(collection, tmp_path / "copy"))
+    folder = Path(shutil.copytree(texts, tmp_path / "own"))
+    metadata = folder / "said [1].jsonl"
+    metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 2024}\n')
+    command = ("collect", folder, "--model", home / "model", "--out", copy, "--metadata", metadata)
+    assert "3 kept; it holds 3 documents" in run(*command).err
+    out = tmp_path / "out.jsonl"
+    assert batch(copy, out, [{"question": "Is it alpha?"}], "--where", "year>=2000", "--top", "3").code == 0
+    assert [line["document"] for line in lines(out)] == ["beta.txt"]
+    ran = run("ask", copy, "Which?", "--all", "--where", "name=*a*", "--where", "year<2000", "--json")
+    assert [one["document"] for one in json.loads(ran.out)["answers"]] == ["alpha.txt"]
+    assert "leaves none of the 3 documents" in refused(2, "ask", copy, "Which?", "--where", "name=x")
+    assert "is no condition" in refused(2, "ask", copy, "Which?", "--where", "year")
+    metadata.write_text('{"name": "alpha.txt"}\n{"year": 1999}\n')
+    assert "line 2 of" in refused(2, *command)
+
+
+def test_a_document_that_fails_does_not_stop_the_others(collection: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(collection, tmp_path / "copy"))
+    opened = Collection(copy)
+    shutil.rmtree(opened.store(opened.entries[1]))
+    ran = run("ask", copy, "Which word?", "--all", "--json", "--max-new-tokens", "2")
+    assert ran.code == 1
+    assert [one["document"] for one in json.loads(ran.out)["answers"]] == ["alpha.txt", "gamma.txt"]
+    assert "error: beta.txt: There is no store at" in ran.err
+    out = tmp_path / "out.jsonl"
+    ran = batch(copy, out, [{"question": "Which word?"}], "--all")
+    assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["alpha.txt", "gamma.txt"])
+
+
+def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_path: Path) -> None:
+    assert "--where are of a collection" in refused(2, "ask", store, "Which?", "--all")
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"question": "Which?"}\n')
+    mixed = ("batch", collection, store, "--questions", questions, "--out", tmp_path / "out", "--all")
+    assert "ask it alone" in refused(2, *mixed)
+    wrong = ("collect", collection, "--model", home / "model", "--out", tmp_path / "out", "--metadata")
+    assert "cannot be read" in refused(2, *wrong, tmp_path / "none.jsonl")

@@ -1,0 +1,108 @@
+"""Documents are ranked by the words that they share with a question, whatever a file from elsewhere holds."""
+
+from __future__ import annotations
+
+import math
+import re
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from offload_decode.collections.words import WORDS, Words, number_of, ranked
+from offload_decode.errors import StoreDamaged
+
+TEXTS = {
+    f"stores/{digit * 2}/{digit * 32}.kv": text
+    for digit, text in {
+        "1": "The brisk lantern is in the harbour, and the harbour is far away from the city.",
+        "2": "A lantern, a lantern, and a lantern again.",
+        "3": "Nothing of that kind is in the city at all; it is about ships, ships and ships.",
+        "4": "Über die Brücke, sagte der Kapitän.",
+    }.items()
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with Words(tmp_path / WORDS) as words:
+        for store, text in TEXTS.items():
+            words.put(store, text)
+    return tmp_path / WORDS
+
+
+def bm25(question: str, k1: float = 1.2, b: float = 0.75) -> list[int]:
+    """The definition (Robertson and Zaragoza 2009, 3.1), by hand."""
+    counts = {number_of(store): Counter(re.findall(r"\w+", text.lower())) for store, text in TEXTS.items()}
+    mean = sum(counted.total() for counted in counts.values()) / len(counts)
+    scores: Counter[int] = Counter()
+    for word in set(re.findall(r"\w+", question.lower())):
+        having = sum(word in counted for counted in counts.values())
+        # SQLite takes a word that most documents have for next to nothing.
+        weight = max(1e-6, math.log((len(counts) - having + 0.5) / (having + 0.5)))
+        for number, counted in counts.items():
+            if counted[word]:
+                length = 1 - b + b * counted.total() / mean
+                scores[number] += weight * counted[word] * (k1 + 1) / (counted[word] + k1 * length)
+    return sorted(scores, key=lambda number: -scores[number])
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["Where is the brisk lantern?", "ships", "which city has a harbour and ships", "lantern ships"],
+)
+def test_the_order_is_that_of_bm25(path: Path, question: str) -> None:
+    assert ranked(path, question) == bm25(question)
+
+
+def test_marks_and_accents_do_not_matter(path: Path) -> None:
+    number = number_of(next(store for store, text in TEXTS.items() if "Brücke" in text))
+    assert ranked(path, "BRUCKE") == ranked(path, "brücke!") == [number]
+
+
+@pytest.mark.parametrize("question", ["", "?!", '"', "text:", "NEAR(", "* OR -", "absent"])
+def test_what_is_no_word_of_a_document_finds_nothing(path: Path, question: str) -> None:
+    assert ranked(path, question) == []
+
+
+def test_what_is_removed_is_not_found(path: Path) -> None:
+    kept = list(TEXTS)[1:]
+    with Words(path) as words:
+        words.keep(kept)
+        assert [store in words for store in TEXTS] == [False, True, True, True]
+    assert ranked(path, "brisk harbour") == []
+    assert len(ranked(path, "a is der")) == 3
+
+
+def test_a_damaged_file_is_told(path: Path) -> None:
+    path.write_bytes(b"no database" * 1000)
+    for use in (lambda: ranked(path, "lantern"), Words(path).__enter__):
+        with pytest.raises(StoreDamaged, match="remove it, and collect again"):
+            use()
+    path.unlink()
+    with pytest.raises(StoreDamaged, match="is missing"):
+        ranked(path, "lantern")
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        "CREATE TABLE more (x)",
+        "CREATE VIEW seen AS SELECT load_extension('evil')",
+        "CREATE TRIGGER t AFTER INSERT ON words_config BEGIN SELECT 1; END",
+    ],
+)
+def test_other_tables_views_and_triggers_are_refused(path: Path, added: str) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute(added)
+    for use in (lambda: ranked(path, "lantern"), Words(path).__enter__):
+        with pytest.raises(StoreDamaged, match="other tables"):
+            use()
+
+
+def test_a_link_is_not_followed(path: Path) -> None:
+    path.rename(path.with_name("other"))
+    path.symlink_to(path.with_name("other"))
+    with pytest.raises(StoreDamaged, match="not a plain file"):
+        ranked(path, "lantern")

@@ -1,0 +1,308 @@
+"""A collection holds the documents of a folder as they are, however often its making is interrupted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_decode.collections.collection import HEADER, Changing, Collection
+from offload_decode.collections.journal import DOCUMENTS
+from offload_decode.collections.words import WORDS, number_of, ranked
+from offload_decode.errors import (
+    CorpusError,
+    StoreBusy,
+    StoreDamaged,
+    StoreExists,
+    StoreForeign,
+    StoreMismatch,
+    StoreNotFound,
+)
+from offload_decode.store.reader import KVStore
+from prefill_jobs.collect import CollectReport, Maker, collect
+from prefill_jobs.job import Settings, prefill
+from tests.prefill_jobs.killing import tree
+
+SETTINGS = Settings(options={"chunk": "32"})
+
+
+@pytest.fixture(scope="module")
+def maker(inputs: Path) -> Maker:
+    return Maker(str(inputs / "model"), SETTINGS)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("alpha " * 8)
+    (folder / "sub" / "b.txt").write_text("beta " * 10)
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def counts(report: CollectReport) -> tuple[int, int, int, int]:
+    return report.made, report.kept, report.gone, len(report.failed)
+
+
+def held(out: Path) -> dict[str, Path]:
+    """The store of each document; nothing else lies among the stores."""
+    collection = Collection(out)
+    stores = {entry.name: collection.store(entry) for entry in collection.entries}
+    assert sorted(stores.values()) == sorted(out.glob("stores/*/*"))
+    return stores
+
+
+def test_each_store_is_that_of_a_prefill_of_its_document(
+    maker: Maker, texts: Path, out: Path, tmp_path: Path
+) -> None:
+    report = collect(str(texts), out, maker)
+    assert (counts(report), report.documents) == ((2, 0, 0, 0), 2)
+    stores = held(out)
+    assert [document.name for document in KVStore.open(stores["sub/b.txt"]).documents] == ["sub/b.txt"]
+    prefill(str(texts / "a.txt"), model=maker.model, out=tmp_path / "a.kv", settings=SETTINGS)
+    assert tree(stores["a.txt"]) == tree(tmp_path / "a.kv")
+    assert report.tokens == sum(KVStore.open(store).manifest.n_tokens for store in stores.values())
+
+
+def test_what_is_the_same_is_kept_without_the_model(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    before = tree(out)
+    again = Maker(Collection(out).header.model_id, SETTINGS)
+    os.utime(texts / "a.txt", (1, 1))
+    assert counts(collect(str(texts), out, again)) == (0, 2, 0, 0)
+    assert "loaded" not in vars(again)
+    assert tree(out) == before
+
+
+def test_what_changed_is_made_anew_and_what_is_gone_is_dropped(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    before = held(out)
+    (texts / "a.txt").write_text("alpha, changed")
+    (texts / "sub" / "b.txt").rename(texts / "c.txt")
+    assert counts(collect(str(texts), out, maker)) == (2, 0, 1, 0)
+    after = held(out)
+    assert set(after) == {"a.txt", "c.txt"}
+    assert not set(before.values()) & set(after.values())
+
+
+def test_a_store_that_was_removed_is_made_again(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    before = tree(out)
+    shutil.rmtree(held(out)["a.txt"])
+    assert counts(collect(str(texts), out, maker)) == (1, 1, 0, 0)
+    assert tree(out) == before
+
+
+def test_what_cannot_be_read_stops_nothing_and_keeps_its_store(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    (texts / "a.txt").write_bytes(b"\0\1\2")
+    (texts / "new.txt").write_text("news")
+    os.chmod(texts / "sub", 0)
+    try:
+        report = collect(str(texts), out, maker)
+    finally:
+        os.chmod(texts / "sub", 0o755)
+    unread = {one.name for one in report.failed}
+    assert "a.txt" in unread
+    assert unread <= {"a.txt", "sub"}  # root reads every folder
+    assert report.gone == 0
+    assert set(held(out)) == {"a.txt", "sub/b.txt", "new.txt"}
+
+
+def test_nothing_is_dropped_where_nothing_is_found(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    before = tree(out)
+    shutil.rmtree(texts)
+    with pytest.raises(CorpusError, match="no corpus at"):
+        collect(str(texts), out, maker)
+    texts.mkdir()
+    with pytest.raises(CorpusError, match="nothing to read"):
+        collect(str(texts), out, maker)
+    assert tree(out) == before
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def killing(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], int]:
+    """Ends the process before or after its `at`-th rename or removal; returns how many there were."""
+    calls = 0
+
+    def watched(function: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise Killed
+            result = function(*args, **more)
+            calls += 1
+            if calls == at:
+                raise Killed
+            return result
+
+        return call
+
+    for owner, name in ((os, "rename"), (os, "replace"), (shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    return lambda: calls
+
+
+def test_killed_at_any_rename_or_removal_it_is_whole_and_goes_on(
+    maker: Maker, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = tmp_path / "begun"
+    collect(str(texts), begun, maker)
+    (texts / "a.txt").write_text("alpha, changed")
+    (texts / "c.txt").write_text("gamma")
+    shutil.rmtree(texts / "sub")
+    wanted = tmp_path / "wanted"
+    shutil.copytree(begun, wanted)
+    with monkeypatch.context() as patch:
+        total = killing(patch, at=0)
+        collect(str(texts), wanted, maker)
+        calls = total()
+    assert calls > 10
+    # What happens within a prefill is killed at every step by tests of its own.
+    for at in [*range(1, calls - 14, 15), *range(calls - 14, calls + 1)]:
+        out = tmp_path / f"killed-{at}"
+        shutil.copytree(begun, out)
+        with monkeypatch.context() as patch:
+            killing(patch, at)
+            with pytest.raises(Killed):
+                collect(str(texts), out, maker)
+        collection = Collection(out)
+        for entry in collection.entries:
+            KVStore.open(collection.store(entry))
+        collect(str(texts), out, maker)
+        assert held(out).keys() == {"a.txt", "c.txt"}
+        assert found(out, "alpha beta gamma") == {"a.txt", "c.txt"}
+        assert {
+            name: data for name, data in tree(out).items() if not name.startswith((DOCUMENTS, WORDS))
+        } == {name: data for name, data in tree(wanted).items() if not name.startswith((DOCUMENTS, WORDS))}
+        shutil.rmtree(out)
+
+
+def test_a_prefill_that_was_interrupted_goes_on(
+    maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def interrupt(stage: str, at: int, total: int, about: str) -> None:
+        done.append(about)
+        if "b.txt, 32 of" in about:
+            raise Killed
+
+    with pytest.raises(Killed):
+        collect(str(texts), out, maker, progress=interrupt)
+    assert [entry.name for entry in Collection(out).entries] == ["a.txt"]
+    done.clear()
+    collect(str(texts), out, maker, progress=lambda *told: done.append(told[3]))
+    assert any("b.txt, 32 of" in about for about in done)
+    assert not any("b.txt, 0 of" in about for about in done)
+
+
+def test_one_process_changes_it_at_a_time(maker: Maker, texts: Path, out: Path) -> None:
+    with Changing.at(out), pytest.raises(StoreBusy, match="Another process is changing the collection"):
+        collect(str(texts), out, maker)
+
+
+def test_it_is_of_one_model_and_one_way_of_prefilling(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    before = tree(out)
+    with pytest.raises(StoreMismatch, match="differs in settings"):
+        collect(str(texts), out, Maker(maker.model, Settings(options={"chunk": "16"})))
+    (texts / "new.txt").write_text("news")
+    with pytest.raises(StoreMismatch, match="dtype"):
+        collect(str(texts), out, Maker(maker.model, SETTINGS, dtype="bfloat16"))
+    assert tree(out) == before
+
+
+def test_what_is_no_collection_is_left_alone(maker: Maker, texts: Path, out: Path) -> None:
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(StoreExists, match="is no collection"):
+        collect(str(texts), out, maker)
+    with pytest.raises(StoreExists, match="is a file"):
+        collect(str(texts), out / "thesis.tex", maker)
+    with pytest.raises(CorpusError, match="is a file: a collection is made of a folder"):
+        collect(str(texts / "a.txt"), out, maker)
+    with pytest.raises(StoreNotFound):
+        Collection(out)
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+
+
+def test_a_collection_among_the_texts_is_no_text(maker: Maker, texts: Path) -> None:
+    collect(str(texts), texts / "out", maker)
+    report = collect(str(texts), texts / "out", maker)
+    assert counts(report) == (0, 2, 0, 0)
+    assert report.skipped == [("out", "it is a collection of stores")]
+    with pytest.raises(CorpusError, match="is a collection of stores"):
+        collect(str(texts / "out"), texts / "other", maker)
+
+
+def test_no_link_leads_out_of_it(maker: Maker, texts: Path, out: Path, tmp_path: Path) -> None:
+    collect(str(texts), out, maker)
+    first = Collection(out).entries[0]
+    folder = (out / first.store).parent
+    shutil.move(folder, tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreDamaged, match="is a link"):
+        Collection(out).store(first)
+    before = tree(tmp_path / "elsewhere")
+    (texts / first.name).unlink()
+    with pytest.raises(StoreDamaged, match="is a link"):
+        collect(str(texts), out, maker)
+    assert tree(tmp_path / "elsewhere") == before
+
+
+def test_a_header_that_is_none_is_refused(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    text = (out / HEADER).read_text()
+    for wrong, error in (
+        ("{", StoreDamaged),
+        ("[]", StoreForeign),
+        (text.replace('"version": 1', '"version": 2'), StoreForeign),
+        (text.replace('"dtype"', '"type"'), StoreForeign),
+        (text.replace('"float32"', "3"), StoreForeign),
+    ):
+        (out / HEADER).write_text(wrong)
+        with pytest.raises(error):
+            Collection(out)
+
+
+def test_metadata_follow_their_file_and_stay_without_one(maker: Maker, texts: Path, out: Path) -> None:
+    report = collect(str(texts), out, maker, metadata={"a.txt": {"year": 1999}, "no.txt": {}})
+    assert report.unknown == ["no.txt"]
+    assert [dict(entry.metadata) for entry in Collection(out).entries] == [{"year": 1999}, {}]
+    (texts / "a.txt").write_text("changed")
+    collect(str(texts), out, maker)
+    assert dict(Collection(out).entries[0].metadata) == {"year": 1999}
+    assert counts(collect(str(texts), out, maker, metadata={"sub/b.txt": {"x": "y"}})) == (0, 2, 0, 0)
+    assert [dict(entry.metadata) for entry in Collection(out).entries] == [{}, {"x": "y"}]
+
+
+def found(out: Path, question: str) -> set[str]:
+    numbered = {number_of(entry.store): entry.name for entry in Collection(out).entries}
+    return {numbered[number] for number in ranked(out / WORDS, question)}
+
+
+def test_the_words_are_those_of_the_documents(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    assert (found(out, "alpha"), found(out, "beta")) == ({"a.txt"}, {"sub/b.txt"})
+    (texts / "a.txt").write_text("gamma")
+    (texts / "sub" / "b.txt").unlink()
+    collect(str(texts), out, maker)
+    assert (found(out, "alpha beta"), found(out, "gamma")) == (set(), {"a.txt"})
+    (out / WORDS).unlink()
+    assert counts(collect(str(texts), out, maker)) == (0, 1, 0, 0)
+    assert found(out, "gamma") == {"a.txt"}
