@@ -8,7 +8,7 @@ list of links is a count, in 16 bits of 32, and room for as many links as there 
 from __future__ import annotations
 
 import os
-from math import isclose, log
+from math import log
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ def check(file: str, n: int, dim: int, links: int, construction_ef: int) -> None
     for name, value in expected.items():
         if header[name][0] != value:
             raise RuntimeError(f"its header says {name} {header[name][0]}, not {value}")
-    if not isclose(header["scale"][0], 1 / log(links)):
+    if header["scale"][0] != 1 / log(links):
         raise RuntimeError("keys that are added to it would be on other levels")
     start = _HEADER.itemsize
     if os.path.getsize(file) < start + n * (width + 4):

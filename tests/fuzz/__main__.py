@@ -42,7 +42,6 @@ def main(name: str, cases: int, kept: Path, first: int = 0) -> None:
         target: Target = import_module(f"tests.fuzz.{module}").TARGETS[own](Path(folder))
         target.attempt(())  # what is only compiled, imported and opened once is not counted
         target.restore(())
-        limit_memory(own_memory() + MEMORY)
 
         @seed(first)
         @settings(
@@ -55,6 +54,7 @@ def main(name: str, cases: int, kept: Path, first: int = 0) -> None:
         @given(target.cases)
         def each(case: Case) -> None:
             (kept / "last").write_text(repr(case), encoding="utf-8", errors="backslashreplace")
+            limit_memory(own_memory() + MEMORY)  # of this case: a library may keep what earlier ones took
             _limit(SECONDS, WAITING)
             try:
                 target.attempt(case)

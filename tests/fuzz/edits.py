@@ -112,7 +112,8 @@ def edits(files: dict[str, bytes], often: Sequence[str] = ()) -> st.SearchStrate
     often of those that are named.
     """
     names = st.sampled_from([*sorted(files), *often, *often])
-    return st.lists(names.flatmap(lambda name: _edit(name, files[name])), min_size=1, max_size=2)
+    each = {name: _edit(name, data) for name, data in files.items()}
+    return st.lists(names.flatmap(lambda name: each[name]), min_size=1, max_size=2)
 
 
 def apply(root: Path, made: Sequence[Edit]) -> None:

@@ -158,7 +158,9 @@ def test_a_file_of_an_index_is_no_link(tmp_path: Path) -> None:
     type(index).load(path, index.keys, digest="d")
 
 
-@pytest.mark.parametrize(("place", "word"), [(72, 1 << 20), (80, 1 << 30), (88, 1 << 40)])
+@pytest.mark.parametrize(
+    ("place", "word"), [(72, 1 << 20), (80, 1 << 30), (80, 0x3FD71547652B8300), (88, 1 << 40)]
+)
 def test_a_graph_that_would_be_extended_otherwise_is_refused(tmp_path: Path, place: int, word: int) -> None:
     """hnswlib links further keys by these: more links than there is room for, on levels without end."""
     pytest.importorskip("hnswlib")
