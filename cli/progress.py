@@ -21,6 +21,7 @@ _UNITS = {
     "collect": "documents",
     "index": "heads",
     "verify": "bytes",
+    "verify documents": "documents",
     "copy": "arrays",
     "hash indexes": "bytes",
     "check": "bytes",

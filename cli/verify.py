@@ -1,4 +1,4 @@
-"""`offload-decode verify`: is every byte what it was?"""
+"""`offload-decode verify`: is every byte of a store, or of those of a collection, what it was?"""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import typer
 
 from cli import output
 from cli.failures import FAILURE, sentence
-from cli.options import Json, Quiet, Store
+from cli.options import Json, Quiet, StoreOrCollection
 from cli.progress import Progress
 from offload_decode.errors import OffloadDecodeError
 
 
-def verify(store: Store, as_json: Json = False, quiet: Quiet = False) -> None:
-    """Check every byte of a store.
+def verify(store: StoreOrCollection, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Check every byte of a store, or of all stores of a collection.
 
     The indexes beside it are checked too; one that is not finished is named, and is no failure.
     """
+    from offload_decode.collections.collection import is_collection
+
+    if is_collection(store):
+        _verify_all(store, as_json, quiet)
+        return
     with Progress(quiet) as progress:
         checked, problems, unfinished = _check(store, progress)
     if as_json:
@@ -36,6 +41,31 @@ def verify(store: Store, as_json: Json = False, quiet: Quiet = False) -> None:
         output.note(f"{left}.")
     for problem in problems:
         output.note(f"error: {problem}")
+    if problems:
+        raise typer.Exit(FAILURE)
+
+
+def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
+    from offload_decode.collections.collection import Collection
+
+    collection = Collection(path)
+    problems: list[dict[str, str]] = []
+    entries = collection.entries
+    with Progress(quiet) as progress:
+        for number, entry in enumerate(entries):
+            progress("verify documents", number, len(entries), entry.name)
+            try:
+                found = _check(collection.store(entry), Progress(quiet=True))[1]
+            except OffloadDecodeError as error:
+                found = [sentence(error)]
+            problems += [{"document": entry.name, "problem": problem} for problem in found]
+    if as_json:
+        told = {"collection": str(path), "ok": not problems, "documents": len(entries), "problems": problems}
+        output.answer_json(told)
+    elif not problems:
+        output.answer(f"{path} is whole: {output.count(len(entries), 'document')}")
+    for problem in problems:
+        output.note(f"error: {output.one_line(problem['document'])}: {problem['problem']}")
     if problems:
         raise typer.Exit(FAILURE)
 

@@ -176,7 +176,7 @@ class _Collecting:
                     self.report.made += 1
                     self.report.prefilled += entry.tokens
                 if store not in self.words:
-                    self.words.put(store, text)
+                    self.words.put(store, f"{name}\n{text}")  # questions name documents
             self.seen[name] = store
             self._put(entry)
         except StoreMismatch:  # of the collection as a whole

@@ -34,10 +34,10 @@ from offload_decode.errors import (
     StoreNotFound,
 )
 from offload_decode.store.files import read_regular
+from offload_decode.store.metadata import COLLECTION as HEADER
 from offload_decode.store.metadata import ROOT
 from offload_decode.store.staging import LOCK, locked
 
-HEADER = "collection.json"
 STORES = "stores"
 VERSION = 1
 _BEFORE_THE_HEADER = {LOCK, DOCUMENTS, WORDS, f"{WORDS}-journal", f"{HEADER}.tmp"}

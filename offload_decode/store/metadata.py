@@ -20,6 +20,8 @@ from offload_decode.store.layout import ALIGNMENT, ArraySpec, array_specs, layer
 from offload_decode.types import LayerKind
 
 ROOT = "zarr.json"
+COLLECTION = "collection.json"
+"""In a folder of stores, and in none of a store (`collections.collection`)."""
 
 # One folder an array; with the separator "/" there would be one a chunk, tens of thousands in a large store.
 _KEYS: Any = {"name": "default", "configuration": {"separator": "."}}

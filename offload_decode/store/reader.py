@@ -345,6 +345,11 @@ def _existing(path: Path) -> Path:
         raise StoreForeign(
             f"{path} is not a KV store: give the path of one that `offload-decode prefill` made."
         )
+    if (path / metadata.COLLECTION).exists():
+        raise StoreForeign(
+            f"{path} is a collection, and no store: `ask`, `batch` and `verify` take it as a whole, and its "
+            f"stores lie in {path / 'stores'}."
+        )
     for partial in (path, partial_path(path)):
         if (partial / LOCK).exists() and not (path / metadata.ROOT).exists():
             raise StoreIncomplete(_how_far(partial))

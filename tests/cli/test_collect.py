@@ -161,3 +161,38 @@ def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_
     assert "ask it alone" in refused(2, *mixed)
     wrong = ("collect", collection, "--model", home / "model", "--out", tmp_path / "out", "--metadata")
     assert "cannot be read" in refused(2, *wrong, tmp_path / "none.jsonl")
+
+
+def test_a_question_that_names_a_document_finds_it(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in (3, 4, 5):
+        (folder / f"note-{number:04}.txt").write_text("The same words everywhere.")
+    out = tmp_path / "collection"
+    assert run("collect", folder, "--model", home / "model", "--out", out).code == 0
+    ran = run("ask", out, "What says note-0004.txt?", "--top", "1", "--max-new-tokens", "2", "--json")
+    (answer,) = json.loads(ran.out)["answers"]
+    assert answer["document"] == "note-0004.txt"
+
+
+def test_every_store_is_verified(collection: Path, tmp_path: Path) -> None:
+    ran = run("verify", collection)
+    assert (ran.code, ran.out.strip()) == (0, f"{collection} is whole: 3 documents")
+    damaged = shutil.copytree(collection, tmp_path / "damaged")
+    broken = Collection(damaged)
+    store = broken.store(broken.entries[1])
+    chunk = next(path for path in sorted(store.rglob("c.0*")) if path.stat().st_size)
+    data = bytearray(chunk.read_bytes())
+    data[-1] ^= 1
+    chunk.write_bytes(data)
+    ran = run("verify", damaged, "--json")
+    told = json.loads(ran.out)
+    assert (ran.code, told["ok"], told["documents"]) == (1, False, 3)
+    assert [one["document"] for one in told["problems"]] == ["beta.txt"]
+
+
+def test_what_takes_one_store_says_that_it_is_a_collection(collection: Path) -> None:
+    for command in (["inspect"], ["index"]):
+        ran = run(*command, collection)
+        assert ran.code == 1
+        assert "is a collection, and no store" in ran.err
