@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cli.questions import append_answers, assign, check_out, read_answered, read_questions
+from cli.questions import among, append_answers, assign, check_out, read_answered, read_questions
 from cli.transcript import FORMAT, VERSION, _read
 from tests.fuzz.edits import Edit, apply, put_back, remove
 from tests.fuzz.target import Files
@@ -61,7 +61,8 @@ class Lines(Files):
 
     def use(self) -> None:
         if self.name == "questions.jsonl":
-            asked = assign(read_questions(self.file), ["folder/a.kv", "b.kv"])
+            stores = ["folder/a.kv", "b.kv"]
+            asked = assign(read_questions(self.file), stores, among(stores))
             lines = [{**q.extra, "id": q.id, "store": s, "question": q.text} for s in asked for q in asked[s]]
             append_answers(self.root / "out", lines)
         elif self.name == "answers.jsonl":

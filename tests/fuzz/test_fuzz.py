@@ -42,9 +42,9 @@ def fuzzed(target: str, cases: int, cache: pytest.Cache, timeout: float) -> dict
         check=False,
         timeout=timeout,
     )
-    assert ran.returncode == 0, (
-        f"{ran.returncode} at {(kept / 'last').read_text()[:2000]}\n{ran.stderr[-3000:]}"
-    )
+    last = kept / "last"
+    case = last.read_text()[:2000] if last.exists() else "its start"
+    assert ran.returncode == 0, f"{ran.returncode} at {case}\n{ran.stderr[-3000:]}"
     outcomes: dict[str, int] = json.loads(ran.stdout)
     return outcomes
 
