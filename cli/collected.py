@@ -131,9 +131,11 @@ class Collected:
 
 def collected_of(stores: Sequence[Path], reached: Reached | None, choosing: Choosing) -> Collected | None:
     """The collection that is asked; None where it is stores. Raises `ConfigError` for both at once."""
-    from offload_decode.collections.collection import is_collection
+    collections: list[Path] = []
+    if reached is None:
+        from offload_decode.collections.collection import is_collection
 
-    collections = [] if reached else [store for store in stores if is_collection(store)]
+        collections = [store for store in stores if is_collection(store)]
     if not collections:
         if choosing != Choosing():
             raise ConfigError("--top, --all and --where are of a collection here, and none is given")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 BESIDE = ".tmp"
-_AT_ONCE = 16  # files that are flushed together share what the file system writes for each of them
+_AT_ONCE = 4  # files that are flushed together share what the file system writes for each of them
 _on = True
 
 
@@ -34,8 +34,12 @@ def sync_files(files: Iterable[str | Path]) -> None:
     """Flush the bytes of files to the disk."""
     if not _on or not (each := [*files]):
         return
-    with ThreadPoolExecutor(min(_AT_ONCE, len(each))) as pool:
-        list(pool.map(_sync, each))
+    try:
+        with ThreadPoolExecutor(min(_AT_ONCE, len(each))) as pool:
+            list(pool.map(_sync, each))
+    except RuntimeError:  # under a cap on memory there may be none for the stack of a thread
+        for path in each:
+            _sync(path)
 
 
 def sync_folders(folders: Iterable[str | Path]) -> None:

@@ -161,6 +161,8 @@ class InBucket(Place):
             with locked(self.folder):
                 if self.pushed.exists() or (bucket.seal and bucket.seal == self._seal()):
                     self._remove()  # it was killed when all was done but this
+        elif self.folder.is_dir() and not os.listdir(self.folder):
+            self.folder.rmdir()  # or all but the last step of this
         check_writable(self.name)
 
     def found(self) -> Found | None:

@@ -116,7 +116,7 @@ def test_one_that_publishes_just_now_is_busy_and_not_broken(
 ) -> None:
     partial = partial_path(tmp_path / "store.kv")
 
-    def vanish(path: Path, *_: object) -> None:
+    def vanish(path: Path, *_: object, **__: object) -> None:
         if path == partial / LOCK:
             partial.rmdir()
         raise FileNotFoundError(path)
