@@ -107,8 +107,16 @@ def _within(version: str, events: list[dict[str, str]]) -> bool:
         if kind == "introduced":
             inside = inside or own >= _number(at)
         elif (kind == "fixed" and own >= _number(at)) or (kind == "last_affected" and own > _number(at)):
-            inside = False
+            inside = inside and not _is_number(at)  # of what cannot be compared, a person is to be told
     return inside
+
+
+def _is_number(version: str) -> bool:
+    try:
+        Version(version)
+    except InvalidVersion:
+        return False
+    return True
 
 
 def _number(version: str) -> Version:

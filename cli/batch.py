@@ -288,7 +288,6 @@ def _line(
     return {
         "id": question.id,
         "store": store,
-        **({"document": names[store]} if store in names else {}),
         "question": question.text,
         "answer": text,
         "tokens": tokens,
@@ -296,4 +295,5 @@ def _line(
         **({} if citations is None else {"citations": list(map(asdict, citations))}),
         **settings,
         **question.extra,
+        **({"document": names[store]} if store in names else {}),
     }

@@ -14,7 +14,7 @@ from cli import output
 from cli.failures import FAILURE
 from cli.groups import From, with_groups
 from cli.making import Making, Running, making, running
-from cli.options import Exclude, FollowLinks, Glob, Json, NoSync, Quiet, a_path, rules_of
+from cli.options import Exclude, FollowLinks, Glob, Json, NoSync, Quiet, a_path, on_this_machine, rules_of
 from cli.prefill import skipped_files
 from cli.progress import Progress
 from indexes import durable
@@ -71,6 +71,7 @@ def collect(
     stop the others: it is named at the end, and keeps the store that it had. `ask` and `batch` take a
     collection.
     """
+    on_this_machine(out)
     rules = rules_of(glob, [*(exclude or []), *_itself(folder, metadata)], follow_links, [folder])
 
     from prefill_jobs.collect import Maker

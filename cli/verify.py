@@ -58,15 +58,19 @@ def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
                 found = _check(collection.store(entry), Progress(quiet=True))[1]
             except OffloadDecodeError as error:
                 found = [sentence(error)]
-            problems += [{"document": entry.name, "problem": problem} for problem in found]
+            told = {"document": entry.name, "store": str(path / entry.store)}
+            problems += [told | {"problem": problem} for problem in found]
     if as_json:
-        told = {"collection": str(path), "ok": not problems, "documents": len(entries), "problems": problems}
-        output.answer_json(told)
+        output.answer_json(
+            {"collection": str(path), "ok": not problems, "documents": len(entries), "problems": problems}
+        )
     elif not problems:
         output.answer(f"{path} is whole: {output.count(len(entries), 'document')}")
     for problem in problems:
         output.note(f"error: {output.one_line(problem['document'])}: {problem['problem']}")
     if problems:
+        stores = output.one_line(" ".join(dict.fromkeys(problem["store"] for problem in problems)))
+        output.note(f"remove what is damaged, and collect again: {stores}")
         raise typer.Exit(FAILURE)
 
 

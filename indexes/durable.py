@@ -54,10 +54,19 @@ def sync_tree(root: str | Path) -> None:
     sync_folders(folder for folder, _ in found)
 
 
+def make_folders(folder: Path) -> None:
+    """Make a folder and those above it that are not there, and flush the names of what was made."""
+    missing = [own for own in (folder, *folder.parents) if not own.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    sync_folders({own.parent for own in missing})
+
+
 def rename(old: Path, new: Path) -> None:
     """Give what lies at `old`, which is flushed, the name `new`, in place of a file that has it."""
     os.replace(old, new)
-    sync_folders({old.parent, new.parent})
+    sync_folders([new.parent])  # first: in between it may have two names, but never none
+    if old.parent != new.parent:
+        sync_folders([old.parent])
 
 
 def write(file: Path, data: bytes) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from offload_decode.collections.collection import Changing, Header, store_name
 from offload_decode.collections.journal import Entry, Value
 from offload_decode.collections.words import WORDS, Words
-from offload_decode.errors import CorpusError, DoesNotFit, StoreError, StoreMismatch
+from offload_decode.errors import ConfigError, CorpusError, DoesNotFit, StoreError, StoreMismatch
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.store.metadata import ROOT
 from prefill_jobs.corpus import TextDocument, nothing_in
@@ -32,7 +32,7 @@ Metadata = Mapping[str, Mapping[str, Value]]
 class CollectReport:
     """What became of a folder: documents `made` (new or changed) and `kept`; those that are `gone` from the
     folder and were dropped, `failed` ones, which keep the store they had, if any, and files that were
-    `skipped`. `documents` and `tokens` are those of the whole collection now; `described`: names that the
+    `skipped`. `documents` and `tokens` are those of the whole collection now; `unknown`: names that the
     metadata have and the folder does not. `seconds` and `prefilled` tokens are of this run.
     """
 
@@ -219,7 +219,10 @@ class _Collecting:
             about = f"{document.name}, {done:,} of {own:,} tokens" if stage == "prefill" else document.name
             self.progress("collect", number, total, about)
 
-        work = prepare(loaded, [document], self.maker.settings, ())
+        try:
+            work = prepare(loaded, [document], self.maker.settings, ())
+        except ConfigError as error:  # of this document, such as one longer than the model's positions
+            raise CorpusError(str(error)) from error
         report = settled(work, place) or make(loaded, work, place, shown)
         return Entry(document.name, sha256, name, report.n_tokens, {})
 
@@ -231,7 +234,10 @@ class _Collecting:
         elif known is not None:
             entry = entry._replace(metadata=known.metadata)
         if entry != known:
-            self.changing.journal.put(entry)
+            try:
+                self.changing.journal.put(entry)
+            except ConfigError as error:  # too much is said of it
+                raise CorpusError(str(error)) from error
 
 
 def _folders(name: str) -> list[str]:

@@ -43,7 +43,9 @@ class Skipped(NamedTuple):
     @property
     def unread(self) -> bool:
         """Whether it may be a document, or a folder of them, that could not be read."""
-        return not (self.reason in LEFT_OUT or self.reason in NO_DOCUMENT or self.reason.startswith(LINK))
+        return not (
+            self.reason in LEFT_OUT or self.reason in NO_DOCUMENT or self.reason.startswith(f"{LINK} to")
+        )
 
 
 @dataclass(frozen=True)

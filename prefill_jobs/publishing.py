@@ -17,7 +17,7 @@ from offload_decode.kv.head_indexes import OLD
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """The folder of a store's indexes, made if need be, without other builds. StoreBusy where one runs."""
-    folder.mkdir(parents=True, exist_ok=True)
+    durable.make_folders(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if not _locked(descriptor, folder):

@@ -111,7 +111,7 @@ class Collection:
 
 def is_collection(path: Path) -> bool:
     """Whether a collection, and not a store, lies at `path`."""
-    return (path / HEADER).is_file() and (path / DOCUMENTS).exists()
+    return (path / HEADER).is_file()
 
 
 def store_name(name: str, sha256: str) -> str:
@@ -160,7 +160,7 @@ class Changing:
     def store(self, name: str) -> Path:
         """Where the store of that name lies, its folder made."""
         path = _within(self.path, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.make_folders(path.parent)
         return path
 
     def sweep(self, wanted: set[str]) -> None:
@@ -178,8 +178,14 @@ class Changing:
                     continue
                 gone = folder / (found.removesuffix(GONE) + GONE)
                 if gone.name != found:
+                    _remove(gone)  # of an earlier sweep that was killed
                     os.rename(folder / found, gone)  # half a store must not look like one
-                shutil.rmtree(gone)
+                _remove(gone)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def _names(folder: Path) -> list[str]:

@@ -104,9 +104,14 @@ class Journal:
             self._count = len(lines)
 
     def _append(self, lines: list[bytes]) -> None:
-        with open(self.path, "ab") as file:
-            file.write(b"".join(lines))
-        durable.sync_files([self.path])
+        before = self.path.stat().st_size
+        try:
+            with open(self.path, "ab") as file:
+                file.write(b"".join(lines))
+            durable.sync_files([self.path])
+        except OSError:
+            os.truncate(self.path, before)  # half a line would swallow the next one
+            raise
         self._count += len(lines)
 
 
@@ -159,6 +164,8 @@ def check_metadata(metadata: object) -> None:
     for name, value in metadata.items():
         if not isinstance(value, str | int | float | bool | None):
             raise ValueError(f"its field {name!r} is neither text nor a number")
+        if any("\ud800" <= letter <= "\udfff" for letter in f"{name}{value}"):
+            raise ValueError(f"its field {name!r} has half a character")
 
 
 def _line(fields: Mapping[str, object]) -> bytes:

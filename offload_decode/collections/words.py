@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Self
 
-from offload_decode.errors import ConfigError, StoreDamaged
+from offload_decode.errors import ConfigError, StoreBusy, StoreDamaged
 
 WORDS = "words.sqlite"
 _TABLE = "CREATE VIRTUAL TABLE words USING fts5(text, tokenize = 'unicode61 remove_diacritics 2')"
@@ -24,6 +24,7 @@ _PARTS = {"words", *(f"words_{part}" for part in ("data", "idx", "content", "doc
 _LONGEST = 1 << 30  # bytes of a value: a document has fewer
 _MOST_WORDS = 100  # of a question
 _COMMIT_EVERY = 64
+_OF_SEVERAL = bytes.fromhex("d9d505f920a163d7")  # how a journal ends that names another file
 _WAIT_S = 30.0  # for another process' commit
 
 
@@ -98,7 +99,9 @@ def ranked(path: Path, question: str) -> list[int]:
 def _connected(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_WAIT_S)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
-    for pragma in ("trusted_schema = OFF", "cell_size_check = ON"):  # as sqlite.org/security.html advises
+    # The first two as sqlite.org/security.html advises; the third, so that what is not committed shuts out
+    # no reader.
+    for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "cache_spill = OFF"):
         connection.execute(f"PRAGMA {pragma}")
     return connection
 
@@ -119,6 +122,26 @@ def _check_plain(path: Path) -> None:
         raise StoreDamaged(f"{path} is missing: collect again.") from error
     if not plain:
         raise StoreDamaged(f"{path} is not a plain file: remove it, and collect again.")
+    journal = path.with_name(f"{path.name}-journal")
+    foreign = [f"{path}{end}" for end in ("-wal", "-shm") if os.path.lexists(f"{path}{end}")]  # we write none
+    if foreign or not _is_ours(journal):
+        raise StoreDamaged(
+            f"{foreign[0] if foreign else journal} is not of a collection: remove it, and collect again."
+        )
+
+
+def _is_ours(journal: Path) -> bool:
+    """Whether a journal that a killed process left may be rolled back: SQLite would remove the file that one
+    of several databases names, and ours is one of none.
+    """
+    try:
+        if not stat.S_ISREG(os.lstat(journal).st_mode):
+            return False
+        with open(journal, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - len(_OF_SEVERAL)))
+            return file.read() != _OF_SEVERAL
+    except FileNotFoundError:
+        return True
 
 
 @contextmanager
@@ -130,4 +153,6 @@ def _told(path: Path) -> Iterator[None]:
             raise ConfigError(
                 "this Python's SQLite was built without full-text search (FTS5): use another build of Python"
             ) from error
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+            raise StoreBusy(f"Another process is writing {path}: try again in a moment.") from error
         raise StoreDamaged(f"{path} cannot be used ({error}): remove it, and collect again.") from error

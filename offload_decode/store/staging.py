@@ -42,7 +42,7 @@ def locked(partial: Path) -> Iterator[None]:
     """Hold the staging folder `partial`, made if need be; StoreBusy where another process does."""
     require_posix()
     fresh = not partial.exists()
-    partial.mkdir(parents=True, exist_ok=True)
+    durable.make_folders(partial)
     try:
         # One look: in between two, another process may make its lock.
         found = os.listdir(partial)
@@ -58,7 +58,7 @@ def locked(partial: Path) -> Iterator[None]:
         if gone or not os.path.samestat(os.fstat(held.fileno()), os.stat(partial / LOCK)):
             raise _busy(partial)
         if fresh:  # without its lock the folder would be taken for another's
-            durable.sync_folders([partial, partial.parent])
+            durable.sync_folders([partial])
         yield
 
 

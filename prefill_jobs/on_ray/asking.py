@@ -8,7 +8,7 @@ handed over is asked again, and nothing is written twice.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -131,7 +131,7 @@ def nearest(here: frozenset[str], last: Part | None, waiting: Sequence[Part]) ->
     stores = [waiting[place].store for place in places]
     if not places:
         return None
-    wanted = last.store if last and last.store in stores else max(stores, key=stores.count)
+    wanted = last.store if last and last.store in stores else Counter(stores).most_common(1)[0][0]
     return places[stores.index(wanted)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode.collections.journal import LONGEST, Entry, Journal, read
+from offload_decode.collections.journal import LONGEST, Entry, Journal, check_metadata, read
 from offload_decode.errors import ConfigError, StoreDamaged
 
 
@@ -104,3 +104,25 @@ def test_only_a_plain_file_is_read(path: Path) -> None:
     path.symlink_to(path.with_name("other"))
     with pytest.raises(StoreDamaged, match="it is a link"):
         read(path)
+
+
+def test_a_line_that_a_full_disk_cut_off_does_not_stay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(path)
+    journal.put(entry("a"))
+
+    def full(files: list[Path]) -> None:
+        with open(path, "ab") as file:
+            file.truncate(path.stat().st_size - 20)
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("indexes.durable.sync_files", full)
+        with pytest.raises(OSError, match="No space"):
+            journal.put(entry("b"))
+    journal.put(entry("c"))
+    assert set(read(path)[0]) == {"a", "c"}
+
+
+def test_half_a_character_is_refused() -> None:
+    with pytest.raises(ValueError, match="half a character"):
+        check_metadata({"author": "\ud800"})

@@ -106,3 +106,41 @@ def test_a_link_is_not_followed(path: Path) -> None:
     path.symlink_to(path.with_name("other"))
     with pytest.raises(StoreDamaged, match="not a plain file"):
         ranked(path, "lantern")
+
+
+def journal_that_names(victim: Path, database: Path) -> bytes:
+    """A journal to be rolled back, of one of several databases (sqlite.org/fileformat.html, section 3)."""
+    magic, sector = bytes.fromhex("d9d505f920a163d7"), 512
+    page = int.from_bytes(database.read_bytes()[16:18], "big")
+    pages = database.stat().st_size // page
+    header = magic + b"".join(n.to_bytes(4, "big") for n in (0, 1, pages, sector, page))
+    name = str(victim).encode()
+    numbers = (n.to_bytes(4, "big") for n in (0x40000000 // page + 1, len(name), sum(name)))
+    first, length, checksum = numbers
+    return header.ljust(sector, b"\0") + first + name + length + checksum + magic
+
+
+def test_a_journal_from_elsewhere_removes_no_file(path: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim.txt"
+    victim.write_text("mine")
+    journal = path.with_name(f"{WORDS}-journal")
+    journal.write_bytes(journal_that_names(victim, path))
+    for use in (lambda: ranked(path, "lantern"), Words(path).__enter__):
+        with pytest.raises(StoreDamaged, match="is not of a collection"):
+            use()
+    assert victim.read_text() == "mine"
+    sqlite3.connect(path).execute("SELECT count(*) FROM sqlite_schema").fetchall()
+    assert not victim.exists(), "SQLite by itself would have removed it"
+
+
+@pytest.mark.parametrize("end", ["-wal", "-shm"])
+def test_what_we_do_not_write_is_refused(path: Path, end: str) -> None:
+    path.with_name(WORDS + end).touch()
+    with pytest.raises(StoreDamaged, match="is not of a collection"):
+        ranked(path, "lantern")
+
+
+def test_a_document_of_many_words_shuts_no_reader_out(path: Path) -> None:
+    with Words(path) as words:
+        words.put(f"stores/55/{'5' * 32}.kv", " ".join(map(str, range(200_000))))
+        assert ranked(path, "ships") == bm25("ships")

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from indexes import durable
 from offload_decode.collections.collection import HEADER, Changing, Collection
 from offload_decode.collections.journal import DOCUMENTS
 from offload_decode.collections.words import WORDS, number_of, ranked
 from offload_decode.errors import (
+    ConfigError,
     CorpusError,
     StoreBusy,
     StoreDamaged,
@@ -24,7 +26,8 @@ from offload_decode.errors import (
 )
 from offload_decode.store.reader import KVStore
 from prefill_jobs.collect import CollectReport, Maker, collect
-from prefill_jobs.job import Settings, prefill
+from prefill_jobs.folders import Rules
+from prefill_jobs.job import Settings, prefill, prepare
 from tests.prefill_jobs.killing import tree
 
 SETTINGS = Settings(options={"chunk": "32"})
@@ -306,3 +309,52 @@ def test_the_words_are_those_of_the_documents(maker: Maker, texts: Path, out: Pa
     (out / WORDS).unlink()
     assert counts(collect(str(texts), out, maker)) == (0, 1, 0, 0)
     assert found(out, "gamma") == {"a.txt"}
+
+
+def test_a_link_that_leads_nowhere_today_is_not_gone(
+    maker: Maker, texts: Path, out: Path, tmp_path: Path
+) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "c.txt").write_text("gamma " * 6)
+    (texts / "other").symlink_to(away)
+    rules = Rules(follow_links=True)
+    assert counts(collect(str(texts), out, maker, rules=rules)) == (3, 0, 0, 0)
+    away.rename(tmp_path / "unmounted")
+    assert counts(collect(str(texts), out, maker, rules=rules)) == (0, 2, 0, 1)
+    assert "other/c.txt" in held(out)
+
+
+def test_a_sweep_that_was_killed_is_ended(maker: Maker, texts: Path, out: Path) -> None:
+    collect(str(texts), out, maker)
+    store = held(out)["a.txt"]
+    (texts / "a.txt").unlink()
+    left = store.with_name(store.name + ".gone")
+    left.mkdir()
+    (left / "file").touch()
+    assert counts(collect(str(texts), out, maker)) == (0, 1, 1, 0)
+    assert set(held(out)) == {"sub/b.txt"}
+
+
+def test_the_folders_of_stores_are_on_the_disk_too(
+    maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[str] = set()
+    monkeypatch.setattr(durable, "_sync", lambda path: synced.add(os.path.abspath(path)))
+    collect(str(texts), out, maker)
+    assert {str(out.parent), str(out), str(out / "stores")} <= synced
+    assert all(str(store.parent) in synced for store in held(out).values())
+
+
+def test_one_document_too_much_for_the_model_stops_no_other(
+    maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(loaded: Any, documents: Any, *rest: Any) -> Any:
+        if documents[0].name == "a.txt":
+            raise ConfigError("it is longer than the model's positions")
+        return prepare(loaded, documents, *rest)
+
+    monkeypatch.setattr("prefill_jobs.collect.prepare", refused)
+    report = collect(str(texts), out, maker)
+    assert counts(report) == (1, 0, 0, 1)
+    assert report.failed[0].reason == "it is longer than the model's positions"
