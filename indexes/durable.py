@@ -64,7 +64,14 @@ def make_folders(folder: Path) -> None:
 def rename(old: Path, new: Path) -> None:
     """Give what lies at `old`, which is flushed, the name `new`, in place of a file that has it."""
     os.replace(old, new)
-    sync_folders([new.parent])  # first: in between it may have two names, but never none
+    sync_names(new, old)
+
+
+def sync_names(new: Path, old: Path) -> None:
+    """Flush a name that was given and then the one that was left: in between what has them may have two, but
+    never none.
+    """
+    sync_folders([new.parent])
     if old.parent != new.parent:
         sync_folders([old.parent])
 

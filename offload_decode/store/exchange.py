@@ -20,7 +20,9 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
     Where the file system cannot exchange names, `old` goes `aside` first, and stays there: for a moment
     nothing has its name. `restore` brings it back if that is where the process was killed.
     """
-    if not _at_once(new, old):
+    if _at_once(new, old):
+        durable.sync_names(old, new)
+    else:
         durable.rename(old, aside)
         durable.rename(new, old)
 

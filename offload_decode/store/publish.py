@@ -61,8 +61,6 @@ def publish(partial: Path, path: Path, *, replacing: bool = False) -> None:
     """
     if replacing:
         exchange(partial / STORE, path, aside=partial / REPLACED)
-        durable.sync_folders([path.parent])  # first, as in `durable.rename`
-        durable.sync_folders([partial])
     else:
         refuse_existing(path)
         durable.rename(partial / STORE, path)
