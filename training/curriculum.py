@@ -20,6 +20,7 @@ FAR_KEYS = 192  # sampled keys that stand for the filler of other texts
 FAR_FACTS = 64  # and for facts with other keys
 FAR_SHARE = 0.6  # of the rows that may have far distractors
 LEAST_FAR = 300
+CROWD = 16
 MOST_FACTS = 6e4  # tokens of facts: two thousand needles
 BOUND = 128  # values' tokens of a row that are led to the names they belong to
 FARTHEST = 1_200_000  # places of a rotary model in training
@@ -41,6 +42,7 @@ class Batch(NamedTuple):
     origins: np.ndarray
     counted: np.ndarray
     bound: np.ndarray
+    crowd: np.ndarray
     far_index: np.ndarray
     far_places: np.ndarray
     far_bias: np.ndarray
@@ -72,10 +74,10 @@ class Stage:
 SYNTHETIC = {"repeats": 0.02, "phrases": 0.03, "recall": 0.05, "several": 0.2}
 FACTS = {
     "needles": 0.13,
-    "identifiers": 0.05,
-    "pairs": 0.06,
-    "values": 0.11,
-    "plain": 0.08,
+    "identifiers": 0.07,
+    "pairs": 0.04,
+    "values": 0.13,
+    "plain": 0.06,
     "records": 0.07,
     "tracking": 0.11,
     "documents": 0.25,
@@ -112,26 +114,28 @@ STAGES = (
 
 
 class Mixer:
-    """Draws rows and makes batches of them: the same seed, step and stage give the same rows."""
+    """Draws rows and makes batches of them: the same seed, step, stage and rank give the same rows."""
 
-    def __init__(self, tokenizer: Any, fillers: Fillers, rotary: bool, seed: int) -> None:
+    def __init__(self, tokenizer: Any, fillers: Fillers, rotary: bool, seed: int, rank: int = 0) -> None:
         self.rows = Rows(tokenizer, fillers)
         self.words = self.rows.words
         self.common = fillers.common()
-        self.rotary, self.seed = rotary, seed
+        self.rotary, self.seed, self.rank = rotary, seed, rank
 
-    def drawn(self, step: int, stage: Stage, times: int = 1) -> list[Row]:
-        """One step's rows, all of one length; `times` as many tokens as the stage says."""
+    def drawn(self, step: int, stage: Stage, times: float = 1) -> list[Row]:
+        """One step's rows, all of one length, whatever the rank; `times` as many tokens as the stage says."""
         rng = np.random.default_rng((self.seed, step))
         window = int(rng.choice(list(stage.windows), p=list(stage.windows.values())))
+        rng = np.random.default_rng((self.seed, step, 0, self.rank))
         mixture = stage.lists if stage.lists and window > 1024 else stage.mixture
         share = np.array(list(mixture.values()))
-        kinds = rng.choice(list(mixture), times * stage.tokens // window, p=share / share.sum())
+        count = max(1, int(times * stage.tokens) // window)
+        kinds = rng.choice(list(mixture), count, p=share / share.sum())
         return [self.row(rng, str(kind), window) for kind in kinds]
 
     def batch(self, step: int, stage: Stage, rows: list[Row]) -> Batch:
         """The step's batch of its rows."""
-        return assembled(np.random.default_rng((self.seed, step, 1)), rows, stage.far, self.rotary)
+        return assembled(np.random.default_rng((self.seed, step, 1, self.rank)), rows, stage.far, self.rotary)
 
     def row(self, rng: np.random.Generator, kind: str, length: int) -> Row:
         """One row of a kind."""
@@ -157,7 +161,7 @@ class Mixer:
 class Steps(torch.utils.data.Dataset[list[Row]]):
     """The rows of a stage by their step, for a loader that may draw them in other processes."""
 
-    def __init__(self, mixer: Mixer, stage: Stage, times: int) -> None:
+    def __init__(self, mixer: Mixer, stage: Stage, times: float) -> None:
         self.mixer, self.stage, self.times = mixer, stage, times
 
     def __getitem__(self, step: int) -> list[Row]:
@@ -204,8 +208,26 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
         places = np.broadcast_to(np.arange(length), (len(rows), length)).copy()
         far_places = np.zeros(len(index), np.int64)
     kinds = [row.kind for row in rows]
-    taught = (picked, targets, weights, others, guided, hints, opens, ends, origins, counted, bound)
+    crowd = np.stack([crowded(rng, row) for row in rows])
+    taught = (picked, targets, weights, others, guided, hints, opens, ends, origins, counted, bound, crowd)
     return Batch(tokens, places, *taught, index, far_places, bias, kinds)
+
+
+def crowded(rng: np.random.Generator, row: Row) -> np.ndarray:
+    """The logarithm of how many tokens each of a row stands for in the last layer, float32[T].
+
+    That is one, but for a numbered list's words that are not its common ones: as if the list were up to
+    CROWD times as long, and the common words had come no more often.
+    """
+    out = np.zeros(len(row.tokens), np.float32)
+    if row.kind == "common":
+        times = np.bincount(row.ends)
+        times[0] = 0
+        listed = np.flatnonzero(row.ends)
+        rare = times[row.ends] < times.max()
+        rare[: listed[0]] = rare[listed[-1] + 1 :] = False
+        out[rare] = rng.uniform(0, np.log(CROWD))
+    return out
 
 
 def distractors(rng: np.random.Generator, rows: list[Row], far: float) -> tuple[np.ndarray, np.ndarray]:

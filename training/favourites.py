@@ -41,6 +41,7 @@ def favourites_first(
         torch.as_tensor(tokens, device=device),
         places,
         torch.as_tensor(picked, device=device),
+        torch.zeros(tokens.shape, device=device),
         none,
         none,
         torch.zeros((len(chosen), 0), device=device),

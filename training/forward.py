@@ -50,6 +50,7 @@ class Trainee(nn.Module):
         origins: torch.Tensor,
         counted: torch.Tensor,
         bound: torch.Tensor,
+        crowd: torch.Tensor,
         far_index: torch.Tensor,
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
@@ -63,14 +64,15 @@ class Trainee(nn.Module):
         is the first (1, 2, ...), or 0; ends int64[B, T]: which word of a list to count ends there, or 0;
         origins int64[B, T]: the token that is copied from there: a counted word's first one at its end,
         else itself; counted int64[B, C]: some of those ends; bound int64[B, R, 3]: a value's token, and
-        the first and the last one of the name it belongs to, or -1; far_index int64[N] into B * T: the
+        the first and the last one of the name it belongs to, or -1; crowd float32[B, T]:
+        the logarithm of how many tokens each stands for in the last layer; far_index int64[N] into B * T: the
         sampled keys, far_places int64[N], and far_bias float32[B, N]: the logarithm of what each stands for,
         or -inf; softening: factor on the full layers' scores; eos: what ends an answer.
 
         Returns the weighted mean of -log of the probability of what is right; what attention misses of where
         it is led, float32[4] in the order of `guidance.LED`; and bool[B, P]: right predictions.
         """
-        x, paid = self.states(tokens, places, picked, far_index, far_places, far_bias, softening)
+        x, paid = self.states(tokens, places, picked, crowd, far_index, far_places, far_bias, softening)
         logits = self.logits(x).flatten(0, 1)
         accepted = torch.cat([targets[..., None], others], 2).flatten(0, 1)
         chosen = logits.gather(1, accepted.clamp(min=0)).masked_fill(accepted < 0, float("-inf"))
@@ -99,6 +101,7 @@ class Trainee(nn.Module):
         tokens: torch.Tensor,
         places: torch.Tensor,
         picked: torch.Tensor,
+        crowd: torch.Tensor,
         far_index: torch.Tensor,
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
@@ -144,7 +147,8 @@ class Trainee(nn.Module):
                     )
                 key = torch.cat([key, taken.expand(batch, -1, -1, -1)], 2)
                 value = torch.cat([value, held.expand(batch, -1, -1, -1)], 2)
-                seen = torch.where(order <= at[:, :, None], 0.0, float("-inf"))
+                near_bias = crowd[:, None, :] if index == last else torch.zeros_like(crowd)[:, None, :]
+                seen = torch.where(order <= at[:, :, None], near_bias, float("-inf"))
                 beyond = far_bias[:, None, :].expand(-1, at.shape[1], -1)
                 bias = torch.cat([seen, beyond], 2)
                 out, weights = attend(query * softening, key, value, bias)

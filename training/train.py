@@ -1,7 +1,8 @@
 """Train a demo model from nothing: `python -m training.train --model demo --out DIR --text FOLDER`.
 
 Tokenizer, curriculum, decay and export in one command. A run that was stopped goes on from its last
-checkpoint; the rows of a step depend on the seed and the step alone.
+checkpoint; the rows of a step depend on the seed, the step and the number of processes alone. Several
+processes share each step's tokens: `torchrun --standalone --nproc-per-node 2 -m -- training.train ...`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from training.fillers import Fillers
 from training.forward import Trainee
 from training.guidance import LED
 from training.rows import Row
+from training.sharing import Team
 from training.sharpen import FACTORS, losses, sharpen
 
 WARMUP = 50
@@ -87,16 +89,21 @@ class Run:
     ) -> None:
         torch.manual_seed(seed)
         self.out, self.budget, self.workers = out, tokens, workers
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.team = Team()
+        self.device = self.team.device
         # Emulated where the processor has no such instructions, and then several times slower than float32.
         self.half = self.device == "cuda" or torch.cpu._is_avx512_bf16_supported()
-        found = corpus.cached(out / "corpus.json", texts, seed)
-        if not (out / "tokenizer").exists():
-            words = (
-                AutoTokenizer.from_pretrained(start) if start else tokenizer.train(tokenizer.samples(found))
-            )
-            tokenizer.save(words, out / "tokenizer")
-        self.words = AutoTokenizer.from_pretrained(out / "tokenizer")
+        with self.team.in_turn():
+            found = corpus.cached(out / "corpus.json", texts, seed)
+            if not (out / "tokenizer").exists():
+                words = (
+                    AutoTokenizer.from_pretrained(start)
+                    if start
+                    else tokenizer.train(tokenizer.samples(found))
+                )
+                tokenizer.save(words, out / "tokenizer")
+            self.words = AutoTokenizer.from_pretrained(out / "tokenizer")
+            fillers = Fillers(self.words, found, out / "fillers.npz", seed)
         special = (self.words.bos_token_id, self.words.eos_token_id, self.words.pad_token_id)
         self.model = network.create(network.config(name, len(self.words), *special))
         if start and not self.checkpoint.exists():
@@ -105,8 +112,7 @@ class Run:
         self.trainee = Trainee(self.model).to(self.device)
         self.compiled = torch.compile(self.trainee, dynamic=False)
         self.optimizers = network.optimizers(self.model)
-        fillers = Fillers(self.words, found, out / "fillers.npz", seed)
-        self.mixer = curriculum.Mixer(self.words, fillers, name == "demo-rope", seed)
+        self.mixer = curriculum.Mixer(self.words, fillers, name == "demo-rope", seed, self.team.rank)
         stage = [stage.name for stage in STAGES].index(AGAIN) if start else 0
         self.state: dict[str, Any] = {"step": 0, "stage": stage, "done": 0, "tokens": 0, "seconds": 0.0}
         if self.checkpoint.exists():
@@ -132,7 +138,9 @@ class Run:
         self.state = saved["state"]
 
     def save(self, path: Path) -> None:
-        """Beside, then renamed."""
+        """Beside, then renamed; the first process does it for all."""
+        if not self.team.first:
+            return
         part = path.with_suffix(".part")
         kept = [optimizer.state_dict() for optimizer in self.optimizers]
         torch.save({"model": self.model.state_dict(), "optimizers": kept, "state": self.state}, part)
@@ -147,7 +155,7 @@ class Run:
 
     def rows(self, stage: Stage) -> Iterator[list[Row]]:
         """The stage's rows from the next step on."""
-        times = GPU_TIMES if self.device == "cuda" else 1
+        times = GPU_TIMES if self.device == "cuda" else 1 / self.team.size
         loader = DataLoader(
             Steps(self.mixer, stage, times),
             batch_size=None,
@@ -171,6 +179,7 @@ class Run:
             softened = torch.tensor(softening, device=self.device)
             loss, led, right = network_(*arrays, softened, self.words.eos_token_id)
         (loss + led @ torch.tensor(GUIDANCE, device=self.device)).backward()
+        self.team.average(weight.grad for weight in self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         rate = self.rate()
         for optimizer in self.optimizers:
@@ -180,7 +189,7 @@ class Run:
             optimizer.zero_grad()
         self.state["step"] += 1
         self.state["done"] += 1
-        self.state["tokens"] += batch.tokens.size
+        self.state["tokens"] += batch.tokens.size * self.team.size
         return [loss.item(), *led.tolist()], measured(batch, right.cpu())
 
     def best_factor(self) -> float:
@@ -195,7 +204,7 @@ class Run:
         """Go through the stages, logging and saving; whether the end was reached before `stopped` was set."""
         saved_at = noted_at = time.time()
         recent: deque[tuple[Losses, Accuracy]] = deque(maxlen=50)
-        with (self.out / "log.jsonl").open("a") as log:
+        with (self.out / "log.jsonl" if self.team.first else Path(os.devnull)).open("a") as log:
             rows = self.rows(STAGES[self.state["stage"]])
             while self.state["tokens"] < self.budget:
                 if self.state["tokens"] >= (1 - DECAY) * self.budget and "decaying" not in self.state:
@@ -210,14 +219,15 @@ class Run:
                     means = averages(recent)
                     print(json.dumps({"name": stage.name} | self.state | means), file=log, flush=True)
                     known = len(recent) == recent.maxlen and means.get(stage.watch, 0) >= stage.goal
-                    if known or 0 < stage.steps <= self.state["done"]:
+                    if self.team.any(known) or 0 < stage.steps <= self.state["done"]:
                         self.state |= {"stage": self.state["stage"] + 1, "done": 0}
                         rows = self.rows(STAGES[self.state["stage"]])
                         recent.clear()
-                if stopped.is_set() or time.time() - saved_at > CHECKPOINT_SECONDS:
+                stop = self.team.any(stopped.is_set())
+                if stop or time.time() - saved_at > CHECKPOINT_SECONDS:
                     self.save(self.checkpoint)
                     saved_at = time.time()
-                if stopped.is_set():
+                if stop:
                     return False
         return True
 
@@ -259,7 +269,7 @@ def main() -> None:
     run = Run(
         options.model, options.out, options.text, options.seed, millions, options.workers, options.start
     )
-    if run.train(stopped):
+    if run.train(stopped) and run.team.first:
         run.save(run.checkpoint)
         factor = run.best_factor()
         sharpen(run.model, factor)

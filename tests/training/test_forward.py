@@ -38,6 +38,7 @@ def arguments(far: int = 0) -> dict[str, torch.Tensor]:
         "origins": torch.full((2, LENGTH), -1),
         "counted": torch.zeros(2, 5, dtype=torch.long),
         "bound": torch.full((2, 4, 3), -1),
+        "crowd": torch.zeros(2, LENGTH),
         "far_index": torch.arange(far),
         "far_places": torch.zeros(far, dtype=torch.long),
         "far_bias": torch.full((2, far), float("-inf")),
@@ -86,6 +87,23 @@ def test_far_keys_that_stand_for_nothing_change_nothing(name: str) -> None:
         counted, *_ = trainee(**arguments(8) | {"far_bias": torch.zeros(2, 8)})
     torch.testing.assert_close(near, with_far)
     assert not torch.allclose(near, counted)
+
+
+def test_a_token_of_the_row_stands_for_many_in_the_last_layer_alone() -> None:
+    trainee = Trainee(small("demo"))
+    given = arguments()
+    crowd = torch.zeros(2, LENGTH)
+    crowd[:, 3] = 2.0
+    places = [given[name] for name in ("tokens", "places", "picked")]
+    behind = [given[name] for name in ("far_index", "far_places", "far_bias", "softening")]
+    with torch.no_grad():
+        _, paid = trainee.states(*places, torch.zeros_like(crowd), *behind)
+        _, more = trainee.states(*places, crowd, *behind)
+    for layer in range(len(paid) - 1):
+        torch.testing.assert_close(paid[layer], more[layer])
+    seen = (given["picked"] >= 3)[:, None].expand(-1, paid[-1].shape[1], -1)
+    grown = paid[-1] * crowd.exp()[:, None, None]
+    torch.testing.assert_close(more[-1][seen], (grown / grown.sum(-1, keepdim=True))[seen])
 
 
 def test_a_key_that_stands_for_many_counts_as_many() -> None:

@@ -105,6 +105,38 @@ def test_a_batch_depends_on_seed_and_step_alone(tokenizer: Any, fillers: Fillers
     assert first.tokens.shape != third.tokens.shape or not np.array_equal(first.tokens, third.tokens)
 
 
+def test_processes_that_train_together_draw_other_rows_of_one_length(
+    tokenizer: Any, fillers: Fillers
+) -> None:
+    stage = Stage("all", {256: 0.5, 512: 0.5}, {"needles": 0.5, "plain": 0.5}, tokens=2048)
+    mixers = [Mixer(tokenizer, fillers, False, seed=5, rank=rank) for rank in (0, 1)]
+    for step in range(4):
+        one, other = (mixer.drawn(step, stage, 0.5) for mixer in mixers)
+        assert {len(row.tokens) for row in one} == {len(row.tokens) for row in other}
+        assert sum(len(row.tokens) for row in one) == 1024
+        assert not any(np.array_equal(a.tokens, b.tokens) for a in one for b in other)
+
+
+def test_words_that_are_not_common_stand_for_more_in_the_last_layer(rows: Rows, tokenizer: Any) -> None:
+    most = 0.0
+    for seed in range(6):
+        row = rows.row(random.Random(seed), LENGTH, "common")
+        crowd = curriculum.crowded(np.random.default_rng(seed), row)
+        at = np.flatnonzero(row.ends)
+        times = np.bincount(row.ends)[row.ends[at]]
+        assert not crowd[at[times == times.max()]].any()
+        rest = crowd[at[times < times.max()]]
+        assert len(set(rest)) == 1
+        assert 0 < rest[0] <= np.log(curriculum.CROWD)
+        assert not crowd[: at[0]].any()
+        assert not crowd[at[-1] + 1 :].any(), "what asks is no longer"
+        most = max(most, rest[0])
+    assert most > 1
+    for kind in ("coded", "needles"):
+        row = rows.row(random.Random(1), LENGTH, kind)
+        assert not curriculum.crowded(np.random.default_rng(1), row).any()
+
+
 def test_targets_are_the_tokens_behind_the_picked_ones(tokenizer: Any, fillers: Fillers) -> None:
     mixer = Mixer(tokenizer, fillers, False, seed=1)
     batch = mixer.batch(0, STAGES[-2], mixer.drawn(0, STAGES[-2]))
