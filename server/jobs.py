@@ -9,53 +9,36 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from offload_decode.errors import ConfigError, StoreBusy, StoreError, StoreExists
-from offload_decode.kv.head_indexes import indexes_folder
-from offload_decode.store.exchange import restore
-from offload_decode.store.publish import clear
-from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
 from server.catalog import SUFFIX, Catalog, Entry, readable
 from server.errors import Busy, NoSuchName, ReadOnly, WrongField
+from server.job_checks import check
 from server.job_files import JOBS, Job, JobFiles, State, Upload, Work
 from server.job_process import EXCHANGE
+from server.job_progress import Progress, Speed
+from server.removal import discard, empty_trash, remove
 
 log = logging.getLogger("offload_decode.server")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-MOST_WAITING, MOST_KEPT, MOST_DOCUMENTS, MOST_LETTERS = 100, 200, 10_000, 500
+MOST_WAITING, MOST_KEPT = 100, 200
 _TRIES = 3
-_TRASH = ".deleted-"
 
 Released = Callable[[str], AbstractContextManager[object]]
 """While the context of a name is open, nothing uses its store, and nothing opens it; entering it waits for
 the answers that do.
 """
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a running job is: `done` of `total` in a stage (tokens of a prefill, heads of an index), and
-    the seconds that are left of it, None where that cannot be told yet.
-    """
-
-    stage: str
-    done: int
-    total: int
-    left_s: float | None = None
 
 
 class Jobs:
@@ -83,7 +66,7 @@ class Jobs:
         self._exchanging = self._closed = False
         if not read_only:
             for folder in catalog.folders:
-                _empty_trash(folder)
+                empty_trash(folder)
         if not read_only and catalog.folders and (catalog.folders[0] / JOBS).is_dir():
             try:
                 self._begin()
@@ -122,7 +105,7 @@ class Jobs:
         how = {"dtype": of.dtype, "weights": of.weights} | how
         path = folder / (name.removesuffix(SUFFIX) + SUFFIX)
         work = Work("prefill", path.stem, str(path), of.model_id, **how)
-        _check(work, documents)
+        check(work, documents)
         return self._submit(work, documents)
 
     def append(self, name: str, documents: Sequence[Upload]) -> Job:
@@ -130,7 +113,7 @@ class Jobs:
         self._folder()
         entry = self._store(name)
         work = Work("append", entry.name, str(entry.path), entry.model_id, entry.dtype, entry.weights)
-        _check(work, documents)
+        check(work, documents)
         return self._submit(work, documents)
 
     def cancel(self, id: str) -> Job:
@@ -146,7 +129,7 @@ class Jobs:
             if running and self._process is not None:
                 self._process.kill()
             elif not running:
-                _discard(Path(job.work.path))
+                discard(Path(job.work.path))
             return job
 
     def retry(self, id: str) -> Job:
@@ -175,7 +158,7 @@ class Jobs:
         try:
             self._catalog.hide(path)
             with self._released(name):
-                _remove(path)
+                remove(path)
         finally:
             self._deleting.discard(name)
             self._catalog.hide(path, hidden=False)
@@ -324,7 +307,7 @@ class Jobs:
                 if self._closed:
                     return
                 if self._jobs[job.id].state == "cancelled":
-                    _discard(Path(job.work.path))
+                    discard(Path(job.work.path))
                     return
                 if "result" in message:
                     self._note(job, "done", result=message["result"])
@@ -351,7 +334,7 @@ class Jobs:
         message: dict[str, Any] = {}
         with process, ExitStack() as held:
             assert process.stdout is not None
-            follow = _Speed()
+            follow = Speed()
             for line in process.stdout:
                 if not line.endswith("\n"):  # it was killed in the middle of a word
                     break
@@ -377,72 +360,3 @@ class Jobs:
         with suppress(BrokenPipeError):
             process.stdin.write("go\n")
             process.stdin.flush()
-
-
-class _Speed:
-    """Progress with the time that is left, by the speed since a stage began."""
-
-    def __init__(self) -> None:
-        self._stage, self._first, self._began = "", 0, 0.0
-
-    def __call__(self, stage: str, done: int, total: int) -> Progress:
-        now = time.monotonic()
-        if stage != self._stage:
-            self._stage, self._first, self._began = stage, done, now
-        ran = done - self._first
-        left = (now - self._began) * (total - done) / ran if ran > 0 else None
-        return Progress(stage, done, total, left)
-
-
-def _check(work: Work, documents: Sequence[Upload]) -> None:
-    """Raises `WrongField` or `ConfigError` for what no prefill could be made of."""
-    from offload_decode.models.devices import check_dtype
-    from offload_decode.models.quantised import check_weights
-    from prefill_jobs.job import Settings
-
-    Settings(work.method, work.options, kv=work.kv)
-    check_dtype(work.dtype)
-    check_weights(work.weights)
-    if not 0 < len(documents) <= MOST_DOCUMENTS:
-        raise WrongField(f"give 1 to {MOST_DOCUMENTS:,} documents, not {len(documents):,}", "documents")
-    names = [document.name for document in documents]
-    for name in names:
-        if not name.strip() or len(name) > MOST_LETTERS or not name.isprintable():
-            raise WrongField(
-                f"a document's name has 1 to {MOST_LETTERS} letters, all of them printable", "documents"
-            )
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise WrongField(f"two documents are called '{twice}': give each a name of its own", "documents")
-
-
-def _discard(path: Path) -> None:
-    """Remove what a job staged for the store at `path`. The store itself, where there is one, stays."""
-    partial = partial_path(path)
-    if (partial / LOCK).exists():
-        try:
-            with locked(partial):
-                restore(path, partial / REPLACED)
-                clear(partial)
-        except StoreBusy as error:
-            log.warning("%s", error)
-
-
-def _remove(path: Path) -> None:
-    """Remove a store with all that lies beside it; it is gone from its name at once."""
-    _discard(path)
-    trash = path.with_name(f"{_TRASH}{uuid4().hex}")
-    try:
-        trash.mkdir()
-        os.rename(path, trash / path.name)
-        if indexes_folder(path).exists():
-            os.rename(indexes_folder(path), trash / indexes_folder(path).name)
-        shutil.rmtree(trash)
-    except OSError as error:
-        raise StoreError(f"the store could not be removed: {error.strerror}") from error
-
-
-def _empty_trash(folder: Path) -> None:
-    """Remove what a server left of stores when it was killed while it deleted them."""
-    for left in folder.glob(f"{_TRASH}*"):
-        shutil.rmtree(left, ignore_errors=True)

@@ -27,8 +27,8 @@ from server.errors import NoSuchName, TooLarge, WrongField
 from server.http.answers import service_of
 from server.http.errors import RESPONSES, known_names, without_paths
 from server.http.fields import Body, Name, Option, Short
+from server.job_checks import MOST_DOCUMENTS
 from server.job_files import Job, Upload
-from server.jobs import MOST_DOCUMENTS
 from server.service import Service
 
 FORM = "multipart/form-data"

@@ -30,6 +30,7 @@ from server import job_process, jobs
 from server.catalog import Catalog
 from server.errors import Busy, NoSuchName, ReadOnly, WrongField
 from server.job_files import JOBS, Job, JobFiles, Stated, Upload, Work
+from server.job_progress import Speed
 from server.jobs import Jobs
 from tests.server.test_catalog import make_store, until
 from tests.store.jobs import tree
@@ -232,7 +233,7 @@ def test_one_job_runs_at_a_time_in_the_order_in_which_they_came(
 
 
 def test_progress_tells_the_time_that_is_left() -> None:
-    follow = jobs._Speed()
+    follow = Speed()
     assert follow("load", 0, 1).left_s is None
     assert follow("prefill", 100, 1100).left_s is None
     time.sleep(0.02)
