@@ -88,7 +88,7 @@ FACTS = {
 SIMPLE = {"pairs": 0.3, "needles": 0.2, "plain": 0.2, "records": 0.14, "documents": 0.1}
 MIXED = SYNTHETIC | FACTS
 LISTS = {
-    "common": 0.34,
+    "common": 0.38,
     "coded": 0.18,
     "suite": 0.06,
     "needles": 0.08,
@@ -98,7 +98,7 @@ LISTS = {
     "documents": 0.14,
 }
 
-WINDOWS = {256: 0.14, 512: 0.5, 1024: 0.2, 2048: 0.11, 4096: 0.05}
+WINDOWS = {256: 0.1, 512: 0.4, 1024: 0.2, 2048: 0.18, 4096: 0.12}
 SOFT = (1.0, 0.8, 0.65)
 
 STAGES = (
