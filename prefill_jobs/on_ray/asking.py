@@ -24,7 +24,7 @@ from offload_decode.planning.caps import Caps, admit_question, apply_caps, check
 from offload_decode.store.reader import KVStore
 from offload_decode.types import CitedDocument
 from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from prefill_jobs.on_ray.pool import TRIES, Lost, Pool, Standing
+from prefill_jobs.on_ray.pool import TRIES, Lost, Moved, Pool, Standing
 
 OPEN = 4
 """Stores that a worker keeps open."""
@@ -80,11 +80,17 @@ class Asker:
         self.before = own_memory()
         return frozenset(filter(os.path.exists, self.how.stores))
 
-    def do(self, part: Part) -> Answered:
-        """The answers to a part, greedy."""
+    def do(self, part: Part) -> Answered | Moved:
+        """The answers to a part, greedy. One in place of a lost worker looks first which stores it has."""
+        if self.before is not None:
+            return self._answered(part)
+        here = self.load()
+        if isinstance(here, OffloadDecodeError):
+            return here
+        return Moved(here, self._answered(part) if part.store in here else None)
+
+    def _answered(self, part: Part) -> Answered:
         try:
-            if self.before is None and isinstance(error := self.load(), OffloadDecodeError):
-                return error
             given = self._engine(part.store).answer_many(
                 part.questions, self.how.max_new_tokens, len(part.questions), self.how.cites
             )
