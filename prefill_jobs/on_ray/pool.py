@@ -5,18 +5,22 @@ and gives it its task again; what is left to do here is to say which task comes 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from offload_decode.errors import OffloadDecodeError
+from offload_decode.errors import OffloadDecodeError, StoreBusy
 
 TRIES = 6
 """Workers that a task may lose before it counts as failed: at random a few of them, while they start."""
 POLL_S = 0.5
 
+_LOCK_S = 30.0
+
 Task = TypeVar("Task")
+Result = TypeVar("Result")
 Standing = dict[int, tuple[int, int]]
 """Of the tasks at work, by number: how much is done, and of how much; (0, 0) before that is known."""
 
@@ -164,6 +168,20 @@ class Pool:
         for number in at_work.keys() - self._asked.values():
             self._asked[at_work[number].standing.remote()] = number
         self._standing = {number: self._standing.get(number, (0, 0)) for number in at_work}
+
+
+def after_the_lost(work: Callable[[], Result]) -> Result:
+    """In a worker: what `work` returns. One in place of a lost worker, which may hold a lock yet, waits for
+    that; otherwise StoreBusy is raised at once.
+    """
+    deadline = time.monotonic() + (_LOCK_S if is_second_try() else 0)
+    while True:
+        try:
+            return work()
+        except StoreBusy:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
 
 
 def is_second_try() -> bool:

@@ -21,8 +21,9 @@ from offload_decode.config import EngineConfig
 from offload_decode.errors import OffloadDecodeError, StoreNotFound
 from offload_decode.planning.caps import Caps
 from prefill_jobs.on_ray import asking
-from prefill_jobs.on_ray.asking import Asker, Given, How, Part, answered, nearest
+from prefill_jobs.on_ray.asking import Asker, Given, How, Part
 from prefill_jobs.on_ray.pool import Lost, Moved
+from prefill_jobs.on_ray.routing import nearest, routed
 from tests.cli.conftest import Ran, refused, run
 from tests.prefill_jobs.test_ray import descendants
 
@@ -49,7 +50,7 @@ def test_a_worker_is_given_no_store_that_is_not_on_its_machine() -> None:
 def test_what_no_worker_did_is_told_of_every_part() -> None:
     answers = [Given("yes", 1, "stop", None)]
     pool: Any = SimpleNamespace(run=lambda *_: iter([(2, answers), (0, Lost("gone"))]))
-    results = dict(answered(pool, parts_of("abc"), lambda standing: None))
+    results = dict(routed(pool, parts_of("abc"), lambda standing: None, "answered"))
     assert results[2] == answers
     assert "Ray workers were lost while they answered, the last with: gone;" in str(results[0])
     assert isinstance(results[1], StoreNotFound)

@@ -13,8 +13,9 @@ import pytest
 from offload_decode.config import EngineConfig
 from offload_decode.errors import StoreNotFound
 from offload_decode.planning.caps import Caps
-from prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part, answered
+from prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
 from prefill_jobs.on_ray.pool import Pool
+from prefill_jobs.on_ray.routing import routed
 
 HOW = How((), EngineConfig(), Caps(), 4, False)
 
@@ -22,17 +23,15 @@ HOW = How((), EngineConfig(), Caps(), 4, False)
 class OnAMachine(Asker):
     """An asker that has the stores of its machine; an answer says which machine it comes from."""
 
-    stores: frozenset[str]
+    has: str
     machine: str
 
-    def load(self) -> frozenset[str]:
-        self.before = 0
-        return self.stores
+    def here(self) -> frozenset[str]:
+        return frozenset(self.has)
 
-    def _answered(self, part: Part) -> Answered:
-        if part.store not in self.stores:
-            return StoreNotFound("asked where it does not lie")
-        return [Given(f"{text} {part.store} {self.machine}", 1, "stop", None) for text in part.questions]
+    def done(self, task: Part) -> list[Given]:
+        assert task.store in self.has, "asked where it does not lie"
+        return [Given(f"{text} {task.store} {self.machine}", 1, "stop", None) for text in task.questions]
 
 
 class Machines:
@@ -66,7 +65,7 @@ class Machines:
 
     def _at(self, how: How, machine: str) -> OnAMachine:
         asker = OnAMachine(how)
-        asker.machine, asker.stores = machine, frozenset(self.has[machine])
+        asker.machine, asker.has = machine, self.has[machine]
         return asker
 
     put = staticmethod(lambda value: value)
@@ -80,7 +79,7 @@ class Machines:
 def ask(ray: Machines, stores: str, workers: int) -> list[tuple[int, Answered]]:
     parts = [Part(store, ("?",)) for store in stores]
     pool = Pool(ray, OnAMachine, HOW, workers, {"num_cpus": 1})
-    return list(answered(pool, parts, lambda standing: None))
+    return list(routed(pool, parts, lambda standing: None, "answered"))
 
 
 def texts(results: list[tuple[int, Answered]]) -> dict[int, str]:
