@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import completion, output
-from cli.options import Json, NoSync, Quiet, Store
+from cli.failures import FAILURE, sentence
+from cli.options import (
+    Json,
+    NoSync,
+    Quiet,
+    WorkerCount,
+    a_path,
+    check_worker_count,
+    on_this_machine,
+)
 from cli.progress import Progress
 from indexes import durable
+from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from prefill_jobs.build import BuildReport
 
 
 def index(
-    store: Store,
+    stores: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="STORE",
+            help="Stores that `prefill` made, or a collection of `collect`: all of its stores.",
+            show_default=False,
+            parser=a_path,
+            callback=lambda stores: [on_this_machine(store) for store in stores],
+            autocompletion=completion.stores,
+        ),
+    ],
     kind: Annotated[
         str,
         typer.Option(
@@ -34,6 +56,16 @@ def index(
     k: Annotated[
         int, typer.Option("--k", metavar="K", help="Measure the recall of the K best keys.", min=1)
     ] = 100,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W",
+            help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: spread the stores "
+            "over a Ray cluster; each is indexed on a machine that has it at its path.",
+            show_default=False,
+        ),
+    ] = None,
+    worker_count: WorkerCount = None,
     no_sync: NoSync = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -43,18 +75,103 @@ def index(
     There is one for every layer and KV head, in STORE.indexes/ beside the store. Heads that are indexed
     already are kept: the same command resumes a build that was interrupted. `ask`, `chat` and `batch` search
     the clusters from then on; any other kind with -o index=KIND.
+
+    If one of several stores fails, the others go on and it is named at the end.
     """
     from cli.compiling import tell_of_compiling
     from cli.faults import end_with_a_sentence
-    from prefill_jobs.build import build_indexes
+    from prefill_jobs.build import build_indexes, check_target
 
+    check_worker_count(workers, worker_count)
+    check_target(recall, k)
+    given, several = _of_collections(stores)
     tell_of_compiling()
     end_with_a_sentence()
 
+    if workers is not None:
+        if no_sync:
+            raise ConfigError("--no-sync is of this machine, and --workers are others: leave one of them out")
+
+        from offload_decode.planning.caps import Caps
+        from prefill_jobs.on_ray.cluster import Cluster
+        from prefill_jobs.on_ray.indexing import index_on_ray
+
+        cluster = Cluster(workers, worker_count, Caps())
+        with Progress(quiet) as progress:
+            results = index_on_ray(given, cluster, kind, recall=recall, k=k, progress=progress)
+        _report_all(results, recall, as_json, quiet)
+        return
     with Progress(quiet) as progress, durable.synced(not no_sync):
-        report = build_indexes(store, kind, recall=recall, k=k, progress=progress)
+        if several:
+            results = _one_by_one(given, kind, recall, k, progress)
+        else:
+            report = build_indexes(given[0], kind, recall=recall, k=k, progress=progress)
+    if several:
+        _report_all(results, recall, as_json, quiet)
+    else:
+        if as_json:
+            output.answer_json(asdict(report))
+        _tell(report, recall, quiet)
+
+
+Results = dict[Path, "BuildReport | OffloadDecodeError"]
+
+
+def _of_collections(stores: list[Path]) -> tuple[list[Path], bool]:
+    """The stores, with those of collections in their place, and whether they are told of as several."""
+    from offload_decode.collections.collection import Collection, is_collection
+
+    given: list[Path] = []
+    for store in stores:
+        if is_collection(store):
+            collection = Collection(store)
+            given += [collection.store(entry) for entry in collection.entries]
+        else:
+            given.append(store)
+    if not given:
+        raise ConfigError(f"the collection {stores[0]} has no documents, so there is nothing to index")
+    return list(dict.fromkeys(given)), given != stores or len(stores) > 1
+
+
+def _one_by_one(stores: list[Path], kind: str, recall: float, k: int, progress: Progress) -> Results:
+    import indexes.registry
+    from prefill_jobs.build import build_indexes
+
+    indexes.registry.get(kind)  # what is wrong with it is wrong for all
+    results: Results = {}
+    for number, store in enumerate(stores, start=1):
+        about = f"store {number:,} of {len(stores):,}"
+        try:
+            results[store] = build_indexes(
+                store, kind, recall=recall, k=k, progress=partial(progress, about=about)
+            )
+        except OffloadDecodeError as error:
+            results[store] = error
+    return results
+
+
+def _report_all(results: Results, recall: float, as_json: bool, quiet: bool) -> None:
+    """What was built and what failed; raises `typer.Exit` where anything failed."""
+    failures = {store: found for store, found in results.items() if isinstance(found, OffloadDecodeError)}
+    reports = [found for found in results.values() if not isinstance(found, OffloadDecodeError)]
     if as_json:
-        output.answer_json(asdict(report))
+        output.answer_json(
+            {
+                "indexes": list(map(asdict, reports)),
+                "failures": [
+                    {"store": str(store), "error": sentence(error)} for store, error in failures.items()
+                ],
+            }
+        )
+    for report in reports:
+        _tell(report, recall, quiet)
+    for store, error in failures.items():
+        output.note(f"error: {output.one_line(str(store))}: {sentence(error)}")
+    if failures:
+        raise typer.Exit(FAILURE)
+
+
+def _tell(report: BuildReport, recall: float, quiet: bool) -> None:
     output.note(f"{made(report)}{recalled(report)}", quiet)
     if report.full_scans:
         some = "every head" if report.full_scans == report.heads else output.count(report.full_scans, "head")

@@ -64,8 +64,7 @@ def build_indexes(
     `recall` is the target for recall@`k` on the stored queries. Raises `StoreError`, `ConfigError` and
     `indexes.errors.VectorIndexError`.
     """
-    if not 0 < recall <= 1 or k < 1:
-        raise ConfigError(f"recall must be above 0 and at most 1, and k at least 1, not {recall} and {k}")
+    check_target(recall, k)
     chosen = indexes.registry.get(kind)
     opened = KVStore.open(store)
     heads = heads_of(opened)
@@ -99,6 +98,12 @@ def build_indexes(
             shutil.rmtree(staging)
         tidy(folder)
     return report_of(kind, folder, records, built, began)
+
+
+def check_target(recall: float, k: int) -> None:
+    """`ConfigError` for a recall, or a number of keys to measure it on, that cannot be aimed at."""
+    if not 0 < recall <= 1 or k < 1:
+        raise ConfigError(f"recall must be above 0 and at most 1, and k at least 1, not {recall} and {k}")
 
 
 def report_of(

@@ -8,14 +8,14 @@ handed over is asked again, and nothing is written twice.
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import OffloadDecodeError, StoreNotFound
+from offload_decode.errors import OffloadDecodeError
 from offload_decode.kv.head_indexes import default_kind
 from offload_decode.memory import own_memory
 from offload_decode.models.loading import LoadedModel, load
@@ -24,7 +24,8 @@ from offload_decode.planning.caps import Caps, admit_question, apply_caps, check
 from offload_decode.store.reader import KVStore
 from offload_decode.types import CitedDocument
 from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from prefill_jobs.on_ray.pool import TRIES, Lost, Pool, Standing
+from prefill_jobs.on_ray.pool import Pool
+from prefill_jobs.on_ray.routing import AtStores, routed
 
 OPEN = 4
 """Stores that a worker keeps open."""
@@ -62,39 +63,27 @@ class Given:
 Answered = list[Given] | OffloadDecodeError
 
 
-class Asker:
+class Asker(AtStores):
     """In a process of its own, on any machine; see `pool.Worker`."""
 
     def __init__(self, how: How) -> None:
+        super().__init__(how.stores)
         self.how = how
-        self.before: int | None = None
+        self.before = 0
         self.model: tuple[tuple[str, str, str], LoadedModel] | None = None
         self.engines: OrderedDict[str, Engine] = OrderedDict()
 
-    def load(self) -> frozenset[str] | OffloadDecodeError:
-        """Under the caps; the stores that lie on this machine."""
-        try:
-            apply_caps(self.how.caps, self.how.config.device)
-        except OffloadDecodeError as error:
-            return error
+    def begin(self) -> None:
+        """Under the caps; a model is loaded for the first store."""
+        apply_caps(self.how.caps, self.how.config.device)
         self.before = own_memory()
-        return frozenset(filter(os.path.exists, self.how.stores))
 
-    def do(self, part: Part) -> Answered:
+    def done(self, task: Part) -> list[Given]:
         """The answers to a part, greedy."""
-        try:
-            if self.before is None and isinstance(error := self.load(), OffloadDecodeError):
-                return error
-            given = self._engine(part.store).answer_many(
-                part.questions, self.how.max_new_tokens, len(part.questions), self.how.cites
-            )
-        except OffloadDecodeError as error:
-            return error
+        given = self._engine(task.store).answer_many(
+            task.questions, self.how.max_new_tokens, len(task.questions), self.how.cites
+        )
         return [Given(one.text, len(one.tokens), one.finish, one.citations) for one in given]
-
-    def standing(self) -> tuple[int, int]:
-        """A part is answered as a whole."""
-        return 0, 0
 
     def _engine(self, path: str) -> Engine:
         """An open store, with its model; the one that was asked longest ago goes."""
@@ -110,7 +99,6 @@ class Asker:
         store = KVStore.open(path)
         named = store.manifest.model_id if config.model is None else config.model
         index = default_kind(store)
-        assert self.before is not None
         given = outline(named), store.manifest, config, caps, self.before
         check_ask(*given, index=index)
         wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
@@ -121,18 +109,6 @@ class Asker:
         engine = Engine.open(store, self.model[1], config)
         engine.admit = partial(admit_question, planned_ask(*given, index=index), caps)
         return engine
-
-
-def nearest(here: frozenset[str], last: Part | None, waiting: Sequence[Part]) -> int | None:
-    """The next part for a worker on a machine that has these stores: of the store that it has just asked,
-    else of the one with the most parts left.
-    """
-    places = [place for place, part in enumerate(waiting) if part.store in here]
-    stores = [waiting[place].store for place in places]
-    if not places:
-        return None
-    wanted = last.store if last and last.store in stores else Counter(stores).most_common(1)[0][0]
-    return places[stores.index(wanted)]
 
 
 def answer_on_ray(
@@ -154,23 +130,4 @@ def answer_on_ray(
     with connected(ray, cluster.address):
         count, share = shares(ray, cluster.workers, config.device)
         pool = Pool(ray, Asker, how, min(count, len(here)), share)
-        yield from answered(pool, here, lambda standing: watch(len(standing)))
-
-
-def answered(
-    pool: Pool, parts: Sequence[Part], watch: Callable[[Standing], None]
-) -> Iterator[tuple[int, Answered]]:
-    """`answer_on_ray`, by the workers of a pool."""
-    seen = set()
-    for number, result in pool.run(parts, watch, nearest):
-        seen.add(number)
-        if isinstance(result, Lost):
-            result = OffloadDecodeError(
-                f"{TRIES} Ray workers were lost while they answered, the last with: {result}; see that their "
-                "machines have the memory for it, and run the same command again to go on"
-            )
-        yield number, result
-    for number, part in enumerate(parts):
-        if number not in seen:
-            problem = f"no Ray worker finds a store at {part.store}"
-            yield number, StoreNotFound(f"{problem}: it must lie there on a machine of the cluster")
+        yield from routed(pool, here, lambda standing: watch(len(standing)), "answered")

@@ -5,17 +5,22 @@ and gives it its task again; what is left to do here is to say which task comes 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from offload_decode.errors import OffloadDecodeError
+from offload_decode.errors import OffloadDecodeError, StoreBusy
 
-TRIES = 3
-"""Workers that a task may lose before it counts as failed."""
+TRIES = 6
+"""Workers that a task may lose before it counts as failed: at random a few of them, while they start."""
 POLL_S = 0.5
 
+_LOCK_S = 30.0
+
 Task = TypeVar("Task")
+Result = TypeVar("Result")
 Standing = dict[int, tuple[int, int]]
 """Of the tasks at work, by number: how much is done, and of how much; (0, 0) before that is known."""
 
@@ -32,7 +37,9 @@ class Worker(Protocol):
         ...
 
     def do(self, task: Any) -> Any:
-        """A task, with which another worker may have been lost."""
+        """A task, with which another worker may have been lost. One that takes the place of a lost worker may
+        answer with `Moved`.
+        """
         ...
 
     def standing(self) -> tuple[int, int]:
@@ -55,6 +62,16 @@ class Lost(Exception):
     """A task has lost its worker `TRIES` times."""
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What a worker in place of a lost one answers first, as it may be on another machine: what `choose` is
+    told of it from now on, and the result of the task; None where the task is not for it.
+    """
+
+    told: Any
+    result: Any
+
+
 class Pool:
     """Workers of the class `kind`, made of `how`: processes with a `share` of a machine each."""
 
@@ -67,7 +84,10 @@ class Pool:
             "max_concurrency": 2,
             "scheduling_strategy": "SPREAD",
         }
-        self.workers = [ray.remote(kind).options(**options).remote(how) for _ in range(count)]
+        self._start: Callable[[], list[Any]] = lambda: [
+            ray.remote(kind).options(**options).remote(how) for _ in range(count)
+        ]
+        self.workers: list[Any] = []
         self._asked: dict[Any, int] = {}
         self._standing: Standing = {}
 
@@ -81,18 +101,22 @@ class Pool:
         are lost while they load.
         """
         waiting, told, unloaded = list(range(len(tasks))), dict[int, Any](), None
-        promised: dict[Any, tuple[int, int | None]] = {
-            worker.load.remote(): (own, None) for own, worker in enumerate(self.workers)
-        }
+        came_back, promised = False, self._loading()
         while promised and (waiting or any(number is not None for _, number in promised.values())):
             for promise in self.ray.wait(list(promised), num_returns=1, timeout=POLL_S)[0]:
                 own, number = promised.pop(promise)
                 worker = self.workers[own]
                 result = self._got(promise)
                 last = None if number is None else tasks[number]
+                if isinstance(result, Moved):
+                    told[own], result = result.told, result.result
                 if number is not None:
                     self._standing.pop(number, None)
-                    yield number, result
+                    if result is None:
+                        waiting.append(number)
+                        came_back = True
+                    else:
+                        yield number, result
                 elif isinstance(result, OffloadDecodeError):
                     raise result
                 elif isinstance(result, Lost):
@@ -109,11 +133,21 @@ class Pool:
                     promised[worker.do.remote(self.ray.put(tasks[number]))] = own, number
             self._ask_how_far({at: self.workers[own] for own, at in promised.values() if at is not None})
             watch(dict(self._standing))
+            if waiting and came_back and not promised:  # those that could take it may have been let go
+                came_back, promised = False, self._loading()
         if waiting and unloaded and not told:
             raise OffloadDecodeError(
                 f"{TRIES} Ray workers were lost while they loaded the model, the last with: {unloaded}; "
                 "see that their machines have the memory for it"
             ) from unloaded
+
+    def _loading(self) -> dict[Any, tuple[int, int | None]]:
+        """New workers: what each promises, with its number and that of its task."""
+        known = len(self.workers)
+        self.workers += self._start()
+        return {
+            worker.load.remote(): (own, None) for own, worker in enumerate(self.workers[known:], start=known)
+        }
 
     def _got(self, promise: Any) -> Any:
         """What a worker answered, or `Lost`; raises what it raised."""
@@ -134,6 +168,20 @@ class Pool:
         for number in at_work.keys() - self._asked.values():
             self._asked[at_work[number].standing.remote()] = number
         self._standing = {number: self._standing.get(number, (0, 0)) for number in at_work}
+
+
+def after_the_lost(work: Callable[[], Result]) -> Result:
+    """In a worker: what `work` returns. One in place of a lost worker, which may hold a lock yet, waits for
+    that; otherwise StoreBusy is raised at once.
+    """
+    deadline = time.monotonic() + (_LOCK_S if is_second_try() else 0)
+    while True:
+        try:
+            return work()
+        except StoreBusy:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
 
 
 def is_second_try() -> bool:

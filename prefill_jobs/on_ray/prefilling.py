@@ -7,12 +7,11 @@ corpus after another. One that takes the place of a lost worker goes on after th
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload_decode.errors import OffloadDecodeError, StoreBusy
+from offload_decode.errors import OffloadDecodeError
 from offload_decode.memory import own_memory
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.outline import outline
@@ -21,10 +20,8 @@ from prefill_jobs.folders import EVERYTHING, Rules
 from prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
 from prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
 from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from prefill_jobs.on_ray.pool import POLL_S, TRIES, Lost, Pool, Standing, is_second_try
+from prefill_jobs.on_ray.pool import TRIES, Lost, Pool, Standing, after_the_lost
 from prefill_jobs.places import place_of
-
-_LOCK_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -63,20 +60,14 @@ class Prefiller:
         return None
 
     def do(self, texts: Texts) -> Result:
-        """One corpus to its store. A lost worker may hold the store's lock yet."""
+        """One corpus to its store."""
         self._standing = (0, 0)
-        deadline = time.monotonic() + (_LOCK_S if is_second_try() else 0)
         if self.loaded is None and (error := self.load()):
             return error
-        while True:
-            try:
-                return self._prefill(texts)
-            except StoreBusy as error:
-                if time.monotonic() > deadline:
-                    return error
-                time.sleep(POLL_S)
-            except OffloadDecodeError as error:
-                return error
+        try:
+            return after_the_lost(lambda: self._prefill(texts))
+        except OffloadDecodeError as error:
+            return error
 
     def standing(self) -> tuple[int, int]:
         """In tokens."""

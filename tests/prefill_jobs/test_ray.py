@@ -20,7 +20,7 @@ from offload_decode.planning.caps import Caps
 from prefill_jobs.corpus import TextDocument
 from prefill_jobs.job import PrefillReport, Settings, prefill
 from prefill_jobs.many import Job, Results, Texts, jobs_of
-from prefill_jobs.on_ray import prefilling
+from prefill_jobs.on_ray import pool
 from prefill_jobs.on_ray.cluster import Cluster, shares
 from prefill_jobs.on_ray.pool import TRIES, Pool
 from prefill_jobs.on_ray.prefilling import How, Prefiller, prefill_on_ray, prefilled
@@ -101,8 +101,8 @@ def drive(ray: MadeUpRay, names: str = "abc", workers: int = 1) -> tuple[dict[st
     """Results by corpus, and what progress was shown."""
     seen: list[Any] = []
     texts = [Texts(Job(name, f"{name}.kv"), [TextDocument(name, "text")], ()) for name in names]
-    pool = Pool(ray, Prefiller, HOW, workers, {"num_cpus": 1})
-    results = prefilled(pool, texts, lambda *now: seen.append(now))
+    workers_of = Pool(ray, Prefiller, HOW, workers, {"num_cpus": 1})
+    results = prefilled(workers_of, texts, lambda *now: seen.append(now))
     return {job.corpus: result for job, result in results.items()}, seen
 
 
@@ -195,8 +195,8 @@ def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     second_try = iter([True, False])
     monkeypatch.setattr(Prefiller, "load", lambda worker: None)
     monkeypatch.setattr(Prefiller, "_prefill", step)
-    monkeypatch.setattr(prefilling, "is_second_try", lambda: next(second_try))
-    monkeypatch.setattr(prefilling, "POLL_S", 0.0)
+    monkeypatch.setattr(pool, "is_second_try", lambda: next(second_try))
+    monkeypatch.setattr(pool, "POLL_S", 0.0)
     worker = Prefiller(HOW)
     assert isinstance(worker.do(texts), PrefillReport)
     assert isinstance(worker.do(texts), StoreBusy)

@@ -1,0 +1,176 @@
+"""Many stores are indexed as each of them by itself, here or on Ray workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from indexes.errors import UnknownIndex
+from offload_decode.errors import OffloadDecodeError, StoreNotFound
+from prefill_jobs.build import BuildReport, build_indexes
+from prefill_jobs.on_ray import pool
+from prefill_jobs.on_ray.indexing import How, Indexer, Whole, indexed
+from prefill_jobs.on_ray.pool import Moved, Standing
+from tests.cli.conftest import refused, run
+from tests.prefill_jobs.killing import tree
+from tests.prefill_jobs.test_ray import descendants
+
+Copy = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def _first_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "is_second_try", lambda: False)
+
+
+def indexes_of(store: Path) -> dict[str, bytes]:
+    return tree(store.with_name(store.name + ".indexes"))
+
+
+def test_several_stores_are_indexed_as_each_alone(copy: Copy) -> None:
+    stores = [copy(name) for name in ("a.kv", "b.kv", "c.kv")]
+    assert run("index", stores[0], "--k", "10").code == 0
+    told = json.loads(run("index", *stores[1:], "--k", "10", "--json").out)
+    assert [report["built"] for report in told["indexes"]] == [report["heads"] for report in told["indexes"]]
+    assert indexes_of(stores[0]) == indexes_of(stores[1]) == indexes_of(stores[2])
+
+
+def test_a_store_that_fails_stops_no_other_and_is_named(copy: Copy, tmp_path: Path) -> None:
+    none, store = tmp_path / "none.kv", copy("a.kv")
+    ran = run("index", none, store, "--k", "10", "--json")
+    assert ran.code == 1
+    told = json.loads(ran.out)
+    assert [failed["store"] for failed in told["failures"]] == [str(none)]
+    assert len(told["indexes"]) == 1
+    assert f"error: {none}: There is no store at {none}" in ran.err
+
+
+def test_a_collection_is_indexed_store_by_store(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"Chapter {name}. " * 20)
+    path = tmp_path / "all.collection"
+    assert run("collect", tmp_path / "texts", "--model", home / "model", "--out", path).code == 0
+    told = json.loads(run("index", path, "--k", "10", "--json").out)
+    assert len(told["indexes"]) == 2
+    assert run("verify", path).code == 0
+
+
+@pytest.mark.parametrize("wrong", [("--kind", "unheard-of"), ("--recall", "0")])
+def test_what_is_wrong_for_all_is_told_once(copy: Copy, wrong: tuple[str, str]) -> None:
+    refused(2, "index", copy("a.kv"), copy("b.kv"), *wrong)
+
+
+def test_options_that_do_not_go_together_are_refused(store: Path) -> None:
+    assert "--worker-count is of --workers" in refused(2, "index", store, "--worker-count", "2")
+    assert "leave one of them out" in refused(2, "index", store, "--workers", "ray", "--no-sync")
+    assert "--workers is ray or ray://HOST:PORT" in refused(2, "index", store, "--workers", "dask")
+
+
+def indexer(*stores: Path, kind: str = "clusters") -> Indexer:
+    return Indexer(How(tuple(map(str, stores)), kind, 0.98, 10))
+
+
+def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy: Copy) -> None:
+    here, there = copy("here.kv"), copy("there.kv")
+    build_indexes(here, "clusters", k=10)
+    worker = indexer(there)
+    assert worker.load() == {str(there)}
+    report = worker.do(Whole(str(there)))
+    assert isinstance(report, BuildReport)
+    assert worker.standing() == (report.heads, report.heads)
+    assert indexes_of(here) == indexes_of(there)
+
+
+def test_one_in_place_of_a_lost_worker_goes_on_and_says_what_it_has(
+    copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is lost as it has said that a head is done; the second builds the others."""
+    store, heads = copy("a.kv"), []
+
+    class Killed(Exception):
+        pass
+
+    def note(worker: Indexer, stage: str, done: int, total: int) -> None:
+        heads.append(done)
+        if done == 1 and len(heads) == 2:
+            raise Killed
+
+    monkeypatch.setattr(Indexer, "_note", note)
+    first = indexer(store)
+    first.load()
+    with pytest.raises(Killed):
+        first.do(Whole(str(store)))
+    moved = indexer(store).do(Whole(str(store)))
+    assert isinstance(moved, Moved)
+    assert moved.told == {str(store)}
+    assert (moved.result.built, moved.result.reused) == (moved.result.heads - 1, 1)
+    assert indexer(tmp_path / "none.kv").do(Whole(str(tmp_path / "none.kv"))) == Moved(frozenset(), None)
+
+
+def test_what_is_wrong_with_the_kind_is_told_as_a_worker_loads(store: Path) -> None:
+    assert isinstance(indexer(store, kind="unheard-of").load(), UnknownIndex)
+
+
+def test_progress_is_in_heads_and_estimated_for_stores_that_are_not_begun() -> None:
+    report = BuildReport("flat", Path("a"), 4, 4, 0, 1.0, 1, None, 1.0, 1.0, {}, 0)
+
+    class MadeUp:
+        def run(self, tasks: list[Whole], watch: Callable[[Standing], None], choose: object) -> Any:
+            watch({})
+            watch({0: (2, 4)})
+            yield 0, report
+            watch({1: (1, 4)})
+            yield 1, OffloadDecodeError("bad")
+
+    seen: list[Any] = []
+    made: Any = MadeUp()
+    results = indexed(made, [Whole("a"), Whole("b"), Whole("c")], lambda *now: seen.append(now))
+    assert seen == [
+        ("start workers", 0, 1, "0 of 3 done, 0 at work"),
+        ("index", 2, 12, "0 of 3 done, 1 at work"),
+        ("index", 5, 12, "1 of 3 done, 1 at work"),
+    ]
+    assert (results[0], str(results[1])) == (report, "bad")
+    assert isinstance(results[2], StoreNotFound)
+
+
+@pytest.mark.slow
+def test_stores_indexed_by_workers_that_are_killed(copy: Copy, tmp_path: Path) -> None:
+    """Two workers on a real local cluster; twice one of them is killed with SIGKILL."""
+    if importlib.util.find_spec("ray") is None:  # imported before the command, it would write to stdout
+        pytest.skip("Ray is not installed")
+    plain = copy("plain.kv")
+    assert run("index", plain, "--k", "10").code == 0
+    stores = [copy(f"{number}.kv") for number in range(6)]
+    none, over, killed = tmp_path / "none.kv", threading.Event(), []
+
+    def kill() -> None:
+        rng = random.Random(0)
+        while len(killed) < 2 and not over.wait(1):
+            workers = [pid for pid, title in descendants(os.getpid()).items() if "ray::Indexer" in title]
+            if workers:
+                killed.append(rng.choice(workers))
+                os.kill(killed[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        ran = run("index", *stores, none, "--k", "10", "--json", "--workers", "ray", "--worker-count", "2")
+    finally:
+        over.set()
+        killer.join()
+    assert killed
+    told = json.loads(ran.out)
+    assert [failed["store"] for failed in told["failures"]] == [str(none)]
+    assert len(told["indexes"]) == len(stores)
+    assert all(indexes_of(store) == indexes_of(plain) for store in stores)

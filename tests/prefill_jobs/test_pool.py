@@ -1,0 +1,129 @@
+"""A batch on machines that are lost at random: Ray is made up, the rest is what runs on a cluster."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload_decode.config import EngineConfig
+from offload_decode.errors import StoreNotFound
+from offload_decode.planning.caps import Caps
+from prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
+from prefill_jobs.on_ray.pool import Pool
+from prefill_jobs.on_ray.routing import routed
+
+HOW = How((), EngineConfig(), Caps(), 4, False)
+
+
+class OnAMachine(Asker):
+    """An asker that has the stores of its machine; an answer says which machine it comes from."""
+
+    has: str
+    machine: str
+
+    def here(self) -> frozenset[str]:
+        return frozenset(self.has)
+
+    def done(self, task: Part) -> list[Given]:
+        assert task.store in self.has, "asked where it does not lie"
+        return [Given(f"{text} {task.store} {self.machine}", 1, "stop", None) for text in task.questions]
+
+
+class Machines:
+    """Ray, over machines by name with the stores that lie on each. `lost` says before every task whether the
+    worker is lost; another one takes its place on a machine of Ray's choice, and is given the task.
+    """
+
+    exceptions = SimpleNamespace(RayError=OSError, RayTaskError=RuntimeError)
+
+    def __init__(self, has: Mapping[str, str], lost: Callable[[], bool], place: Callable[[], str]):
+        self.has, self.lost, self.place = has, lost, place
+        self.started = 0
+
+    def remote(self, kind: type) -> Any:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._worker))
+
+    def _worker(self, how: How) -> Any:
+        at = [self._at(how, list(self.has)[self.started % len(self.has)])]
+        self.started += 1
+
+        def do(part: Part) -> Any:
+            if self.lost():
+                at[0] = self._at(how, self.place())
+            return at[0].do(part)
+
+        return SimpleNamespace(
+            load=SimpleNamespace(remote=lambda: lambda: at[0].load()),
+            do=SimpleNamespace(remote=lambda part: lambda: do(part)),
+            standing=SimpleNamespace(remote=lambda: lambda: (0, 0)),
+        )
+
+    def _at(self, how: How, machine: str) -> OnAMachine:
+        asker = OnAMachine(how)
+        asker.machine, asker.has = machine, self.has[machine]
+        return asker
+
+    put = staticmethod(lambda value: value)
+    get = staticmethod(lambda promise: promise())
+    kill = staticmethod(lambda worker: None)
+
+    def wait(self, promises: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return promises[:num_returns], promises[num_returns:]
+
+
+def ask(ray: Machines, stores: str, workers: int) -> list[tuple[int, Answered]]:
+    parts = [Part(store, ("?",)) for store in stores]
+    pool = Pool(ray, OnAMachine, HOW, workers, {"num_cpus": 1})
+    return list(routed(pool, parts, lambda standing: None, "answered"))
+
+
+def texts(results: list[tuple[int, Answered]]) -> dict[int, str]:
+    return {number: result[0].text for number, result in results if isinstance(result, list)}
+
+
+def test_a_worker_that_moved_is_given_only_what_lies_on_its_new_machine() -> None:
+    """The worker of `m` is lost at its first task and comes back on `n`, which has no `a`."""
+    losses = iter([True])
+    ray = Machines({"m": "a", "n": "b"}, lambda: next(losses, False), lambda: "n")
+    found = texts(ask(ray, "aabb", 2))
+    assert found == {0: "? a m", 1: "? a m", 2: "? b n", 3: "? b n"}
+    assert ray.started == 4, "new ones, as the one that could take it had been let go"
+
+
+def test_what_lay_on_a_lost_machine_ends_in_a_sentence() -> None:
+    losses, gone = iter([True]), {"m": "a", "n": "b"}
+
+    def lost() -> bool:
+        gone["m"] = ""
+        return next(losses, False)
+
+    found = dict(ask(Machines(gone, lost, lambda: "n"), "ab", 2))
+    assert texts(list(found.items())) == {1: "? b n"}
+    assert isinstance(found[0], StoreNotFound)
+    assert "no Ray worker finds a store at a:" in str(found[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_workers_lost_at_random_lose_no_part_and_answer_none_twice(seed: int) -> None:
+    """300 stores on four machines, each on one or two of them; one task in ten loses its worker."""
+    rng = random.Random(seed)
+    stores = [chr(256 + number) for number in range(300)]
+    has = dict.fromkeys("mnop", "")
+    for store in stores:
+        for machine in rng.sample("mnop", rng.choice([1, 2])):
+            has[machine] += store
+    order = "".join(rng.sample(stores, len(stores)))
+    ray = Machines(has, lambda: rng.random() < 0.1, lambda: rng.choice("mnop"))
+    results = ask(ray, order, 4)
+    assert set(Counter(number for number, _ in results).values()) == {1}
+    for number, text in texts(results).items():
+        store, machine = text.split()[1:]
+        assert store == order[number]
+        assert store in has[machine]
+    unanswered = [result for _, result in results if not isinstance(result, list)]
+    assert not unanswered
