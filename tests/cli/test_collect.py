@@ -154,7 +154,7 @@ def test_a_document_that_fails_does_not_stop_the_others(collection: Path, tmp_pa
 
 
 def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_path: Path) -> None:
-    assert "--where are of a collection" in refused(2, "ask", store, "Which?", "--all")
+    assert "--where and --cache are of a collection" in refused(2, "ask", store, "Which?", "--all")
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"question": "Which?"}\n')
     mixed = ("batch", collection, store, "--questions", questions, "--out", tmp_path / "out", "--all")
