@@ -192,7 +192,25 @@ def test_every_store_is_verified(collection: Path, tmp_path: Path) -> None:
 
 
 def test_what_takes_one_store_says_that_it_is_a_collection(collection: Path) -> None:
-    for command in (["inspect"], ["index"]):
-        ran = run(*command, collection)
-        assert ran.code == 1
-        assert "is a collection, and no store" in ran.err
+    assert "is a collection, and no store" in refused(1, "index", collection)
+
+
+def test_it_is_inspected(home: Path, texts: Path, collection: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(collection, tmp_path / "copy"))
+    metadata = tmp_path / "said.jsonl"
+    metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 1, "by": "A"}\n')
+    assert run("collect", texts, "--model", home / "model", "--out", copy, "--metadata", metadata).code == 0
+    opened = Collection(copy)
+    shutil.rmtree(opened.store(opened.entries[2]))
+    told = json.loads(run("inspect", copy, "--json").out)
+    assert [one["name"] for one in told["documents"]] == ["alpha.txt", "beta.txt", "gamma.txt"]
+    assert told["tokens"] == sum(one["tokens"] for one in told["documents"])
+    assert told["bytes"] == sum(path.stat().st_size for path in copy.rglob("*") if path.is_file())
+    assert (told["missing"], told["documents"][2]["bytes"]) == (1, None)
+    assert told["metadata"] == {"year": 2, "by": 1}
+    assert told["model"] == opened.header.model_id
+    shown = run("inspect", copy).out
+    assert "year (2), by (1)" in shown
+    sizes = [one["tokens"] for one in told["documents"]]
+    assert f"3 of {min(sizes)} to {max(sizes)} tokens" in shown
+    assert "1 store: collect again" in shown
