@@ -13,7 +13,7 @@ import typer
 
 from cli import completion, output
 from cli.collected import Choosing, Collected, choosing, collected_of
-from cli.failures import exit_code, sentence
+from cli.failures import FAILURE, exit_code, sentence
 from cli.groups import From, with_groups
 from cli.limits import Asking, asking, check_here, opener
 from cli.options import (
@@ -130,8 +130,14 @@ def batch(
     for failure in failures:
         unanswered = f"unanswered: {output.count(failure.unanswered, 'question')} to {failure.store}"
         output.note(f"error: {sentence(failure.error)} ({unanswered})")
-    if failures:
-        raise typer.Exit(min(exit_code(failure.error) for failure in failures))
+    unmatched = [] if collected is None else collected.unmatched
+    for question in unmatched:
+        output.note(
+            f"error: line {question.line} of the questions has no word that a document has: put it "
+            'otherwise, name its "document", or give --all'
+        )
+    if failures or unmatched:
+        raise typer.Exit(min([exit_code(failure.error) for failure in failures], default=FAILURE))
 
 
 @dataclass(frozen=True)

@@ -79,13 +79,14 @@ def choosing(
 
 
 class Collected:
-    """A collection that is asked."""
+    """A collection that is asked. unmatched: questions that were assigned to none of its documents."""
 
     def __init__(self, collection: Collection, choosing: Choosing):
         from offload_decode.collections.where import Condition
 
         self.collection = collection
         self.choosing = choosing
+        self.unmatched: list[Question] = []
         conditions = [Condition.parse(one) for one in choosing.where]
         self.entries = [
             entry for entry in self.collection.entries if all(one.holds(entry) for one in conditions)
@@ -132,20 +133,18 @@ class Collected:
         return {number_of(entry.store): entry for entry in self.entries}
 
     def assign(self, questions: Sequence[Question]) -> dict[str, list[Question]]:
-        """The questions of each store. Raises `ConfigError` for a document that there is not, and for a
-        question that no document has a word of.
+        """The questions of each store. One that no document has a word of is of none, and is among the
+        `unmatched`. Raises `ConfigError` for a document that there is not.
         """
         by_name = {entry.name: store for store, entry in self.stores.items()}
 
         def of(question: Question) -> Sequence[str]:
             named = question.extra.get("document", question.store)
             if named is None:
-                if chosen := self.documents(question.text):
-                    return [by_name[entry.name] for entry in chosen]
-                raise ConfigError(
-                    f"line {question.line} of the questions has no word that a document has: name its "
-                    '"document", or give --all'
-                )
+                chosen = self.documents(question.text)
+                if not chosen:
+                    self.unmatched.append(question)
+                return [by_name[entry.name] for entry in chosen]
             if not isinstance(named, str) or named not in by_name:
                 raise ConfigError(
                     f"line {question.line} of the questions asks the document {named}, which is not among "

@@ -58,8 +58,9 @@ def test_it_is_renewed_by_the_same_command(home: Path, texts: Path, collection: 
     assert ran.code == 1
     assert "error: image.png: " in ran.err
     told = json.loads(ran.out)
+    assert "dropped, as the folder no longer has them: alpha.txt" in ran.err
     assert {name: told[name] for name in ("made", "kept", "gone", "documents")} == {
-        "made": 1, "kept": 1, "gone": 1, "documents": 2
+        "made": 1, "kept": 1, "gone": ["alpha.txt"], "documents": 2
     }  # fmt: skip
     assert [one["name"] for one in told["failed"]] == ["image.png"]
     ran = run(*command, "--exclude", "*.png")
@@ -104,7 +105,10 @@ def test_the_documents_that_share_most_words_are_asked(collection: Path, tmp_pat
         ("gamma.txt", "Or gamma?"),
     ]
     assert "no document has a word of the question" in refused(2, "ask", collection, "xyzzy")
-    assert "line 1 of the questions has no word" in batch(collection, out, [{"question": "xyzzy"}]).err
+    out = tmp_path / "others.jsonl"
+    ran = batch(collection, out, [{"question": "xyzzy"}, {"question": "Or gamma?"}], "--top", "1")
+    assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["gamma.txt"])
+    assert "error: line 1 of the questions has no word that a document has" in ran.err
     assert "give one of them" in refused(2, "ask", collection, question, "--all", "--top", "1")
 
 
@@ -147,10 +151,26 @@ def test_a_document_that_fails_does_not_stop_the_others(collection: Path, tmp_pa
     ran = run("ask", copy, "Which word?", "--all", "--json", "--max-new-tokens", "2")
     assert ran.code == 1
     assert [one["document"] for one in json.loads(ran.out)["answers"]] == ["alpha.txt", "gamma.txt"]
+    (failed,) = json.loads(ran.out)["failed"]
+    assert failed["document"] == "beta.txt"
+    assert failed["error"].startswith("There is no store at")
     assert "error: beta.txt: There is no store at" in ran.err
     out = tmp_path / "out.jsonl"
     ran = batch(copy, out, [{"question": "Which word?"}], "--all")
     assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["alpha.txt", "gamma.txt"])
+
+
+def test_only_the_stores_that_are_asked_are_looked_at(
+    collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    store = Collection.store
+    monkeypatch.setattr(
+        Collection, "store", lambda self, entry: (looked.append(entry.name), store(self, entry))[1]
+    )
+    out = tmp_path / "out.jsonl"
+    assert batch(collection, out, [{"question": "Is it beta?"}], "--top", "1").code == 0
+    assert looked == ["beta.txt"]
 
 
 def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_path: Path) -> None:
