@@ -14,15 +14,16 @@ from cli.collected import Choosing, choosing, collected_of
 from cli.groups import From, with_groups
 from cli.limits import Asking, asking, open_engine
 from cli.options import (
+    Asked,
     Cite,
     Json,
     MaxNewTokens,
     Seed,
-    StoreOrCollection,
     Temperature,
     TopP,
     question_from,
 )
+from cli.progress import Progress
 from cli.remote import Manner, Reached, Received, Server, check_left_to_server, reaching
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @with_groups
 def ask(
-    store: StoreOrCollection,
+    store: Asked,
     question: Annotated[
         str, typer.Argument(metavar="QUESTION", help="The question; - reads standard input.")
     ],
@@ -56,13 +57,13 @@ def ask(
     choose are asked, and each answer follows the name of its document.
     """
     asked = question_from(question)
-    collected = collected_of([store], reached, choosing)
-    if collected is not None:
-        from cli.ask_collection import ask_collection
+    with collected_of([store], reached, choosing, Progress) as collected:
+        if collected is not None:
+            from cli.ask_collection import ask_collection
 
-        sampling = temperature, top_p, seed
-        ask_collection(collected, asked, how, max_new_tokens, sampling, as_json, cites, stats)
-        return
+            sampling = temperature, top_p, seed
+            ask_collection(collected, asked, how, max_new_tokens, sampling, as_json, cites, stats)
+            return
     if reached is not None:
         check_left_to_server(how)
         manner = Manner(

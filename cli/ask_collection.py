@@ -33,16 +33,18 @@ def ask_collection(
     open_engine = opener(how)
     answers: list[dict[str, object]] = []
     failures: list[OffloadDecodeError] = []
+    failed: list[dict[str, str]] = []
     documents = collected.documents(question)
     if not documents:
         raise ConfigError("no document has a word of the question: put it otherwise, or give --all")
     for entry in documents:
         try:
-            store = collected.collection.store(entry)
-            engine = open_engine(str(store))
-            given = engine.answer(question, max_new_tokens, Sampler(*sampling), cites)
+            with collected.collection.held(entry) as store:
+                engine = open_engine(str(store))
+                given = engine.answer(question, max_new_tokens, Sampler(*sampling), cites)
         except OffloadDecodeError as error:
             failures.append(error)
+            failed.append({"document": entry.name, "error": sentence(error)})
             output.note(f"error: {output.one_line(entry.name)}: {sentence(error)}")
             continue
         if as_json:
@@ -50,7 +52,7 @@ def ask_collection(
             answers.append(
                 {
                     "document": entry.name,
-                    "store": str(store),
+                    "store": collected.collection.address(entry),
                     "answer": given.text,
                     "tokens": len(given.tokens),
                     "finish": given.finish,
@@ -66,7 +68,7 @@ def ask_collection(
         if stats:
             output.note(describe(given.stats, engine))
     if as_json:
-        path = collected.collection.path
-        output.answer_json({"question": question, "collection": path, "answers": answers})
+        name = collected.collection.name
+        output.answer_json({"question": question, "collection": name, "answers": answers, "failed": failed})
     if failures:
         raise typer.Exit(min(map(exit_code, failures)))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from cli import completion, output
-from cli.collected import Choosing, choosing, collected_of
-from cli.failures import exit_code, sentence
+from cli.collected import Choosing, Collected, choosing, collected_of
+from cli.failures import FAILURE, exit_code, sentence
 from cli.groups import From, with_groups
-from cli.limits import Asking, OpenEngine, asking, check_here, opener
+from cli.limits import Asking, asking, check_here, opener
 from cli.options import (
     Cite,
     MaxNewTokens,
@@ -23,7 +24,6 @@ from cli.options import (
     Workers,
     a_path,
     check_worker_count,
-    on_this_machine,
 )
 from cli.progress import Progress
 from cli.questions import (
@@ -48,10 +48,9 @@ def batch(
         list[Path],
         typer.Argument(
             metavar="STORE",
-            help="The stores to ask, or one collection.",
+            help="The stores to ask, or one collection, or its URL in a bucket.",
             show_default=False,
             parser=a_path,
-            callback=lambda stores: [on_this_machine(store) for store in stores],
             autocompletion=completion.stores,
         ),
     ],
@@ -95,7 +94,6 @@ def batch(
     Questions that the output answers already are not asked again: the same command resumes a batch that was
     interrupted.
     """
-    config = how.config
     check_worker_count(workers, worker_count)
     if reached is not None:
         check_left_to_server(how)
@@ -103,57 +101,97 @@ def batch(
             raise ConfigError("--workers and --server are two ways of answering: choose one")
     check_out(out)
     read = read_questions(questions)
-    collected = collected_of(stores, reached, choosing)
-    if collected is not None:
-        asked, names = collected.assign(read), collected.names
-    else:
-        given = [os.path.normpath(store) for store in stores]
-        asked, names = assign(read, given, among(given)), {}
     if out.exists() and out.samefile(questions):
         raise ConfigError(f"{out} holds the questions: choose another --out")
-    settings: dict[str, object] = {
-        "selector": config.selector,
-        "options": config.options,
-        "max_new_tokens": max_new_tokens,
-        "model": config.model,
-        "weights": config.weights,
-        **({"cite": True} if cites else {}),
-    }
-    answered = read_answered(out, settings)
-    left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
-    unasked = {store: own for store, own in left.items() if own}
-    if reached is None:
-        check_here(how, workers is None)
-    with Progress(quiet) as progress:
-        if workers is not None:
-            failures = _answer_on_ray(
-                workers,
-                worker_count,
-                unasked,
-                names,
-                how,
-                out,
-                settings,
-                max_new_tokens,
-                batch_size,
-                cites,
-                progress,
-            )
-        elif reached is None:
-            failures = _answer(
-                unasked, names, opener(how), out, settings, max_new_tokens, batch_size, cites, progress
-            )
+    with (
+        Progress(quiet) as progress,
+        collected_of(stores, reached, choosing, lambda: nullcontext(progress)) as collected,
+    ):
+        if collected is not None:
+            asked = collected.assign(read)
         else:
-            manner = Manner(config.selector, config.options, max_new_tokens, cite=cites)
-            failures = _ask_server(reached, unasked, out, settings, manner, batch_size, progress)
+            given = [os.path.normpath(store) for store in stores]
+            asked = assign(read, given, among(given))
+        writing = Writing(how, out, collected, max_new_tokens, batch_size, cites)
+        answered = read_answered(out, writing.settings)
+        left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
+        unasked = {store: own for store, own in left.items() if own}
+        if reached is None:
+            check_here(how, workers is None)
+        if workers is not None:
+            failures = _answer_on_ray(workers, worker_count, unasked, writing, progress)
+        elif reached is None:
+            failures = _answer(unasked, writing, progress)
+        else:
+            failures = _ask_server(reached, unasked, writing, progress)
     done = sum(map(len, left.values())) - sum(failure.unanswered for failure in failures)
     kept = sum(map(len, asked.values())) - sum(map(len, left.values()))
     output.note(f"{out}: {output.count(done, 'answer')}{f', {kept:,} there already' if kept else ''}", quiet)
     for failure in failures:
         unanswered = f"unanswered: {output.count(failure.unanswered, 'question')} to {failure.store}"
         output.note(f"error: {sentence(failure.error)} ({unanswered})")
-    if failures:
-        raise typer.Exit(min(exit_code(failure.error) for failure in failures))
+    unmatched = [] if collected is None else collected.unmatched
+    for question in unmatched:
+        output.note(
+            f"error: line {question.line} of the questions has no word that a document has: put it "
+            'otherwise, name its "document", or give --all'
+        )
+    if failures or unmatched:
+        raise typer.Exit(min([exit_code(failure.error) for failure in failures], default=FAILURE))
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How questions are answered, and where answers are written. `collected`: the collection that the stores
+    are of, if any.
+    """
+
+    how: Asking
+    out: Path
+    collected: Collected | None
+    max_new_tokens: int
+    batch_size: int
+    cites: bool
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What every line says of how it was answered."""
+        config = self.how.config
+        return {
+            "selector": config.selector,
+            "options": config.options,
+            "max_new_tokens": self.max_new_tokens,
+            "model": config.model,
+            "weights": config.weights,
+            **({"cite": True} if self.cites else {}),
+        }
+
+    def held(self, store: str) -> AbstractContextManager[str | Path]:
+        """Where a store lies while it is asked."""
+        return nullcontext(store) if self.collected is None else self.collected.held(store)
+
+    def line(
+        self,
+        store: str,
+        question: Question,
+        text: str,
+        tokens: int,
+        finish: str,
+        citations: Sequence[CitedDocument] | None,
+    ) -> dict[str, object]:
+        """An answer as it is written."""
+        return {
+            "id": question.id,
+            "store": store,
+            "question": question.text,
+            "answer": text,
+            "tokens": tokens,
+            "finish": finish,
+            **({} if citations is None else {"citations": list(map(asdict, citations))}),
+            **self.settings,
+            **question.extra,
+            **({} if self.collected is None else {"document": self.collected.stores[store].name}),
+        }
 
 
 class Unanswered(NamedTuple):
@@ -164,41 +202,31 @@ class Unanswered(NamedTuple):
     error: OffloadDecodeError
 
 
-def _answer(
-    left: dict[str, list[Question]],
-    names: Mapping[str, str],
-    open_engine: OpenEngine,
-    out: Path,
-    settings: dict[str, object],
-    max_new_tokens: int,
-    batch_size: int,
-    cites: bool,
-    progress: Progress,
-) -> list[Unanswered]:
-    """Answer store by store; a store that fails does not stop the others. `names`: of the document that each
-    store of a collection holds.
-    """
+def _answer(left: dict[str, list[Question]], writing: Writing, progress: Progress) -> list[Unanswered]:
+    """Answer store by store; a store that fails does not stop the others."""
 
     failures: list[Unanswered] = []
+    open_engine, size = opener(writing.how), writing.batch_size
     done, total = 0, sum(map(len, left.values()))
     for store, own in left.items():
         answered = 0
         try:
-            engine = open_engine(store)
-            progress("answer", done, total)
-            for start in range(0, len(own), batch_size):
-                part = own[start : start + batch_size]
-                texts = [question.text for question in part]
-                answers = engine.answer_many(texts, max_new_tokens, batch_size, cites)
-                append_answers(
-                    out,
-                    [
-                        _line(store, names, q, a.text, len(a.tokens), a.finish, a.citations, settings)
-                        for q, a in zip(part, answers, strict=True)
-                    ],
-                )
-                answered += len(part)
-                progress("answer", done + answered, total)
+            with writing.held(store) as path:
+                engine = open_engine(str(path))
+                progress("answer", done, total)
+                for start in range(0, len(own), size):
+                    part = own[start : start + size]
+                    texts = [question.text for question in part]
+                    answers = engine.answer_many(texts, writing.max_new_tokens, size, writing.cites)
+                    append_answers(
+                        writing.out,
+                        [
+                            writing.line(store, q, a.text, len(a.tokens), a.finish, a.citations)
+                            for q, a in zip(part, answers, strict=True)
+                        ],
+                    )
+                    answered += len(part)
+                    progress("answer", done + answered, total)
         except OffloadDecodeError as error:
             failures.append(Unanswered(store, len(own) - answered, error))
         done += len(own)
@@ -209,13 +237,7 @@ def _answer_on_ray(
     address: str,
     workers: int | None,
     left: dict[str, list[Question]],
-    names: Mapping[str, str],
-    how: Asking,
-    out: Path,
-    settings: dict[str, object],
-    max_new_tokens: int,
-    batch_size: int,
-    cites: bool,
+    writing: Writing,
     progress: Progress,
 ) -> list[Unanswered]:
     """Have the machines of a cluster answer; answers are written as they come."""
@@ -226,74 +248,46 @@ def _answer_on_ray(
     from prefill_jobs.on_ray.asking import Given
     from prefill_jobs.on_ray.cluster import Cluster
 
+    if writing.collected is not None:
+        writing.collected.check_shared(left)
+
     def line(store: str, question: Question, given: Given) -> dict[str, object]:
-        return _line(
-            store, names, question, given.text, given.tokens, given.finish, given.citations, settings
-        )
+        return writing.line(store, question, given.text, given.tokens, given.finish, given.citations)
 
     failures = answer_there(
-        Cluster(address, workers, how.caps),
+        Cluster(address, workers, writing.how.caps),
         left,
-        how,
-        out,
+        writing.how,
+        writing.out,
         line,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        cites=cites,
+        max_new_tokens=writing.max_new_tokens,
+        batch_size=writing.batch_size,
+        cites=writing.cites,
         progress=progress,
     )
     return [Unanswered(store, unanswered, error) for store, (unanswered, error) in failures.items()]
 
 
 def _ask_server(
-    reached: Reached,
-    left: dict[str, list[Question]],
-    out: Path,
-    settings: dict[str, object],
-    manner: Manner,
-    at_once: int,
-    progress: Progress,
+    reached: Reached, left: dict[str, list[Question]], writing: Writing, progress: Progress
 ) -> list[Unanswered]:
     """Have a server answer all questions, several at a time; answers are written as they come."""
     from cli.through_server import answers
 
     failures: dict[str, Unanswered] = {}
     done, total = 0, sum(map(len, left.values()))
+    config = writing.how.config
+    manner = Manner(config.selector, config.options, writing.max_new_tokens, cite=writing.cites)
     with Server(reached) as server:
-        for store, question, given in answers(server, left, manner, at_once):
+        for store, question, given in answers(server, left, manner, writing.batch_size):
             if isinstance(given, OffloadDecodeError):
                 first = failures.get(store, Unanswered(store, 0, given))
                 failures[store] = first._replace(unanswered=first.unanswered + 1)
             else:
                 cited = given.cited if manner.cite else None
                 text = given.text.strip()
-                append_answers(
-                    out, [_line(store, {}, question, text, given.tokens, given.finish, cited, settings)]
-                )
+                line = writing.line(store, question, text, given.tokens, given.finish, cited)
+                append_answers(writing.out, [line])
             done += 1
             progress("answer", done, total)
     return list(failures.values())
-
-
-def _line(
-    store: str,
-    names: Mapping[str, str],
-    question: Question,
-    text: str,
-    tokens: int,
-    finish: str,
-    citations: Sequence[CitedDocument] | None,
-    settings: dict[str, object],
-) -> dict[str, object]:
-    return {
-        "id": question.id,
-        "store": store,
-        "question": question.text,
-        "answer": text,
-        "tokens": tokens,
-        "finish": finish,
-        **({} if citations is None else {"citations": list(map(asdict, citations))}),
-        **settings,
-        **question.extra,
-        **({"document": names[store]} if store in names else {}),
-    }

@@ -57,6 +57,9 @@ def collect(
             parser=a_path,
         ),
     ] = None,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Drop documents that are gone though they are most of them.")
+    ] = False,
     glob: Glob = None,
     exclude: Exclude = None,
     follow_links: FollowLinks = False,
@@ -66,8 +69,9 @@ def collect(
 ) -> None:
     """Keep a collection: a store for each document of a folder.
 
-    Documents that are new or whose bytes changed are prefilled, and those that are gone are dropped. The same
-    command renews a collection, and resumes one that was interrupted. A document that cannot be read does not
+    Documents that are new or whose bytes changed are prefilled, and those that are gone, or that --glob and
+    --exclude leave out now, are dropped and named; more than half of them only with --drop. The same command
+    renews a collection, and resumes one that was interrupted. A document that cannot be read does not
     stop the others: it is named at the end, and keeps the store that it had. `ask` and `batch` take a
     collection.
     """
@@ -83,7 +87,7 @@ def collect(
     run_as.admit(model, settings.chunk)
     maker = Maker(model, settings, run_as.device, run_as.dtype, run_as.weights)
     with Progress(quiet) as progress, durable.synced(not no_sync):
-        report = run(folder, out, maker, rules=rules, metadata=described, progress=progress)
+        report = run(folder, out, maker, rules=rules, metadata=described, drop=drop, progress=progress)
     if as_json:
         output.answer_json({"collection": out} | _as_json(report))
     if report.skipped:
@@ -94,10 +98,14 @@ def collect(
             f"have, such as {output.one_line(report.unknown[0])}",
             quiet,
         )
+    if report.gone:
+        names = ", ".join(map(output.one_line, report.gone[:_SHOWN]))
+        more = f" and {len(report.gone) - _SHOWN:,} more" if len(report.gone) > _SHOWN else ""
+        output.note(f"dropped, as the folder no longer has them: {names}{more}", quiet)
     for one in report.failed[:_SHOWN]:
         output.note(f"error: {output.one_line(one.name)}: {output.one_line(one.reason)}")
-    if (more := len(report.failed) - _SHOWN) > 0:
-        output.note(f"error: and {output.count(more, 'document')} more (--json lists them)")
+    if (unshown := len(report.failed) - _SHOWN) > 0:
+        output.note(f"error: and {output.count(unshown, 'document')} more (--json lists them)")
     output.note(f"{out}: {_told(report)}", quiet)
     if report.failed:
         raise typer.Exit(FAILURE)
@@ -113,7 +121,8 @@ def _as_json(report: CollectReport) -> dict[str, object]:
 
 
 def _told(report: CollectReport) -> str:
-    counts = {"made": report.made, "kept": report.kept, "gone": report.gone, "failed": len(report.failed)}
+    gone, failed = len(report.gone), len(report.failed)
+    counts = {"made": report.made, "kept": report.kept, "gone": gone, "failed": failed}
     speed = f", {report.prefilled / report.seconds:,.0f} tokens/s" if report.prefilled else ""
     return (
         f"{', '.join(f'{number:,} {what}' for what, number in counts.items() if number)}; it holds "

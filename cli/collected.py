@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,24 +11,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli.counts import byte_count
+from cli.options import on_this_machine, url_of
 from cli.questions import Question, assign
 from cli.remote import Reached
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
+    from offload_decode.collections.collection import Collection
     from offload_decode.collections.journal import Entry
+    from prefill_jobs.buckets.collections import Watching
 
 
 TOP = 3
+CACHE = "20GiB"
 
 
 @dataclass(frozen=True)
 class Choosing:
-    """Which documents of a collection are asked, as it was written."""
+    """Which documents of a collection are asked, and how much of one in a bucket is kept here, as it was
+    written.
+    """
 
     every: bool = False
     top: int | None = None
     where: tuple[str, ...] = ()
+    cache: str | None = None
 
 
 def choosing(
@@ -53,38 +62,60 @@ def choosing(
     every: Annotated[
         bool, typer.Option("--all", help="Of a collection: ask every document.", show_default=False)
     ] = False,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of a collection in a bucket: most disk space for stores that were fetched; those that were "
+            f"asked longest ago leave.  [default: {CACHE}]",
+            show_default=False,
+        ),
+    ] = None,
 ) -> Choosing:
     """The options that choose documents."""
     if every and top is not None:
         raise ConfigError("--all asks every document, and --top the first few: give one of them")
-    return Choosing(every, top, tuple(where or ()))
+    return Choosing(every, top, tuple(where or ()), cache)
 
 
 class Collected:
-    """A collection that is asked."""
+    """A collection that is asked. unmatched: questions that were assigned to none of its documents."""
 
-    def __init__(self, path: Path, choosing: Choosing):
-        from offload_decode.collections.collection import Collection
+    def __init__(self, collection: Collection, choosing: Choosing):
         from offload_decode.collections.where import Condition
 
-        self.collection = Collection(path)
+        self.collection = collection
         self.choosing = choosing
+        self.unmatched: list[Question] = []
         conditions = [Condition.parse(one) for one in choosing.where]
         self.entries = [
             entry for entry in self.collection.entries if all(one.holds(entry) for one in conditions)
         ]
         if not self.collection.entries:
-            raise ConfigError(f"the collection {path} has no documents: collect a folder that has some")
-
+            raise ConfigError(
+                f"the collection {collection.name} has no documents: collect a folder that has some"
+            )
         if not self.entries:
             raise ConfigError(
-                f"--where leaves none of the {len(self.collection.entries):,} documents of {path}: ask others"
+                f"--where leaves none of the {len(collection.entries):,} documents of {collection.name}: "
+                "ask others"
             )
 
     @cached_property
-    def names(self) -> dict[str, str]:
-        """The name of the document that each store holds."""
-        return {self._store(entry): entry.name for entry in self.entries}
+    def stores(self) -> Mapping[str, Entry]:
+        """The document that each store holds, by what users call the store."""
+        return {self.collection.address(entry): entry for entry in self.entries}
+
+    def held(self, store: str) -> AbstractContextManager[Path]:
+        """Where one of `stores` lies while it is asked."""
+        return self.collection.held(self.stores[store])
+
+    def check_shared(self, stores: Iterable[str]) -> None:
+        """Raise unless other machines that have the collection at the same path can open these stores."""
+        if url_of(Path(self.collection.name)):
+            raise ConfigError("a collection in a bucket is asked here: leave --workers out, or pull it first")
+        for store in stores:
+            self.collection.store(self.stores[store])
 
     def documents(self, question: str) -> Sequence[Entry]:
         """Those that a question is put to, the likeliest first; none where no document has a word of it."""
@@ -102,20 +133,18 @@ class Collected:
         return {number_of(entry.store): entry for entry in self.entries}
 
     def assign(self, questions: Sequence[Question]) -> dict[str, list[Question]]:
-        """The questions of each store. Raises `ConfigError` for a document that there is not, and for a
-        question that no document has a word of.
+        """The questions of each store. One that no document has a word of is of none, and is among the
+        `unmatched`. Raises `ConfigError` for a document that there is not.
         """
-        by_name = {entry.name: self._store(entry) for entry in self.entries}
+        by_name = {entry.name: store for store, entry in self.stores.items()}
 
         def of(question: Question) -> Sequence[str]:
             named = question.extra.get("document", question.store)
             if named is None:
-                if chosen := self.documents(question.text):
-                    return [self._store(entry) for entry in chosen]
-                raise ConfigError(
-                    f"line {question.line} of the questions has no word that a document has: name its "
-                    '"document", or give --all'
-                )
+                chosen = self.documents(question.text)
+                if not chosen:
+                    self.unmatched.append(question)
+                return [by_name[entry.name] for entry in chosen]
             if not isinstance(named, str) or named not in by_name:
                 raise ConfigError(
                     f"line {question.line} of the questions asks the document {named}, which is not among "
@@ -123,23 +152,54 @@ class Collected:
                 )
             return [by_name[named]]
 
-        return assign(questions, list(by_name.values()), of)
-
-    def _store(self, entry: Entry) -> str:
-        return str(self.collection.store(entry))
+        return assign(questions, list(self.stores), of)
 
 
-def collected_of(stores: Sequence[Path], reached: Reached | None, choosing: Choosing) -> Collected | None:
-    """The collection that is asked; None where it is stores. Raises `ConfigError` for both at once."""
+@contextmanager
+def collected_of(
+    stores: Sequence[Path], reached: Reached | None, choosing: Choosing, watching: Watching
+) -> Iterator[Collected | None]:
+    """The collection that is asked; None where it is stores. Raises `ConfigError` for both at once, and for
+    stores in buckets.
+    """
     collections: list[Path] = []
     if reached is None:
         from offload_decode.collections.collection import is_collection
 
-        collections = [store for store in stores if is_collection(store)]
+        collections = [store for store in stores if _is_far(store) or is_collection(store)]
     if not collections:
+        for store in stores:
+            on_this_machine(store)
         if choosing != Choosing():
-            raise ConfigError("--top, --all and --where are of a collection here, and none is given")
-        return None
+            raise ConfigError("--top, --all, --where and --cache are of a collection here, and none is given")
+        yield None
+        return
     if len(stores) > 1:
-        raise ConfigError(f"{collections[0]} is a collection: ask it alone")
-    return Collected(collections[0], choosing)
+        raise ConfigError(f"{url_of(collections[0]) or collections[0]} is a collection: ask it alone")
+    with _opened(collections[0], choosing, watching) as collection:
+        yield Collected(collection, choosing)
+
+
+def _is_far(store: Path) -> bool:
+    if (url := url_of(store)) is None:
+        return False
+    from prefill_jobs.buckets.collections import lies_at
+
+    return lies_at(url)
+
+
+@contextmanager
+def _opened(path: Path, choosing: Choosing, watching: Watching) -> Iterator[Collection]:
+    from offload_decode.collections.collection import Collection
+
+    if url := url_of(path):
+        from prefill_jobs.buckets.cache import Cache, user_cache
+        from prefill_jobs.buckets.collections import FarCollection
+
+        cache = Cache(user_cache() / "fetched", byte_count(choosing.cache or CACHE))
+        with FarCollection.opened(url, cache, watching) as far:
+            yield far
+        return
+    if choosing.cache is not None:
+        raise ConfigError("--cache is of a collection in a bucket, and this one lies here")
+    yield Collection(path)

@@ -1,4 +1,4 @@
-"""`offload-decode inspect`: what a store holds and what it costs."""
+"""`offload-decode inspect`: what a store, or a collection, holds and what it costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from cli import output
-from cli.options import Json, Store
+from cli.options import Json, StoreOrCollection
 
 if TYPE_CHECKING:
     from offload_decode.kv.saved_indexes import SavedIndexes
@@ -19,11 +19,19 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
-def inspect(store: Store, as_json: Json = False) -> None:
-    """Show what a store holds and costs.
+def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
+    """Show what a store, or a collection, holds and costs.
 
-    The indexes beside it are shown too, with the recall that was measured when they were built.
+    The indexes beside a store are shown too, with the recall that was measured when they were built. Of a
+    collection: its model, its documents with their tokens and bytes, and what metadata they have.
     """
+    from offload_decode.collections.collection import is_collection
+
+    if is_collection(store):
+        from cli.inspect_collection import inspect_collection
+
+        inspect_collection(store, as_json)
+        return
     from offload_decode.kv.saved_indexes import describe, saved_kinds
     from offload_decode.store.reader import KVStore
 

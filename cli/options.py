@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,30 +27,40 @@ def a_path(text: str) -> Path:
     return Path(text)
 
 
-def on_this_machine(store: Path) -> Path:
-    """The path of a store, unless it is the URL of one."""
+def url_of(store: Path) -> str | None:
+    """The URL that was written as a path; None where it is a path."""
     scheme, colon, rest = str(store).partition(":")
     if colon and scheme in ("s3", "gs", "file"):
-        url = f"{scheme}:/{'/' if scheme == 'file' else ''}{rest}"  # a path keeps one slash of several
+        return f"{scheme}:/{'/' if scheme == 'file' else ''}{rest}"  # a path keeps one slash of several
+    return None
+
+
+def on_this_machine(store: Path) -> Path:
+    """The path of a store, unless it is the URL of one."""
+    if url := url_of(store):
         raise ConfigError(
             f"{url} is in a bucket: pull it first, with `offload-decode pull {url} {store.name}`"
         )
     return store
 
 
-def _a_store(told: str) -> Any:
+def _a_store(told: str, callback: Callable[[Path], Path] | None = on_this_machine) -> Any:
     return typer.Argument(
         metavar="STORE",
         help=told,
         show_default=False,
         parser=a_path,
-        callback=on_this_machine,
+        callback=callback,
         autocompletion=completion.stores,
     )
 
 
 Store = Annotated[Path, _a_store("A store that `prefill` made.")]
 StoreOrCollection = Annotated[Path, _a_store("A store that `prefill` made, or a collection of `collect`.")]
+Asked = Annotated[
+    Path,
+    _a_store("A store that `prefill` made, or a collection of `collect`, or its URL in a bucket.", None),
+]
 Model = Annotated[
     str | None,
     typer.Option(

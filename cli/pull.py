@@ -11,7 +11,7 @@ import typer
 from cli import output
 from cli.options import Json, Quiet, a_path
 from cli.progress import Progress
-from cli.push import summary
+from cli.push import summary, summary_of_all
 
 
 def pull(
@@ -27,7 +27,7 @@ def pull(
         Path,
         typer.Argument(
             metavar="STORE",
-            help="Where to write the store; nothing may be there yet.",
+            help="Where to write the store, or the collection; nothing may be there yet.",
             show_default=False,
             parser=a_path,
         ),
@@ -35,12 +35,23 @@ def pull(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fetch a store from a bucket.
+    """Fetch a store, or a collection, from a bucket.
 
     The indexes in URL.indexes/ come along, to STORE.indexes/. Every byte is checked as it arrives, and STORE
-    appears when all of it is there. The same command resumes a pull that was interrupted. Needs pip install
+    appears when all of it is there. `ask` and `batch` take the URL of a collection too, and fetch the stores
+    that they ask. The same command resumes a pull that was interrupted. Needs pip install
     'offload-decode[buckets]'; credentials and endpoints come from AWS_... and GOOGLE_... variables.
     """
+    from prefill_jobs.buckets.collections import lies_at, pull_collection
+
+    if lies_at(url):
+        with Progress(quiet) as progress:
+            all_moved = pull_collection(url, store, progress)
+        if as_json:
+            output.answer_json({"url": url, "collection": str(store)} | asdict(all_moved))
+        told = summary_of_all(all_moved, "fetched")
+        output.note(f'{store}: {told}\nask it something: offload-decode ask {store} "…"', quiet)
+        return
     from prefill_jobs.buckets import pull as run
 
     with Progress(quiet) as progress:

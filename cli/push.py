@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import output
-from cli.options import Json, Quiet, Store
+from cli.options import Json, Quiet, StoreOrCollection
 from cli.progress import Progress
 
 if TYPE_CHECKING:
     from prefill_jobs.buckets import Transfer
+    from prefill_jobs.buckets.collections import Moved
 
 
 def push(
-    store: Store,
+    store: StoreOrCollection,
     url: Annotated[
         str,
         typer.Argument(
@@ -28,12 +29,27 @@ def push(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Put a store into a bucket.
+    """Put a store, or a collection, into a bucket.
 
     The indexes beside it go to URL.indexes/. What is already there and unchanged is not sent again: the same
-    command resumes a push that was interrupted. Needs pip install 'offload-decode[buckets]'; credentials and
+    command resumes a push that was interrupted, and renews a collection; what the collection no longer has is
+    removed there. Needs pip install 'offload-decode[buckets]'; credentials and
     endpoints come from AWS_... and GOOGLE_... variables.
     """
+    from offload_decode.collections.collection import is_collection
+
+    if is_collection(store):
+        from prefill_jobs.buckets.collections import push_collection
+
+        with Progress(quiet) as progress:
+            all_moved = push_collection(store, url, progress)
+        if as_json:
+            output.answer_json({"collection": str(store), "url": url} | asdict(all_moved))
+        output.note(
+            f'{url}: {summary_of_all(all_moved, "sent")}\nask it something: offload-decode ask {url} "…"',
+            quiet,
+        )
+        return
     from prefill_jobs.buckets import push as run
 
     with Progress(quiet) as progress:
@@ -54,4 +70,15 @@ def summary(moved: Transfer, verb: str) -> str:
     return (
         f"{output.count(moved.files, 'file')} {verb}, {output.size(moved.bytes)}, "
         f"in {output.duration(moved.seconds)}{speed}{kept}"
+    )
+
+
+def summary_of_all(moved: Moved, verb: str) -> str:
+    """What became of a collection, for people."""
+    kept = f", {moved.kept:,} there already" if moved.kept else ""
+    gone = f", {moved.gone:,} removed" if moved.gone else ""
+    speed = f" ({output.size(moved.bytes / moved.seconds)}/s)" if moved.bytes else ""
+    return (
+        f"{output.count(moved.moved, 'document')} {verb}, {output.size(moved.bytes)}, "
+        f"in {output.duration(moved.seconds)}{speed}{kept}{gone}"
     )

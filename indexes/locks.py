@@ -11,14 +11,15 @@ import errno
 _NONE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
-def lock(descriptor: int, wait: bool = False) -> bool:
-    """Lock an open file or folder; False where another process has it, unless that is waited for. `OSError`
-    says where the file system has no such locks.
+def lock(descriptor: int, wait: bool = False, shared: bool = False) -> bool:
+    """Lock an open file or folder, alone or `shared` with others that do; False where another process has it,
+    unless that is waited for. `OSError` says where the file system has no such locks.
     """
     import fcntl
 
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,15 +30,15 @@ Metadata = Mapping[str, Mapping[str, Value]]
 
 @dataclass
 class CollectReport:
-    """What became of a folder: documents `made` (new or changed) and `kept`; those that are `gone` from the
-    folder and were dropped, `failed` ones, which keep the store they had, if any, and files that were
-    `skipped`. `documents` and `tokens` are those of the whole collection now; `unknown`: names that the
+    """What became of a folder: documents `made` (new or changed) and `kept`; names of those that are `gone`
+    from the folder and were dropped; `failed` ones, which keep the store they had, if any, and files that
+    were `skipped`. `documents` and `tokens` are those of the whole collection now; `unknown`: names that the
     metadata have and the folder does not. `seconds` and `prefilled` tokens are of this run.
     """
 
     made: int = 0
     kept: int = 0
-    gone: int = 0
+    gone: list[str] = field(default_factory=list)
     failed: list[Skipped] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -98,10 +98,12 @@ def collect(
     *,
     rules: Rules = EVERYTHING,
     metadata: Metadata | None = None,
+    drop: bool = False,
     progress: Watch = lambda stage, done, total, about: None,
 ) -> CollectReport:
     """Make the collection `out` hold the documents of `folder`, as `rules` say which. `metadata`: of all
-    documents; None leaves what is known of them.
+    documents; None leaves what is known of them. Most of the documents are dropped only where `drop` says so:
+    the folder or the rules may be others by mistake.
 
     Documents are compared by the SHA-256 of their bytes. An interrupted call is resumed by the same one.
     Documents that cannot be read or made do not stop the others. Raises `CorpusError` where there are none
@@ -119,9 +121,13 @@ def collect(
     with Changing.at(out) as changing, Words(out / WORDS) as words:
         maker.check(changing)
         collecting = _Collecting(changing, words, maker, metadata, report, progress)
+        unread = [one for one in walk.skipped if one.unread]
+        if files and not drop:
+            collecting.check_gone({clean(file.name) for file in files}, unread)
         for number, file in enumerate(files):
+            changing.journal.make_room()
             collecting.take(file, number, len(files), rules.follow_links)
-        report.failed += sorted(one for one in walk.skipped if one.unread)
+        report.failed += sorted(unread)
         report.skipped = sorted(one for one in walk.skipped if not one.unread)
         if not collecting.seen:
             raise CorpusError(nothing_in(Path(folder), [*report.failed, *report.skipped]))
@@ -190,19 +196,31 @@ class _Collecting:
         """Drop the documents that are gone, and what stores no document has. What could not be read may be
         there tomorrow, and is not gone.
         """
-        unread = {one.name for one in self.report.failed}
         journal = self.changing.journal
-        gone = [
-            name
-            for name in journal.entries
-            if name not in self.seen and not any(above in unread for above in (name, *_folders(name), "."))
-        ]
-        journal.drop(gone)
+        self.report.gone = self._gone(self.seen, self.report.failed)
+        journal.drop(self.report.gone)
         journal.compact()
-        self.report.gone = len(gone)
         wanted = {*self.seen.values(), *(entry.store for entry in journal.entries.values())}
         self.changing.sweep(wanted)
         self.words.keep({entry.store for entry in journal.entries.values()})
+
+    def check_gone(self, found: Collection[str], unread: Iterable[Skipped]) -> None:
+        """`ConfigError` where most documents of the collection are none of those that were `found`."""
+        gone, there = self._gone(found, unread), len(self.changing.journal.entries)
+        if 2 * len(gone) > there:
+            raise ConfigError(
+                f"{len(gone):,} of the {there:,} documents of {self.changing.path} are not among those to "
+                f"read now, such as {gone[0]}, and would be dropped: read what you read before, or give "
+                "--drop"
+            )
+
+    def _gone(self, found: Collection[str], unread: Iterable[Skipped]) -> list[str]:
+        away = {one.name for one in unread}
+        return sorted(
+            name
+            for name in self.changing.journal.entries
+            if name not in found and not any(above in away for above in (name, *_folders(name), "."))
+        )
 
     def _kept(self, name: str, sha256: str) -> Entry | None:
         entry = self.changing.journal.entries.get(name)

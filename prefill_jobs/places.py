@@ -22,6 +22,7 @@ from offload_decode.store.staging import LOCK, locked
 from offload_decode.types import Document
 from prefill_jobs.buckets import Transfer, check_writable, push
 from prefill_jobs.buckets.bucket import Bucket
+from prefill_jobs.buckets.cache import user_cache
 
 Progress = Callable[[str, int, int], None]
 
@@ -78,8 +79,7 @@ def place_of(out: str | Path, staging: Path | None = None) -> Place:
 
 def default_staging() -> Path:
     """A folder in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "offload-decode" / "staging"
+    return user_cache() / "staging"
 
 
 def same_store(found: Found, asked: Manifest, documents: Sequence[Document], name: str) -> None:

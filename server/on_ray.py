@@ -29,6 +29,7 @@ from offload_decode.store.format import Manifest
 from offload_decode.store.metadata import ROOT, header_of
 from prefill_jobs.buckets import is_url, pull
 from prefill_jobs.buckets.bucket import Bucket
+from prefill_jobs.buckets.cache import user_cache
 from prefill_jobs.on_ray.cluster import connected, installed, shares
 from server import logs
 from server.catalog import SUFFIX, Catalog, Entry, model_name, readable
@@ -278,8 +279,7 @@ def on_ray(plan: Plan, replicas: int | None = None) -> Iterator[RayReplicas]:
 
 def cache_for(stores: Sequence[str]) -> Path:
     """Where a machine keeps the stores that it pulled: a folder for each list of stores."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "offload-decode" / "served" / hashlib.sha256("\n".join(stores).encode()).hexdigest()[:16]
+    return user_cache() / "served" / hashlib.sha256("\n".join(stores).encode()).hexdigest()[:16]
 
 
 def _serve() -> Any:

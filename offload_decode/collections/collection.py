@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -96,17 +96,26 @@ class Header:
 class Collection:
     """A collection that is read: opening it reads the list, and no store.
 
-    entries: its documents in the order of their names.
+    entries: its documents in the order of their names. name: what users call it.
     """
 
     def __init__(self, path: Path):
         self.path = path
+        self.name = str(path)
         self.header = Header.read(path)
         self.entries = sorted(read(path / DOCUMENTS)[0].values())
 
     def store(self, entry: Entry) -> Path:
         """Where a document's store lies. StoreDamaged where a link leads out of the collection."""
         return _within(self.path, entry.store)
+
+    def address(self, entry: Entry) -> str:
+        """What users call a document's store."""
+        return f"{self.name}/{entry.store}"
+
+    def held(self, entry: Entry) -> AbstractContextManager[Path]:
+        """Where a document's store lies while it is asked."""
+        return nullcontext(self.store(entry))
 
 
 def is_collection(path: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 from indexes import durable
 from indexes.plain_files import NotPlain, open_plain
 from offload_decode import plain_json
-from offload_decode.errors import ConfigError, StoreDamaged, StoreForeign
+from offload_decode.errors import ConfigError, DoesNotFit, StoreDamaged, StoreForeign
 
 Value = str | int | float | bool | None
 
@@ -92,16 +92,34 @@ class Journal:
     def drop(self, names: Iterable[str]) -> None:
         """Take documents out."""
         gone = list(names)
-        self._append([_line({"name": name, "gone": True}) for name in gone])
+        lines = [_line({"name": name, "gone": True}) for name in gone]
+        fits = self.path.stat().st_size + sum(map(len, lines)) <= LARGEST
+        if fits:
+            self._append(lines)
         for name in gone:
             del self.entries[name]
+        if not fits:
+            self._rewrite()
 
     def compact(self) -> None:
         """Write the file anew where most of its lines no longer count."""
         if self._count > 2 * len(self.entries) + _SPARE:
-            lines = [_line(one._asdict() | {"metadata": dict(one.metadata)}) for one in self.entries.values()]
-            durable.write(self.path, b"".join(lines))
-            self._count = len(lines)
+            self._rewrite()
+
+    def make_room(self) -> None:
+        """Raise `DoesNotFit` unless any line may still be added to a file that can be read again."""
+        if self.path.stat().st_size + LONGEST > LARGEST and self._count > len(self.entries):
+            self._rewrite()
+        if self.path.stat().st_size + LONGEST > LARGEST:
+            raise DoesNotFit(
+                f"{self.path} is full, with {len(self.entries):,} documents: split the texts into several "
+                "collections"
+            )
+
+    def _rewrite(self) -> None:
+        lines = [_line(one._asdict() | {"metadata": dict(one.metadata)}) for one in self.entries.values()]
+        durable.write(self.path, b"".join(lines))
+        self._count = len(lines)
 
     def _append(self, lines: list[bytes]) -> None:
         before = self.path.stat().st_size

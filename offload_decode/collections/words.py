@@ -24,6 +24,8 @@ _PARTS = {"words", *(f"words_{part}" for part in ("data", "idx", "content", "doc
 _LONGEST = 1 << 30  # bytes of a value: a document has fewer
 _MOST_WORDS = 100  # of a question
 _COMMIT_EVERY = 64
+# Chinese, Japanese and Korean: FTS5 would take what lies between two marks for one word.
+_UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff\U00020000-\U0003ffff]+")
 _OF_SEVERAL = bytes.fromhex("d9d505f920a163d7")  # how a journal ends that names another file
 _WAIT_S = 30.0  # for another process' commit
 
@@ -64,7 +66,7 @@ class Words:
         whether they are there.
         """
         with _told(self._path):
-            given = number_of(store), text.encode("utf-8", "replace").decode()
+            given = number_of(store), _spaced(text.encode("utf-8", "replace").decode())
             self._connection.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", given)
             self._uncommitted += 1
             if self._uncommitted % _COMMIT_EVERY == 0:
@@ -85,7 +87,8 @@ def ranked(path: Path, question: str) -> list[int]:
 
     Raises `StoreDamaged`.
     """
-    wanted = " OR ".join(f'"{word}"' for word in dict.fromkeys(re.findall(r"\w+", question)[:_MOST_WORDS]))
+    words = re.findall(r"\w+", _spaced(question))[:_MOST_WORDS]
+    wanted = " OR ".join(f'"{word}"' for word in dict.fromkeys(words))
     if not wanted:
         return []
     _check_plain(path)
@@ -94,6 +97,16 @@ def ranked(path: Path, question: str) -> list[int]:
         _check(connection)
         found = connection.execute("SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank", (wanted,))
         return [int(number) for (number,) in found]
+
+
+def _spaced(text: str) -> str:
+    """Writing without spaces as the pairs of neighbours in it, as Lucene's CJKAnalyzer has it."""
+
+    def pairs(found: re.Match[str]) -> str:
+        run = found[0]
+        return f" {' '.join(run[at : at + 2] for at in range(max(1, len(run) - 1)))} "
+
+    return _UNSPACED.sub(pairs, text)
 
 
 def _connected(path: Path) -> sqlite3.Connection:

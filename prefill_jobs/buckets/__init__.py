@@ -1,4 +1,4 @@
-"""Stores in buckets: the same tree of objects under a URL as of files in a folder.
+"""Stores, and collections of them, in buckets: the same tree of objects under a URL as of files in a folder.
 
 URL/…                     the files of the store; SHA256SUMS, then SHA256SUMS.sha256 are put last
 URL/PUSHING               while a push is at work: the seal of the store that is pushed

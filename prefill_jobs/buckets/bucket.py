@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from offload_decode.errors import ConfigError, StoreDamaged
@@ -51,6 +51,13 @@ def is_url(text: str) -> bool:
     return bool(separator) and scheme in _SCHEMES
 
 
+class Found(NamedTuple):
+    """An object: its bytes, and what tells it from every other that has had its key."""
+
+    size: int
+    version: str
+
+
 class Bucket:
     """The objects under one URL; keys are `name` (the store) or `name.indexes`, a slash, and a file's path.
 
@@ -76,6 +83,23 @@ class Bucket:
         with self._surfaced():
             found = [entry for batch in self._obstore.list(self._store, prefix=folder) for entry in batch]
         return {entry["path"][len(folder) + 1 :]: entry["size"] for entry in found}
+
+    def folders(self, folder: str) -> list[str]:
+        """The keys right below `folder` that others begin with."""
+        with self._surfaced():
+            found: list[str] = self._obstore.list_with_delimiter(self._store, folder)["common_prefixes"]
+            return sorted(found)
+
+    def found(self, key: str) -> Found | None:
+        """What is known of an object without reading it; None where there is none."""
+        with self._surfaced():
+            try:
+                head = self._obstore.head(self._store, key)
+            except FileNotFoundError as error:
+                if no_bucket(error):
+                    raise
+                return None
+            return Found(head["size"], head["e_tag"] or str(head["last_modified"]))
 
     def read(self, key: str) -> bytes | None:
         """A small object, whole; None where there is none."""

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from indexes import durable
@@ -33,8 +34,15 @@ def pulling_path(path: Path) -> Path:
     return path.with_name(path.name + ".pulling")
 
 
-def pull(url: str, store: Path, *, progress: Progress = lambda stage, done, total: None) -> Transfer:
-    """Fetch the store at `url`, and the indexes beside it, to `store`; the same call resumes.
+def pull(
+    url: str,
+    store: Path,
+    *,
+    progress: Progress = lambda stage, done, total: None,
+    admit: Callable[[int], None] = lambda size: None,
+) -> Transfer:
+    """Fetch the store at `url`, and the indexes beside it, to `store`; the same call resumes. `admit` is told
+    the bytes of all before any is fetched, and may raise.
 
     StoreExists where `store` is taken, StoreBusy where another process pulls it, StoreDamaged with the names
     of objects that are missing or changed; also `StoreNotFound`, `BucketError`, `ConfigError`.
@@ -52,6 +60,7 @@ def pull(url: str, store: Path, *, progress: Progress = lambda stage, done, tota
         root = partial / STORE
         items = _items(bucket, bucket.name, root, sums)
         items += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
+        admit(size_of(items))
         _clear(partial, {item.path for item in items})
         there = _there(items, progress)
         rest = [item for item in items if item not in there]

@@ -58,7 +58,7 @@ def push(store: Path, url: str, *, progress: Progress = lambda stage, done, tota
         rest = [item for item in items if item not in there]
         done, total = size_of(list(there)), size_of(items)
         in_parallel(
-            rest, lambda item, meter: _send(bucket, item, meter), lambda n: progress("push", done + n, total)
+            rest, lambda item, meter: send(bucket, item, meter), lambda n: progress("push", done + n, total)
         )
         if index_sums:
             _put_list(
@@ -165,7 +165,8 @@ def _there(bucket: Bucket, items: list[Item], progress: Progress) -> set[Item]:
     return set(in_parallel(likely, same, lambda done: progress("check", done, total))) if likely else set()
 
 
-def _send(bucket: Bucket, item: Item, meter: Meter) -> bool:
+def send(bucket: Bucket, item: Item, meter: Meter) -> bool:
+    """Put a file; StoreDamaged where its bytes are not those of its checksum."""
     parts = _read(item, meter)
     bucket.put(item.key, b"".join(parts) if item.size <= PART else parts, item.sha256, item.size)
     return True

@@ -58,8 +58,9 @@ def test_it_is_renewed_by_the_same_command(home: Path, texts: Path, collection: 
     assert ran.code == 1
     assert "error: image.png: " in ran.err
     told = json.loads(ran.out)
+    assert "dropped, as the folder no longer has them: alpha.txt" in ran.err
     assert {name: told[name] for name in ("made", "kept", "gone", "documents")} == {
-        "made": 1, "kept": 1, "gone": 1, "documents": 2
+        "made": 1, "kept": 1, "gone": ["alpha.txt"], "documents": 2
     }  # fmt: skip
     assert [one["name"] for one in told["failed"]] == ["image.png"]
     ran = run(*command, "--exclude", "*.png")
@@ -104,7 +105,10 @@ def test_the_documents_that_share_most_words_are_asked(collection: Path, tmp_pat
         ("gamma.txt", "Or gamma?"),
     ]
     assert "no document has a word of the question" in refused(2, "ask", collection, "xyzzy")
-    assert "line 1 of the questions has no word" in batch(collection, out, [{"question": "xyzzy"}]).err
+    out = tmp_path / "others.jsonl"
+    ran = batch(collection, out, [{"question": "xyzzy"}, {"question": "Or gamma?"}], "--top", "1")
+    assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["gamma.txt"])
+    assert "error: line 1 of the questions has no word that a document has" in ran.err
     assert "give one of them" in refused(2, "ask", collection, question, "--all", "--top", "1")
 
 
@@ -147,14 +151,30 @@ def test_a_document_that_fails_does_not_stop_the_others(collection: Path, tmp_pa
     ran = run("ask", copy, "Which word?", "--all", "--json", "--max-new-tokens", "2")
     assert ran.code == 1
     assert [one["document"] for one in json.loads(ran.out)["answers"]] == ["alpha.txt", "gamma.txt"]
+    (failed,) = json.loads(ran.out)["failed"]
+    assert failed["document"] == "beta.txt"
+    assert failed["error"].startswith("There is no store at")
     assert "error: beta.txt: There is no store at" in ran.err
     out = tmp_path / "out.jsonl"
     ran = batch(copy, out, [{"question": "Which word?"}], "--all")
     assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["alpha.txt", "gamma.txt"])
 
 
+def test_only_the_stores_that_are_asked_are_looked_at(
+    collection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    store = Collection.store
+    monkeypatch.setattr(
+        Collection, "store", lambda self, entry: (looked.append(entry.name), store(self, entry))[1]
+    )
+    out = tmp_path / "out.jsonl"
+    assert batch(collection, out, [{"question": "Is it beta?"}], "--top", "1").code == 0
+    assert looked == ["beta.txt"]
+
+
 def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_path: Path) -> None:
-    assert "--where are of a collection" in refused(2, "ask", store, "Which?", "--all")
+    assert "--where and --cache are of a collection" in refused(2, "ask", store, "Which?", "--all")
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"question": "Which?"}\n')
     mixed = ("batch", collection, store, "--questions", questions, "--out", tmp_path / "out", "--all")
@@ -192,7 +212,25 @@ def test_every_store_is_verified(collection: Path, tmp_path: Path) -> None:
 
 
 def test_what_takes_one_store_says_that_it_is_a_collection(collection: Path) -> None:
-    for command in (["inspect"], ["index"]):
-        ran = run(*command, collection)
-        assert ran.code == 1
-        assert "is a collection, and no store" in ran.err
+    assert "is a collection, and no store" in refused(1, "index", collection)
+
+
+def test_it_is_inspected(home: Path, texts: Path, collection: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(collection, tmp_path / "copy"))
+    metadata = tmp_path / "said.jsonl"
+    metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 1, "by": "A"}\n')
+    assert run("collect", texts, "--model", home / "model", "--out", copy, "--metadata", metadata).code == 0
+    opened = Collection(copy)
+    shutil.rmtree(opened.store(opened.entries[2]))
+    told = json.loads(run("inspect", copy, "--json").out)
+    assert [one["name"] for one in told["documents"]] == ["alpha.txt", "beta.txt", "gamma.txt"]
+    assert told["tokens"] == sum(one["tokens"] for one in told["documents"])
+    assert told["bytes"] == sum(path.stat().st_size for path in copy.rglob("*") if path.is_file())
+    assert (told["missing"], told["documents"][2]["bytes"]) == (1, None)
+    assert told["metadata"] == {"year": 2, "by": 1}
+    assert told["model"] == opened.header.model_id
+    shown = run("inspect", copy).out
+    assert "year (2), by (1)" in shown
+    sizes = [one["tokens"] for one in told["documents"]]
+    assert f"3 of {min(sizes)} to {max(sizes)} tokens" in shown
+    assert "1 store: collect again" in shown

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from offload_decode.collections import journal as module
 from offload_decode.collections.journal import LONGEST, Entry, Journal, check_metadata, read
-from offload_decode.errors import ConfigError, StoreDamaged
+from offload_decode.errors import ConfigError, DoesNotFit, StoreDamaged
 
 
 def entry(name: str, tokens: int = 1, **metadata: Any) -> Entry:
@@ -126,3 +127,21 @@ def test_a_line_that_a_full_disk_cut_off_does_not_stay(path: Path, monkeypatch: 
 def test_half_a_character_is_refused() -> None:
     with pytest.raises(ValueError, match="half a character"):
         check_metadata({"author": "\ud800"})
+
+
+def test_it_never_grows_beyond_what_can_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(10):
+        journal = Journal(path)
+        journal.put(entry("a", number + 1))
+        journal.put(entry(f"b{number}"))
+    full = path.stat().st_size
+    monkeypatch.setattr(module, "LONGEST", 300)
+    monkeypatch.setattr(module, "LARGEST", full + 299)
+    journal.make_room()  # nine lines of "a" no longer count
+    assert path.stat().st_size < full
+    journal.make_room()
+    monkeypatch.setattr(module, "LARGEST", path.stat().st_size + 1)
+    with pytest.raises(DoesNotFit, match="is full, with 11 documents"):
+        journal.make_room()
+    journal.drop([f"b{number}" for number in range(10)])
+    assert read(path)[0] == {"a": entry("a", 10)}

@@ -144,3 +144,21 @@ def test_a_document_of_many_words_shuts_no_reader_out(path: Path) -> None:
     with Words(path) as words:
         words.put(f"stores/55/{'5' * 32}.kv", " ".join(map(str, range(200_000))))
         assert ranked(path, "ships") == bm25("ships")
+
+
+UNSPACED = {
+    "1": ("港口的灯塔是一九零三年建造的，由李明看守。", "谁看守灯塔？"),
+    "2": ("市图书馆每天早上八点开门，星期一休息。", "图书馆几点开门？"),
+    "3": ("この橋は大正時代に作られ、川を渡る唯一の道です。", "橋はいつ作られましたか。"),
+    "4": ("会議の議長は田中さんで、来月東京で開かれます。", "議長はだれですか。"),
+    "5": ("박물관은 서울에 있으며 월요일에는 쉽니다.", "서울의 박물관은 언제 쉽니까?"),
+}
+
+
+def test_writing_without_spaces_is_found(tmp_path: Path) -> None:
+    stores = {digit: f"stores/{digit * 2}/{digit * 32}.kv" for digit in UNSPACED}
+    with Words(tmp_path / WORDS) as words:
+        for digit, (text, _) in UNSPACED.items():
+            words.put(stores[digit], text)
+    for digit, (_, question) in UNSPACED.items():
+        assert ranked(tmp_path / WORDS, question)[0] == number_of(stores[digit])

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from indexes import durable
+from offload_decode.collections import journal
 from offload_decode.collections.collection import HEADER, Changing, Collection
 from offload_decode.collections.journal import DOCUMENTS
 from offload_decode.collections.words import WORDS, number_of, ranked
 from offload_decode.errors import (
     ConfigError,
     CorpusError,
+    DoesNotFit,
     StoreBusy,
     StoreDamaged,
     StoreExists,
@@ -53,7 +55,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def counts(report: CollectReport) -> tuple[int, int, int, int]:
-    return report.made, report.kept, report.gone, len(report.failed)
+    return report.made, report.kept, len(report.gone), len(report.failed)
 
 
 def held(out: Path) -> dict[str, Path]:
@@ -117,7 +119,7 @@ def test_what_cannot_be_read_stops_nothing_and_keeps_its_store(maker: Maker, tex
     unread = {one.name for one in report.failed}
     assert "a.txt" in unread
     assert unread <= {"a.txt", "sub"}  # root reads every folder
-    assert report.gone == 0
+    assert report.gone == []
     assert set(held(out)) == {"a.txt", "sub/b.txt", "new.txt"}
 
 
@@ -131,6 +133,29 @@ def test_nothing_is_dropped_where_nothing_is_found(maker: Maker, texts: Path, ou
     with pytest.raises(CorpusError, match="nothing to read"):
         collect(str(texts), out, maker)
     assert tree(out) == before
+
+
+def test_most_documents_are_dropped_only_on_demand(maker: Maker, texts: Path, out: Path) -> None:
+    (texts / "c.txt").write_text("gamma")
+    collect(str(texts), out, maker)
+    before = tree(out)
+    few = Rules(globs=("a.txt",))
+    with pytest.raises(ConfigError, match=r"2 of the 3 documents of .* such as c\.txt, and would be dropped"):
+        collect(str(texts), out, maker, rules=few)
+    assert tree(out) == before
+    assert collect(str(texts), out, maker, rules=Rules(globs=("[ac].txt",))).gone == ["sub/b.txt"]
+    collect(str(texts), out, maker)
+    assert collect(str(texts), out, maker, rules=few, drop=True).gone == ["c.txt", "sub/b.txt"]
+    assert set(held(out)) == {"a.txt"}
+
+
+def test_a_list_that_is_full_stops_before_the_prefill(
+    maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "LARGEST", journal.LONGEST + 100)  # room for the first line, not the second
+    with pytest.raises(DoesNotFit, match="several collections"):
+        collect(str(texts), out, maker)
+    assert set(held(out)) == {"a.txt"}
 
 
 class Killed(BaseException):

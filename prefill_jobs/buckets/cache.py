@@ -1,0 +1,135 @@
+"""What was fetched from buckets, kept in a folder of bounded size: what was used longest ago leaves, never
+what is in use.
+
+CACHE/
+├── lock            held while room is made
+└── 3f0c…/          one thing, named after its key
+    ├── lock        held by those who use it together, by who fetches it alone; its time: that of the last use
+    ├── bytes       how many it takes, or will
+    └── content     it; what is on its way lies beside it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from indexes import durable
+from indexes.locks import lock
+from offload_decode.errors import DoesNotFit
+
+Fill = Callable[[Path, Callable[[int], None]], object]
+"""Makes what shall lie at a path, once it has said how many bytes that takes. What a killed one left beside
+the path is still there for the next.
+"""
+
+_LOCK, _BYTES, _CONTENT, _GONE = "lock", "bytes", "content", ".gone"
+_ENTRY = re.compile(r"[0-9a-f]{32}")
+
+
+def user_cache() -> Path:
+    """The folder of this project in the user's cache directory."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "offload-decode"
+
+
+class Cache:
+    """Holds at most `limit` bytes of files in `folder`; several processes may share it."""
+
+    def __init__(self, folder: Path, limit: int):
+        self.folder = folder
+        self.limit = limit
+
+    @contextmanager
+    def holding(self, key: str, fill: Fill) -> Iterator[Path]:
+        """What `key` names, made by `fill` where it is not here; while it is held it does not leave. Whoever
+        else makes it is waited for.
+
+        Raises `DoesNotFit` where nothing may leave that would make enough room, and what `fill` raises.
+        """
+        entry = self.folder / hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        content = entry / _CONTENT
+        while True:
+            durable.make_folders(entry)
+            try:
+                held = open(entry / _LOCK, "ab")  # noqa: SIM115
+            except FileNotFoundError:  # it has left in between
+                continue
+            with held:
+                lock(held.fileno(), wait=True, shared=True)
+                if not content.exists() and _is_at(held, entry):
+                    lock(held.fileno(), wait=True)
+                    if not content.exists() and _is_at(held, entry):
+                        fill(content, partial(self._admit, entry))
+                    lock(held.fileno(), wait=True, shared=True)  # others may come in between
+                if content.exists() and _is_at(held, entry):
+                    os.utime(entry / _LOCK)
+                    yield content
+                    return
+
+    def _admit(self, entry: Path, size: int) -> None:
+        """Make room for `size` bytes of an entry that is held alone."""
+        with open(self.folder / _LOCK, "ab") as alone:
+            lock(alone.fileno(), wait=True)
+            others = sorted(other for other in self._entries() if other.path != entry)
+            total = size + sum(other.bytes for other in others)
+            for other in others:
+                if total > self.limit and _dropped(other.path):
+                    total -= other.bytes
+            if total > self.limit:
+                used = f", and {total - size:,} bytes are in use" if total > size else ""
+                raise DoesNotFit(
+                    f"{size:,} bytes are to be fetched to {self.folder}, which may hold {self.limit:,}"
+                    f"{used}: let it hold more, with --cache"
+                )
+            durable.write(entry / _BYTES, str(size).encode())
+
+    def _entries(self) -> Iterator[_Entry]:
+        for found in os.scandir(self.folder):
+            if found.name.endswith(_GONE):  # of a process that was killed
+                shutil.rmtree(found.path)
+            elif _ENTRY.fullmatch(found.name):
+                path = Path(found.path)
+                try:
+                    yield _Entry(os.stat(path / _LOCK).st_mtime, _bytes_of(path), path)
+                except FileNotFoundError:  # it is just being made
+                    continue
+
+
+class _Entry(NamedTuple):
+    used: float
+    bytes: int
+    path: Path
+
+
+def _bytes_of(entry: Path) -> int:
+    try:
+        return int((entry / _BYTES).read_bytes())
+    except (FileNotFoundError, ValueError):  # nothing was fetched
+        return 0
+
+
+def _is_at(held: BinaryIO, entry: Path) -> bool:
+    """Whether the lock is that of the entry, and not of one that has left."""
+    try:
+        return os.path.samestat(os.fstat(held.fileno()), os.stat(entry / _LOCK))
+    except FileNotFoundError:
+        return False
+
+
+def _dropped(entry: Path) -> bool:
+    """Whether an entry could be removed, because nobody uses it."""
+    with open(entry / _LOCK, "ab") as held:
+        if not lock(held.fileno()):
+            return False
+        gone = entry.with_name(entry.name + _GONE)
+        os.rename(entry, gone)  # half of it must not look like the whole
+        shutil.rmtree(gone)
+    return True

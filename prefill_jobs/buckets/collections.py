@@ -1,0 +1,314 @@
+"""Collections in buckets: the same tree of objects under a URL as of files in a folder, but for the lock.
+
+URL/collection.json       put first
+URL/words.sqlite          put when all stores are there,
+URL/documents.jsonl       and then the list of them
+URL/stores/3f/3f0c….kv/…  each store as `push` puts it
+URL/PUSHING               while a push is at work: which collection is pushed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from indexes import durable
+from offload_decode.collections.collection import STORES, Changing, Collection, Header
+from offload_decode.collections.journal import DOCUMENTS, Entry
+from offload_decode.collections.words import WORDS, Words
+from offload_decode.errors import (
+    BucketError,
+    StoreExists,
+    StoreIncomplete,
+    StoreMismatch,
+    StoreNotFound,
+)
+from offload_decode.store.checksums import SEAL
+from offload_decode.store.metadata import COLLECTION as HEADER
+from offload_decode.store.publish import refuse_existing
+from offload_decode.store.staging import STORE, locked, surfaced
+from prefill_jobs.buckets.bucket import CLAIM, Bucket, Found
+from prefill_jobs.buckets.cache import Cache
+from prefill_jobs.buckets.pull import pull, pulling_path
+from prefill_jobs.buckets.push import push, send
+from prefill_jobs.buckets.transfer import Item, Meter, Transfer, in_parallel
+
+Watch = Callable[[str, int, int, str], None]
+"""Told the stage, how many of how many are done, and the document."""
+Watching = Callable[[], AbstractContextManager[Watch]]
+"""Begins to watch, for as long as something is fetched."""
+
+_LISTS = (HEADER, WORDS, DOCUMENTS)
+_STORE = re.compile(r"([0-9a-f]{32}\.kv)(?:\.indexes)?")
+
+
+@dataclass
+class Moved:
+    """What became of a collection: documents that were `moved`, were there already (`kept`), or are `gone`
+    and were removed; files and bytes that were moved, without those of the lists, and seconds.
+    """
+
+    moved: int = 0
+    kept: int = 0
+    gone: int = 0
+    files: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, store: Transfer) -> None:
+        """Count a store."""
+        self.moved += 1
+        self.files += store.files
+        self.bytes += store.bytes
+
+
+def lies_at(url: str) -> bool:
+    """Whether a collection, and no store, lies at `url`. Raises `BucketError`, `ConfigError`."""
+    bucket = Bucket(url)
+    return bucket.found(f"{bucket.name}/{HEADER}") is not None
+
+
+def push_collection(path: Path, url: str, progress: Watch) -> Moved:
+    """Make what lies at `url` the collection at `path`: stores that are not there are put, then the lists,
+    and stores that no document has are removed. The same call resumes.
+
+    StoreExists where anything else lies there, StoreMismatch where it is a collection of another model,
+    StoreBusy while the collection is changed or pushed; also `StoreError`, `BucketError`, `ConfigError`.
+    """
+    began, moved = time.perf_counter(), Moved()
+    Header.read(path)
+    with Changing.at(path) as changing:
+        entries = sorted(changing.journal.entries.values())
+        stores = {entry.store: changing.store(entry.store) for entry in entries}
+        _complete_words(path, entries)
+        bucket = Bucket(url)
+        with _claimed(bucket, path):
+            there = _whole(bucket, stores)
+            for number, entry in enumerate(entries):
+                progress("push documents", number, len(entries), entry.name)
+                if entry.store in there:
+                    moved.kept += 1
+                else:
+                    moved.add(_push_store(bucket, entry.store, stores[entry.store]))
+            for name in (
+                WORDS,
+                DOCUMENTS,
+            ):  # a word too many is not looked at, a document without is not found
+                _put(bucket, path, name)
+            moved.gone = _sweep(bucket, stores)
+    moved.seconds = time.perf_counter() - began
+    return moved
+
+
+def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
+    """Fetch the collection at `url` with all its stores to `path`; the same call resumes.
+
+    StoreExists where `path` is taken, StoreBusy where another process pulls it; also `StoreError`,
+    `BucketError`, `ConfigError`.
+    """
+    began, moved = time.perf_counter(), Moved()
+    path = Path(os.path.abspath(path))
+    refuse_existing(path)
+    bucket, partial = Bucket(url), pulling_path(path)
+    lists = _lists(bucket)
+    with surfaced(partial, "what was pulled", "pull"), locked(partial):
+        refuse_existing(path)
+        root = partial / STORE
+        durable.make_folders(root)
+        for name in lists:
+            _fetch(bucket, lists[name], name, root)
+        collection = Collection(root)
+        for number, entry in enumerate(collection.entries):
+            progress("pull documents", number, len(collection.entries), entry.name)
+            store = collection.store(entry)
+            if store.exists():
+                moved.kept += 1
+            else:
+                durable.make_folders(store.parent)
+                moved.add(pull(f"{bucket.url}/{entry.store}", store))
+        Changing(root).sweep({entry.store for entry in collection.entries})  # it may have been begun earlier
+        refuse_existing(path)
+        durable.rename(root, path)
+        shutil.rmtree(partial)
+    moved.seconds = time.perf_counter() - began
+    return moved
+
+
+class FarCollection(Collection):
+    """A collection in a bucket that is asked here. Its lists, and the stores that were asked lately, are in a
+    cache.
+    """
+
+    def __init__(self, url: str, lists: Path, cache: Cache, watching: Watching):
+        super().__init__(lists)
+        self.name = url
+        self._cache = cache
+        self._watching = watching
+        self._model = (lists / HEADER).read_text()
+
+    @classmethod
+    @contextmanager
+    def opened(cls, url: str, cache: Cache, watching: Watching) -> Iterator[FarCollection]:
+        """The collection at `url` as it is now. Raises `StoreNotFound`, `StoreIncomplete` where it is being
+        pushed for the first time, `DoesNotFit`, `BucketError`, `ConfigError`.
+        """
+        bucket = Bucket(url)
+        lists = _lists(bucket)
+
+        def fill(path: Path, admit: Callable[[int], None]) -> None:
+            admit(sum(found.size for found in lists.values()))
+            partial = path.with_suffix(".partial")
+            durable.make_folders(partial)
+            for name, found in lists.items():
+                _fetch(bucket, found, name, partial)
+            durable.rename(partial, path)
+
+        with cache.holding(" ".join([bucket.url, *map(str, lists.values())]), fill) as path:
+            yield cls(bucket.url, path, cache, watching)
+
+    def held(self, entry: Entry) -> AbstractContextManager[Path]:
+        """Where a document's store lies while it is asked: fetched first, if it is not here."""
+        url = self.address(entry)
+
+        def fill(path: Path, admit: Callable[[int], None]) -> None:
+            with self._watching() as watch:
+
+                def shown(stage: str, done: int, total: int) -> None:
+                    watch(stage, done, total, entry.name)
+
+                pull(url, path, progress=shown, admit=admit)
+
+        # The name stands for the document's bytes, and the rest for what a prefill makes of them.
+        return self._cache.holding(f"{url} {self._model}", fill)
+
+
+def _complete_words(path: Path, entries: Sequence[Entry]) -> None:
+    """StoreIncomplete where words are missing; what a killed process left of them is rolled back."""
+    there = (path / WORDS).exists()
+    if there:
+        with Words(path / WORDS) as words:
+            there = all(entry.store in words for entry in entries)
+    if not there:
+        raise StoreIncomplete(f"Words of the collection {path} are missing: collect again, then push.")
+
+
+@contextmanager
+def _claimed(bucket: Bucket, path: Path) -> Iterator[None]:
+    """Hold the URL for the collection at `path`, whose header is there then. An interrupted push leaves its
+    claim for its resumption.
+    """
+    claim, header = f"{bucket.name}/{CLAIM}", f"{bucket.name}/{HEADER}"
+    who = hashlib.sha256(f"{platform.node()} {os.path.realpath(path)}".encode()).hexdigest().encode()
+    if not bucket.create(claim, who) and bucket.read(claim) not in (None, who):
+        raise StoreExists(
+            f"Another collection is being pushed to {bucket.url}, or its push was interrupted: push that one "
+            f"again, or remove {CLAIM} there first."
+        )
+    ours, there = (path / HEADER).read_bytes(), bucket.read(header)
+    if there is None and bucket.objects(bucket.name).keys() - {CLAIM}:
+        bucket.remove(claim)
+        raise StoreExists(
+            f"{bucket.url} holds something else than a collection: choose another URL, or remove it first."
+        )
+    if there not in (None, ours):
+        bucket.remove(claim)
+        raise StoreMismatch(
+            f"{bucket.url} is a collection of another model, or prefilled in another way: choose another "
+            "URL, or remove it first."
+        )
+    _put(bucket, path, HEADER)
+    yield
+    bucket.remove(claim)
+
+
+def _whole(bucket: Bucket, stores: Mapping[str, Path]) -> set[str]:
+    """Those of the stores that lie in the bucket already, with the same bytes."""
+    seals = {f"{bucket.name}/{name}/{SEAL}": name for name in stores}
+    items = [Item(stores[name] / SEAL, key, 0, "") for key, name in seals.items()]
+    for item in items:
+        if not item.path.exists():
+            raise StoreNotFound(f"There is no store at {item.path.parent}: collect again, then push.")
+
+    def same(item: Item, meter: Meter) -> bool:
+        meter.add(0)
+        return bucket.read(item.key) == item.path.read_bytes()
+
+    return {seals[item.key] for item in in_parallel(items, same, lambda done: None)}
+
+
+def _push_store(bucket: Bucket, name: str, store: Path) -> Transfer:
+    url = f"{bucket.url}/{name}"
+    try:
+        return push(store, url)
+    except StoreExists:  # made anew here, of the same document: the URL is that of this collection
+        _remove(bucket, f"{bucket.name}/{name}")
+        return push(store, url)
+
+
+def _put(bucket: Bucket, path: Path, name: str) -> None:
+    with open(path / name, "rb") as file:
+        sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+    item = Item(path / name, f"{bucket.name}/{name}", size, sha256)
+    found = bucket.found(item.key)
+    if found is None or found.size != size or bucket.digest(item.key) != sha256:
+        in_parallel([item], lambda item, meter: send(bucket, item, meter), lambda done: None)
+
+
+def _sweep(bucket: Bucket, wanted: Mapping[str, Path]) -> int:
+    """Remove the stores that are none of those `wanted`; how many there were."""
+    gone: set[str] = set()
+    for folder in bucket.folders(f"{bucket.name}/{STORES}"):
+        for key in bucket.folders(folder):
+            own = _STORE.fullmatch(key.rpartition("/")[2])
+            name = f"{STORES}/{folder.rpartition('/')[2]}/{own[1]}" if own else ""
+            if own and name not in wanted:
+                _remove(bucket, key)
+                gone.add(name)
+    return len(gone)
+
+
+def _remove(bucket: Bucket, folder: str) -> None:
+    """Remove a store, its seal first: half of it must not look like the whole."""
+    bucket.remove(f"{folder}/{SEAL}")
+    items = [Item(Path(), f"{folder}/{name}", 0, "") for name in bucket.objects(folder) if name != SEAL]
+
+    def removed(item: Item, meter: Meter) -> bool:
+        meter.add(0)
+        bucket.remove(item.key)
+        return True
+
+    in_parallel(items, removed, lambda done: None)
+    if bucket.folder:  # of which the empty folders are left
+        shutil.rmtree(Path("/", folder), ignore_errors=True)
+
+
+def _lists(bucket: Bucket) -> dict[str, Found]:
+    """The lists of a collection, by name."""
+    found = {name: bucket.found(f"{bucket.name}/{name}") for name in _LISTS}
+    if found[HEADER] is None:
+        raise StoreNotFound(
+            f"There is no collection at {bucket.url}: make one with `offload-decode push`, or mend the URL."
+        )
+    there = {name: one for name, one in found.items() if one is not None}
+    if len(there) < len(found):
+        raise StoreIncomplete(f"The push to {bucket.url} has not finished: run it again to go on.")
+    return there
+
+
+def _fetch(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
+    key, digest = f"{bucket.name}/{name}", hashlib.sha256()
+    with durable.replacing(folder / name) as beside:
+        with open(beside, "xb") as file:
+            for part in bucket.parts(key, found.size):
+                digest.update(part)
+                file.write(part)
+        if bucket.digest(key) not in (None, digest.hexdigest()):
+            raise BucketError(f"{name} of {bucket.url} has changed while it was fetched: run it again.")

@@ -1,0 +1,205 @@
+"""A collection in a bucket: what went there comes back, is renewed, and is asked where few stores fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+
+from offload_decode.collections.collection import Collection
+from offload_decode.collections.words import WORDS
+from prefill_jobs.buckets.cache import user_cache
+from tests.cli.conftest import refused, run
+from tests.prefill_jobs.killing import tree
+from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("alpha", "beta", "gamma"):
+        (folder / f"{name}.txt").write_text(f"The word of this document is {name}. " * 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("collections") / "texts"
+    assert run("collect", texts, "--model", home / "model", "--out", out).code == 0
+    return out
+
+
+@pytest.fixture
+def collection(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One of its own for each test, and an empty cache."""
+    clear(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Path(shutil.copytree(made, tmp_path / "here"))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket/texts"
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    with serving(moto()) as served:
+        use_s3(monkeypatch, served.url)
+        boto3.client("s3", endpoint_url=served.url).create_bucket(Bucket="bucket")
+        yield served
+
+
+def content(collection: Path) -> dict[str, bytes]:
+    """Its files, without those that are of one machine, and its words, which SQLite may pack anew."""
+    return {name: data for name, data in tree(collection).items() if name not in ("lock", WORDS)}
+
+
+def asked(place: str | Path, *options: str) -> dict[str, str]:
+    ran = run("ask", place, "Which word is beta?", "--json", "--max-new-tokens", "3", *options)
+    assert ran.code == 0, ran.err
+    return {one["document"]: one["answer"] for one in json.loads(ran.out)["answers"]}
+
+
+def kept() -> list[Path]:
+    """The stores that the cache holds."""
+    return [path for path in (user_cache() / "fetched").glob("*/content") if (path / "zarr.json").exists()]
+
+
+def test_it_goes_there_and_comes_back(collection: Path, service: Service, tmp_path: Path) -> None:
+    url = f"s3://bucket{tmp_path}/texts"
+    ran = run("push", collection, url, "--json")
+    assert (ran.code, json.loads(ran.out)["moved"]) == (0, 3)
+    service.requests.clear()
+    again = json.loads(run("push", collection, url, "--json").out)
+    assert (again["moved"], again["kept"], again["files"]) == (0, 3, 0)
+    assert service.sent("PUT") == []
+    back = tmp_path / "back"
+    ran = run("pull", url, back)
+    assert "3 documents fetched" in ran.err
+    assert content(back) == content(collection)
+    assert run("verify", back).code == 0
+    assert asked(back) == asked(collection)
+
+
+@pytest.mark.parametrize("command", ["push", "pull"])
+def test_what_was_cut_off_goes_on(command: str, collection: Path, service: Service, tmp_path: Path) -> None:
+    def way(number: int) -> tuple[str | Path, ...]:
+        url = f"s3://bucket{tmp_path}/{command if command == 'pull' else number}"
+        return (command, collection, url) if command == "push" else (command, url, tmp_path / str(number))
+
+    if command == "pull":
+        run("push", collection, str(way(0)[1]))
+    service.requests.clear()
+    assert run(*way(0)).code == 0
+    requests = len(service.requests)
+    for cut in range(2, requests, requests // 4):
+        service.requests.clear()
+        service.refuse_after = cut
+        assert run(*way(cut)).code == 1
+        if command == "pull":
+            assert not (tmp_path / str(cut)).exists()
+        service.refuse_after = None
+        assert run(*way(cut)).code == 0
+        if command == "pull":
+            assert content(tmp_path / str(cut)) == content(collection)
+        else:
+            assert "3 there already" in run(*way(cut)).err
+
+
+def test_a_push_renews_it(collection: Path, home: Path, texts: Path, tmp_path: Path, url: str) -> None:
+    assert run("push", collection, url).code == 0
+    folder = Path(shutil.copytree(texts, tmp_path / "own"))
+    (folder / "alpha.txt").unlink()
+    (folder / "beta.txt").write_text("The word is beta, of another text.")
+    assert run("collect", folder, "--model", home / "model", "--out", collection).code == 0
+    ran = run("push", collection, url)
+    assert "1 document sent" in ran.err
+    assert "1 there already, 2 removed" in ran.err
+    there = tmp_path / "bucket" / "texts"
+    assert content(there) == content(collection)
+    assert [path.name for path in there.rglob("PUSHING")] == []
+    assert set(asked(url, "--all")) == {"beta.txt", "gamma.txt"}
+
+
+def test_a_store_that_was_made_anew_takes_the_place_of_the_earlier(
+    collection: Path, tmp_path: Path, url: str
+) -> None:
+    assert run("push", collection, url).code == 0
+    far = Collection(tmp_path / "bucket" / "texts")
+    store = far.store(far.entries[0])
+    sums = store / "SHA256SUMS.sha256"
+    sums.write_bytes(b"0" * len(sums.read_bytes()))
+    assert "1 document sent" in run("push", collection, url).err
+    assert content(tmp_path / "bucket" / "texts") == content(collection)
+
+
+def test_it_is_asked_where_it_lies(collection: Path, url: str, tmp_path: Path) -> None:
+    assert run("push", collection, url).code == 0
+    assert list(asked(url, "--top", "1")) == ["beta.txt"]
+    assert len(kept()) == 1
+    expected = asked(collection, "--all")
+    assert asked(url, "--all") == expected
+    questions, out = tmp_path / "q.jsonl", tmp_path / "out.jsonl"
+    questions.write_text('{"question": "Which word is beta?"}\n')
+    command = ("batch", url, "--all", "--questions", questions, "--out", out, "--max-new-tokens", "3")
+    assert run(*command).code == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["document"]: line["answer"] for line in lines} == expected
+    assert all(line["store"].startswith(f"{url}/stores/") for line in lines)
+    assert "0 answers, 3 there already" in run(*command).err
+    assert "leave --workers out" in refused(2, *command[:-3], tmp_path / "o", "--workers", "ray")
+
+
+def test_the_stores_that_are_kept_stay_within_their_bound(collection: Path, url: str) -> None:
+    assert run("push", collection, url).code == 0
+    stores = [Collection(collection).store(entry) for entry in Collection(collection).entries]
+    one = max(sum(path.stat().st_size for path in store.rglob("*") if path.is_file()) for store in stores)
+    lists = sum(path.stat().st_size for path in collection.glob("*.*"))
+    assert set(asked(url, "--all", "--cache", str(lists + one + one // 2))) == {
+        "alpha.txt", "beta.txt", "gamma.txt"
+    }  # fmt: skip
+    assert len(kept()) == 1
+    ran = run("ask", url, "Which word?", "--all", "--json", "--cache", str(lists + 1))
+    told = json.loads(ran.out)
+    assert (ran.code, told["answers"], len(told["failed"])) == (1, [], 3)
+    assert "let it hold more, with --cache" in told["failed"][0]["error"]
+
+
+def test_a_store_that_is_gone_there_is_its_documents_error(
+    collection: Path, tmp_path: Path, url: str
+) -> None:
+    assert run("push", collection, url).code == 0
+    far = Collection(tmp_path / "bucket" / "texts")
+    shutil.rmtree(far.store(far.entries[1]))
+    ran = run("ask", url, "Which word?", "--all", "--json", "--max-new-tokens", "2")
+    told = json.loads(ran.out)
+    assert [one["document"] for one in told["answers"]] == ["alpha.txt", "gamma.txt"]
+    assert [one["document"] for one in told["failed"]] == ["beta.txt"]
+    assert ran.code == 1
+
+
+def test_refusals(collection: Path, home: Path, store: Path, tmp_path: Path, url: str) -> None:
+    assert "There is no store at" in refused(1, "pull", url, tmp_path / "back")
+    assert "is in a bucket: pull it first" in refused(2, "ask", url, "Which?")
+    assert run("push", store, url).code == 0
+    assert "something else than a collection" in refused(1, "push", collection, url)
+    assert "pull it first" in refused(2, "ask", url, "Which?")
+    other = tmp_path / "other"
+    shutil.copytree(collection, other)
+    header = (other / "collection.json").read_text()
+    (other / "collection.json").write_text(header.replace('"float32"', '"bfloat16"'))
+    assert run("push", collection, url + "2").code == 0
+    assert "is a collection of another model" in refused(1, "push", other, url + "2")
+    assert "exists already" in refused(1, "pull", url + "2", other)
+    (tmp_path / "bucket" / "texts2" / "PUSHING").write_text("another")
+    assert "Another collection is being pushed" in refused(1, "push", collection, url + "2")
+    (tmp_path / "bucket" / "texts2" / "documents.jsonl").unlink()
+    assert "has not finished" in refused(1, "ask", url + "2", "Which?")
+    (other / WORDS).unlink()
+    assert "collect again, then push" in refused(1, "push", other, url + "3")
+    assert "this one lies here" in refused(2, "ask", collection, "Which?", "--cache", "1GiB")
