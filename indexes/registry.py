@@ -4,11 +4,12 @@ library when it is used.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from typing import cast
 
 from indexes.base import VectorIndex
-from indexes.errors import UnknownIndex, UnusableKind
+from indexes.errors import MissingBackend, UnknownIndex, UnusableKind
 from indexes.extensions import INDEXES, Extensions
 
 _CLASSES = {
@@ -48,6 +49,15 @@ def get(kind: str) -> type[VectorIndex]:
     found = stated(kind)
     found.need_library()
     return found
+
+
+def load_libraries() -> None:
+    """Import the libraries of all built-in kinds that are installed, before memory is limited: Faiss reserves
+    128 MiB as it is loaded, of which it uses little, and crashes where it does not get them.
+    """
+    for kind in BUILT_IN:
+        with suppress(MissingBackend):
+            get(kind)
 
 
 def stated(kind: str) -> type[VectorIndex]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from indexes.registry import kinds
+from indexes.registry import kinds, load_libraries
 from offload_decode.config import STREAMED, EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.kv.host import BLOCK_TOKENS
@@ -61,6 +61,7 @@ def apply_caps(caps: Caps, device: str = "auto") -> None:
         share = min(1.0, (caps.gpu_memory - CUDA_BYTES) / total)
         torch.cuda.set_per_process_memory_fraction(share, index)
     if caps.ram is not None:
+        load_libraries()
         limit_memory(caps.ram)
 
 

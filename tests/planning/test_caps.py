@@ -160,6 +160,18 @@ def test_caps_that_cannot_be_kept_are_refused():
         apply_caps(Caps(gpu_memory=GIB), "cpu")
 
 
+@linux
+def test_libraries_are_loaded_before_memory_is_limited():
+    """Faiss reserves far more than it uses as it is loaded, and crashes where it does not get that."""
+    pytest.importorskip("faiss")
+    program = (
+        "from offload_decode.memory import own_memory;"
+        "from offload_decode.planning.caps import Caps, apply_caps;"
+        "apply_caps(Caps(ram=own_memory() + (60 << 20)), 'cpu'); import faiss; faiss.IndexHNSWFlat(8, 16)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.gpu
 def test_a_gpu_cap_is_enforced():
     apply_caps(Caps(gpu_memory=2 * GIB), "cuda")

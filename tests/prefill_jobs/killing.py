@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -85,13 +86,14 @@ class Runner:
         from_step: int = 0,
         kill_at: int = 0,
         limit: int = 0,
+        memory: int = 0,
         stdout: str = "",
     ) -> Ran:
         """Run commands one after another until one fails.
 
         `kill_after` seconds from the step `from_step`, or before or in the middle of the step `kill_at`, the
-        process is killed. No file grows past `limit` bytes, where it is given; `stdout` is where standard
-        output goes, "-" for closed.
+        process is killed. No file grows past `limit` bytes, where it is given, and the process by no more
+        than `memory`; `stdout` is where standard output goes, "-" for closed.
         """
         return Ran(**self._ask({name: value for name, value in locals().items() if name != "self"}))
 
@@ -299,11 +301,16 @@ def _import_all() -> None:
         "prefill_jobs.build",
         "cli.faults",
         "offload_decode.kv.saved_indexes",
+        "offload_decode.engine.engine",
+        "prefill_jobs.buckets",
+        "prefill_jobs.collect",
         "indexes.clusters",
     ):
         importlib.import_module(module)
+    from indexes.registry import load_libraries
     from offload_decode.store import layout
 
+    load_libraries()
     layout.CHUNK_TOKENS = CHUNK_ROWS
 
 
@@ -344,6 +351,7 @@ def _be_the_child(request: dict[str, Any], steps: mmap.mmap, out: int, err: int)
     import resource
 
     from cli.main import main
+    from offload_decode.memory import limit_memory, own_memory
 
     code = 70
     try:
@@ -355,6 +363,8 @@ def _be_the_child(request: dict[str, Any], steps: mmap.mmap, out: int, err: int)
             sys.stdout = None  # type: ignore[assignment]  # as Python has it where file 1 is closed
         if request["limit"]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"],) * 2)
+        if request["memory"]:
+            limit_memory(own_memory() + request["memory"])
         _count(steps, request["kill_at"])
         code = 0
         for command in request["commands"]:
@@ -363,6 +373,9 @@ def _be_the_child(request: dict[str, Any], steps: mmap.mmap, out: int, err: int)
                 main()
             except SystemExit as ended:
                 code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            except Exception:  # noqa: BLE001 (as Python ends where nobody catches it)
+                traceback.print_exc()
+                code = 1
             if code:
                 break
         for stream in (sys.stdout, sys.stderr):
