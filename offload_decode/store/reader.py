@@ -347,8 +347,8 @@ def _existing(path: Path) -> Path:
         )
     if (path / metadata.COLLECTION).exists():
         raise StoreForeign(
-            f"{path} is a collection, and no store: `index`, `ask`, `batch`, `inspect` and `verify` take it as "
-            f"a whole, and its stores lie in {path / 'stores'}."
+            f"{path} is a collection, and no store: `index`, `ask`, `batch`, `inspect` and `verify` take it "
+            f"as a whole, and its stores lie in {path / 'stores'}."
         )
     for partial in (path, partial_path(path)):
         if (partial / LOCK).exists() and not (path / metadata.ROOT).exists():
