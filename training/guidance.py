@@ -28,10 +28,15 @@ def copied(
 ) -> torch.Tensor:
     """The last layer, to what is said next: weighted mean of -log of what its heads together pay there.
 
+    Where words are counted it is of what each head pays on average: there the attention is shared among ten
+    words, and heads that go elsewhere outweigh each of them.
     The arguments are those of `Trainee.forward`; weights float32[B, P].
     """
     wanted = sources(tokens, origins, picked, others, hints, opened(opens, picked) > 0, eos)
-    return missed((paid * wanted[:, None]).sum((1, 3)).clamp(1e-6, 1).log(), weights * wanted.any(2))
+    by_head = (paid * wanted[:, None]).sum(3)
+    counts = (origins != tokens).any(1, keepdim=True)
+    mass = torch.where(counts, by_head.mean(1), by_head.sum(1))
+    return missed(mass.clamp(1e-6, 1).log(), weights * wanted.any(2))
 
 
 def remembering(

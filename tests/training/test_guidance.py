@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from training.guidance import LONGER, SINK, counting, sources
+from training.guidance import LONGER, SINK, copied, counting, sources
 
 
 def test_what_is_copied_stands_before_with_the_same_two_tokens_behind_it() -> None:
@@ -49,6 +51,28 @@ def test_a_counted_word_is_copied_from_where_it_ends() -> None:
     others = torch.tensor([[[3, -1]]])
     found = sources(tokens, origins, torch.tensor([[5]]), others, nothing, alone, eos)
     assert found[0, 0].nonzero().flatten().tolist() == [1, 2, 4]
+
+
+def test_heads_together_find_what_is_copied_and_each_by_itself_what_is_counted() -> None:
+    """Two heads, of which the second goes elsewhere: nothing is missed, or half."""
+    eos = 1
+    tokens = torch.tensor([[5, 6, 3, 5, 7, 4, 5, eos]])
+    nothing = torch.full((1, 1, 2), -1)
+    opens = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 0]])
+    paid = torch.zeros(1, 2, 1, 8)
+    paid[0, 0, 0, 0] = paid[0, 0, 0, 1] = 0.5
+    paid[0, 1, 0, 2] = 1.0
+
+    def missed(origins: torch.Tensor) -> float:
+        at, weights = torch.tensor([[5]]), torch.ones(1, 1)
+        return float(copied(paid, tokens, at, nothing, nothing, opens, origins, weights, eos))
+
+    # Copied from the 5 at 0, which is as much as the first head pays; then from any 5 or word that begins so.
+    assert missed(tokens) == pytest.approx(-math.log(0.5))
+    assert missed(torch.tensor([[5, 5, 3, -1, 5, 4, 5, eos]])) == pytest.approx(-math.log(0.5))
+    paid[0, 0, 0, 0] = 1.0
+    assert missed(tokens) == pytest.approx(0)
+    assert missed(torch.tensor([[5, 6, 3, -1, 5, 4, 5, eos]])) == pytest.approx(-math.log(0.5))
 
 
 def counted(paid: list[float]) -> float:
