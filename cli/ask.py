@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,15 +22,19 @@ from cli.options import (
     Seed,
     Temperature,
     TopP,
+    WorkerCount,
+    check_worker_count,
     question_from,
 )
 from cli.progress import Progress
 from cli.remote import Manner, Reached, Received, Server, check_left_to_server, reaching
+from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from offload_decode.engine.engine import Engine
+    from offload_decode.engine.sampler import Sampler
     from offload_decode.store.format import Manifest
     from offload_decode.types import CitedDocument, StepStats
 
@@ -49,16 +54,39 @@ def ask(
     seed: Seed = 0,
     as_json: Json = False,
     cites: Cite = False,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W",
+            help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: deal the tokens of "
+            "one store out to Ray workers, each of which attends to its own. Their machines have the store "
+            "at its path, and read no more of it than that.",
+            show_default=False,
+        ),
+    ] = None,
+    worker_count: WorkerCount = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what the answer cost.")] = False,
 ) -> None:
     """Answer one question from a store, or from documents of a collection.
 
     The answer is printed as it is written. From a collection, the documents that --top, --all and --where
     choose are asked, and each answer follows the name of its document.
+
+    With --workers ray, a store may be larger than the memory of one machine. Every worker keeps to the budget
+    for its own tokens.
     """
+    check_worker_count(workers, worker_count)
+    if workers is not None and (reached is not None or cites):
+        other = "--server" if reached is not None else "--cite"
+        raise ConfigError(f"--workers and {other} do not go together: leave one of them out")
     asked = question_from(question)
     with collected_of([store], reached, choosing, Progress) as collected:
         if collected is not None:
+            if workers is not None:
+                raise ConfigError(
+                    "--workers deals out the tokens of one store: give one, or ask with `batch`"
+                )
+
             from cli.ask_collection import ask_collection
 
             sampling = temperature, top_p, seed
@@ -72,11 +100,39 @@ def ask(
         _ask_server(reached, str(store), asked, manner, as_json, stats)
         return
 
-    from offload_decode.engine.citations import cite
     from offload_decode.engine.sampler import Sampler
 
     sampler = Sampler(temperature, top_p, seed)
-    engine = open_engine(store, how)
+    with _opened(store, how, workers, worker_count) as engine:
+        _answer(engine, store, asked, max_new_tokens, sampler, as_json, cites, stats)
+
+
+@contextmanager
+def _opened(store: Path, how: Asking, workers: str | None, worker_count: int | None) -> Iterator[Engine]:
+    if workers is None:
+        yield open_engine(store, how)
+        return
+
+    from prefill_jobs.on_ray.attending import scattered
+    from prefill_jobs.on_ray.cluster import Cluster
+
+    cluster = Cluster(workers, worker_count, how.caps)
+    with scattered(open_engine(store, how), cluster, how.config) as engine:
+        yield engine
+
+
+def _answer(
+    engine: Engine,
+    store: Path,
+    asked: str,
+    max_new_tokens: int,
+    sampler: Sampler,
+    as_json: bool,
+    cites: bool,
+    stats: bool,
+) -> None:
+    from offload_decode.engine.citations import cite
+
     if as_json:
         given = engine.answer(asked, max_new_tokens, sampler, cites)
         cost = given.stats
