@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,12 +23,13 @@ from offload_decode import Engine
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import Entry, Journal, read
 from offload_decode.collections.words import WORDS, ranked
-from offload_decode.memory import Peak
+from offload_decode.memory import Peak, own_memory
 from offload_decode.models.loading import load
 from offload_decode.store.reader import KVStore
 from prefill_jobs.collect import Maker, collect
 from prefill_jobs.job import Settings
 
+FILES = "/proc/self/fd"
 QUESTION = "What is the special magic number for brisk-lantern mentioned in the provided text?"
 
 
@@ -83,6 +85,30 @@ def listed(counts: list[int], folder: Path) -> Iterator[str]:
     yield f"a line added to it, flushed to the disk: {1000 * each:.2f} ms (opened in {opened - began:.2f} s)"
 
 
+def opened(store: Path, count: int, folder: Path) -> str:
+    """What opening so many stores takes, one after another: copies of one, by hard links."""
+    paths = [folder / f"{number:06}.kv" for number in range(count)]
+    for path in paths:
+        shutil.copytree(store, path, copy_function=os.link)
+    KVStore.open(store)
+    before, files = own_memory(), len(os.listdir(FILES))
+    times = []
+    with Peak() as peak:
+        for path in paths:
+            began, processor = time.perf_counter(), time.process_time()
+            KVStore.open(path)
+            times.append((time.perf_counter() - began, time.process_time() - processor))
+    own = sum(1 for path in store.rglob("*") if path.is_file())
+    (half, busy), (worst, _) = np.median(times, 0), np.quantile(times, 0.99, 0)
+    late = np.median(times[-count // 10 :], 0)[1]
+    left = len(os.listdir(FILES)) - files
+    return (
+        f"{count:,} stores of {own} files opened: median {1000 * half:.1f} ms (p99 {1000 * worst:.1f}), "
+        f"{1000 * busy:.1f} ms of processor time ({1000 * late:.1f} in the last tenth); "
+        f"{(peak.bytes - before) / 2**20:.1f} MiB more at most, {left} files more left open"
+    )
+
+
 def fanned_out(machines: int, rng: np.random.Generator, spare: int = 1) -> tuple[float, float]:
     """Median and 99th percentile of the time, in units of one machine's median, until every machine has said
     which of its documents it would ask; of each, the first of `spare` copies counts.
@@ -101,6 +127,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=2000)
     parser.add_argument("--characters", type=int, default=4000)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--stores", type=int, default=10_000)
     parser.add_argument("--lines", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -136,8 +163,9 @@ def measured(given: argparse.Namespace, folder: Path) -> Iterator[str]:
     for entry in collection.entries:
         KVStore.open(collection.store(entry))
     each = (time.perf_counter() - began) / len(collection.entries)
-    files = len(os.listdir("/proc/self/fd"))
+    files = len(os.listdir(FILES))
     yield f"a store opens in {1000 * each:.1f} ms; {files} files are open after all of them"
+    yield opened(collection.store(collection.entries[0]), given.stores, folder / "many")
     began = time.perf_counter()
     ranked(out / WORDS, QUESTION)
     yield f"ranked by BM25 in {1000 * (time.perf_counter() - began):.1f} ms"

@@ -83,9 +83,7 @@ def ask(
     with collected_of([store], reached, choosing, Progress) as collected:
         if collected is not None:
             if workers is not None:
-                raise ConfigError(
-                    "--workers deals out the tokens of one store: give one, or ask with `batch`"
-                )
+                raise ConfigError("--workers deals out the tokens of one store: give one, or use `batch`")
 
             from cli.ask_collection import ask_collection
 

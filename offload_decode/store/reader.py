@@ -4,53 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
-from offload_decode import plain_json
-from offload_decode.errors import (
-    StoreDamaged,
-    StoreError,
-    StoreForeign,
-    StoreIncomplete,
-    StoreMismatch,
-    StoreNotFound,
-)
-from offload_decode.store import checksums, metadata
-from offload_decode.store.files import (
-    LARGEST_MANIFEST,
-    LARGEST_METADATA,
-    check_folders,
-    check_sizes,
-    listed,
-    read_regular,
-)
-from offload_decode.store.format import Array, Manifest, check_version, fingerprint_version, token_hash
+from offload_decode.errors import StoreDamaged, StoreMismatch
+from offload_decode.store import checksums
+from offload_decode.store.costs import bytes_by_kind
+from offload_decode.store.documents import names_of
+from offload_decode.store.files import check_sizes, read_regular
+from offload_decode.store.format import Array, Manifest, fingerprint_version, token_hash
 from offload_decode.store.layout import SEAM, ArraySpec, layer_name
+from offload_decode.store.opening import checked, existing, identity, of_one, surfaced
 from offload_decode.store.sampling import sample_plan
-from offload_decode.store.staging import LOCK, STORE, Committed, partial_path
 from offload_decode.store.streams import head_view, list_view
 from offload_decode.types import Document, ModelShape
-
-T = TypeVar("T")
-
-STATES = ("conv", "recurrent")
-_KINDS = {
-    "key_norms": "key norms",
-    "page_min": "page bounds",
-    "page_max": "page bounds",
-    "window_keys": "windows",
-    "window_values": "windows",
-    "offsets": "documents",
-    "names": "documents",
-    "query_positions": "queries",
-}
 
 
 class KVStore:
@@ -63,7 +34,7 @@ class KVStore:
         self.manifest = manifest
         self._specs = specs
         self._sums = sums
-        self._identity = _identity(path)
+        self._identity = identity(path)
         self._views: dict[tuple[str, int], Array] = {}
         self._mapped: dict[int, list[tuple[str, int]]] = {}  # files of each layer, with their sizes
 
@@ -73,28 +44,9 @@ class KVStore:
 
         StoreNotFound, StoreIncomplete, StoreForeign or StoreDamaged says in a sentence what is wrong.
         """
-        root = _existing(Path(path))
-        with _surfaced(root):
-            return _of_one(root, lambda: cls._open(root))
-
-    @classmethod
-    def _open(cls, root: Path) -> KVStore:
-        header = _readable_header(root)
-        sums = checksums.read_sums(root)
-        small = [name for name in sums if name.endswith("zarr.json")]
-        if changed := [name for name in small if not _matches(root, name, sums[name])]:
-            raise StoreDamaged(
-                f"{listed(changed)} in {root} has changed or is missing: "
-                "restore it from a copy, or prefill again."
-            )
-        if header is None:
-            raise StoreForeign(
-                f"{root} is a checksummed folder but not a KV store: give the path of a store."
-            )
-        manifest = Manifest.from_json(header)
-        specs = metadata.read_specs(root, manifest)
-        _check_files(root, manifest, specs, sums)
-        return cls(root, manifest, specs, sums)
+        root = existing(Path(path))
+        with surfaced(root):
+            return of_one(root, lambda: cls(root, *checked(root)))
 
     @cached_property
     def tokens(self) -> Array:
@@ -108,7 +60,7 @@ class KVStore:
         if not 0 <= offsets[0] <= offsets[-1] <= self.manifest.n_tokens or (np.diff(offsets) < 0).any():
             raise self._contradiction()
         try:
-            names = _names(self._small("documents/names").tobytes())
+            names = names_of(self._small("documents/names").tobytes())
             spans = zip(names, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
             return tuple(Document(*found) for found in spans)
         except ValueError as error:
@@ -197,9 +149,9 @@ class KVStore:
 
     def check_same(self) -> None:
         """StoreMismatch where another store has taken the place of this one, as an append does."""
-        if _identity(self.path) == self._identity:
+        if identity(self.path) == self._identity:
             return
-        with _surfaced(self.path):
+        with surfaced(self.path):
             if read_regular(self.path / checksums.SEAL) != checksums.seal_of(checksums.render(self._sums)):
                 raise StoreMismatch(
                     f"{self.path} is another store now than when it was opened: open it again."
@@ -217,14 +169,7 @@ class KVStore:
 
     def cost(self) -> dict[str, int]:
         """Bytes on disk by kind of array."""
-        cost: dict[str, int] = {}
-        for spec in self._specs.values():
-            name = spec.name.rpartition("/")[2].removesuffix(SEAM)
-            kind = _KINDS.get(name, "states" if name.rstrip("0123456789") in STATES else name)
-            cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * sum(1 for _ in spec.files())
-        small = [name for name in self._sums if name.endswith("zarr.json")] + [checksums.SUMS, checksums.SEAL]
-        cost["metadata and checksums"] = sum(os.path.getsize(self.path / name) for name in small)
-        return cost
+        return bytes_by_kind(self.path, self._specs, self._sums)
 
     def check_model(
         self,
@@ -316,122 +261,12 @@ def verify_store(path: str | Path, progress: checksums.Report | None = None) -> 
 
     StoreDamaged names every file that is missing, changed or not of the store; otherwise as `KVStore.open`.
     """
-    root = _existing(Path(path))
+    root = existing(Path(path))
 
     def verify() -> None:
         if (root / checksums.SEAL).exists():
             checksums.check_tree(root, progress)
         KVStore.open(root)._check_contents()
 
-    with _surfaced(root):
-        _of_one(root, verify)
-
-
-# Looked at before it is parsed: empty lists and objects take thirty times the memory of their text.
-_LIST_OF_TEXTS = re.compile(rb"""\s*+\[(?:\s*+"(?:[^"\\]|\\.)*+"\s*+,?+)*+\]\s*+""", re.DOTALL)
-
-
-def _names(data: bytes) -> list[str]:
-    """The names of documents; `ValueError` for anything else."""
-    if not _LIST_OF_TEXTS.fullmatch(data):
-        raise ValueError("it is no list of names")
-    names: list[str] = plain_json.parse(data)
-    return names
-
-
-def _existing(path: Path) -> Path:
-    path = Path(os.path.abspath(path))
-    if not path.name:
-        raise StoreForeign(
-            f"{path} is not a KV store: give the path of one that `offload-decode prefill` made."
-        )
-    if (path / metadata.COLLECTION).exists():
-        raise StoreForeign(
-            f"{path} is a collection, and no store: `index`, `ask`, `batch`, `inspect` and `verify` take it "
-            f"as a whole, and its stores lie in {path / 'stores'}."
-        )
-    for partial in (path, partial_path(path)):
-        if (partial / LOCK).exists() and not (path / metadata.ROOT).exists():
-            raise StoreIncomplete(_how_far(partial))
-    if not os.path.lexists(path):
-        raise StoreNotFound(f"There is no store at {path}: make one with `offload-decode prefill`.")
-    return path
-
-
-def _of_one(root: Path, work: Callable[[], T]) -> T:
-    """What `work` makes of the store at `root`: anew where an append put another one there meanwhile, so that
-    it has read a part of each.
-    """
-    while True:
-        before = _identity(root)
-        try:
-            found = work()
-        except (StoreError, OSError):
-            if _identity(root) == before:
-                raise
-        else:
-            if _identity(root) == before:
-                return found
-
-
-def _how_far(partial: Path) -> str:
-    try:
-        done = f"{Committed.load(partial).tokens:,}"
-    except (FileNotFoundError, StoreDamaged):
-        done = "an unknown number"
-    total = (metadata.read_header(partial / STORE) or {}).get("n_tokens")
-    of_all = f" of {total:,}" if isinstance(total, int) else ""
-    return f"The prefill in {partial} has not finished ({done}{of_all} tokens): run it again to go on."
-
-
-def _readable_header(root: Path) -> dict[str, object] | None:
-    """The manifest as JSON; None where only the checksums can tell what is wrong with it."""
-    header = metadata.read_header(root)
-    if header is not None:
-        check_version(header)
-    elif not (root / checksums.SEAL).exists():
-        raise StoreForeign(
-            f"{root} is not a KV store: give the path of one that `offload-decode prefill` made."
-        )
-    return header
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells the folder of a store from another one that takes its name; None where it is gone."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-@contextmanager
-def _surfaced(root: Path) -> Iterator[None]:
-    """Errors of the file system as StoreError."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{error.filename or root} cannot be read: {error.strerror}.") from error
-
-
-def _matches(root: Path, name: str, digest: str) -> bool:
-    try:
-        most = LARGEST_MANIFEST if name == metadata.ROOT else LARGEST_METADATA
-        return hashlib.sha256(read_regular(root / name, most)).hexdigest() == digest
-    except FileNotFoundError:
-        return False
-
-
-def _check_files(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], sums: dict[str, str]) -> None:
-    """StoreDamaged unless the arrays' files are those of the checksums, plain ones, of the right sizes."""
-    if sum(spec.file_count for spec in specs.values()) > len(sums):  # it may be too many to list
-        raise StoreDamaged(f"The manifest in {root} describes more files than there are: prefill again.")
-    sizes = {name: spec.chunk_bytes for spec in specs.values() for name in spec.files()}
-    described = {*sizes, *metadata.group_files(manifest), *(spec.metadata_file for spec in specs.values())}
-    if described != sums.keys():
-        odd = listed(sorted(described ^ sums.keys()))
-        raise StoreDamaged(
-            f"The checksums in {root} are not of the files of its arrays ({odd}): prefill again."
-        )
-    check_folders(root, sizes)
-    check_sizes((os.path.join(root, name), size) for name, size in sizes.items())
+    with surfaced(root):
+        of_one(root, verify)

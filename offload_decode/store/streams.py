@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,6 +92,14 @@ def rows_at(manifest: Manifest, positions: Array, tokens: int) -> dict[str, int]
     pages = -(-tokens // size) if last else tokens // size
     rows = (tokens, tokens, tokens, pages, pages, int(np.searchsorted(positions, tokens)))
     return dict(zip(KINDS, rows, strict=True))
+
+
+def rows_of(
+    streams: Mapping[str, RowStream], manifest: Manifest, positions: Array, tokens: int
+) -> dict[str, int]:
+    """Rows of each stream when `tokens` tokens are written; `positions` as for `rows_at`."""
+    rows = rows_at(manifest, positions, tokens)
+    return {name: rows[kind_of(stream.spec) or ""] for name, stream in streams.items()}
 
 
 def allocate(root: Path, spec: ArraySpec) -> None:

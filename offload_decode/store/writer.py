@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -16,31 +14,28 @@ import numpy as np
 import numpy.typing as npt
 
 from indexes import durable
-from indexes.rows.encodings import decode
-from offload_decode.errors import StoreIncomplete, StoreMismatch
+from offload_decode.errors import StoreIncomplete
 from offload_decode.store import metadata
 from offload_decode.store.checksums import Report
-from offload_decode.store.encoded import Encoder, EncodingLoss, no_errors
-from offload_decode.store.files import open_regular
+from offload_decode.store.encoded import Encoder, no_errors
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.growth import Growth
-from offload_decode.store.layout import SEAM, ArraySpec, array_specs, layer_name
+from offload_decode.store.layout import SEAM, ArraySpec, layer_name
 from offload_decode.store.norms import row_norms
 from offload_decode.store.pages import OpenPage, fold_pages, rounded_outward
 from offload_decode.store.publish import publish, refuse_existing, seal
+from offload_decode.store.resuming import Begun, begin
 from offload_decode.store.sampling import sample_plan
 from offload_decode.store.staging import (
-    PROGRESS,
     STORE,
     WINDOWS,
     Committed,
     locked,
     partial_path,
-    staging_damaged,
     surfaced,
 )
 from offload_decode.store.states import StateLog
-from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, rows_at, write_array
+from offload_decode.store.streams import RowStream, rows_of, write_array
 from offload_decode.store.windows import WindowLog
 from offload_decode.types import Document
 
@@ -103,7 +98,9 @@ class KVStoreWriter:
                     refuse_existing(path)  # it may have been published while the lock was waited for
                 else:
                     growth.begin(partial_path(path))
-                writer._begin(tokens, documents)
+                writer._take(
+                    begin(partial_path(path), manifest, tokens, documents, writer._samples[0], growth)
+                )
             writer._stack = stack.pop_all()
         return writer
 
@@ -186,7 +183,7 @@ class KVStoreWriter:
 
     def commit(self, tokens: int) -> None:
         """Make the first `tokens` tokens count: every layer has appended just these."""
-        expected = self._rows_at(tokens)
+        expected = rows_of(self._streams, self.manifest, self._samples[0], tokens)
         found = {name: stream.rows for name, stream in self._streams.items()}
         assert found == expected, f"not {tokens} tokens: {dict(found.items() - expected.items())}"
         assert all(log.rows == tokens for log in self._windows.values()), (
@@ -273,122 +270,11 @@ class KVStoreWriter:
         durable.sync_files(set[Path]().union(*written))
         durable.sync_folders([self._partial / WINDOWS])
 
-    def _begin(self, tokens: Array, documents: Sequence[Document]) -> None:
-        offsets = np.array([*(d.start for d in documents[:1]), *(d.end for d in documents)] or [0], "<i8")
-        names = np.frombuffer(json.dumps([d.name for d in documents]).encode(), np.uint8)
-        given = {
-            "tokens": tokens,
-            "documents/offsets": offsets,
-            "documents/names": names,
-            "query_positions": self._samples[0],
-        }
-        if not ((self._partial / PROGRESS).exists() and self._root.exists()):
-            self._create(given)
-        self._resume(given)
-
-    def _create(self, given: dict[str, Array]) -> None:
-        (self._partial / PROGRESS).unlink(missing_ok=True)  # of a store that was published and removed
-        for folder in (self._root, self._partial / WINDOWS):
-            if folder.exists():
-                shutil.rmtree(folder)
-            folder.mkdir()
-        earlier = self.growth.specs if self.growth else None
-        sizes = len(given["documents/offsets"]) - 1, len(given["documents/names"])
-        specs = list(array_specs(self.manifest, *sizes, earlier))
-        metadata.create_group(self._root, self.manifest, specs)
-        committed = Committed(
-            crcs={s.name: [0] * s.shape[0] for s in specs if kind_of(s)},
-            segments={str(layer): [] for layer in self.manifest.shape.local_layers},
-            errors=no_errors(self.manifest),
-            seam_errors=no_errors(self.manifest),
-        )
-        if self.growth:
-            try:
-                committed = self.growth.seed(self._partial, self.manifest, specs, committed)
-            except BaseException:
-                shutil.rmtree(self._root)  # what was copied would only fill the disk
-                raise
-        for spec in specs:
-            allocate(self._root, spec)
-            if spec.name in given:
-                write_array(self._root, spec, given[spec.name])
-        for folder in (self._root, self._partial / WINDOWS):
-            durable.sync_tree(folder)
-        committed.save(self._partial)
-
-    def _resume(self, given: dict[str, Array]) -> None:
-        self._refuse_other_job(given)
-        progress = Committed.load(self._partial)
-        self._specs = metadata.read_specs(self._root, self.manifest)
-        self._streams = {n: RowStream(self._root, s) for n, s in self._specs.items() if kind_of(s)}
-        shape, folder, dtype = self.manifest.shape, self._partial / WINDOWS, self.manifest.numpy_dtype
-        for layer, own in enumerate(shape.layers):
-            if own.local:
-                self._windows[layer] = WindowLog(folder, layer, self.manifest.kept_window(own), own, dtype)
-            if own.states:
-                self._states[layer] = StateLog(folder, layer, own.states)
-        for name, rows in self._rows_at(progress.tokens).items():
-            if not self._streams[name].restore(rows, progress.crcs.get(name, [])):
-                raise staging_damaged(self._partial, name)
-        for layer, log in self._windows.items():
-            if not log.restore(progress.segments.get(str(layer), [])) or log.rows != progress.tokens:
-                raise staging_damaged(self._partial, f"The window of layer {layer}")
-        for layer, states in self._states.items():
-            kept = progress.states.get(str(layer)), progress.seam_states.get(str(layer))
-            if not states.restore(*kept) or states.rows != progress.tokens:
-                raise staging_damaged(self._partial, f"The state of layer {layer}")
-        if not {*progress.errors} == {*progress.seam_errors} == {*no_errors(self.manifest)}:
-            raise staging_damaged(self._partial, PROGRESS)
-        self._encoder.errors = {name: EncodingLoss(*found) for name, found in progress.errors.items()}
-        self._encoder.at_seam = {name: EncodingLoss(*found) for name, found in progress.seam_errors.items()}
-        for layer in shape.full_layers:
-            self._open_pages[layer] = self._reopened_page(layer)
-        self.done = progress.tokens
-
-    def _refuse_other_job(self, given: dict[str, Array]) -> None:
-        """StoreMismatch where the staged store is not the one that was asked for."""
-        staged, asked = metadata.read_header(self._root), self.manifest.to_json()
-        if staged is None:
-            raise staging_damaged(self._partial, metadata.ROOT)
-        asked["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
-        others = sorted(name for name in {*staged, *asked} if staged.get(name) != asked.get(name))
-        changed = [
-            name for name, array in given.items() if self._staged_bytes(name, array.nbytes) != as_bytes(array)
-        ]
-        if not others and "documents" in {name.partition("/")[0] for name in changed}:
-            others = ["list of documents"]
-        if others:
-            raise StoreMismatch(
-                f"{self._partial} was begun with another {' and another '.join(others)}: remove it to begin "
-                f"again{', or go on with the same corpus' if self.growth else ', or choose another path'}."
-            )
-        if changed:
-            raise staging_damaged(self._partial, changed[0])
-
-    def _staged_bytes(self, name: str, size: int) -> bytes:
-        """What lies there of an array of `size` bytes, and one byte more if there is one."""
-        file = self._root / name / "c.0"
-        if not os.path.lexists(file):
-            return b""
-        with os.fdopen(open_regular(file), "rb") as staged:
-            return staged.read(size + 1)
-
-    def _reopened_page(self, layer: int) -> OpenPage | None:
-        """The bounds of the page that the last commit left open, from its staged keys."""
-        size, stream = self.manifest.page_size, self._stream(layer, "keys")
-        if not (rows := stream.rows % size) or stream.rows == self.manifest.n_tokens:
-            return None
-        start = stream.rows - rows
-        heads = range(self.manifest.shape.kv_heads)
-        tail = np.stack([stream.view(head)[start : stream.rows] for head in heads])
-        if self.manifest.encoding("keys"):
-            tail = decode(tail)
-        return fold_pages(None, start, tail, size, self.manifest.n_tokens)[2]
-
-    def _rows_at(self, tokens: int) -> dict[str, int]:
-        """Rows of each stream when `tokens` tokens are committed."""
-        rows = rows_at(self.manifest, self._samples[0], tokens)
-        return {name: rows[kind_of(stream.spec) or ""] for name, stream in self._streams.items()}
+    def _take(self, begun: Begun) -> None:
+        """Go on from what was committed."""
+        self._specs, self._streams, self._open_pages = begun.specs, begun.streams, begun.open_pages
+        self._windows, self._states, self._encoder = begun.windows, begun.states, begun.encoder
+        self.done = begun.done
 
     def _stream(self, layer: int, kind: str) -> RowStream:
         return self._streams[f"{layer_name(layer)}/{kind}"]

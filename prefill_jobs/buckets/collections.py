@@ -311,4 +311,7 @@ def _fetch(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
                 digest.update(part)
                 file.write(part)
         if bucket.digest(key) not in (None, digest.hexdigest()):
-            raise BucketError(f"{name} of {bucket.url} has changed while it was fetched: run it again.")
+            raise BucketError(
+                f"{name} of {bucket.url} is not what its checksum says: run it again, as it may have been "
+                "pushed meanwhile, or else push it again."
+            )

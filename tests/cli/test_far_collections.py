@@ -12,6 +12,7 @@ import pytest
 
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.words import WORDS
+from offload_decode.store.checksums import SEAL
 from prefill_jobs.buckets.cache import user_cache
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.killing import tree
@@ -86,6 +87,24 @@ def test_it_goes_there_and_comes_back(collection: Path, service: Service, tmp_pa
     assert asked(back) == asked(collection)
 
 
+def keys(service: Service, prefix: str) -> list[str]:
+    """The objects below a prefix."""
+    found = boto3.client("s3", endpoint_url=service.url).list_objects_v2(Bucket="bucket", Prefix=prefix)
+    return [entry["Key"].removeprefix(prefix) for entry in found.get("Contents", [])]
+
+
+def test_a_list_that_has_changed_is_not_believed(collection: Path, service: Service, tmp_path: Path) -> None:
+    url = f"s3://bucket{tmp_path}/texts"
+    run("push", collection, url)
+    place = {"Bucket": "bucket", "Key": f"{str(tmp_path)[1:]}/texts/documents.jsonl"}
+    s3 = boto3.client("s3", endpoint_url=service.url)
+    found = s3.get_object(**place)
+    changed = found["Body"].read().replace(b"alpha", b"delta")
+    s3.put_object(**place, Body=changed, Metadata=found["Metadata"])
+    assert "is not what its checksum says" in refused(1, "ask", url, "Which?")
+    assert "is not what its checksum says" in refused(1, "pull", url, tmp_path / "back")
+
+
 @pytest.mark.parametrize("command", ["push", "pull"])
 def test_what_was_cut_off_goes_on(command: str, collection: Path, service: Service, tmp_path: Path) -> None:
     def way(number: int) -> tuple[str | Path, ...]:
@@ -101,14 +120,16 @@ def test_what_was_cut_off_goes_on(command: str, collection: Path, service: Servi
         service.requests.clear()
         service.refuse_after = cut
         assert run(*way(cut)).code == 1
+        service.refuse_after = None
         if command == "pull":
             assert not (tmp_path / str(cut)).exists()
-        service.refuse_after = None
-        assert run(*way(cut)).code == 0
-        if command == "pull":
+            assert run(*way(cut)).code == 0
             assert content(tmp_path / str(cut)) == content(collection)
-        else:
-            assert "3 there already" in run(*way(cut)).err
+            continue
+        there = keys(service, f"{str(tmp_path)[1:]}/{cut}/")
+        assert "documents.jsonl" not in there or sum(key.endswith(SEAL) for key in there) == 3
+        assert run(*way(cut)).code == 0
+        assert "3 there already" in run(*way(cut)).err
 
 
 def test_a_push_renews_it(collection: Path, home: Path, texts: Path, tmp_path: Path, url: str) -> None:

@@ -47,8 +47,10 @@ def use(cache: Cache, key: str, size: int, at: float, made: list[int] | None = N
 def test_what_is_here_is_not_made_again(cache: Cache) -> None:
     made: list[int] = []
     for at in range(3):
-        use(cache, "a", 4, at, made)
+        path = use(cache, "a", 4, at, made)
     assert made == [4]
+    with cache.holding("a", of(4)):
+        assert (path.parent / "lock").stat().st_mtime > 3  # it is used now
 
 
 def test_what_was_used_longest_ago_leaves(cache: Cache) -> None:

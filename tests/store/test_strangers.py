@@ -11,7 +11,7 @@ import pytest
 
 from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete
 from offload_decode.store import KVStore, Manifest, checksums, mapping
-from offload_decode.store.reader import _names
+from offload_decode.store.documents import names_of
 from tests.store.jobs import Job
 
 
@@ -42,13 +42,13 @@ def test_a_sentence_does_not_name_a_hundred_thousand_files(store: Path) -> None:
 )
 def test_names_are_texts_before_they_are_parsed(text: str) -> None:
     with pytest.raises(ValueError, match=r"list of names|Expecting"):
-        _names(text.encode())
+        names_of(text.encode())
 
 
 def test_names_are_read_as_they_were_written() -> None:
     names = ["a", "", 'b "c" \\ [', "ü\n", "]"]
-    assert _names(json.dumps(names).encode()) == names
-    assert _names(b"[]") == []
+    assert names_of(json.dumps(names).encode()) == names
+    assert names_of(b"[]") == []
 
 
 def test_addresses_that_there_are_not_are_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,153 @@
+"""Opening a store: what must be so before anything in it is read, and the sentences that say what is not."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete, StoreNotFound
+from offload_decode.store import checksums, metadata
+from offload_decode.store.files import (
+    LARGEST_MANIFEST,
+    LARGEST_METADATA,
+    check_folders,
+    check_sizes,
+    listed,
+    read_regular,
+)
+from offload_decode.store.format import Manifest, check_version
+from offload_decode.store.layout import ArraySpec
+from offload_decode.store.staging import LOCK, STORE, Committed, partial_path
+
+T = TypeVar("T")
+
+
+class Checked(NamedTuple):
+    """What is known of a store before its data are read: `specs` by array, `sums` (SHA-256) by file."""
+
+    manifest: Manifest
+    specs: dict[str, ArraySpec]
+    sums: dict[str, str]
+
+
+def checked(root: Path) -> Checked:
+    """The metadata of the store at `root`, when they and the sizes of its files are right. Raises
+    `StoreForeign` and `StoreDamaged`.
+    """
+    header = _readable_header(root)
+    sums = checksums.read_sums(root)
+    small = [name for name in sums if name.endswith("zarr.json")]
+    if changed := [name for name in small if not _matches(root, name, sums[name])]:
+        raise StoreDamaged(
+            f"{listed(changed)} in {root} has changed or is missing: "
+            "restore it from a copy, or prefill again."
+        )
+    if header is None:
+        raise StoreForeign(f"{root} is a checksummed folder but not a KV store: give the path of a store.")
+    manifest = Manifest.from_json(header)
+    specs = metadata.read_specs(root, manifest)
+    _check_files(root, manifest, specs, sums)
+    return Checked(manifest, specs, sums)
+
+
+def existing(path: Path) -> Path:
+    """The whole path of what may be a store. Raises `StoreNotFound`, `StoreIncomplete`, `StoreForeign`."""
+    path = Path(os.path.abspath(path))
+    if not path.name:
+        raise StoreForeign(
+            f"{path} is not a KV store: give the path of one that `offload-decode prefill` made."
+        )
+    if (path / metadata.COLLECTION).exists():
+        raise StoreForeign(
+            f"{path} is a collection, and no store: `index`, `ask`, `batch`, `inspect` and `verify` take it "
+            f"as a whole, and its stores lie in {path / 'stores'}."
+        )
+    for partial in (path, partial_path(path)):
+        if (partial / LOCK).exists() and not (path / metadata.ROOT).exists():
+            raise StoreIncomplete(_how_far(partial))
+    if not os.path.lexists(path):
+        raise StoreNotFound(f"There is no store at {path}: make one with `offload-decode prefill`.")
+    return path
+
+
+def of_one(root: Path, work: Callable[[], T]) -> T:
+    """What `work` makes of the store at `root`: anew where an append put another one there meanwhile, so that
+    it has read a part of each.
+    """
+    while True:
+        before = identity(root)
+        try:
+            found = work()
+        except (StoreError, OSError):
+            if identity(root) == before:
+                raise
+        else:
+            if identity(root) == before:
+                return found
+
+
+def _how_far(partial: Path) -> str:
+    try:
+        done = f"{Committed.load(partial).tokens:,}"
+    except (FileNotFoundError, StoreDamaged):
+        done = "an unknown number"
+    total = (metadata.read_header(partial / STORE) or {}).get("n_tokens")
+    of_all = f" of {total:,}" if isinstance(total, int) else ""
+    return f"The prefill in {partial} has not finished ({done}{of_all} tokens): run it again to go on."
+
+
+def _readable_header(root: Path) -> dict[str, object] | None:
+    """The manifest as JSON; None where only the checksums can tell what is wrong with it."""
+    header = metadata.read_header(root)
+    if header is not None:
+        check_version(header)
+    elif not (root / checksums.SEAL).exists():
+        raise StoreForeign(
+            f"{root} is not a KV store: give the path of one that `offload-decode prefill` made."
+        )
+    return header
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """What tells the folder of a store from another one that takes its name; None where it is gone."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@contextmanager
+def surfaced(root: Path) -> Iterator[None]:
+    """Errors of the file system as StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{error.filename or root} cannot be read: {error.strerror}.") from error
+
+
+def _matches(root: Path, name: str, digest: str) -> bool:
+    try:
+        most = LARGEST_MANIFEST if name == metadata.ROOT else LARGEST_METADATA
+        return hashlib.sha256(read_regular(root / name, most)).hexdigest() == digest
+    except FileNotFoundError:
+        return False
+
+
+def _check_files(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], sums: dict[str, str]) -> None:
+    """StoreDamaged unless the arrays' files are those of the checksums, plain ones, of the right sizes."""
+    if sum(spec.file_count for spec in specs.values()) > len(sums):  # it may be too many to list
+        raise StoreDamaged(f"The manifest in {root} describes more files than there are: prefill again.")
+    sizes = {name: spec.chunk_bytes for spec in specs.values() for name in spec.files()}
+    described = {*sizes, *metadata.group_files(manifest), *(spec.metadata_file for spec in specs.values())}
+    if described != sums.keys():
+        odd = listed(sorted(described ^ sums.keys()))
+        raise StoreDamaged(
+            f"The checksums in {root} are not of the files of its arrays ({odd}): prefill again."
+        )
+    check_folders(root, sizes)
+    check_sizes((os.path.join(root, name), size) for name, size in sizes.items())

@@ -1,0 +1,179 @@
+"""A store that is begun, or that a killed process began: both go on from what is committed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from indexes import durable
+from indexes.rows.encodings import decode
+from offload_decode.errors import StoreMismatch
+from offload_decode.store import metadata
+from offload_decode.store.encoded import Encoder, EncodingLoss, no_errors
+from offload_decode.store.files import open_regular
+from offload_decode.store.format import Array, Manifest
+from offload_decode.store.growth import Growth
+from offload_decode.store.layout import ArraySpec, array_specs, layer_name
+from offload_decode.store.pages import OpenPage, fold_pages
+from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed, staging_damaged
+from offload_decode.store.states import StateLog
+from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, rows_of, write_array
+from offload_decode.store.windows import WindowLog
+from offload_decode.types import Document
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What is written of a store, as its last commit left it: arrays by name, and `open_pages` (of full
+    layers), `windows` (of local ones) and `states` (of recurrent ones) by layer; `done`: tokens.
+    """
+
+    specs: dict[str, ArraySpec]
+    streams: dict[str, RowStream]
+    open_pages: dict[int, OpenPage | None]
+    windows: dict[int, WindowLog]
+    states: dict[int, StateLog]
+    encoder: Encoder
+    done: int
+
+
+def begin(
+    partial: Path,
+    manifest: Manifest,
+    tokens: Array,
+    documents: Sequence[Document],
+    positions: Array,
+    growth: Growth | None,
+) -> Begun:
+    """The store in the staging folder `partial`, which is held: made, or as it was left. `positions` are
+    those of the sampled queries.
+
+    StoreMismatch where something else was begun there; StoreDamaged where what was begun has changed.
+    """
+    offsets = np.array([*(d.start for d in documents[:1]), *(d.end for d in documents)] or [0], "<i8")
+    names = np.frombuffer(json.dumps([d.name for d in documents]).encode(), np.uint8)
+    given = {
+        "tokens": tokens,
+        "documents/offsets": offsets,
+        "documents/names": names,
+        "query_positions": positions,
+    }
+    if not ((partial / PROGRESS).exists() and (partial / STORE).exists()):
+        _create(partial, manifest, given, growth)
+    _refuse_other_job(partial, manifest, given, growth)
+    return _resumed(partial, manifest, positions)
+
+
+def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growth: Growth | None) -> None:
+    root = partial / STORE
+    (partial / PROGRESS).unlink(missing_ok=True)  # of a store that was published and removed
+    for folder in (root, partial / WINDOWS):
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir()
+    earlier = growth.specs if growth else None
+    sizes = len(given["documents/offsets"]) - 1, len(given["documents/names"])
+    specs = list(array_specs(manifest, *sizes, earlier))
+    metadata.create_group(root, manifest, specs)
+    committed = Committed(
+        crcs={s.name: [0] * s.shape[0] for s in specs if kind_of(s)},
+        segments={str(layer): [] for layer in manifest.shape.local_layers},
+        errors=no_errors(manifest),
+        seam_errors=no_errors(manifest),
+    )
+    if growth:
+        try:
+            committed = growth.seed(partial, manifest, specs, committed)
+        except BaseException:
+            shutil.rmtree(root)  # what was copied would only fill the disk
+            raise
+    for spec in specs:
+        allocate(root, spec)
+        if spec.name in given:
+            write_array(root, spec, given[spec.name])
+    for folder in (root, partial / WINDOWS):
+        durable.sync_tree(folder)
+    committed.save(partial)
+
+
+def _resumed(partial: Path, manifest: Manifest, positions: Array) -> Begun:
+    progress = Committed.load(partial)
+    specs = metadata.read_specs(partial / STORE, manifest)
+    streams = {name: RowStream(partial / STORE, spec) for name, spec in specs.items() if kind_of(spec)}
+    shape, folder, dtype = manifest.shape, partial / WINDOWS, manifest.numpy_dtype
+    windows: dict[int, WindowLog] = {}
+    states: dict[int, StateLog] = {}
+    for layer, own in enumerate(shape.layers):
+        if own.local:
+            windows[layer] = WindowLog(folder, layer, manifest.kept_window(own), own, dtype)
+        if own.states:
+            states[layer] = StateLog(folder, layer, own.states)
+    for name, rows in rows_of(streams, manifest, positions, progress.tokens).items():
+        if not streams[name].restore(rows, progress.crcs.get(name, [])):
+            raise staging_damaged(partial, name)
+    for layer, window in windows.items():
+        if not window.restore(progress.segments.get(str(layer), [])) or window.rows != progress.tokens:
+            raise staging_damaged(partial, f"The window of layer {layer}")
+    for layer, log in states.items():
+        kept = progress.states.get(str(layer)), progress.seam_states.get(str(layer))
+        if not log.restore(*kept) or log.rows != progress.tokens:
+            raise staging_damaged(partial, f"The state of layer {layer}")
+    if not {*progress.errors} == {*progress.seam_errors} == {*no_errors(manifest)}:
+        raise staging_damaged(partial, PROGRESS)
+    encoder = Encoder(manifest, {name: EncodingLoss(*found) for name, found in progress.errors.items()})
+    encoder.at_seam = {name: EncodingLoss(*found) for name, found in progress.seam_errors.items()}
+    open_pages = {
+        layer: _reopened_page(manifest, streams[f"{layer_name(layer)}/keys"]) for layer in shape.full_layers
+    }
+    return Begun(specs, streams, open_pages, windows, states, encoder, progress.tokens)
+
+
+def _refuse_other_job(
+    partial: Path, manifest: Manifest, given: Mapping[str, Array], growth: Growth | None
+) -> None:
+    """StoreMismatch where the staged store is not the one that was asked for."""
+    staged, asked = metadata.read_header(partial / STORE), manifest.to_json()
+    if staged is None:
+        raise staging_damaged(partial, metadata.ROOT)
+    asked["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
+    others = sorted(name for name in {*staged, *asked} if staged.get(name) != asked.get(name))
+    changed = [
+        name
+        for name, array in given.items()
+        if _staged_bytes(partial / STORE, name, array.nbytes) != as_bytes(array)
+    ]
+    if not others and "documents" in {name.partition("/")[0] for name in changed}:
+        others = ["list of documents"]
+    if others:
+        raise StoreMismatch(
+            f"{partial} was begun with another {' and another '.join(others)}: remove it to begin "
+            f"again{', or go on with the same corpus' if growth else ', or choose another path'}."
+        )
+    if changed:
+        raise staging_damaged(partial, changed[0])
+
+
+def _staged_bytes(root: Path, name: str, size: int) -> bytes:
+    """What lies there of an array of `size` bytes, and one byte more if there is one."""
+    file = root / name / "c.0"
+    if not os.path.lexists(file):
+        return b""
+    with os.fdopen(open_regular(file), "rb") as staged:
+        return staged.read(size + 1)
+
+
+def _reopened_page(manifest: Manifest, keys: RowStream) -> OpenPage | None:
+    """The bounds of the page that the last commit left open, from the staged keys of its layer."""
+    if not (rows := keys.rows % manifest.page_size) or keys.rows == manifest.n_tokens:
+        return None
+    start = keys.rows - rows
+    tail = np.stack([keys.view(head)[start : keys.rows] for head in range(manifest.shape.kv_heads)])
+    if manifest.encoding("keys"):
+        tail = decode(tail)
+    return fold_pages(None, start, tail, manifest.page_size, manifest.n_tokens)[2]
