@@ -32,6 +32,16 @@ def pull(
             parser=a_path,
         ),
     ],
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY",
+            help="Fetch only what was signed: KEY is the signer's public one, "
+            "openssl pkey -in PRIVATE -pubout -out KEY.",
+            show_default=False,
+            parser=a_path,
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -39,14 +49,17 @@ def pull(
 
     The indexes in URL.indexes/ come along, to STORE.indexes/. Every byte is checked as it arrives, and STORE
     appears when all of it is there. The same command resumes a pull that was interrupted. Needs pip install
-    'offload-decode[buckets]'; credentials and endpoints come from AWS_... and GOOGLE_... variables.
+    'offload-decode[buckets]', and [signatures] with --verify; credentials and endpoints come from AWS_... and
+    GOOGLE_... variables.
     """
     from prefill_jobs.buckets import pull as run
+    from prefill_jobs.buckets import verifier
 
+    verifies = None if verify is None else verifier(verify)
     with Progress(quiet) as progress:
-        moved = run(url, store, progress=progress)
+        moved = run(url, store, verifier=verifies, progress=progress)
     if as_json:
-        output.answer_json({"url": url, "store": str(store)} | asdict(moved))
+        output.answer_json({"url": url, "store": str(store), "verified": verify is not None} | asdict(moved))
     output.note(
         f'{store}: {summary(moved, "fetched")}\nask it something: offload-decode ask {store} "…"', quiet
     )

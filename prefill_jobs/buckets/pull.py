@@ -23,6 +23,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, surfaced
 from prefill_jobs.buckets.bucket import Bucket
 from prefill_jobs.buckets.lists import parse_sums, store_sums
+from prefill_jobs.buckets.signatures import Verifier
 from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
 
 PARTS = "parts"
@@ -33,11 +34,18 @@ def pulling_path(path: Path) -> Path:
     return path.with_name(path.name + ".pulling")
 
 
-def pull(url: str, store: Path, *, progress: Progress = lambda stage, done, total: None) -> Transfer:
+def pull(
+    url: str,
+    store: Path,
+    *,
+    verifier: Verifier | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Transfer:
     """Fetch the store at `url`, and the indexes beside it, to `store`; the same call resumes.
 
     StoreExists where `store` is taken, StoreBusy where another process pulls it, StoreDamaged with the names
-    of objects that are missing or changed; also `StoreNotFound`, `BucketError`, `ConfigError`.
+    of objects that are missing or changed, StoreUntrusted, before anything is fetched, where they are not
+    what the `verifier` says; also `StoreNotFound`, `BucketError`, `ConfigError`.
     """
     began = time.perf_counter()
     path = Path(os.path.abspath(store))
@@ -45,6 +53,8 @@ def pull(url: str, store: Path, *, progress: Progress = lambda stage, done, tota
     bucket = Bucket(url)
     sums, listed = store_sums(bucket)
     found = bucket.read(f"{bucket.indexes}/{SUMS}")
+    if verifier is not None:
+        verifier.check(bucket, listed, found)
     index_sums = parse_sums(bucket, found) if found else {}
     partial = pulling_path(path)
     with surfaced(partial, "what was pulled", "pull"), locked(partial):
