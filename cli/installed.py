@@ -15,6 +15,7 @@ OPTIONAL = (
     "pypdf",
     "python-docx",
     "obstore",
+    "cryptography",
     "ray",
     "bitsandbytes",
     "accelerate",

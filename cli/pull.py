@@ -12,6 +12,7 @@ from cli import output
 from cli.options import Json, Quiet, a_path
 from cli.progress import Progress
 from cli.push import summary, summary_of_all
+from offload_decode.errors import ConfigError
 
 
 def pull(
@@ -32,6 +33,16 @@ def pull(
             parser=a_path,
         ),
     ],
+    verify: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY",
+            help="Fetch only what was signed: KEY is the signer's public one, "
+            "openssl pkey -in PRIVATE -pubout -out KEY.",
+            show_default=False,
+            parser=a_path,
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -40,11 +51,14 @@ def pull(
     The indexes in URL.indexes/ come along, to STORE.indexes/. Every byte is checked as it arrives, and STORE
     appears when all of it is there. `ask` and `batch` take the URL of a collection too, and fetch the stores
     that they ask. The same command resumes a pull that was interrupted. Needs pip install
-    'offload-decode[buckets]'; credentials and endpoints come from AWS_... and GOOGLE_... variables.
+    'offload-decode[buckets]', and [signatures] with --verify; credentials and endpoints come from AWS_... and
+    GOOGLE_... variables.
     """
     from prefill_jobs.buckets.collections import lies_at, pull_collection
 
     if lies_at(url):
+        if verify is not None:
+            raise ConfigError("a collection is not signed: leave --verify out, or pull its stores one by one")
         with Progress(quiet) as progress:
             all_moved = pull_collection(url, store, progress)
         if as_json:
@@ -53,11 +67,13 @@ def pull(
         output.note(f'{store}: {told}\nask it something: offload-decode ask {store} "…"', quiet)
         return
     from prefill_jobs.buckets import pull as run
+    from prefill_jobs.buckets import verifier
 
+    verifies = None if verify is None else verifier(verify)
     with Progress(quiet) as progress:
-        moved = run(url, store, progress=progress)
+        moved = run(url, store, verifier=verifies, progress=progress)
     if as_json:
-        output.answer_json({"url": url, "store": str(store)} | asdict(moved))
+        output.answer_json({"url": url, "store": str(store), "verified": verify is not None} | asdict(moved))
     output.note(
         f'{store}: {summary(moved, "fetched")}\nask it something: offload-decode ask {store} "…"', quiet
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import output
-from cli.options import Json, Quiet, StoreOrCollection
+from cli.options import Json, Quiet, StoreOrCollection, a_path
 from cli.progress import Progress
+from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from prefill_jobs.buckets import Transfer
@@ -26,6 +28,16 @@ def push(
             show_default=False,
         ),
     ],
+    sign: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY",
+            help="Sign what is pushed, with the private key in this file: "
+            "openssl genpkey -algorithm ed25519 -out KEY.",
+            show_default=False,
+            parser=a_path,
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -33,7 +45,7 @@ def push(
 
     The indexes beside it go to URL.indexes/. What is already there and unchanged is not sent again: the same
     command resumes a push that was interrupted, and renews a collection; what the collection no longer has is
-    removed there. Needs pip install 'offload-decode[buckets]'; credentials and
+    removed there. Needs pip install 'offload-decode[buckets]', and [signatures] with --sign; credentials and
     endpoints come from AWS_... and GOOGLE_... variables.
     """
     from offload_decode.collections.collection import is_collection
@@ -41,6 +53,8 @@ def push(
     if is_collection(store):
         from prefill_jobs.buckets.collections import push_collection
 
+        if sign is not None:
+            raise ConfigError("a collection is not signed: leave --sign out, or push its stores one by one")
         with Progress(quiet) as progress:
             all_moved = push_collection(store, url, progress)
         if as_json:
@@ -51,12 +65,15 @@ def push(
         )
         return
     from prefill_jobs.buckets import push as run
+    from prefill_jobs.buckets import signer
 
+    signs = None if sign is None else signer(sign)
     with Progress(quiet) as progress:
-        moved = run(store, url, progress=progress)
+        moved = run(store, url, signer=signs, progress=progress)
     if as_json:
-        output.answer_json({"store": str(store), "url": url} | asdict(moved))
-    output.note(f"{url}: {summary(moved, 'sent')}\nfetch it: offload-decode pull {url} STORE", quiet)
+        output.answer_json({"store": str(store), "url": url, "signed": sign is not None} | asdict(moved))
+    verify = "" if sign is None else " --verify KEY.pub"
+    output.note(f"{url}: {summary(moved, 'sent')}\nfetch it: offload-decode pull {url} STORE{verify}", quiet)
 
 
 def summary(moved: Transfer, verb: str) -> str:

@@ -112,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"the server's own memory: {memory[0] / 1e6:,.0f} MB at first, {memory[-1] / 1e6:,.0f} MB at last, "
         f"{max(memory) / 1e6:,.0f} MB at most: {'flat' if flat else 'IT GREW'}"
     )
-    print(*tally.words, sep="\n")
+    for words in tally.words:
+        print(words)
     if given.json is not None:
         settings = {name: getattr(given, name) for name in ("minutes", "words", "seed")}
         saved = {

@@ -12,9 +12,12 @@ from tests.prefill_jobs.killing import Disk, Ran, Runner
 Injury = Callable[[Runner, list[str], Ran, random.Random], Ran]
 """Runs a command while something happens to it, and tells how it ended; `Ran` is of the command alone."""
 
+PATIENCE = 300.0
+"""Seconds after which a command hangs, and is killed."""
+
 # Powers of two: bytes beyond what the imports take, and of a file, which standard error is too.
 _MEMORY = 23, 29
-_FILE = 13, 20
+_FILE = 13, 18
 
 
 def kill(runner: Runner, command: list[str], alone: Ran, rng: random.Random) -> Ran:
@@ -26,12 +29,12 @@ def kill(runner: Runner, command: list[str], alone: Ran, rng: random.Random) -> 
 
 def memory(runner: Runner, command: list[str], alone: Ran, rng: random.Random) -> Ran:
     """A cap of the memory that the process may allocate."""
-    return runner.run(command, memory=int(2 ** rng.uniform(*_MEMORY)))
+    return runner.run(command, kill_after=PATIENCE, memory=int(2 ** rng.uniform(*_MEMORY)))
 
 
 def file_size(runner: Runner, command: list[str], alone: Ran, rng: random.Random) -> Ran:
     """A limit on the size of a file, as a quota or an old file system has it."""
-    return runner.run(command, limit=int(2 ** rng.uniform(*_FILE)))
+    return runner.run(command, kill_after=PATIENCE, limit=int(2 ** rng.uniform(*_FILE)))
 
 
 def full(disk: Disk, needed: int) -> Injury:
@@ -40,7 +43,7 @@ def full(disk: Disk, needed: int) -> Injury:
     def fill(runner: Runner, command: list[str], alone: Ran, rng: random.Random) -> Ran:
         disk.leave(rng.randrange(max(1, needed)))
         try:
-            return runner.run(command)
+            return runner.run(command, kill_after=PATIENCE)
         finally:
             disk.free()
 

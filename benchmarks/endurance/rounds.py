@@ -12,9 +12,6 @@ from benchmarks.endurance import injuries
 from benchmarks.endurance.commands import Command, Home, left
 from tests.prefill_jobs.killing import PAGE, Disk, Ran, Runner
 
-PATIENCE = 900.0
-"""Seconds after which a command hangs."""
-
 
 class Outcome(NamedTuple):
     """Whether the injury met anything; what was `lost` (the same command again does not end) or `wrong` (it
@@ -63,7 +60,7 @@ class Rounds:
         """`folder` is the round's as commands name it, `seen` where this process sees it."""
         self._home.begin(command, seen)
         ran = injury(self._runner, command.arguments(folder), self._home.alone[command.name], self._rng)
-        wrong = "" if ran.killed or not ran.code else untold(ran)
+        wrong = "" if not ran.code or (ran.killed and injury is injuries.kill) else untold(ran)
         return self._again(command, folder, seen, bool(ran.code), wrong)
 
     def _on_a_full_disk(self, command: Command) -> Outcome:
@@ -84,7 +81,7 @@ class Rounds:
         return self._again(command, self._folder, self._folder, True, "")
 
     def _again(self, command: Command, folder: Path, seen: Path, struck: bool, wrong: str) -> Outcome:
-        ran = self._runner.run(command.arguments(folder), kill_after=PATIENCE)
+        ran = self._runner.run(command.arguments(folder), kill_after=injuries.PATIENCE)
         if ran.code:
             return Outcome(struck, lost=f"{ran.code}: {ran.err[-300:]}", wrong=wrong)
         whole, found = self._home.whole[command.name], left(seen, folder)
@@ -96,15 +93,17 @@ class Rounds:
         shutil.copytree(self._home.of(command.name), self._folder)
         name = self._rng.choice(self._home.made(command))
         injury(self._folder / name, self._rng)
-        ran = self._runner.run(command.check(self._folder), kill_after=PATIENCE)
+        ran = self._runner.run(command.check(self._folder), kill_after=injuries.PATIENCE)
         wrong = f"{name} is another, and nobody was told" if not ran.code else untold(ran)
         shutil.copy(self._home.of(command.name) / name, self._folder / name)
-        mended = self._runner.run(command.check(self._folder), kill_after=PATIENCE)
+        mended = self._runner.run(command.check(self._folder), kill_after=injuries.PATIENCE)
         return Outcome(True, lost=f"{mended.code}: {mended.err[-300:]}" if mended.code else "", wrong=wrong)
 
 
 def untold(ran: Ran) -> str:
     """What is amiss where a command failed without an error in one sentence."""
     errors = [line for line in ran.err.splitlines() if line.startswith("error: ")]
+    if ran.killed:
+        return f"it hangs: {ran.err[-300:]}"
     told = ran.code in (1, 2) and errors and not any("unexpected" in line for line in errors)
     return "" if told else f"{ran.code} without a sentence: {ran.err[-300:]}"

@@ -34,6 +34,10 @@ class Line:
         self.seconds += seconds
 
 
+def _name(line: Line) -> tuple[str, str]:
+    return line.command, line.injury
+
+
 @dataclass
 class Tally:
     """All lines, and in words what was lost or wrong."""
@@ -61,6 +65,6 @@ class Tally:
         return [asdict(line) for line in self.lines.values()]
 
     def _rows(self) -> Iterator[list[str]]:
-        for line in (*self.lines.values(), self.total()):
+        for line in (*sorted(self.lines.values(), key=_name), self.total()):
             numbers = (getattr(line, name) for name in HEADS[2:-1])
             yield [line.command, line.injury, *map("{:,}".format, numbers), f"{line.seconds:,.0f}"]

@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from offload_decode.errors import ConfigError, StoreDamaged
+from offload_decode.errors import ConfigError, DoesNotFit, StoreDamaged
+from offload_decode.memory import room
 from offload_decode.store.checksums import SEAL
 from offload_decode.store.files import LARGEST_LIST
 from prefill_jobs.buckets.failures import PREFIX, no_bucket, surfaced
@@ -28,6 +29,8 @@ PART = 8 * 1024 * 1024
 """Bytes of one request of a large object; a smaller object is one request."""
 PARTS_AT_ONCE = 2
 """Requests in flight for one object; several objects are on their way at once."""
+LEAST_ROOM = 64 * 1024 * 1024
+"""Bytes for the stacks of obstore's threads: where it gets none of them, it waits for ever."""
 MOST_PARTS = 10_000
 """S3 takes no more in one object."""
 CLAIM = "PUSHING"
@@ -62,7 +65,8 @@ class Bucket:
     """The objects under one URL; keys are `name` (the store) or `name.indexes`, a slash, and a file's path.
 
     Opened with a first request that fails within seconds where the bucket cannot be used; later ones are
-    tried again for minutes. Raises `BucketError`, and `ConfigError` for a wrong URL or installation.
+    tried again for minutes. Raises `BucketError`, `DoesNotFit` where memory is held to too little, and
+    `ConfigError` for a wrong URL or installation.
     """
 
     def __init__(self, url: str) -> None:
@@ -71,6 +75,12 @@ class Bucket:
         self.indexes = self.name + ".indexes"
         self.folder = Path("/", self.name) if scheme == "file" else None
         self._obstore = _obstore()
+        left = room()
+        if left is not None and left < LEAST_ROOM:
+            raise DoesNotFit(
+                f"a bucket needs {LEAST_ROOM >> 20} MiB of memory, and the limit of this process leaves it "
+                f"{max(0, left) >> 20} MiB: raise --ram or the limit (ulimit -d)"
+            )
         with self._surfaced():
             self._store = self._connect(scheme, host, hurried=True)
         self.seal = self.read(f"{self.name}/{SEAL}")

@@ -24,6 +24,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, surfaced
 from prefill_jobs.buckets.bucket import Bucket
 from prefill_jobs.buckets.lists import parse_sums, store_sums
+from prefill_jobs.buckets.signatures import Verifier
 from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
 
 PARTS = "parts"
@@ -38,6 +39,7 @@ def pull(
     url: str,
     store: Path,
     *,
+    verifier: Verifier | None = None,
     progress: Progress = lambda stage, done, total: None,
     admit: Callable[[int], None] = lambda size: None,
 ) -> Transfer:
@@ -45,7 +47,8 @@ def pull(
     the bytes of all before any is fetched, and may raise.
 
     StoreExists where `store` is taken, StoreBusy where another process pulls it, StoreDamaged with the names
-    of objects that are missing or changed; also `StoreNotFound`, `BucketError`, `ConfigError`.
+    of objects that are missing or changed, StoreUntrusted, before anything is fetched, where they are not
+    what the `verifier` says; also `StoreNotFound`, `BucketError`, `ConfigError`.
     """
     began = time.perf_counter()
     path = Path(os.path.abspath(store))
@@ -53,6 +56,8 @@ def pull(
     bucket = Bucket(url)
     sums, listed = store_sums(bucket)
     found = bucket.read(f"{bucket.indexes}/{SUMS}")
+    if verifier is not None:
+        verifier.check(bucket, listed, found)
     index_sums = parse_sums(bucket, found) if found else {}
     partial = pulling_path(path)
     with surfaced(partial, "what was pulled", "pull"), locked(partial):

@@ -18,6 +18,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
 from prefill_jobs.buckets.bucket import CLAIM, PART, Bucket
 from prefill_jobs.buckets.lists import parse_sums
+from prefill_jobs.buckets.signatures import Signer, is_signed
 from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
 
 
@@ -42,10 +43,17 @@ def check_writable(url: str) -> None:
     bucket.remove(probe)
 
 
-def push(store: Path, url: str, *, progress: Progress = lambda stage, done, total: None) -> Transfer:
+def push(
+    store: Path,
+    url: str,
+    *,
+    signer: Signer | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Transfer:
     """Put the store at `store` and the indexes beside it under `url`; the same call resumes.
 
-    Raises `StoreError`, `StoreExists` where another store is there, `BucketError`, `ConfigError`.
+    Raises `StoreError`, `StoreExists` where another store is there, `StoreUntrusted` where the `signer` would
+    sign indexes that are neither here nor signed, `BucketError`, `ConfigError`.
     """
     began = time.perf_counter()
     root = KVStore.open(store).path
@@ -53,6 +61,7 @@ def push(store: Path, url: str, *, progress: Progress = lambda stage, done, tota
     bucket = Bucket(url)
     with _claimed(bucket, seal_of(render(sums))) as whole:
         index_sums = _index_sums(root, progress)
+        index_list = _index_list(bucket, whole, render(sums), index_sums, signer)
         items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, index_sums)
         there = _there(bucket, items, progress)
         rest = [item for item in items if item not in there]
@@ -60,12 +69,10 @@ def push(store: Path, url: str, *, progress: Progress = lambda stage, done, tota
         in_parallel(
             rest, lambda item, meter: send(bucket, item, meter), lambda n: progress("push", done + n, total)
         )
-        if index_sums:
-            _put_list(
-                bucket,
-                f"{bucket.indexes}/{SUMS}",
-                render(_kept(bucket) | index_sums if whole else index_sums),
-            )
+        if index_list:
+            _put_list(bucket, f"{bucket.indexes}/{SUMS}", index_list)
+        if signer is not None:
+            signer.sign(bucket, render(sums), index_list)
         _put_list(bucket, f"{bucket.name}/{SUMS}", render(sums))
         _put_list(bucket, f"{bucket.name}/{SEAL}", seal_of(render(sums)))
     return Transfer(
@@ -195,7 +202,17 @@ def _put_list(bucket: Bucket, key: str, data: bytes) -> None:
         bucket.put(key, data, hashlib.sha256(data).hexdigest(), len(data))
 
 
-def _kept(bucket: Bucket) -> dict[str, str]:
-    """Checksums of the indexes that lie in the bucket already, beside this store."""
-    data = bucket.read(f"{bucket.indexes}/{SUMS}")
-    return parse_sums(bucket, data) if data else {}
+def _index_list(
+    bucket: Bucket, whole: bool, sums: bytes, index_sums: dict[str, str], signer: Signer | None
+) -> bytes | None:
+    """The list of all indexes that will lie beside this store; None where there are none. Where the store is
+    `whole` there, those that lie there already stay.
+    """
+    before = bucket.read(f"{bucket.indexes}/{SUMS}")
+    kept = parse_sums(bucket, before) if before and (whole or not index_sums) else {}
+    if signer is not None and kept.keys() - index_sums.keys():
+        signer.verifier.check(bucket, sums, before)  # nobody signs what was never here
+    after = render(kept | index_sums) if index_sums else before
+    if signer is None and after != before and is_signed(bucket):
+        raise StoreExists(f"{bucket.url} is signed, and the new indexes would not be: give --sign too.")
+    return after

@@ -224,3 +224,10 @@ def test_refusals(collection: Path, home: Path, store: Path, tmp_path: Path, url
     (other / WORDS).unlink()
     assert "collect again, then push" in refused(1, "push", other, url + "3")
     assert "this one lies here" in refused(2, "ask", collection, "Which?", "--cache", "1GiB")
+
+
+def test_a_signature_is_for_stores(collection: Path, url: str, tmp_path: Path) -> None:
+    refused(run("push", collection, url, "--sign", tmp_path / "me.key"), "a collection is not signed")
+    assert run("push", collection, url).code == 0
+    refused(run("pull", url, tmp_path / "back", "--verify", tmp_path / "me.pub"), "a collection is not signed")
+    assert not (tmp_path / "back").exists()

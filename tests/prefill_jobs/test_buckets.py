@@ -23,6 +23,7 @@ import pytest
 from offload_decode.errors import (
     BucketError,
     ConfigError,
+    DoesNotFit,
     OffloadDecodeError,
     StoreBusy,
     StoreDamaged,
@@ -419,6 +420,14 @@ def test_lists_that_do_not_belong_together(monkeypatch, stores, tmp_path):
     shutil.copy(stores / "b.kv" / SUMS, place / SUMS)
     with pytest.raises(StoreDamaged, match="do not belong together"):
         buckets.pull(f"file://{place}", tmp_path / "back.kv")
+
+
+def test_memory_that_is_too_little_for_its_threads_is_told(monkeypatch, stores, tmp_path):
+    """Without them obstore would wait for ever."""
+    clear(monkeypatch)
+    monkeypatch.setattr(buckets.bucket, "room", lambda: buckets.bucket.LEAST_ROOM - 1)
+    with pytest.raises(DoesNotFit, match="63 MiB: raise"):
+        buckets.push(stores / "a.kv", f"file://{tmp_path}/a.kv")
 
 
 # --- who may write where
