@@ -211,8 +211,8 @@ def test_every_store_is_verified(collection: Path, tmp_path: Path) -> None:
     assert [one["document"] for one in told["problems"]] == ["beta.txt"]
 
 
-def test_what_takes_one_store_says_that_it_is_a_collection(collection: Path) -> None:
-    assert "is a collection, and no store" in refused(1, "index", collection)
+def test_what_takes_one_store_says_that_it_is_a_collection(collection: Path, texts: Path) -> None:
+    assert "is a collection, and no store" in refused(1, "append", collection, texts)
 
 
 def test_it_is_inspected(home: Path, texts: Path, collection: Path, tmp_path: Path) -> None:

@@ -227,7 +227,8 @@ def test_refusals(collection: Path, home: Path, store: Path, tmp_path: Path, url
 
 
 def test_a_signature_is_for_stores(collection: Path, url: str, tmp_path: Path) -> None:
-    refused(run("push", collection, url, "--sign", tmp_path / "me.key"), "a collection is not signed")
+    assert "a collection is not signed" in refused(2, "push", collection, url, "--sign", tmp_path / "me.key")
     assert run("push", collection, url).code == 0
-    refused(run("pull", url, tmp_path / "back", "--verify", tmp_path / "me.pub"), "a collection is not signed")
+    said = refused(2, "pull", url, tmp_path / "back", "--verify", tmp_path / "me.pub")
+    assert "a collection is not signed" in said
     assert not (tmp_path / "back").exists()
