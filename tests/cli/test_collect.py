@@ -11,6 +11,7 @@ import pytest
 
 from offload_decode import Engine
 from offload_decode.collections.collection import Collection
+from offload_decode.collections.journal import DOCUMENTS
 from tests.cli.conftest import Ran, refused, run
 
 
@@ -189,6 +190,17 @@ def test_every_store_is_verified(collection: Path, tmp_path: Path) -> None:
     told = json.loads(ran.out)
     assert (ran.code, told["ok"], told["documents"]) == (1, False, 3)
     assert [one["document"] for one in told["problems"]] == ["beta.txt"]
+
+
+def test_a_list_that_was_cut_or_changed_is_told(collection: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(collection, tmp_path / "damaged")
+    lines = (damaged / DOCUMENTS).read_bytes().splitlines(keepends=True)
+    (damaged / DOCUMENTS).write_bytes(b"".join(lines[:-1]))
+    ran = run("verify", damaged)
+    assert (ran.code, "differ in 1: collect again" in ran.err) == (1, True)
+    (damaged / DOCUMENTS).write_bytes(b"".join([lines[0].replace(b".txt", b".tyt", 1), *lines[1:]]))
+    ran = run("verify", damaged)
+    assert (ran.code, "its line in the list of documents was changed" in ran.err) == (1, True)
 
 
 def test_what_takes_one_store_says_that_it_is_a_collection(collection: Path) -> None:
