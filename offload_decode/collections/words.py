@@ -171,6 +171,10 @@ def _is_ours(journal: Path) -> bool:
 def _told(path: Path) -> Iterator[None]:
     try:
         yield
+    except MemoryError as error:  # of a length that the file states
+        raise StoreDamaged(
+            f"{path} asks for more memory than there is: free some, or remove it and collect again."
+        ) from error
     except (sqlite3.Error, UnicodeDecodeError) as error:  # of a sentence that quotes the file
         if "no such module" in str(error):
             raise ConfigError(

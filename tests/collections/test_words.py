@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_decode.collections import words
 from offload_decode.collections.words import WORDS, Words, number_of, ranked, verify
 from offload_decode.errors import StoreDamaged
 
@@ -215,4 +216,13 @@ def test_a_schema_that_is_no_text_is_refused(path: Path, sql: object) -> None:
         connection.execute("UPDATE sqlite_schema SET sql = CAST(? AS TEXT) WHERE name = 'words_idx'", (sql,))
         connection.commit()
     with pytest.raises(StoreDamaged):
+        ranked(path, "lantern")
+
+
+def test_a_length_that_no_memory_holds_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(connection: sqlite3.Connection) -> None:
+        raise MemoryError  # as SQLite's own allocations end
+
+    monkeypatch.setattr(words, "_check", refuse)
+    with pytest.raises(StoreDamaged, match="more memory than there is"):
         ranked(path, "lantern")
