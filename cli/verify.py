@@ -14,7 +14,7 @@ from offload_decode.errors import OffloadDecodeError
 
 
 def verify(store: StoreOrCollection, as_json: Json = False, quiet: Quiet = False) -> None:
-    """Check every byte of a store, or of all stores of a collection.
+    """Check every byte of a store, or of all stores of a collection and of its words.
 
     The indexes beside it are checked too; one that is not finished is named, and is no failure.
     """
@@ -46,11 +46,16 @@ def verify(store: StoreOrCollection, as_json: Json = False, quiet: Quiet = False
 
 
 def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
-    from offload_decode.collections.collection import Collection
+    from offload_decode.collections import words
+    from offload_decode.collections.collection import Collection, store_name
 
     collection = Collection(path)
     problems: list[dict[str, str]] = []
     entries = collection.entries
+    try:
+        words.verify(path / words.WORDS, [entry.store for entry in entries])
+    except OffloadDecodeError as error:
+        problems.append({"document": words.WORDS, "store": "", "problem": sentence(error)})
     with Progress(quiet) as progress:
         for number, entry in enumerate(entries):
             progress("verify documents", number, len(entries), entry.name)
@@ -58,6 +63,8 @@ def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
                 found = _check(collection.store(entry), Progress(quiet=True))[1]
             except OffloadDecodeError as error:
                 found = [sentence(error)]
+            if entry.store != store_name(entry.name, entry.sha256):
+                found.append("its line in the list of documents was changed.")
             told = {"document": entry.name, "store": str(path / entry.store)}
             problems += [told | {"problem": problem} for problem in found]
     if as_json:
@@ -69,8 +76,9 @@ def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
     for problem in problems:
         output.note(f"error: {output.one_line(problem['document'])}: {problem['problem']}")
     if problems:
-        stores = output.one_line(" ".join(dict.fromkeys(problem["store"] for problem in problems)))
-        output.note(f"remove what is damaged, and collect again: {stores}")
+        stores = output.one_line(" ".join(dict.fromkeys(filter(None, (one["store"] for one in problems)))))
+        if stores:
+            output.note(f"remove what is damaged, and collect again: {stores}")
         raise typer.Exit(FAILURE)
 
 

@@ -91,7 +91,7 @@ class Rounds:
     def _lying(self, command: Command, injury: Callable[[Path, random.Random], None]) -> Outcome:
         assert command.check is not None
         shutil.copytree(self._home.of(command.name), self._folder)
-        name = self._rng.choice(self._home.made(command))
+        name = self._rng.choice(self._home.covered(command))
         injury(self._folder / name, self._rng)
         ran = self._runner.run(command.check(self._folder), kill_after=injuries.PATIENCE)
         wrong = f"{name} is another, and nobody was told" if not ran.code else untold(ran)

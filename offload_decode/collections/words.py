@@ -21,7 +21,10 @@ from offload_decode.errors import ConfigError, StoreBusy, StoreDamaged
 WORDS = "words.sqlite"
 _TABLE = "CREATE VIRTUAL TABLE words USING fts5(text, tokenize = 'unicode61 remove_diacritics 2')"
 _PARTS = {"words", *(f"words_{part}" for part in ("data", "idx", "content", "docsize", "config"))}
+# Columns with types and keys, and nothing that SQLite would compute.
+_PLAIN = re.compile(r"(?!.*\b(as|generated|check|default|collate|references)\b)[\w ,'()]+", re.IGNORECASE)
 _LONGEST = 1 << 30  # bytes of a value: a document has fewer
+_LONGEST_REASON = 200  # letters: SQLite names what the file holds
 _MOST_WORDS = 100  # of a question
 _COMMIT_EVERY = 64
 # Chinese, Japanese and Korean: FTS5 would take what lies between two marks for one word.
@@ -109,7 +112,25 @@ def _spaced(text: str) -> str:
     return _UNSPACED.sub(pairs, text)
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def verify(path: Path, stores: Collection[str]) -> None:
+    """`StoreDamaged` unless the words at `path` are those of the documents in `stores`, and what is searched
+    says of them what their texts say. Of a copy, for SQLite checks this with a statement that writes.
+    """
+    _check_plain(path)
+    with _told(path), closing(_connected(path)) as connection, closing(_connected("")) as copy:
+        _check(connection)
+        connection.backup(copy)
+        told = next(copy.execute("PRAGMA integrity_check(1)"))[0]
+        if told != "ok":
+            raise sqlite3.DatabaseError(told)
+        copy.execute("INSERT INTO words (words) VALUES ('integrity-check')")
+        there = {number for (number,) in copy.execute("SELECT id FROM words_docsize")}
+    others = there ^ set(map(number_of, stores))
+    if others:
+        raise StoreDamaged(f"{path} and the list of documents differ in {len(others):,}: collect again.")
+
+
+def _connected(path: Path | str) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_WAIT_S)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
     # The first two as sqlite.org/security.html advises; the third, so that what is not committed shuts out
@@ -126,6 +147,8 @@ def _check(connection: sqlite3.Connection) -> None:
         raise sqlite3.DatabaseError("it holds other tables than those of a collection")
     if ("table", "words", _TABLE) not in found:
         raise sqlite3.DatabaseError("its table is another release's")
+    if not all(_PLAIN.fullmatch(str(sql)) for _, name, sql in found if name != "words"):
+        raise sqlite3.DatabaseError("its tables compute something")
 
 
 def _check_plain(path: Path) -> None:
@@ -161,11 +184,16 @@ def _is_ours(journal: Path) -> bool:
 def _told(path: Path) -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as error:
+    except MemoryError as error:  # of a length that the file states
+        raise StoreDamaged(
+            f"{path} asks for more memory than there is: free some, or remove it and collect again."
+        ) from error
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # of a sentence that quotes the file
         if "no such module" in str(error):
             raise ConfigError(
                 "this Python's SQLite was built without full-text search (FTS5): use another build of Python"
             ) from error
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
             raise StoreBusy(f"Another process is writing {path}: try again in a moment.") from error
-        raise StoreDamaged(f"{path} cannot be used ({error}): remove it, and collect again.") from error
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        raise StoreDamaged(f"{path} cannot be used ({reason}): remove it, and collect again.") from error

@@ -11,6 +11,7 @@ import pytest
 
 from offload_decode import Engine
 from offload_decode.collections.collection import Collection
+from offload_decode.collections.journal import DOCUMENTS
 from tests.cli.conftest import Ran, refused, run
 
 
@@ -234,3 +235,14 @@ def test_it_is_inspected(home: Path, texts: Path, collection: Path, tmp_path: Pa
     sizes = [one["tokens"] for one in told["documents"]]
     assert f"3 of {min(sizes)} to {max(sizes)} tokens" in shown
     assert "1 store: collect again" in shown
+
+
+def test_a_list_that_was_cut_or_changed_is_told(collection: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(collection, tmp_path / "damaged")
+    lines = (damaged / DOCUMENTS).read_bytes().splitlines(keepends=True)
+    (damaged / DOCUMENTS).write_bytes(b"".join(lines[:-1]))
+    ran = run("verify", damaged)
+    assert (ran.code, "differ in 1: collect again" in ran.err) == (1, True)
+    (damaged / DOCUMENTS).write_bytes(b"".join([lines[0].replace(b".txt", b".tyt", 1), *lines[1:]]))
+    ran = run("verify", damaged)
+    assert (ran.code, "its line in the list of documents was changed" in ran.err) == (1, True)

@@ -6,11 +6,13 @@ import math
 import re
 import sqlite3
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from offload_decode.collections.words import WORDS, Words, number_of, ranked
+from offload_decode.collections import words
+from offload_decode.collections.words import WORDS, Words, number_of, ranked, verify
 from offload_decode.errors import StoreDamaged
 
 TEXTS = {
@@ -162,3 +164,83 @@ def test_writing_without_spaces_is_found(tmp_path: Path) -> None:
             words.put(stores[digit], text)
     for digit, (_, question) in UNSPACED.items():
         assert ranked(tmp_path / WORDS, question)[0] == number_of(stores[digit])
+
+
+def test_what_was_written_verifies_and_leaves_the_file_alone(path: Path) -> None:
+    before = path.read_bytes()
+    verify(path, TEXTS)
+    assert path.read_bytes() == before
+    for stores in ([*TEXTS][1:], [*TEXTS, f"stores/99/{'9' * 32}.kv"], []):
+        with pytest.raises(StoreDamaged, match="differ in"):
+            verify(path, stores)
+
+
+def test_a_text_that_is_not_what_is_searched_is_told(path: Path) -> None:
+    data = path.read_bytes()
+    for word, other in ((b"Nothing of", b"Nothinh of"), (b"brisk lantern is", b"brisk lantern it")):
+        assert data.count(word) == 1
+        path.write_bytes(data.replace(word, other))
+        with pytest.raises(StoreDamaged, match="cannot be used"):
+            verify(path, TEXTS)
+
+
+def test_no_flipped_bit_changes_an_answer_unseen(path: Path) -> None:
+    data, questions = path.read_bytes(), ("lantern city", "ships", "brücke der kind")
+    right = [ranked(path, question) for question in questions]
+    spoilt = bytearray(data)
+    for bit in range(0, 8 * len(data), 8 * 61 + 5):
+        spoilt[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoilt)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        try:
+            verify(path, TEXTS)
+            found = [ranked(path, question) for question in questions]
+        except StoreDamaged:
+            continue
+        assert found == right, bit
+
+
+def test_what_sqlite_says_of_a_file_is_one_short_sentence(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        name = "x\n" * 5000
+        connection.execute(
+            "UPDATE sqlite_schema SET name = ?, sql = 'CREATE y' WHERE name = 'words_idx'", (name,)
+        )
+        connection.commit()
+    with pytest.raises(StoreDamaged) as told:
+        ranked(path, "lantern")
+    assert len(str(told.value)) < 1000
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "column", ["c0 AS (zeroblob(1000000000))", "c0 CHECK (randomblob(9))", "c0 DEFAULT (1)"]
+)
+def test_a_table_that_computes_is_refused(path: Path, column: str) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("UPDATE sqlite_schema SET sql = replace(sql, 'c0', ?)", (column,))
+        connection.commit()
+    for read in (lambda: ranked(path, "lantern"), lambda: verify(path, TEXTS), Words(path).__enter__):
+        with pytest.raises(StoreDamaged, match="compute something"):
+            read()
+
+
+@pytest.mark.parametrize("sql", [b"CREATE \xff", None, 7])
+def test_a_schema_that_is_no_text_is_refused(path: Path, sql: object) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("UPDATE sqlite_schema SET sql = CAST(? AS TEXT) WHERE name = 'words_idx'", (sql,))
+        connection.commit()
+    with pytest.raises(StoreDamaged):
+        ranked(path, "lantern")
+
+
+def test_a_length_that_no_memory_holds_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(connection: sqlite3.Connection) -> None:
+        raise MemoryError  # as SQLite's own allocations end
+
+    monkeypatch.setattr(words, "_check", refuse)
+    with pytest.raises(StoreDamaged, match="more memory than there is"):
+        ranked(path, "lantern")

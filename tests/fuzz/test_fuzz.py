@@ -25,6 +25,7 @@ TARGETS = [
     "lines.answers",
     "lines.conversation",
     "requests.bodies",
+    "collected.files",
 ]
 FEW, MANY = 40, 10_000
 
