@@ -57,11 +57,10 @@ def documents(rng: random.Random, names: Names, length: int) -> Item:
         begun = "\n" + head.format(n=name)
         facts.append(begun + "\n".join(f"{f}: {v}" for f, v in lines.items()) + "\n")
         named.append(Named(name, (len(start) if number else 0, len(stem)), spans(len(begun), lines)))
-        short = sorted(f for f, value in lines.items() if len(value) <= LONGEST_ASKED)
+        asked = drawn if not head else lines  # without a head it is the title that names a document
+        short = sorted(f for f in asked if len(lines[f]) <= LONGEST_ASKED)
         for f in rng.sample(short, min(3, len(short))):
             by_title = not head or ("Title" in lines and f != "Title" and rng.random() < 0.3)
-            if by_title and f == "Title":
-                continue
             whom = (
                 rng.choice(["the document titled {t}", 'the document titled "{t}"', "{t}"])
                 if by_title

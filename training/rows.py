@@ -150,10 +150,12 @@ class Rows:
         return found
 
     def fitted(self, rng: random.Random, items: list[Item], length: int, kind: str) -> Row | None:
-        """The row, or None where facts and one question do not fit."""
+        """The row, or None where facts and one question do not fit, or where there is none."""
         before, after = items[0].before, items[0].after
         pieces = [fact for item in items for fact in item.facts]
         found = [ask for item in items for ask in item.asks]
+        if not found:
+            return None
         rng.shuffle(found)
         asks = [(after if i == 0 else "\n") + ask for i, (ask, _) in enumerate(found)]
         said = [spoken(rng, answer) for _, answer in found]
