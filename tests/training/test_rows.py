@@ -13,10 +13,11 @@ from transformers import AutoTokenizer
 
 from offload_decode import demo_models
 from offload_decode.evals.tasks import words
-from training import curriculum, needles
+from training import curriculum, documents, needles
 from training.curriculum import FACTS, STAGES, Mixer, Stage
 from training.fillers import Fillers
 from training.items import ALTERNATIVES, alternatives, inside, listed, turning
+from training.names import Names
 from training.rows import REST, Rows, settled
 
 LENGTH = 512
@@ -135,6 +136,15 @@ def test_words_that_are_not_common_stand_for_more_in_the_last_layer(rows: Rows, 
     for kind in ("coded", "needles"):
         row = rows.row(random.Random(1), LENGTH, kind)
         assert not curriculum.crowded(np.random.default_rng(1), row).any()
+
+
+def test_facts_that_nothing_is_asked_of_make_no_row(rows: Rows) -> None:
+    """As where the one field of every document has a value too long to be asked for."""
+    ends = ("aren", "olim", "uter", "ester", "ingo", "onda")
+    names = Names([start + end for start in "bcdfghjk" for end in ends])
+    drawn = documents.documents(random.Random(8679), names, 256)
+    assert not drawn.asks
+    assert rows.fitted(random.Random(1), [drawn], 256, "documents") is None
 
 
 def test_targets_are_the_tokens_behind_the_picked_ones(tokenizer: Any, fillers: Fillers) -> None:
