@@ -48,7 +48,7 @@ def write(file: str, numbers: Sequence[int], arrays: Iterable[Array]) -> None:
     """Write `numbers` (int64, eight at most) and `arrays` to a new file."""
     with open(file, "wb") as out:
         for part in (np.array(numbers, np.int64), *arrays):
-            out.write(part.tobytes())
+            out.write(np.ascontiguousarray(part).data)
             out.write(bytes(-out.tell() % _ALIGNMENT))
 
 

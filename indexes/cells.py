@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import tempfile
+from contextlib import ExitStack
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ KEYS_PER_CELL = 256  # smaller cells are bounded tighter, and cost more to build
 SEGMENT = 1 << 18  # keys that are clustered among themselves, so that building is linear beyond
 SAMPLE = 64  # training keys a cell
 ITERATIONS = 4
+_CHECKED = 1024  # cells at a time
 LARGEST = 7  # codes are -7 to 7, stored with 8 added
 
 
@@ -55,17 +58,23 @@ def check(cells: Cells, n: int) -> None:
         raise RuntimeError("the sizes of its cells are not those of its keys")
     if (starts != np.concatenate([[0], _blocks(counts).cumsum()])).any() or starts[-1] * BLOCK != len(ids):
         raise RuntimeError("its cells do not begin where others end")
-    real = ids >= 0
-    if (np.add.reduceat(real, starts[:-1] * BLOCK, dtype=np.int64) != counts).any():
-        raise RuntimeError("its cells do not have as many keys as they say")
-    if ids.min() < -1 or ids.max() >= n:
-        raise RuntimeError("it names keys that there are not")
     named = np.zeros(n, np.bool_)
-    named[ids[real]] = True
+    for first in range(0, len(counts), _CHECKED):
+        last = min(first + _CHECKED, len(counts))
+        begin, end = int(starts[first]) * BLOCK, int(starts[last]) * BLOCK
+        own = ids[begin:end]
+        real = own >= 0
+        held = np.add.reduceat(real, starts[first:last] * BLOCK - begin, dtype=np.int64)
+        if (held != counts[first:last]).any():
+            raise RuntimeError("its cells do not have as many keys as they say")
+        if own.min() < -1 or own.max() >= n:
+            raise RuntimeError("it names keys that there are not")
+        named[own[real]] = True
+        parts = (cells.means[first:last], cells.variances[first:last], cells.scales[begin:end])
+        if not all(np.isfinite(part).all() for part in parts):
+            raise RuntimeError("its numbers are not finite")
     if not named.all():
         raise RuntimeError("it names a key twice")
-    if not all(np.isfinite(part).all() for part in (cells.means, cells.variances, cells.scales)):
-        raise RuntimeError("its numbers are not finite")
 
 
 def _blocks(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -73,17 +82,38 @@ def _blocks(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 
 
 def build(keys: Keys) -> Cells:
-    """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite."""
+    """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite.
+
+    Beyond a segment they lie in temporary files, so that the memory taken does not grow with the keys.
+    """
     if len(keys) > MAX_KEYS:
         raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
-    segments = [slice(start, min(start + SEGMENT, len(keys))) for start in range(0, len(keys), SEGMENT)]
-    labels = np.empty(len(keys), np.int64)
-    cells = 0
-    for part in segments:
-        labels[part], own = _labels(keys[part])
-        labels[part] += cells
-        cells += own
-    used, labels = np.unique(labels, return_inverse=True)
+    if len(keys) <= SEGMENT:
+        return _of_a_segment(keys)
+    with ExitStack() as open_:
+        files = {name: open_.enter_context(tempfile.TemporaryFile()) for name in Cells._fields}
+        blocks = 0
+        for first in range(0, len(keys), SEGMENT):
+            own = _of_a_segment(keys[first : first + SEGMENT])
+            moved = own._replace(
+                starts=blocks + own.starts[1 if first else 0 :],
+                ids=np.where(own.ids < 0, -1, own.ids + np.int32(first)),
+            )
+            for name, part in zip(Cells._fields, moved, strict=True):
+                files[name].write(np.ascontiguousarray(part).data)
+            blocks += int(own.starts[-1])
+        return Cells(**{name: _mapped(files[name], part) for name, part in own._asdict().items()})
+
+
+def _mapped(file: IO[bytes], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """All rows of a file of rows as these are."""
+    file.flush()
+    rows: npt.NDArray[Any] = np.memmap(file, like.dtype, "r").reshape(-1, *like.shape[1:])
+    return rows
+
+
+def _of_a_segment(keys: Keys) -> Cells:
+    used, labels = np.unique(_labels(keys), return_inverse=True)
     counts = np.bincount(labels, minlength=len(used)).astype(np.int32)
     means, variances = _moments(keys, labels, counts)
     starts = np.concatenate([[0], _blocks(counts).cumsum()])
@@ -125,13 +155,15 @@ def made_up(n: int, dim: int) -> Cells:
     return Cells(starts, counts, means, np.ones_like(means), codes, np.full(len(ids), 0.1, np.float32), ids)
 
 
-def _labels(keys: Keys) -> tuple[npt.NDArray[np.int64], int]:
+def _labels(keys: Keys) -> npt.NDArray[np.int64]:
+    if not len(keys):
+        return np.zeros(0, np.int64)
     count = max(1, round(len(keys) / KEYS_PER_CELL))
     rng = np.random.default_rng(0)
     sample = drawn(keys, SAMPLE * count, rng)
     begin = sample[np.sort(rng.choice(len(sample), count, replace=False))]
     centroids = lloyd(sample, begin, ITERATIONS)
-    return np.concatenate([nearest(block, centroids)[0] for _, block in float32_blocks(keys)]), count
+    return np.concatenate([nearest(block, centroids)[0] for _, block in float32_blocks(keys)])
 
 
 def _moments(

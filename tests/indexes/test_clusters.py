@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,28 @@ def test_more_keys_than_a_segment_are_all_there(monkeypatch: pytest.MonkeyPatch)
     for c in range(len(own.counts)):
         ids = own.ids[(of == c) & (own.ids >= 0)]
         assert len(set((ids // 1000).tolist())) == 1, "a cell is of one segment"
+    parts = [cells.build(keys[first : first + 1000]) for first in range(0, 3003, 1000)]
+    for mine, joined in zip(own, functools.reduce(cells.joined, parts), strict=True):
+        np.testing.assert_array_equal(mine, joined, strict=True)
+
+
+@pytest.mark.parametrize("at", [1, 1500, 3002])
+def test_cells_are_checked_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    monkeypatch.setattr(cells, "SEGMENT", 1000)
+    monkeypatch.setattr(cells, "_CHECKED", 2)
+    own = cells.build(clustered_keys(3003))
+    cells.check(own, 3003)
+    ids, scales, means = own.ids.copy(), own.scales.copy(), own.means.copy()
+    place = np.flatnonzero(ids >= 0)[at]
+    for wrong, said in ((-1, "as many keys"), (3003, "that there are not"), (ids[place - 1], "twice")):
+        ids[place] = wrong
+        with pytest.raises(RuntimeError, match=said):
+            cells.check(own._replace(ids=ids), 3003)
+    scales[place] = np.nan
+    means[-1] = np.inf
+    for changed in ({"scales": scales}, {"means": means}):
+        with pytest.raises(RuntimeError, match="not finite"):
+            cells.check(own._replace(**changed), 3003)
 
 
 def test_heads_that_scan_and_heads_that_prune_are_searched_together() -> None:
