@@ -289,15 +289,18 @@ def test_the_installed_command_is_this_one() -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/a/s.kv", "gs://bucket/s.kv", "file:///folder/s.kv"])
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["ask", "URL", "q"],
-        ["inspect", "URL"],
-        ["batch", "URL", "--questions", "q.jsonl", "--out", "a.jsonl"],
-    ],
-)
-def test_a_store_in_a_bucket_is_to_be_pulled_first(command: list[str], url: str) -> None:
-    told = refused(2, *(url if part == "URL" else part for part in command))
+def test_a_store_in_a_bucket_is_to_be_pulled_first(url: str) -> None:
+    told = refused(2, "inspect", url)
     assert f"{url} is in a bucket" in told
     assert f"offload-decode pull {url} s.kv" in told
+
+
+@pytest.mark.parametrize("command", [["ask", "URL", "q"], ["batch", "URL", "--questions", "Q", "--out", "A"]])
+def test_a_url_that_is_asked_is_that_of_a_collection(command: list[str], tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/s.kv"
+    (tmp_path / "q.jsonl").write_text('{"question": "q"}\n')
+    named = {"URL": url, "Q": str(tmp_path / "q.jsonl"), "A": str(tmp_path / "a.jsonl")}
+    told = refused(2, *(named.get(part, part) for part in command))
+    assert f"{url} is in a bucket" in told
+    assert f"offload-decode pull {url} s.kv" in told
+    assert not (tmp_path / "a.jsonl").exists()
