@@ -38,6 +38,12 @@ def push(
             parser=a_path,
         ),
     ] = None,
+    drop: Annotated[
+        bool,
+        typer.Option(
+            "--drop", help="Leave less than half of the documents there, where this collection has no more."
+        ),
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -56,7 +62,7 @@ def push(
         if sign is not None:
             raise ConfigError("a collection is not signed: leave --sign out, or push its stores one by one")
         with Progress(quiet) as progress:
-            all_moved = push_collection(store, url, progress)
+            all_moved = push_collection(store, url, progress, drop)
         if as_json:
             output.answer_json({"collection": str(store), "url": url} | asdict(all_moved))
         output.note(

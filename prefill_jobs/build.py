@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import indexes.registry
 from indexes.base import RecallRecord, VectorIndex
-from indexes.errors import VectorIndexError
+from indexes.errors import IndexNotWritten, VectorIndexError
 from offload_decode.errors import ConfigError
 from offload_decode.kv.head_indexes import (
     heads_of,
@@ -76,7 +77,7 @@ def build_indexes(
     kept: list[Path] = []
     staged = built = 0
     progress("index", 0, len(heads))
-    with alone(indexes_folder(opened.path)):
+    with _writing(folder), alone(indexes_folder(opened.path)):
         for done, (layer, head) in enumerate(heads, start=1):
             index = _saved(chosen, opened, folder, layer, head, recall, k)
             if index is not None:
@@ -98,6 +99,17 @@ def build_indexes(
             shutil.rmtree(staging)
         tidy(folder)
     return report_of(kind, folder, records, built, began)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """IndexNotWritten for errors of the file system."""
+    try:
+        yield
+    except OSError as error:
+        raise IndexNotWritten(
+            f"{folder} cannot be written ({error.strerror}): mend this, and run the same command to go on."
+        ) from error
 
 
 def check_target(recall: float, k: int) -> None:

@@ -162,6 +162,7 @@ def _parsed(line: bytes) -> tuple[str, Entry | None]:
     name = fields["name"]
     if not isinstance(name, str) or not 0 < len(name) <= _NAME:
         raise ValueError("its name is none")
+    name.encode()  # half a character raises a ValueError too
     if fields.get("gone") is True and len(fields) == 2:
         return name, None
     entry = Entry(**fields)

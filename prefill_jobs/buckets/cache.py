@@ -78,6 +78,11 @@ class Cache:
         """Make room for `size` bytes of an entry that is held alone."""
         with open(self.folder / _LOCK, "ab") as alone:
             lock(alone.fileno(), wait=True)
+            if size > self.limit:
+                raise DoesNotFit(
+                    f"{size:,} bytes are to be fetched to {self.folder}, which may hold {self.limit:,}: let "
+                    "it hold more, with --cache"
+                )
             others = sorted(other for other in self._entries() if other.path != entry)
             total = size + sum(other.bytes for other in others)
             for other in others:

@@ -26,11 +26,13 @@ from offload_decode.collections.journal import DOCUMENTS, Entry
 from offload_decode.collections.words import WORDS, Words
 from offload_decode.errors import (
     BucketError,
+    ConfigError,
     StoreExists,
     StoreIncomplete,
     StoreMismatch,
     StoreNotFound,
 )
+from offload_decode.kv.head_indexes import kind_folders
 from offload_decode.store.checksums import SEAL
 from offload_decode.store.metadata import COLLECTION as HEADER
 from offload_decode.store.publish import refuse_existing
@@ -76,12 +78,13 @@ def lies_at(url: str) -> bool:
     return bucket.found(f"{bucket.name}/{HEADER}") is not None
 
 
-def push_collection(path: Path, url: str, progress: Watch) -> Moved:
-    """Make what lies at `url` the collection at `path`: stores that are not there are put, then the lists,
-    and stores that no document has are removed. The same call resumes.
+def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -> Moved:
+    """Make what lies at `url` the collection at `path`: stores and indexes that are not there are put, then
+    the lists, and stores that no document has are removed. The same call resumes.
 
-    StoreExists where anything else lies there, StoreMismatch where it is a collection of another model,
-    StoreBusy while the collection is changed or pushed; also `StoreError`, `BucketError`, `ConfigError`.
+    ConfigError where most of what is there would be removed, unless `drop`; StoreExists where anything else
+    lies there, StoreMismatch where it is a collection of another model, StoreBusy while the collection is
+    changed or pushed; also `StoreError`, `BucketError`.
     """
     began, moved = time.perf_counter(), Moved()
     Header.read(path)
@@ -90,14 +93,21 @@ def push_collection(path: Path, url: str, progress: Watch) -> Moved:
         stores = {entry.store: changing.store(entry.store) for entry in entries}
         _complete_words(path, entries)
         bucket = Bucket(url)
+        if not drop:
+            _check_dropped(bucket, stores)
         with _claimed(bucket, path):
             there = _whole(bucket, stores)
             for number, entry in enumerate(entries):
                 progress("push documents", number, len(entries), entry.name)
-                if entry.store in there:
+                indexed = kind_folders(stores[entry.store])
+                if entry.store in there and not indexed:
                     moved.kept += 1
+                    continue
+                sent = _push_store(bucket, entry.store, stores[entry.store])
+                if sent.files:
+                    moved.add(sent)
                 else:
-                    moved.add(_push_store(bucket, entry.store, stores[entry.store]))
+                    moved.kept += 1
             for name in (
                 WORDS,
                 DOCUMENTS,
@@ -122,6 +132,9 @@ def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
     with surfaced(partial, "what was pulled", "pull"), locked(partial):
         refuse_existing(path)
         root = partial / STORE
+        header = root / HEADER
+        if header.exists() and header.read_bytes() != bucket.read(f"{bucket.name}/{HEADER}"):
+            shutil.rmtree(root)  # begun for a collection of another model, whose stores have the same names
         durable.make_folders(root)
         for name in lists:
             _fetch(bucket, lists[name], name, root)
@@ -207,11 +220,14 @@ def _claimed(bucket: Bucket, path: Path) -> Iterator[None]:
     """
     claim, header = f"{bucket.name}/{CLAIM}", f"{bucket.name}/{HEADER}"
     who = hashlib.sha256(f"{platform.node()} {os.path.realpath(path)}".encode()).hexdigest().encode()
-    if not bucket.create(claim, who) and bucket.read(claim) not in (None, who):
-        raise StoreExists(
-            f"Another collection is being pushed to {bucket.url}, or its push was interrupted: push that one "
-            f"again, or remove {CLAIM} there first."
-        )
+    while not bucket.create(claim, who):
+        if (other := bucket.read(claim)) == who:
+            break
+        if other is not None:
+            raise StoreExists(
+                f"Another collection is being pushed to {bucket.url}, or its push was interrupted: push that "
+                f"one again, or remove {CLAIM} there first."
+            )
     ours, there = (path / HEADER).read_bytes(), bucket.read(header)
     if there is None and bucket.objects(bucket.name).keys() - {CLAIM}:
         bucket.remove(claim)
@@ -250,6 +266,7 @@ def _push_store(bucket: Bucket, name: str, store: Path) -> Transfer:
         return push(store, url)
     except StoreExists:  # made anew here, of the same document: the URL is that of this collection
         _remove(bucket, f"{bucket.name}/{name}")
+        _remove(bucket, f"{bucket.name}/{name}.indexes")
         return push(store, url)
 
 
@@ -262,16 +279,30 @@ def _put(bucket: Bucket, path: Path, name: str) -> None:
         in_parallel([item], lambda item, meter: send(bucket, item, meter), lambda done: None)
 
 
-def _sweep(bucket: Bucket, wanted: Mapping[str, Path]) -> int:
-    """Remove the stores that are none of those `wanted`; how many there were."""
-    gone: set[str] = set()
+def _stores(bucket: Bucket) -> Iterator[tuple[str, str]]:
+    """The name of every store that lies there and a folder of it: its own, or that of its indexes."""
     for folder in bucket.folders(f"{bucket.name}/{STORES}"):
         for key in bucket.folders(folder):
-            own = _STORE.fullmatch(key.rpartition("/")[2])
-            name = f"{STORES}/{folder.rpartition('/')[2]}/{own[1]}" if own else ""
-            if own and name not in wanted:
-                _remove(bucket, key)
-                gone.add(name)
+            if own := _STORE.fullmatch(key.rpartition("/")[2]):
+                yield f"{STORES}/{folder.rpartition('/')[2]}/{own[1]}", key
+
+
+def _check_dropped(bucket: Bucket, wanted: Mapping[str, Path]) -> None:
+    """ConfigError where there are more than twice as many stores as are `wanted`."""
+    there = len({name for name, _ in _stores(bucket)})
+    if 2 * len(wanted) < there:
+        raise ConfigError(
+            f"{there:,} documents lie at {bucket.url}, and this collection has {len(wanted):,}: give --drop "
+            "if the others shall be removed there, or collect them first"
+        )
+
+
+def _sweep(bucket: Bucket, wanted: Mapping[str, Path]) -> int:
+    """Remove the stores that are none of those `wanted`; how many there were."""
+    gone = {name: key for name, key in _stores(bucket) if name not in wanted}
+    for name in gone:
+        for end in (".indexes", ""):
+            _remove(bucket, f"{bucket.name}/{name}{end}")
     return len(gone)
 
 

@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from indexes import durable
@@ -66,7 +66,9 @@ def pull(
         items = _items(bucket, bucket.name, root, sums)
         items += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
         admit(size_of(items))
-        _clear(partial, {item.path for item in items})
+        # What lies beside no store is nobody's, and nobody signed it.
+        unsigned = [] if verifier is None else [indexes_folder(path)]
+        _clear(partial, {item.path for item in items}, [root, *unsigned])
         there = _there(items, progress)
         rest = [item for item in items if item not in there]
         done, total = size_of(list(there)), size_of(items)
@@ -106,14 +108,15 @@ def _damaged(bucket: Bucket, keys: list[str], what: str) -> StoreDamaged:
     )
 
 
-def _clear(partial: Path, wanted: set[Path]) -> None:
-    """Leave in the staging folder only what may belong to the store: it may have been begun for another."""
+def _clear(partial: Path, wanted: set[Path], tops: Sequence[Path]) -> None:
+    """Leave below `tops` only what may belong to the store: it may have been begun for another."""
     shutil.rmtree(partial / PARTS, ignore_errors=True)
     (partial / PARTS).mkdir()
-    for folder, _, files in os.walk(partial / STORE):
-        for name in files:
-            if (path := Path(folder, name)) not in wanted:
-                path.unlink()
+    for top in tops:
+        for folder, _, files in os.walk(top):
+            for name in files:
+                if (path := Path(folder, name)) not in wanted:
+                    path.unlink()
 
 
 def _there(items: list[Item], progress: Progress) -> set[Item]:

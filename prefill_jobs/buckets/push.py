@@ -69,10 +69,10 @@ def push(
         in_parallel(
             rest, lambda item, meter: send(bucket, item, meter), lambda n: progress("push", done + n, total)
         )
-        if index_list:
-            _put_list(bucket, f"{bucket.indexes}/{SUMS}", index_list)
         if signer is not None:
             signer.sign(bucket, render(sums), index_list)
+        if index_list:
+            _put_list(bucket, f"{bucket.indexes}/{SUMS}", index_list)
         _put_list(bucket, f"{bucket.name}/{SUMS}", render(sums))
         _put_list(bucket, f"{bucket.name}/{SEAL}", seal_of(render(sums)))
     return Transfer(
@@ -210,9 +210,12 @@ def _index_list(
     """
     before = bucket.read(f"{bucket.indexes}/{SUMS}")
     kept = parse_sums(bucket, before) if before and (whole or not index_sums) else {}
-    if signer is not None and kept.keys() - index_sums.keys():
-        signer.verifier.check(bucket, sums, before)  # nobody signs what was never here
     after = render(kept | index_sums) if index_sums else before
+    if signer is not None and kept.keys() - index_sums.keys():  # nobody signs what was never here
+        verifier = signer.verifier
+        # A push that was cut off has signed what it had not listed yet.
+        if not (verifier.signed(bucket, sums, before) or verifier.signed(bucket, sums, after)):
+            verifier.check(bucket, sums, before)
     if signer is None and after != before and is_signed(bucket):
         raise StoreExists(f"{bucket.url} is signed, and the new indexes would not be: give --sign too.")
     return after

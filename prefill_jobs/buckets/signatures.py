@@ -67,6 +67,21 @@ class Verifier:
                 "others. Have it pushed again with --sign, or do not use it."
             )
 
+    def signed(self, bucket: Bucket, sums: bytes, index_sums: bytes | None) -> bool:
+        """Whether the signature there is the key's, and of these lists, whatever the statement beside it
+        says: of a push that was cut off, one of the two may be older.
+        """
+        from cryptography.exceptions import InvalidSignature
+
+        signature = bucket.read(bucket.name + SIGNATURE)
+        if signature is None:
+            return False
+        try:
+            self._key.verify(signature, _statement(bucket, sums, index_sums))
+        except InvalidSignature:
+            return False
+        return True
+
 
 def signer(path: Path) -> Signer:
     """Of the private key in a PEM file. Raises `ConfigError`."""

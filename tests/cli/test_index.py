@@ -54,6 +54,17 @@ def test_a_store_that_fails_stops_no_other_and_is_named(copy: Copy, tmp_path: Pa
     assert f"error: {none}: There is no store at {none}" in ran.err
 
 
+def test_a_folder_that_cannot_be_written_stops_no_other_store(copy: Copy) -> None:
+    stores = [copy(name) for name in ("a.kv", "b.kv")]
+    stores[0].with_name("a.kv.indexes").write_text("in the way")
+    ran = run("index", *stores, "--k", "10", "--json")
+    assert ran.code == 1
+    told = json.loads(ran.out)
+    assert [failed["store"] for failed in told["failures"]] == [str(stores[0])]
+    assert "cannot be written" in told["failures"][0]["error"]
+    assert len(told["indexes"]) == 1
+
+
 def test_a_collection_is_indexed_store_by_store(home: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for name in ("one", "two"):

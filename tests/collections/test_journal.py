@@ -68,6 +68,7 @@ WRONG: list[dict[str, Any]] = [
     {"tokens": 1.5},
     {"name": ""},
     {"name": 3},
+    {"name": "\ud800"},
     {"name": "x" * 5000},
     {"metadata": {"nested": {}}},
     {"metadata": []},

@@ -61,6 +61,14 @@ def test_what_was_used_longest_ago_leaves(cache: Cache) -> None:
     assert held(cache) <= cache.limit
 
 
+def test_what_will_never_fit_drives_nothing_out(cache: Cache) -> None:
+    use(cache, "a", 4, 1)
+    use(cache, "b", 4, 2)
+    with pytest.raises(DoesNotFit, match="11 bytes"), cache.holding("c", of(11)):
+        pass
+    assert held(cache) == 8
+
+
 def test_what_is_in_use_never_leaves(cache: Cache) -> None:
     with ExitStack() as stack:
         paths = [stack.enter_context(cache.holding(key, of(4))) for key in "ab"]

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from offload_decode.errors import ConfigError, StoreDamaged, StoreExists, StoreU
 from offload_decode.store.checksums import SEAL, SUMS, render, seal_of
 from prefill_jobs import buckets
 from prefill_jobs.buckets import signatures
+from prefill_jobs.buckets.bucket import Bucket
 from prefill_jobs.buckets.pull import pulling_path
 from tests.prefill_jobs.services import clear
 from tests.store.jobs import make_job, tree
@@ -169,6 +171,48 @@ def test_nobody_signs_indexes_that_were_never_here(home: Path) -> None:
     push(home)  # the others have this key's signature
     pull(home)
     assert {path.name for path in (home / "back.kv.indexes").iterdir()} == {"clusters", "flat", "faiss-ivf"}
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_signed_push_that_was_cut_off_goes_on(home: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Of another machine, with other indexes: before, between and behind what it signs."""
+    push(home)
+    shutil.rmtree(home / "a.kv.indexes")
+    add_index(home / "a.kv", "flat", b"flat")
+    puts = iter(range(100))
+    put = Bucket.put
+
+    def cut(self: Bucket, key: str, *rest: object) -> None:
+        if (".signed" in key or key.endswith(SUMS)) and next(puts) == at:
+            raise KeyboardInterrupt
+        put(self, key, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "put", cut)
+        with pytest.raises(KeyboardInterrupt):
+            push(home)
+    push(home)
+    pull(home)
+    assert {path.name for path in (home / "back.kv.indexes").iterdir()} == {"clusters", "flat"}
+
+
+def test_unsigned_indexes_of_an_unfinished_pull_do_not_stay(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(home, to="elsewhere/a.kv", key=None)
+    shutil.rmtree(home / "a.kv.indexes")
+    push(home)
+
+    def cut(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules["prefill_jobs.buckets.pull"], "_publish", cut)
+        with pytest.raises(KeyboardInterrupt):
+            buckets.pull(f"file://{home}/elsewhere/a.kv", home / "back.kv")
+    assert list((home / "back.kv.indexes").rglob("*.json"))
+    pull(home)
+    assert not list((home / "back.kv.indexes").rglob("*.json"))
 
 
 def test_a_signed_store_gets_no_unsigned_indexes(home: Path) -> None:
