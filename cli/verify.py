@@ -45,9 +45,13 @@ def verify(store: StoreOrCollection, as_json: Json = False, quiet: Quiet = False
         raise typer.Exit(FAILURE)
 
 
+_MADE_WITH = ("model_config_hash", "weights_hash", "tokenizer_hash", "dtype")
+
+
 def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
     from offload_decode.collections import words
     from offload_decode.collections.collection import Collection, store_name
+    from offload_decode.store.reader import KVStore
 
     collection = Collection(path)
     problems: list[dict[str, str]] = []
@@ -63,6 +67,13 @@ def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
                 found = _check(collection.store(entry), Progress(quiet=True))[1]
             except OffloadDecodeError as error:
                 found = [sentence(error)]
+            if not found:
+                made = KVStore.open(collection.store(entry)).manifest
+                others = [
+                    name for name in _MADE_WITH if getattr(made, name) != getattr(collection.header, name)
+                ]
+                if others:
+                    found.append(f"it was not made as the collection says ({', '.join(others)}).")
             if entry.store != store_name(entry.name, entry.sha256):
                 found.append("its line in the list of documents was changed.")
             told = {"document": entry.name, "store": str(path / entry.store)}

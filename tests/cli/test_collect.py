@@ -237,6 +237,17 @@ def test_it_is_inspected(home: Path, texts: Path, collection: Path, tmp_path: Pa
     assert "1 store: collect again" in shown
 
 
+def test_a_store_of_another_model_is_told(collection: Path, tmp_path: Path) -> None:
+    mixed = Path(shutil.copytree(collection, tmp_path / "mixed"))
+    header = json.loads((mixed / "collection.json").read_text())
+    (mixed / "collection.json").write_text(json.dumps(header | {"weights_hash": "2:" + "0" * 64}))
+    ran = run("verify", mixed, "--json")
+    assert ran.code == 1
+    told = json.loads(ran.out)["problems"]
+    assert [one["document"] for one in told] == ["alpha.txt", "beta.txt", "gamma.txt"]
+    assert {one["problem"] for one in told} == {"it was not made as the collection says (weights_hash)."}
+
+
 def test_a_list_that_was_cut_or_changed_is_told(collection: Path, tmp_path: Path) -> None:
     damaged = shutil.copytree(collection, tmp_path / "damaged")
     lines = (damaged / DOCUMENTS).read_bytes().splitlines(keepends=True)
