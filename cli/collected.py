@@ -20,7 +20,7 @@ from offload_decode.errors import ConfigError
 if TYPE_CHECKING:
     from offload_decode.collections.collection import Collection
     from offload_decode.collections.journal import Entry
-    from prefill_jobs.buckets.collections import Watching
+    from prefill_jobs.buckets.far_collection import Watching
 
 
 TOP = 3
@@ -183,7 +183,7 @@ def collected_of(
 def _is_far(store: Path) -> bool:
     if (url := url_of(store)) is None:
         return False
-    from prefill_jobs.buckets.collections import lies_at
+    from prefill_jobs.buckets.far_collection import lies_at
 
     return lies_at(url)
 
@@ -194,7 +194,7 @@ def _opened(path: Path, choosing: Choosing, watching: Watching) -> Iterator[Coll
 
     if url := url_of(path):
         from prefill_jobs.buckets.cache import Cache, user_cache
-        from prefill_jobs.buckets.collections import FarCollection
+        from prefill_jobs.buckets.far_collection import FarCollection
 
         cache = Cache(user_cache() / "fetched", byte_count(choosing.cache or CACHE))
         with FarCollection.opened(url, cache, watching) as far:

@@ -54,7 +54,8 @@ def pull(
     'offload-decode[buckets]', and [signatures] with --verify; credentials and endpoints come from AWS_... and
     GOOGLE_... variables.
     """
-    from prefill_jobs.buckets.collections import lies_at, pull_collection
+    from prefill_jobs.buckets.collections import pull_collection
+    from prefill_jobs.buckets.far_collection import lies_at
 
     if lies_at(url):
         if verify is not None:

@@ -78,18 +78,14 @@ class Cache:
         """Make room for `size` bytes of an entry that is held alone."""
         with open(self.folder / _LOCK, "ab") as alone:
             lock(alone.fileno(), wait=True)
-            if size > self.limit:
-                raise DoesNotFit(
-                    f"{size:,} bytes are to be fetched to {self.folder}, which may hold {self.limit:,}: let "
-                    "it hold more, with --cache"
-                )
             others = sorted(other for other in self._entries() if other.path != entry)
             total = size + sum(other.bytes for other in others)
+            may_fit = size <= self.limit  # else nothing is driven out in vain
             for other in others:
-                if total > self.limit and _dropped(other.path):
+                if may_fit and total > self.limit and _dropped(other.path):
                     total -= other.bytes
             if total > self.limit:
-                used = f", and {total - size:,} bytes are in use" if total > size else ""
+                used = f", and {total - size:,} bytes are in use" if may_fit else ""
                 raise DoesNotFit(
                     f"{size:,} bytes are to be fetched to {self.folder}, which may hold {self.limit:,}"
                     f"{used}: let it hold more, with --cache"

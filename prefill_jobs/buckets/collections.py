@@ -15,8 +15,8 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from offload_decode.collections.collection import STORES, Changing, Collection, 
 from offload_decode.collections.journal import DOCUMENTS, Entry
 from offload_decode.collections.words import WORDS, Words
 from offload_decode.errors import (
-    BucketError,
     ConfigError,
     StoreExists,
     StoreIncomplete,
@@ -37,18 +36,12 @@ from offload_decode.store.checksums import SEAL
 from offload_decode.store.metadata import COLLECTION as HEADER
 from offload_decode.store.publish import refuse_existing
 from offload_decode.store.staging import STORE, locked, surfaced
-from prefill_jobs.buckets.bucket import CLAIM, Bucket, Found
-from prefill_jobs.buckets.cache import Cache
+from prefill_jobs.buckets.bucket import CLAIM, Bucket
+from prefill_jobs.buckets.far_collection import Watch, fetch_list, lists_at
 from prefill_jobs.buckets.pull import pull, pulling_path
 from prefill_jobs.buckets.push import push, send
 from prefill_jobs.buckets.transfer import Item, Meter, Transfer, in_parallel
 
-Watch = Callable[[str, int, int, str], None]
-"""Told the stage, how many of how many are done, and the document."""
-Watching = Callable[[], AbstractContextManager[Watch]]
-"""Begins to watch, for as long as something is fetched."""
-
-_LISTS = (HEADER, WORDS, DOCUMENTS)
 _STORE = re.compile(r"([0-9a-f]{32}\.kv)(?:\.indexes)?")
 
 
@@ -70,12 +63,6 @@ class Moved:
         self.moved += 1
         self.files += store.files
         self.bytes += store.bytes
-
-
-def lies_at(url: str) -> bool:
-    """Whether a collection, and no store, lies at `url`. Raises `BucketError`, `ConfigError`."""
-    bucket = Bucket(url)
-    return bucket.found(f"{bucket.name}/{HEADER}") is not None
 
 
 def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -> Moved:
@@ -108,10 +95,8 @@ def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -
                     moved.add(sent)
                 else:
                     moved.kept += 1
-            for name in (
-                WORDS,
-                DOCUMENTS,
-            ):  # a word too many is not looked at, a document without is not found
+            # A word too many is not looked at, a document without is not found.
+            for name in (WORDS, DOCUMENTS):
                 _put(bucket, path, name)
             moved.gone = _sweep(bucket, stores)
     moved.seconds = time.perf_counter() - began
@@ -128,7 +113,7 @@ def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
     path = Path(os.path.abspath(path))
     refuse_existing(path)
     bucket, partial = Bucket(url), pulling_path(path)
-    lists = _lists(bucket)
+    lists = lists_at(bucket)
     with surfaced(partial, "what was pulled", "pull"), locked(partial):
         refuse_existing(path)
         root = partial / STORE
@@ -137,7 +122,7 @@ def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
             shutil.rmtree(root)  # begun for a collection of another model, whose stores have the same names
         durable.make_folders(root)
         for name in lists:
-            _fetch(bucket, lists[name], name, root)
+            fetch_list(bucket, lists[name], name, root)
         collection = Collection(root)
         for number, entry in enumerate(collection.entries):
             progress("pull documents", number, len(collection.entries), entry.name)
@@ -153,54 +138,6 @@ def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
         shutil.rmtree(partial)
     moved.seconds = time.perf_counter() - began
     return moved
-
-
-class FarCollection(Collection):
-    """A collection in a bucket that is asked here. Its lists, and the stores that were asked lately, are in a
-    cache.
-    """
-
-    def __init__(self, url: str, lists: Path, cache: Cache, watching: Watching):
-        super().__init__(lists)
-        self.name = url
-        self._cache = cache
-        self._watching = watching
-        self._model = (lists / HEADER).read_text()
-
-    @classmethod
-    @contextmanager
-    def opened(cls, url: str, cache: Cache, watching: Watching) -> Iterator[FarCollection]:
-        """The collection at `url` as it is now. Raises `StoreNotFound`, `StoreIncomplete` where it is being
-        pushed for the first time, `DoesNotFit`, `BucketError`, `ConfigError`.
-        """
-        bucket = Bucket(url)
-        lists = _lists(bucket)
-
-        def fill(path: Path, admit: Callable[[int], None]) -> None:
-            admit(sum(found.size for found in lists.values()))
-            partial = path.with_suffix(".partial")
-            durable.make_folders(partial)
-            for name, found in lists.items():
-                _fetch(bucket, found, name, partial)
-            durable.rename(partial, path)
-
-        with cache.holding(" ".join([bucket.url, *map(str, lists.values())]), fill) as path:
-            yield cls(bucket.url, path, cache, watching)
-
-    def held(self, entry: Entry) -> AbstractContextManager[Path]:
-        """Where a document's store lies while it is asked: fetched first, if it is not here."""
-        url = self.address(entry)
-
-        def fill(path: Path, admit: Callable[[int], None]) -> None:
-            with self._watching() as watch:
-
-                def shown(stage: str, done: int, total: int) -> None:
-                    watch(stage, done, total, entry.name)
-
-                pull(url, path, progress=shown, admit=admit)
-
-        # The name stands for the document's bytes, and the rest for what a prefill makes of them.
-        return self._cache.holding(f"{url} {self._model}", fill)
 
 
 def _complete_words(path: Path, entries: Sequence[Entry]) -> None:
@@ -265,8 +202,7 @@ def _push_store(bucket: Bucket, name: str, store: Path) -> Transfer:
     try:
         return push(store, url)
     except StoreExists:  # made anew here, of the same document: the URL is that of this collection
-        _remove(bucket, f"{bucket.name}/{name}")
-        _remove(bucket, f"{bucket.name}/{name}.indexes")
+        _remove_store(bucket, name)
         return push(store, url)
 
 
@@ -279,17 +215,19 @@ def _put(bucket: Bucket, path: Path, name: str) -> None:
         in_parallel([item], lambda item, meter: send(bucket, item, meter), lambda done: None)
 
 
-def _stores(bucket: Bucket) -> Iterator[tuple[str, str]]:
-    """The name of every store that lies there and a folder of it: its own, or that of its indexes."""
-    for folder in bucket.folders(f"{bucket.name}/{STORES}"):
-        for key in bucket.folders(folder):
-            if own := _STORE.fullmatch(key.rpartition("/")[2]):
-                yield f"{STORES}/{folder.rpartition('/')[2]}/{own[1]}", key
+def _stores(bucket: Bucket) -> set[str]:
+    """The names of the stores that lie there, whole or in part, or by their indexes alone."""
+    return {
+        f"{STORES}/{folder.rpartition('/')[2]}/{own[1]}"
+        for folder in bucket.folders(f"{bucket.name}/{STORES}")
+        for key in bucket.folders(folder)
+        if (own := _STORE.fullmatch(key.rpartition("/")[2]))
+    }
 
 
 def _check_dropped(bucket: Bucket, wanted: Mapping[str, Path]) -> None:
     """ConfigError where there are more than twice as many stores as are `wanted`."""
-    there = len({name for name, _ in _stores(bucket)})
+    there = len(_stores(bucket))
     if 2 * len(wanted) < there:
         raise ConfigError(
             f"{there:,} documents lie at {bucket.url}, and this collection has {len(wanted):,}: give --drop "
@@ -299,15 +237,19 @@ def _check_dropped(bucket: Bucket, wanted: Mapping[str, Path]) -> None:
 
 def _sweep(bucket: Bucket, wanted: Mapping[str, Path]) -> int:
     """Remove the stores that are none of those `wanted`; how many there were."""
-    gone = {name: key for name, key in _stores(bucket) if name not in wanted}
+    gone = _stores(bucket) - wanted.keys()
     for name in gone:
-        for end in (".indexes", ""):
-            _remove(bucket, f"{bucket.name}/{name}{end}")
+        _remove_store(bucket, name)
     return len(gone)
 
 
+def _remove_store(bucket: Bucket, name: str) -> None:
+    for end in ("", ".indexes"):
+        _remove(bucket, f"{bucket.name}/{name}{end}")
+
+
 def _remove(bucket: Bucket, folder: str) -> None:
-    """Remove a store, its seal first: half of it must not look like the whole."""
+    """Remove a folder, the seal of a store first: half of it must not look like the whole."""
     bucket.remove(f"{folder}/{SEAL}")
     items = [Item(Path(), f"{folder}/{name}", 0, "") for name in bucket.objects(folder) if name != SEAL]
 
@@ -319,30 +261,3 @@ def _remove(bucket: Bucket, folder: str) -> None:
     in_parallel(items, removed, lambda done: None)
     if bucket.folder:  # of which the empty folders are left
         shutil.rmtree(Path("/", folder), ignore_errors=True)
-
-
-def _lists(bucket: Bucket) -> dict[str, Found]:
-    """The lists of a collection, by name."""
-    found = {name: bucket.found(f"{bucket.name}/{name}") for name in _LISTS}
-    if found[HEADER] is None:
-        raise StoreNotFound(
-            f"There is no collection at {bucket.url}: make one with `offload-decode push`, or mend the URL."
-        )
-    there = {name: one for name, one in found.items() if one is not None}
-    if len(there) < len(found):
-        raise StoreIncomplete(f"The push to {bucket.url} has not finished: run it again to go on.")
-    return there
-
-
-def _fetch(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
-    key, digest = f"{bucket.name}/{name}", hashlib.sha256()
-    with durable.replacing(folder / name) as beside:
-        with open(beside, "xb") as file:
-            for part in bucket.parts(key, found.size):
-                digest.update(part)
-                file.write(part)
-        if bucket.digest(key) not in (None, digest.hexdigest()):
-            raise BucketError(
-                f"{name} of {bucket.url} is not what its checksum says: run it again, as it may have been "
-                "pushed meanwhile, or else push it again."
-            )

@@ -73,3 +73,12 @@ def store(home: Path) -> Path:
 def copy(store: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Makes a copy of the store that a test may spoil."""
     return lambda name: Path(shutil.copytree(store, tmp_path / name))
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of three short documents; for reading only."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("alpha", "beta", "gamma"):
+        (folder / f"{name}.txt").write_text(f"The word of this document is {name}. " * 4)
+    return folder

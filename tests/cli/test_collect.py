@@ -16,14 +16,6 @@ from tests.cli.conftest import Ran, refused, run
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts")
-    for name in ("alpha", "beta", "gamma"):
-        (folder / f"{name}.txt").write_text(f"The word of this document is {name}. " * 4)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def collection(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For reading only."""
     out = tmp_path_factory.mktemp("collections") / "texts"

@@ -20,14 +20,6 @@ from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts")
-    for name in ("alpha", "beta", "gamma"):
-        (folder / f"{name}.txt").write_text(f"The word of this document is {name}. " * 4)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def made(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("collections") / "texts"
     assert run("collect", texts, "--model", home / "model", "--out", out).code == 0

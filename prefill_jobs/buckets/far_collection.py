@@ -1,0 +1,111 @@
+"""A collection in a bucket, as it is read: its lists, and the stores that are asked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from indexes import durable
+from offload_decode.collections.collection import Collection
+from offload_decode.collections.journal import DOCUMENTS, Entry
+from offload_decode.collections.words import WORDS
+from offload_decode.errors import (
+    BucketError,
+    StoreIncomplete,
+    StoreNotFound,
+)
+from offload_decode.store.metadata import COLLECTION as HEADER
+from prefill_jobs.buckets.bucket import Bucket, Found
+from prefill_jobs.buckets.cache import Cache
+from prefill_jobs.buckets.pull import pull
+
+Watch = Callable[[str, int, int, str], None]
+"""Told the stage, how many of how many are done, and the document."""
+Watching = Callable[[], AbstractContextManager[Watch]]
+"""Begins to watch, for as long as something is fetched."""
+
+_LISTS = (HEADER, WORDS, DOCUMENTS)
+
+
+def lies_at(url: str) -> bool:
+    """Whether a collection, and no store, lies at `url`. Raises `BucketError`, `ConfigError`."""
+    bucket = Bucket(url)
+    return bucket.found(f"{bucket.name}/{HEADER}") is not None
+
+
+def lists_at(bucket: Bucket) -> dict[str, Found]:
+    """The lists of a collection, by name. Raises `StoreNotFound`, `StoreIncomplete`, `BucketError`."""
+    found = {name: bucket.found(f"{bucket.name}/{name}") for name in _LISTS}
+    if found[HEADER] is None:
+        raise StoreNotFound(
+            f"There is no collection at {bucket.url}: make one with `offload-decode push`, or mend the URL."
+        )
+    there = {name: one for name, one in found.items() if one is not None}
+    if len(there) < len(found):
+        raise StoreIncomplete(f"The push to {bucket.url} has not finished: run it again to go on.")
+    return there
+
+
+def fetch_list(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
+    """Fetch one of them into a folder. Raises `BucketError` where its bytes are not those of its checksum."""
+    key, digest = f"{bucket.name}/{name}", hashlib.sha256()
+    with durable.replacing(folder / name) as beside:
+        with open(beside, "xb") as file:
+            for part in bucket.parts(key, found.size):
+                digest.update(part)
+                file.write(part)
+        if bucket.digest(key) not in (None, digest.hexdigest()):
+            raise BucketError(
+                f"{name} of {bucket.url} is not what its checksum says: run it again, as it may have been "
+                "pushed meanwhile, or else push it again."
+            )
+
+
+class FarCollection(Collection):
+    """A collection in a bucket that is asked here. Its lists, and the stores that were asked lately, are in a
+    cache.
+    """
+
+    def __init__(self, url: str, lists: Path, cache: Cache, watching: Watching):
+        super().__init__(lists)
+        self.name = url
+        self._cache = cache
+        self._watching = watching
+        self._model = (lists / HEADER).read_text()
+
+    @classmethod
+    @contextmanager
+    def opened(cls, url: str, cache: Cache, watching: Watching) -> Iterator[FarCollection]:
+        """The collection at `url` as it is now. Raises `StoreNotFound`, `StoreIncomplete` where it is being
+        pushed for the first time, `DoesNotFit`, `BucketError`, `ConfigError`.
+        """
+        bucket = Bucket(url)
+        lists = lists_at(bucket)
+
+        def fill(path: Path, admit: Callable[[int], None]) -> None:
+            admit(sum(found.size for found in lists.values()))
+            partial = path.with_suffix(".partial")
+            durable.make_folders(partial)
+            for name, found in lists.items():
+                fetch_list(bucket, found, name, partial)
+            durable.rename(partial, path)
+
+        with cache.holding(" ".join([bucket.url, *map(str, lists.values())]), fill) as path:
+            yield cls(bucket.url, path, cache, watching)
+
+    def held(self, entry: Entry) -> AbstractContextManager[Path]:
+        """Where a document's store lies while it is asked: fetched first, if it is not here."""
+        url = self.address(entry)
+
+        def fill(path: Path, admit: Callable[[int], None]) -> None:
+            with self._watching() as watch:
+
+                def shown(stage: str, done: int, total: int) -> None:
+                    watch(stage, done, total, entry.name)
+
+                pull(url, path, progress=shown, admit=admit)
+
+        # The name stands for the document's bytes, and the rest for what a prefill makes of them.
+        return self._cache.holding(f"{url} {self._model}", fill)
