@@ -15,7 +15,7 @@ from pathlib import Path
 from indexes.verified import Identity, cache_folder, identity, settled
 
 KEPT = 256
-"""Values at most; the oldest go first."""
+"""Values at most; those that nobody asked for longest go first."""
 _FORM = re.compile(r"[0-9a-f:]{1,128}")
 _MOST = 1 << 16  # characters of a value
 
@@ -42,6 +42,8 @@ def recall(key: str) -> str | None:
             text = file.read(_MOST + 1)
     except (OSError, ValueError):
         return None
+    with suppress(OSError):  # in a cache that is only read, none goes
+        os.utime(_place(key))
     return text if len(text) <= _MOST else None
 
 

@@ -56,16 +56,17 @@ def test_a_model_that_is_not_served_says_why_and_fails(tmp_path) -> None:
     assert json.loads(told)["reason"]
 
 
-def test_inspect_states_the_proof_of_the_installed_release(store, monkeypatch, tmp_path) -> None:
+def test_inspect_states_the_proof_of_the_installed_release(home, store, monkeypatch, tmp_path) -> None:
     def line() -> str:
         told = CliRunner().invoke(app, ["inspect", str(store)]).stdout
         return next(line for line in told.splitlines() if line.startswith("proof"))
 
     release = f"transformers {version('transformers')}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing was proved yet
+    assert f"not run here with {release}: offload-decode models" in line()
+    assert run(home / "model")[0] == 0
     assert "equal to plain generation" in line()
     assert release in line()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert f"not run here with {release}: offload-decode models" in line()
 
 
 def test_recurrent_layers_are_called_so(tmp_path) -> None:

@@ -89,3 +89,13 @@ def test_files_that_are_gone_are_not_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert remembered([tmp_path / "nowhere"], "as is", lambda: "ab") == "ab"
     assert not (tmp_path / "cache").exists()
+
+
+def test_what_is_asked_for_again_and_again_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    module.keep("often", "ab")
+    for number in range(KEPT + 10):
+        module.keep(f"once {number}", "cd")
+        assert module.recall("often") == "ab"
+    assert module.recall("once 0") is None
+    assert len(list(module._folder().iterdir())) == KEPT
