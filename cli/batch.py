@@ -248,8 +248,7 @@ def _answer_on_ray(
     from prefill_jobs.on_ray.asking import Given
     from prefill_jobs.on_ray.cluster import Cluster
 
-    if writing.collected is not None:
-        writing.collected.check_shared(left)
+    far = None if writing.collected is None else writing.collected.on_other_machines(left)
 
     def line(store: str, question: Question, given: Given) -> dict[str, object]:
         return writing.line(store, question, given.text, given.tokens, given.finish, given.citations)
@@ -257,6 +256,7 @@ def _answer_on_ray(
     failures = answer_there(
         Cluster(address, workers, writing.how.caps),
         left,
+        far,
         writing.how,
         writing.out,
         line,

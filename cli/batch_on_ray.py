@@ -9,8 +9,10 @@ from cli.limits import Asking
 from cli.progress import Progress
 from cli.questions import Question, append_answers
 from offload_decode.errors import OffloadDecodeError
+from prefill_jobs.buckets.far_stores import FarStores
 from prefill_jobs.on_ray.asking import Given, Part, answer_on_ray
 from prefill_jobs.on_ray.cluster import Cluster
+from prefill_jobs.on_ray.pool import Standing
 
 Line = Callable[[str, Question, Given], dict[str, object]]
 Failures = dict[str, tuple[int, OffloadDecodeError]]
@@ -20,6 +22,7 @@ Failures = dict[str, tuple[int, OffloadDecodeError]]
 def answer_there(
     cluster: Cluster,
     left: Mapping[str, Sequence[Question]],
+    far: FarStores | None,
     how: Asking,
     out: Path,
     line: Line,
@@ -29,7 +32,9 @@ def answer_there(
     cites: bool,
     progress: Progress,
 ) -> Failures:
-    """Answers go to the end of `out` as they come, `batch_size` of them at a time."""
+    """Answers of the stores, which may be `far`, go to the end of `out` as they come, `batch_size` of them at
+    a time.
+    """
     given = [
         (store, own[start : start + batch_size])
         for store, own in left.items()
@@ -39,10 +44,12 @@ def answer_there(
     failures: Failures = {}
     done, total = 0, sum(map(len, left.values()))
 
-    def watch(at_work: int) -> None:
-        progress("answer", done, total, f"{at_work} at work")
+    def watch(standing: Standing) -> None:
+        fetching = sum(bytes_of > 0 for _, bytes_of in standing.values())
+        fetch = f", {fetching} of them fetching" if fetching else ""
+        progress("answer", done, total, f"{len(standing)} at work{fetch}")
 
-    for number, result in answer_on_ray(parts, cluster, how.config, max_new_tokens, cites, watch):
+    for number, result in answer_on_ray(parts, cluster, how.config, max_new_tokens, cites, far, watch):
         store, own = given[number]
         if isinstance(result, OffloadDecodeError):
             before, first = failures.get(store, (0, result))

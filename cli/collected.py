@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from offload_decode.collections.collection import Collection
     from offload_decode.collections.journal import Entry
     from prefill_jobs.buckets.far_collection import Watching
+    from prefill_jobs.buckets.far_stores import FarStores
 
 
 TOP = 3
@@ -66,8 +67,8 @@ def choosing(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of a collection in a bucket: most disk space for stores that were fetched; those that were "
-            f"asked longest ago leave.  [default: {CACHE}]",
+            help="Of a collection in a bucket: most disk space on each machine for stores that were "
+            f"fetched; those that were asked longest ago leave.  [default: {CACHE}]",
             show_default=False,
         ),
     ] = None,
@@ -110,12 +111,17 @@ class Collected:
         """Where one of `stores` lies while it is asked."""
         return self.collection.held(self.stores[store])
 
-    def check_shared(self, stores: Iterable[str]) -> None:
-        """Raise unless other machines that have the collection at the same path can open these stores."""
-        if url_of(Path(self.collection.name)):
-            raise ConfigError("a collection in a bucket is asked here: leave --workers out, or pull it first")
+    def on_other_machines(self, stores: Iterable[str]) -> FarStores | None:
+        """How these stores come to other machines: from a bucket, or None where those have the collection at
+        the same path. Raises `StoreDamaged` where they could not open one.
+        """
+        from prefill_jobs.buckets.far_collection import FarCollection
+
+        if isinstance(self.collection, FarCollection):
+            return self.collection.stores
         for store in stores:
             self.collection.store(self.stores[store])
+        return None
 
     def documents(self, question: str) -> Sequence[Entry]:
         """Those that a question is put to, the likeliest first; none where no document has a word of it."""
@@ -193,11 +199,9 @@ def _opened(path: Path, choosing: Choosing, watching: Watching) -> Iterator[Coll
     from offload_decode.collections.collection import Collection
 
     if url := url_of(path):
-        from prefill_jobs.buckets.cache import Cache, user_cache
         from prefill_jobs.buckets.far_collection import FarCollection
 
-        cache = Cache(user_cache() / "fetched", byte_count(choosing.cache or CACHE))
-        with FarCollection.opened(url, cache, watching) as far:
+        with FarCollection.opened(url, byte_count(choosing.cache or CACHE), watching) as far:
             yield far
         return
     if choosing.cache is not None:

@@ -155,7 +155,8 @@ Workers = Annotated[
     typer.Option(
         metavar="W",
         help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: spread the questions "
-        "over a Ray cluster; each store is asked on machines that have it at its path.",
+        "over a Ray cluster; each store is asked on machines that have it at its path or, of a collection in "
+        "a bucket, that fetch it.",
         show_default=False,
     ),
 ]

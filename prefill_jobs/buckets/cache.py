@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ the path is still there for the next.
 """
 
 _LOCK, _BYTES, _CONTENT, _GONE = "lock", "bytes", "content", ".gone"
+_POLL_S = 0.2
 _ENTRY = re.compile(r"[0-9a-f]{32}")
 
 
@@ -40,12 +42,24 @@ def user_cache() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "offload-decode"
 
 
-class Cache:
-    """Holds at most `limit` bytes of files in `folder`; several processes may share it."""
+def name_of(key: str) -> str:
+    """The name of the folder in a cache in which that lies what `key` names."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
-    def __init__(self, folder: Path, limit: int):
+
+class Cache:
+    """Holds at most `limit` bytes of files in `folder`; several processes may share it. `patience`: for how
+    many seconds those are waited for that use what would have to leave.
+    """
+
+    def __init__(self, folder: Path, limit: int, patience: float = 0.0):
         self.folder = folder
         self.limit = limit
+        self.patience = patience
+
+    def names(self) -> frozenset[str]:
+        """Of what is here now, as `name_of` tells it."""
+        return frozenset(path.parent.name for path in self.folder.glob(f"*/{_CONTENT}"))
 
     @contextmanager
     def holding(self, key: str, fill: Fill) -> Iterator[Path]:
@@ -54,7 +68,7 @@ class Cache:
 
         Raises `DoesNotFit` where nothing may leave that would make enough room, and what `fill` raises.
         """
-        entry = self.folder / hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        entry = self.folder / name_of(key)
         content = entry / _CONTENT
         while True:
             durable.make_folders(entry)
@@ -76,21 +90,31 @@ class Cache:
 
     def _admit(self, entry: Path, size: int) -> None:
         """Make room for `size` bytes of an entry that is held alone."""
-        with open(self.folder / _LOCK, "ab") as alone:
-            lock(alone.fileno(), wait=True)
-            others = sorted(other for other in self._entries() if other.path != entry)
-            total = size + sum(other.bytes for other in others)
-            may_fit = size <= self.limit  # else nothing is driven out in vain
-            for other in others:
-                if may_fit and total > self.limit and _dropped(other.path):
-                    total -= other.bytes
-            if total > self.limit:
+        may_fit = size <= self.limit  # else nothing is driven out in vain, nor waited for
+        deadline = time.monotonic() + (self.patience if may_fit else 0)
+        while (total := self._made_room(entry, size, may_fit)) > self.limit:
+            if time.monotonic() >= deadline:
                 used = f", and {total - size:,} bytes are in use" if may_fit else ""
                 raise DoesNotFit(
                     f"{size:,} bytes are to be fetched to {self.folder}, which may hold {self.limit:,}"
                     f"{used}: let it hold more, with --cache"
                 )
-            durable.write(entry / _BYTES, str(size).encode())
+            time.sleep(_POLL_S)
+
+    def _made_room(self, entry: Path, size: int, may_fit: bool) -> int:
+        """What the entry and the others weigh, once those that may leave have; what is within the limit is
+        the entry's from then on.
+        """
+        with open(self.folder / _LOCK, "ab") as alone:
+            lock(alone.fileno(), wait=True)
+            others = sorted(other for other in self._entries() if other.path != entry)
+            total = size + sum(other.bytes for other in others)
+            for other in others:
+                if may_fit and total > self.limit and _dropped(other.path):
+                    total -= other.bytes
+            if total <= self.limit:
+                durable.write(entry / _BYTES, str(size).encode())
+            return total
 
     def _entries(self) -> Iterator[_Entry]:
         for found in os.scandir(self.folder):

@@ -18,8 +18,8 @@ from offload_decode.errors import (
 )
 from offload_decode.store.metadata import COLLECTION as HEADER
 from prefill_jobs.buckets.bucket import Bucket, Found
-from prefill_jobs.buckets.cache import Cache
-from prefill_jobs.buckets.pull import pull
+from prefill_jobs.buckets.far_stores import FarStores, cache_of
+from prefill_jobs.buckets.transfer import Progress
 
 Watch = Callable[[str, int, int, str], None]
 """Told the stage, how many of how many are done, and the document."""
@@ -64,20 +64,21 @@ def fetch_list(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
 
 
 class FarCollection(Collection):
-    """A collection in a bucket that is asked here. Its lists, and the stores that were asked lately, are in a
-    cache.
+    """A collection in a bucket that is asked. Its lists, and the stores that were asked lately, are in a
+    cache of `limit` bytes.
+
+    stores: how they come to any machine.
     """
 
-    def __init__(self, url: str, lists: Path, cache: Cache, watching: Watching):
+    def __init__(self, url: str, lists: Path, limit: int, watching: Watching):
         super().__init__(lists)
         self.name = url
-        self._cache = cache
+        self.stores = FarStores(url, (lists / HEADER).read_text(), limit)
         self._watching = watching
-        self._model = (lists / HEADER).read_text()
 
     @classmethod
     @contextmanager
-    def opened(cls, url: str, cache: Cache, watching: Watching) -> Iterator[FarCollection]:
+    def opened(cls, url: str, limit: int, watching: Watching) -> Iterator[FarCollection]:
         """The collection at `url` as it is now. Raises `StoreNotFound`, `StoreIncomplete` where it is being
         pushed for the first time, `DoesNotFit`, `BucketError`, `ConfigError`.
         """
@@ -92,20 +93,15 @@ class FarCollection(Collection):
                 fetch_list(bucket, found, name, partial)
             durable.rename(partial, path)
 
-        with cache.holding(" ".join([bucket.url, *map(str, lists.values())]), fill) as path:
-            yield cls(bucket.url, path, cache, watching)
+        with cache_of(limit).holding(" ".join([bucket.url, *map(str, lists.values())]), fill) as path:
+            yield cls(bucket.url, path, limit, watching)
 
     def held(self, entry: Entry) -> AbstractContextManager[Path]:
         """Where a document's store lies while it is asked: fetched first, if it is not here."""
-        url = self.address(entry)
 
-        def fill(path: Path, admit: Callable[[int], None]) -> None:
+        @contextmanager
+        def fetching() -> Iterator[Progress]:
             with self._watching() as watch:
+                yield lambda stage, done, total: watch(stage, done, total, entry.name)
 
-                def shown(stage: str, done: int, total: int) -> None:
-                    watch(stage, done, total, entry.name)
-
-                pull(url, path, progress=shown, admit=admit)
-
-        # The name stands for the document's bytes, and the rest for what a prefill makes of them.
-        return self._cache.holding(f"{url} {self._model}", fill)
+        return self.stores.held(self.address(entry), fetching)

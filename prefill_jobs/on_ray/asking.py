@@ -1,8 +1,8 @@
 """Questions to stores, spread over the machines of a Ray cluster.
 
 Each worker keeps one model and the stores that it asked last, and is given questions to those alone that lie
-on its machine. What it answers comes back to the driver, which alone writes: what a lost worker had not yet
-handed over is asked again, and nothing is written twice.
+on its machine, or else fetches them there. What it answers comes back to the driver, which alone writes:
+what a lost worker had not yet handed over is asked again, and nothing is written twice.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
@@ -23,8 +25,9 @@ from offload_decode.models.outline import outline
 from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
 from offload_decode.store.reader import KVStore
 from offload_decode.types import CitedDocument
+from prefill_jobs.buckets.far_stores import FarStores
 from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from prefill_jobs.on_ray.pool import Pool
+from prefill_jobs.on_ray.pool import Pool, Standing
 from prefill_jobs.on_ray.routing import AtStores, routed
 
 OPEN = 4
@@ -33,9 +36,12 @@ OPEN = 4
 
 @dataclass(frozen=True)
 class How:
-    """What all workers are told. `stores`: absolute paths of all that may be asked."""
+    """What all workers are told. `stores`: absolute paths of all that may be asked, or, where they are `far`,
+    their URLs.
+    """
 
     stores: tuple[str, ...]
+    far: FarStores | None
     config: EngineConfig
     caps: Caps
     max_new_tokens: int
@@ -63,15 +69,23 @@ class Given:
 Answered = list[Given] | OffloadDecodeError
 
 
+class Opened(NamedTuple):
+    """A store that is open. `held`: what keeps it where it lies."""
+
+    engine: Engine
+    held: ExitStack
+
+
 class Asker(AtStores):
     """In a process of its own, on any machine; see `pool.Worker`."""
 
     def __init__(self, how: How) -> None:
-        super().__init__(how.stores)
+        super().__init__(how.stores, how.far)
         self.how = how
         self.before = 0
         self.model: tuple[tuple[str, str, str], LoadedModel] | None = None
-        self.engines: OrderedDict[str, Engine] = OrderedDict()
+        self.opened: OrderedDict[str, Opened] = OrderedDict()
+        self.most = OPEN if how.far is None else 1  # what is held open cannot leave the cache for others
 
     def begin(self) -> None:
         """Under the caps; a model is loaded for the first store."""
@@ -85,16 +99,22 @@ class Asker(AtStores):
         )
         return [Given(one.text, len(one.tokens), one.finish, one.citations) for one in given]
 
-    def _engine(self, path: str) -> Engine:
+    def _engine(self, store: str) -> Engine:
         """An open store, with its model; the one that was asked longest ago goes."""
-        if path not in self.engines:
-            while len(self.engines) >= OPEN:
-                self.engines.popitem(last=False)
-            self.engines[path] = self._opened(path)
-        self.engines.move_to_end(path)
-        return self.engines[path]
+        if store not in self.opened:
+            self._close(self.most - 1)
+            with ExitStack() as held:
+                engine = self._open(held.enter_context(self.held(store)))
+                self.opened[store] = Opened(engine, held.pop_all())
+        self.opened.move_to_end(store)
+        return self.opened[store].engine
 
-    def _opened(self, path: str) -> Engine:
+    def _close(self, left: int) -> None:
+        """Those that were asked longest ago go, until so many are left."""
+        while len(self.opened) > left:
+            self.opened.popitem(last=False)[1].held.close()
+
+    def _open(self, path: str) -> Engine:
         config, caps = self.how.config, self.how.caps
         store = KVStore.open(path)
         named = store.manifest.model_id if config.model is None else config.model
@@ -103,7 +123,7 @@ class Asker(AtStores):
         check_ask(*given, index=index)
         wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
         if self.model is None or self.model[0] != wanted:
-            self.engines.clear()
+            self._close(0)
             self.model = None
             self.model = wanted, load(wanted[0], config.device, *wanted[1:])
         engine = Engine.open(store, self.model[1], config)
@@ -117,17 +137,21 @@ def answer_on_ray(
     config: EngineConfig,
     max_new_tokens: int,
     cites: bool = False,
-    watch: Callable[[int], None] = lambda at_work: None,
+    far: FarStores | None = None,
+    watch: Callable[[Standing], None] = lambda standing: None,
 ) -> Iterator[tuple[int, Answered]]:
     """The number of each part with its answers, or what stood in their way, in the order in which they come.
-    `watch` is told how many parts are at work.
+    Stores are `far` where their URLs are given, and not paths that the workers' machines have.
+    `watch` is told of the parts at work how much of their stores is fetched, in bytes.
 
     Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers.
     """
     ray = installed("--workers ray")
-    here = [Part(os.path.abspath(part.store), part.questions) for part in parts]
-    how = How(tuple(dict.fromkeys(part.store for part in here)), config, cluster.caps, max_new_tokens, cites)
+    if far is None:
+        parts = [Part(os.path.abspath(part.store), part.questions) for part in parts]
+    stores = tuple(dict.fromkeys(part.store for part in parts))
+    how = How(stores, far, config, cluster.caps, max_new_tokens, cites)
     with connected(ray, cluster.address):
         count, share = shares(ray, cluster.workers, config.device)
-        pool = Pool(ray, Asker, how, min(count, len(here)), share)
-        yield from routed(pool, here, lambda standing: watch(len(standing)), "answered")
+        pool = Pool(ray, Asker, how, min(count, len(parts)), share)
+        yield from routed(pool, parts, watch, "answered", far is not None)

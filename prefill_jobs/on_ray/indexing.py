@@ -40,7 +40,6 @@ class Indexer(AtStores):
     def __init__(self, how: How) -> None:
         super().__init__(how.stores)
         self.how = how
-        self._standing = (0, 0)
 
     def begin(self) -> None:
         """Raises what is wrong with the kind of index on this machine, such as a library that it lacks."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,13 +33,13 @@ class Worker(Protocol):
 
     def load(self) -> Any:
         """Make ready for tasks. Returns an error, or what `choose` is told. One in place of a lost worker is
-        not asked to.
+        not asked to; one that answered `Again` is, and lets go with an error.
         """
         ...
 
     def do(self, task: Any) -> Any:
-        """A task, with which another worker may have been lost. One that takes the place of a lost worker may
-        answer with `Moved`.
+        """A task, with which another worker may have been lost. The answer may be `Told`, and the result
+        `Again`.
         """
         ...
 
@@ -63,13 +64,24 @@ class Lost(Exception):
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What a worker in place of a lost one answers first, as it may be on another machine: what `choose` is
-    told of it from now on, and the result of the task; None where the task is not for it.
+class Told:
+    """The result of a task, with what `choose` is told of the worker from now on: it may have come to another
+    machine in place of a lost one, or have other things there than before. The result is None where the task
+    is not for it.
     """
 
     told: Any
     result: Any
+
+
+class Again(Exception):
+    """What a task that could not be done here and now returns: it is given again, as if its worker had been
+    lost, and after `TRIES` of them `error` is its result.
+    """
+
+    def __init__(self, error: OffloadDecodeError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Pool:
@@ -97,32 +109,38 @@ class Pool:
         """The number of each task and what became of it, as they come: what `do` returned, or `Lost`. Tasks
         that no worker takes are left out.
 
-        Raises what `load` returns as an error, what `do` raises, and `OffloadDecodeError` where all workers
-        are lost while they load.
+        Raises what the first `load` of a worker returns as an error, what `do` raises, and
+        `OffloadDecodeError` where all workers are lost while they load.
         """
         waiting, told, unloaded = list(range(len(tasks))), dict[int, Any](), None
-        came_back, promised = False, self._loading()
+        came_back, promised, tries = False, self._loading(), Counter[int]()
         while promised and (waiting or any(number is not None for _, number in promised.values())):
             for promise in self.ray.wait(list(promised), num_returns=1, timeout=POLL_S)[0]:
                 own, number = promised.pop(promise)
                 worker = self.workers[own]
                 result = self._got(promise)
                 last = None if number is None else tasks[number]
-                if isinstance(result, Moved):
+                if isinstance(result, Told):
                     told[own], result = result.told, result.result
                 if number is not None:
                     self._standing.pop(number, None)
+                    if again := isinstance(result, Again):
+                        tries[number] += 1
+                        result = result.error if tries[number] == TRIES else None
                     if result is None:
                         waiting.append(number)
                         came_back = True
                     else:
                         yield number, result
-                elif isinstance(result, OffloadDecodeError):
-                    raise result
-                elif isinstance(result, Lost):
+                    if again:
+                        promised[worker.load.remote()] = own, None
+                        continue
+                elif isinstance(result, Lost) or (own in told and isinstance(result, OffloadDecodeError)):
                     unloaded = result
                     self.ray.kill(worker)
                     continue
+                elif isinstance(result, OffloadDecodeError):
+                    raise result
                 else:
                     told[own] = result
                 place = choose(told[own], last, [tasks[number] for number in waiting])

@@ -1,4 +1,4 @@
-"""Tasks of stores, each for a worker on a machine where its store lies."""
+"""Tasks of stores, each for a worker on a machine where its store lies, or to which it can be fetched."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
-from offload_decode.errors import OffloadDecodeError, StoreNotFound
-from prefill_jobs.on_ray.pool import TRIES, Lost, Moved, Pool, Standing
+from offload_decode.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreError, StoreNotFound
+from prefill_jobs.buckets.far_stores import FarStores
+from prefill_jobs.buckets.transfer import Progress
+from prefill_jobs.on_ray.pool import TRIES, Again, Lost, Pool, Standing, Told
+
+PATIENCE_S = 30.0
+"""How long a worker waits for those that use what would have to leave the cache of its machine."""
 
 
 class OfAStore(Protocol):
@@ -17,18 +23,22 @@ class OfAStore(Protocol):
 
     @property
     def store(self) -> str:
-        """The absolute path of its store."""
+        """The absolute path of its store, or its URL."""
         ...
 
 
 class AtStores(ABC):
-    """A `pool.Worker` that tells which of the stores lie on its machine. One in place of a lost worker looks
-    anew before its first task.
+    """A `pool.Worker` that tells which of the stores lie on its machine: at their paths, or fetched there
+    where they are `far`. One in place of a lost worker looks anew before its first task.
     """
 
-    def __init__(self, stores: Sequence[str]) -> None:
+    def __init__(self, stores: Sequence[str], far: FarStores | None = None) -> None:
         self.stores = stores
+        self.far = far
         self.ready = False
+        self._failed = 0
+        self._standing = (0, 0)
+        self._by_name = {far.name(store): store for store in stores} if far else {}
 
     @abstractmethod
     def begin(self) -> None:
@@ -40,35 +50,72 @@ class AtStores(ABC):
 
     def here(self) -> frozenset[str]:
         """The stores that lie on this machine."""
-        return frozenset(filter(os.path.exists, self.stores))
+        if self.far is None:
+            return frozenset(filter(os.path.exists, self.stores))
+        return frozenset(self._by_name[name] for name in self.far.here() if name in self._by_name)
+
+    @contextmanager
+    def held(self, store: str) -> Iterator[str]:
+        """Where a store lies while it is used. Raises `Again` where this machine cannot fetch it now."""
+        if self.far is None:
+            yield store
+            return
+        with ExitStack() as stack:
+            try:
+                path = stack.enter_context(self.far.held(store, self._fetching, PATIENCE_S))
+            except (BucketError, StoreError, DoesNotFit) as error:
+                if isinstance(error, StoreError) and type(error) is not StoreError:
+                    raise  # of the store: it is so on every machine
+                self._failed += 1
+                raise Again(error) from error
+            self._failed = 0
+            yield str(path)
 
     def load(self) -> frozenset[str] | OffloadDecodeError:
-        """`begin`, and the stores that lie here."""
+        """`begin`, and the stores that lie here. An error where the others cannot be fetched."""
         try:
-            self.begin()
+            if self.far is not None:
+                self.far.check()
+            if not self.ready:
+                self.begin()
         except OffloadDecodeError as error:
             return error
+        if self._failed >= TRIES:
+            return OffloadDecodeError(f"{TRIES} stores in a row could not be fetched")
         self.ready = True
         return self.here()
 
     def do(self, task: Any) -> Any:
-        """A task's result; `Moved` before anything else in place of a lost worker."""
-        if self.ready:
-            return self._returned(task)
-        here = self.load()
+        """A task's result. `Told` in place of a lost worker, before anything else, and where stores are
+        fetched, as others may have come and gone; `Again` where one could not be.
+        """
+        here = None if self.ready else self.load()
         if isinstance(here, OffloadDecodeError):
-            return here
-        return Moved(here, self._returned(task) if task.store in here else None)
+            return Again(here) if isinstance(here, BucketError) else here
+        if self.far is not None:
+            result = self._returned(task)
+            return Told(self.here(), result)
+        if here is not None:
+            return Told(here, self._returned(task) if task.store in here else None)
+        return self._returned(task)
 
     def standing(self) -> tuple[int, int]:
-        """Where a task is done as a whole."""
-        return 0, 0
+        """In bytes of a store that is fetched; else a task is done as a whole."""
+        return self._standing
+
+    @contextmanager
+    def _fetching(self) -> Iterator[Progress]:
+        def watch(stage: str, done: int, total: int) -> None:
+            self._standing = (done, total)
+
+        yield watch
+        self._standing = (0, 0)
 
     def _returned(self, task: Any) -> Any:
         try:
             return self.done(task)
-        except OffloadDecodeError as error:
-            return error
+        except (OffloadDecodeError, Again) as problem:
+            return problem
 
 
 def nearest(here: frozenset[str], last: OfAStore | None, waiting: Sequence[OfAStore]) -> int | None:
@@ -83,14 +130,34 @@ def nearest(here: frozenset[str], last: OfAStore | None, waiting: Sequence[OfASt
     return places[stores.index(wanted)]
 
 
+class Fetching:
+    """`nearest`, where a worker fetches what its machine has not: first what is on no machine yet."""
+
+    def __init__(self) -> None:
+        self.somewhere: set[str] = set()
+
+    def __call__(
+        self, here: frozenset[str], last: OfAStore | None, waiting: Sequence[OfAStore]
+    ) -> int | None:
+        """The next task for a worker; None where none is left."""
+        self.somewhere |= here
+        left = frozenset(task.store for task in waiting)
+        for stores in (here, left - self.somewhere, left):
+            if (place := nearest(stores, last, waiting)) is not None:
+                self.somewhere.add(waiting[place].store)
+                return place
+        return None
+
+
 def routed(
-    pool: Pool, tasks: Sequence[OfAStore], watch: Callable[[Standing], None], verb: str
+    pool: Pool, tasks: Sequence[OfAStore], watch: Callable[[Standing], None], verb: str, far: bool = False
 ) -> Iterator[tuple[int, Any]]:
     """The number of every task and its result as they come, an `OffloadDecodeError` for those whose workers
     were all lost while they did as `verb` says, and at the end `StoreNotFound` for those that no worker took.
+    Workers fetch stores that are `far`.
     """
     seen = set()
-    for number, result in pool.run(tasks, watch, nearest):
+    for number, result in pool.run(tasks, watch, Fetching() if far else nearest):
         seen.add(number)
         if isinstance(result, Lost):
             result = OffloadDecodeError(

@@ -22,7 +22,7 @@ from offload_decode.errors import OffloadDecodeError, StoreNotFound
 from offload_decode.planning.caps import Caps
 from prefill_jobs.on_ray import asking
 from prefill_jobs.on_ray.asking import Asker, Given, How, Part
-from prefill_jobs.on_ray.pool import Lost, Moved
+from prefill_jobs.on_ray.pool import Lost, Told
 from prefill_jobs.on_ray.routing import nearest, routed
 from tests.cli.conftest import Ran, refused, run
 from tests.prefill_jobs.test_ray import descendants
@@ -58,7 +58,7 @@ def test_what_no_worker_did_is_told_of_every_part() -> None:
 
 
 def asker(*stores: Path, **config: Any) -> Asker:
-    return Asker(How(tuple(map(str, stores)), EngineConfig(**config), Caps(), 4, False))
+    return Asker(How(tuple(map(str, stores)), None, EngineConfig(**config), Caps(), 4, False))
 
 
 def test_a_worker_answers_as_this_process_would(store: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_worker_answers_as_this_process_would(store: Path) -> None:
 def test_one_in_place_of_a_lost_worker_makes_itself_ready(store: Path) -> None:
     worker, here = asker(store), Part(str(store), ("Why?",))
     moved = worker.do(here)
-    assert isinstance(moved, Moved)
+    assert isinstance(moved, Told)
     assert moved.told == {str(store)}, "it may be on another machine"
     assert isinstance(moved.result, list)
     assert isinstance(worker.do(here), list)
@@ -81,7 +81,7 @@ def test_one_in_place_of_a_lost_worker_makes_itself_ready(store: Path) -> None:
 
 def test_one_in_place_of_a_lost_worker_gives_a_part_back_that_is_not_for_its_machine(tmp_path: Path) -> None:
     none = tmp_path / "none.kv"
-    assert asker(none).do(Part(str(none), ("Why?",))) == Moved(frozenset(), None)
+    assert asker(none).do(Part(str(none), ("Why?",))) == Told(frozenset(), None)
 
 
 def test_a_worker_keeps_one_model_and_the_stores_that_it_asked_last(
@@ -93,8 +93,8 @@ def test_a_worker_keeps_one_model_and_the_stores_that_it_asked_last(
     worker.load()
     for path in (paths[0], paths[1], paths[0], paths[2]):
         assert isinstance(worker.do(Part(str(path), ("Why?",))), list)
-    assert list(worker.engines) == [str(paths[0]), str(paths[2])]
-    assert len({id(engine.loaded) for engine in worker.engines.values()}) == 1
+    assert list(worker.opened) == [str(paths[0]), str(paths[2])]
+    assert len({id(one.engine.loaded) for one in worker.opened.values()}) == 1
 
 
 def test_what_is_wrong_with_a_store_is_returned(store: Path, tmp_path: Path) -> None:

@@ -212,7 +212,6 @@ def test_it_is_asked_where_it_lies(collection: Path, url: str, tmp_path: Path) -
     assert {line["document"]: line["answer"] for line in lines} == expected
     assert all(line["store"].startswith(f"{url}/stores/") for line in lines)
     assert "0 answers, 3 there already" in run(*command).err
-    assert "leave --workers out" in refused(2, *command[:-3], tmp_path / "o", "--workers", "ray")
 
 
 def test_the_stores_that_are_kept_stay_within_their_bound(collection: Path, url: str) -> None:

@@ -19,7 +19,7 @@ from offload_decode.errors import OffloadDecodeError, StoreNotFound
 from prefill_jobs.build import BuildReport, build_indexes
 from prefill_jobs.on_ray import pool
 from prefill_jobs.on_ray.indexing import How, Indexer, Whole, indexed
-from prefill_jobs.on_ray.pool import Moved, Standing
+from prefill_jobs.on_ray.pool import Standing, Told
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.test_ray import descendants
@@ -122,10 +122,10 @@ def test_one_in_place_of_a_lost_worker_goes_on_and_says_what_it_has(
     with pytest.raises(Killed):
         first.do(Whole(str(store)))
     moved = indexer(store).do(Whole(str(store)))
-    assert isinstance(moved, Moved)
+    assert isinstance(moved, Told)
     assert moved.told == {str(store)}
     assert (moved.result.built, moved.result.reused) == (moved.result.heads - 1, 1)
-    assert indexer(tmp_path / "none.kv").do(Whole(str(tmp_path / "none.kv"))) == Moved(frozenset(), None)
+    assert indexer(tmp_path / "none.kv").do(Whole(str(tmp_path / "none.kv"))) == Told(frozenset(), None)
 
 
 def test_what_is_wrong_with_the_kind_is_told_as_a_worker_loads(store: Path) -> None:

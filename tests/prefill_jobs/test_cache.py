@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.errors import DoesNotFit
-from prefill_jobs.buckets.cache import Cache, Fill
+from prefill_jobs.buckets.cache import Cache, Fill, name_of
 
 
 def of(size: int, made: list[int] | None = None) -> Fill:
@@ -96,6 +98,30 @@ def test_what_was_interrupted_counts_and_is_made_again(cache: Cache) -> None:
     assert not list(cache.folder.glob("*.gone"))
     use(cache, "a", 8, 2)
     assert held(cache) == 8
+
+
+def test_those_that_use_it_are_waited_for_with_patience(cache: Cache) -> None:
+    patient, went = Cache(cache.folder, cache.limit, patience=30), threading.Event()
+
+    def leave_late() -> None:
+        with cache.holding("a", of(8)):
+            went.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(leave_late)
+        while not cache.names():
+            time.sleep(0.01)
+        with pytest.raises(DoesNotFit, match="in use"), cache.holding("b", of(8)):
+            pass
+        threading.Timer(0.3, went.set).start()
+        with patient.holding("b", of(8)) as path:
+            assert went.is_set()
+            assert patient.names() == {path.parent.name} == {name_of("b")}
+        leaving.result()
+    began = time.monotonic()
+    with pytest.raises(DoesNotFit, match="11 bytes"), patient.holding("c", of(11)):
+        pass
+    assert time.monotonic() - began < 10, "nobody is waited for where it would not help"
 
 
 def test_several_at_once_share_it(cache: Cache) -> None:

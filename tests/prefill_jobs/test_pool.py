@@ -5,19 +5,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from offload_decode.config import EngineConfig
-from offload_decode.errors import StoreNotFound
+from offload_decode.errors import BucketError, StoreNotFound
 from offload_decode.planning.caps import Caps
 from prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
-from prefill_jobs.on_ray.pool import Pool
+from prefill_jobs.on_ray.pool import TRIES, Again, Pool
 from prefill_jobs.on_ray.routing import routed
 
-HOW = How((), EngineConfig(), Caps(), 4, False)
+HOW = How((), None, EngineConfig(), Caps(), 4, False)
 
 
 class OnAMachine(Asker):
@@ -36,49 +37,69 @@ class OnAMachine(Asker):
 
 class Machines:
     """Ray, over machines by name with the stores that lie on each. `lost` says before every task whether the
-    worker is lost; another one takes its place on a machine of Ray's choice, and is given the task.
+    worker is lost; another one takes its place on a machine of Ray's choice, and is given the task. `there`
+    says by its number whether there is room for a worker by now.
     """
 
     exceptions = SimpleNamespace(RayError=OSError, RayTaskError=RuntimeError)
 
-    def __init__(self, has: Mapping[str, str], lost: Callable[[], bool], place: Callable[[], str]):
-        self.has, self.lost, self.place = has, lost, place
-        self.started = 0
+    def __init__(
+        self,
+        has: Mapping[str, str],
+        lost: Callable[[], bool] = lambda: False,
+        place: Callable[[], str] = lambda: "",
+        there: Callable[[int], bool] = lambda number: True,
+    ):
+        self.has, self.lost, self.place, self.there = has, lost, place, there
+        self.started = self.given = 0
+        self.number: dict[Any, int] = {}
+        self.killed: list[Any] = []
 
     def remote(self, kind: type) -> Any:
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._worker))
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=partial(self._worker, kind)))
 
-    def _worker(self, how: How) -> Any:
-        at = [self._at(how, list(self.has)[self.started % len(self.has)])]
+    def _worker(self, kind: type[OnAMachine], how: How) -> Any:
+        at = [self._at(kind, how, list(self.has)[self.started % len(self.has)])]
+
+        def load() -> Any:
+            return at[0].load()
+
+        self.number[load] = self.started
         self.started += 1
 
         def do(part: Part) -> Any:
             if self.lost():
-                at[0] = self._at(how, self.place())
+                at[0] = self._at(kind, how, self.place())
+            self.given += 1
             return at[0].do(part)
 
         return SimpleNamespace(
-            load=SimpleNamespace(remote=lambda: lambda: at[0].load()),
+            load=SimpleNamespace(remote=lambda: load),
             do=SimpleNamespace(remote=lambda part: lambda: do(part)),
             standing=SimpleNamespace(remote=lambda: lambda: (0, 0)),
         )
 
-    def _at(self, how: How, machine: str) -> OnAMachine:
-        asker = OnAMachine(how)
+    def _at(self, kind: type[OnAMachine], how: How, machine: str) -> OnAMachine:
+        asker = kind(how)
         asker.machine, asker.has = machine, self.has[machine]
         return asker
 
     put = staticmethod(lambda value: value)
     get = staticmethod(lambda promise: promise())
-    kill = staticmethod(lambda worker: None)
+
+    def kill(self, worker: Any) -> None:
+        self.killed.append(worker)
 
     def wait(self, promises: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        return promises[:num_returns], promises[num_returns:]
+        ready = [one for one in promises if one not in self.number or self.there(self.number[one])]
+        return ready[:num_returns], []
 
 
-def ask(ray: Machines, stores: str, workers: int) -> list[tuple[int, Answered]]:
+def ask(
+    ray: Machines, stores: str, workers: int, kind: type[OnAMachine] = OnAMachine
+) -> list[tuple[int, Answered]]:
     parts = [Part(store, ("?",)) for store in stores]
-    pool = Pool(ray, OnAMachine, HOW, workers, {"num_cpus": 1})
+    pool = Pool(ray, kind, HOW, workers, {"num_cpus": 1})
     return list(routed(pool, parts, lambda standing: None, "answered"))
 
 
@@ -106,6 +127,41 @@ def test_what_lay_on_a_lost_machine_ends_in_a_sentence() -> None:
     assert texts(list(found.items())) == {1: "? b n"}
     assert isinstance(found[0], StoreNotFound)
     assert "no Ray worker finds a store at a:" in str(found[0])
+
+
+class Unlucky(OnAMachine):
+    """Fails on machines in capitals; its bucket is out of reach for those that are marked so too."""
+
+    def done(self, task: Part) -> list[Given]:
+        if self.machine.isupper():
+            raise Again(BucketError("out of reach"))
+        return super().done(task)
+
+    def load(self) -> Any:
+        if self.ready and self.machine == "X":
+            return BucketError("out of reach")
+        return super().load()
+
+
+def test_what_one_machine_cannot_do_another_does() -> None:
+    ray = Machines({"X": "ab", "m": "ab"})
+    found = texts(ask(ray, "aabbab", 2, Unlucky))
+    assert {text.split()[2] for text in found.values()} == {"m"}
+    assert len(found) == 6
+
+
+def test_what_none_can_do_is_told_after_as_many_as_a_task_may_lose() -> None:
+    ray = Machines({"M": "ab"})
+    found = dict(ask(ray, "ab", 1, Unlucky))
+    assert {type(result) for result in found.values()} == {BucketError}
+    assert ray.given == 2 * TRIES
+
+
+def test_new_workers_take_the_place_of_those_that_were_let_go() -> None:
+    """Every worker of `X` fails once, and is let go as it cannot go on; the last tasks are told of it."""
+    ray = Machines({"X": "ab"})
+    assert {str(result) for _, result in ask(ray, "ab", 2, Unlucky)} == {"out of reach"}
+    assert ray.started >= TRIES
 
 
 @pytest.mark.parametrize("seed", range(20))

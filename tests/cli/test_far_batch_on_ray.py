@@ -1,0 +1,222 @@
+"""A batch on a Ray cluster of a collection in a bucket: each machine fetches what its workers ask, once."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import batch_on_ray
+from cli.questions import append_answers
+from offload_decode.collections.collection import Collection
+from offload_decode.config import EngineConfig
+from offload_decode.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreNotFound
+from offload_decode.planning.caps import Caps
+from prefill_jobs.buckets.cache import user_cache
+from prefill_jobs.buckets.far_stores import FarStores
+from prefill_jobs.on_ray import routing
+from prefill_jobs.on_ray.asking import Asker, How, Part
+from prefill_jobs.on_ray.pool import TRIES, Again, Told
+from prefill_jobs.on_ray.routing import Fetching
+from tests.cli.conftest import Ran, run
+from tests.cli.test_batch_on_ray import lines_of
+from tests.prefill_jobs.test_ray import descendants
+
+
+@pytest.fixture(scope="module")
+def bucket(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that is a bucket with a collection; for reading only."""
+    folder = tmp_path_factory.mktemp("bucket")
+    here = folder.with_name(folder.name + ".here")
+    assert run("collect", texts, "--model", home / "model", "--out", here).code == 0
+    assert run("push", here, f"file://{folder}/texts").code == 0
+    return folder
+
+
+@pytest.fixture
+def url(bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the collection, for a machine that has fetched nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return f"file://{bucket}/texts"
+
+
+def stores_at(url: str) -> list[str]:
+    collection = Collection(Path(url.removeprefix("file://")))
+    return [f"{url}/{entry.store}" for entry in collection.entries]
+
+
+def asker(url: str, limit: int = 1 << 30) -> Asker:
+    header = Path(url.removeprefix("file://"), "collection.json").read_text()
+    return Asker(How(tuple(stores_at(url)), FarStores(url, header, limit), EngineConfig(), Caps(), 4, False))
+
+
+def kept() -> dict[Path, bool]:
+    """The folders of stores in this machine's cache, and whether each is held."""
+    found = {}
+    for lock in (user_cache() / "fetched").glob("*/lock"):
+        if (lock.parent / "content" / "zarr.json").exists():
+            with open(lock, "ab") as own:
+                try:
+                    fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    found[lock.parent] = False
+                except BlockingIOError:
+                    found[lock.parent] = True
+    return found
+
+
+def test_first_what_lies_here_then_what_lies_nowhere() -> None:
+    choose, waiting = Fetching(), [Part(store, ("?",)) for store in "baacc"]
+    assert choose(frozenset("c"), None, waiting) == 3, "it lies on the worker's machine"
+    assert choose(frozenset(), None, waiting) == 1, "on none, and the one with most left"
+    assert choose(frozenset(), None, waiting) == 0, "on none, and on its way to none"
+    assert choose(frozenset(), Part("a", ()), waiting) == 1, "all are somewhere"
+    assert choose(frozenset(), Part("a", ()), []) is None
+
+
+def test_a_worker_fetches_what_it_is_asked_and_tells_what_is_here(url: str) -> None:
+    worker, stores = asker(url), stores_at(url)
+    assert worker.load() == frozenset()
+    for number, store in enumerate(stores, start=1):
+        told = worker.do(Part(store, ("Why?",)))
+        assert isinstance(told, Told)
+        assert isinstance(told.result, list)
+        assert told.told == set(stores[:number])
+        assert list(kept().values()).count(True) == 1, "the one that is open cannot leave"
+    assert worker.standing() == (0, 0), "nothing is on its way"
+    other = asker(url)
+    assert other.load() == set(stores), "another worker of the machine finds them"
+    assert isinstance(other.do(Part(stores[0], ("Why?",))).result, list)
+
+
+def test_two_workers_of_a_machine_keep_within_its_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for two stores: what the other worker has open stays, and what it had open goes."""
+    stores = stores_at(url)
+    sizes = [
+        sum(file.stat().st_size for file in Path(store.removeprefix("file://")).rglob("*") if file.is_file())
+        for store in stores
+    ]
+    monkeypatch.setattr(routing, "PATIENCE_S", 0.0)
+    one, other = (asker(url, limit=2 * max(sizes) + min(sizes) // 2) for _ in range(2))
+    one.load(), other.load()
+    for first, second in [(0, 1), (0, 2), (1, 2)]:
+        assert isinstance(one.do(Part(stores[first], ("Why?",))).result, list)
+        assert isinstance(other.do(Part(stores[second], ("Why?",))).result, list)
+        assert list(kept().values()) == [True, True]
+    small = asker(url, limit=min(sizes) // 2)
+    small.load()
+    again = small.do(Part(stores[0], ("Why?",)))
+    assert isinstance(again.result, Again)
+    assert isinstance(again.result.error, DoesNotFit), "another machine may have room for it"
+
+
+def test_what_cannot_be_fetched_now_is_given_back(url: str, tmp_path: Path, monkeypatch: Any) -> None:
+    worker, stores = asker(url), stores_at(url)
+    worker.load()
+    with monkeypatch.context() as broken:
+        away = BucketError("away")
+
+        def refuse(*_: object, **__: object) -> None:
+            raise away
+
+        broken.setattr("prefill_jobs.buckets.far_stores.pull", refuse)
+        for _ in range(TRIES):
+            assert not isinstance(worker.load(), OffloadDecodeError)
+            told = worker.do(Part(stores[0], ("Why?",)))
+            assert isinstance(told.result, Again)
+            assert told.result.error is away
+        assert isinstance(worker.load(), OffloadDecodeError), "its machine is of no use"
+        broken.setattr("prefill_jobs.buckets.far_stores.Bucket", refuse)
+        assert asker(url).load() is away
+        fresh = asker(url).do(Part(stores[0], ("Why?",)))
+        assert isinstance(fresh, Again), "one in place of a lost worker gives its task back too"
+    assert isinstance(worker.do(Part(stores[0], ("Why?",))).result, list)
+    assert not isinstance(worker.load(), OffloadDecodeError), "it counts those in a row"
+
+
+def test_what_is_wrong_with_a_store_is_its_own_error(
+    url: str, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(bucket, tmp_path / "bucket")
+    url = f"file://{tmp_path}/bucket/texts"
+    worker, stores = asker(url), stores_at(url)
+    shutil.rmtree(stores[0].removeprefix("file://"))
+    worker.load()
+    assert isinstance(worker.do(Part(stores[0], ("Why?",))).result, StoreNotFound)
+    assert isinstance(worker.do(Part(stores[1], ("Why?",))).result, list)
+
+
+QUESTIONS = [{"question": f"Which word is word {n}?", "id": n} for n in range(4)]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    return path
+
+
+def batch(url: str, questions: Path, out: Path, *options: str) -> Ran:
+    how = ("--all", "--max-new-tokens", "4", "--batch-size", "1")
+    return run("batch", url, "--questions", questions, "--out", out, *how, *options)
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A cluster whose machines are added by a test, each with a cache of its own."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    cluster.add = lambda name: cluster.add_node(num_cpus=1, env_vars={"XDG_CACHE_HOME": str(tmp_path / name)})
+    yield cluster
+    cluster.shutdown()
+
+
+def fetched(folder: Path) -> int:
+    """How many stores a machine has fetched."""
+    return len(list(folder.glob("offload-decode/fetched/*/content/zarr.json")))
+
+
+@pytest.mark.slow
+def test_three_workers_one_of_which_is_killed(
+    url: str, questions: Path, tmp_path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two machines, the second of which has two workers; one is killed after the first answers."""
+    machines.add("m")
+    machines.add_node(num_cpus=2, env_vars={"XDG_CACHE_HOME": str(tmp_path / "n")})
+    killed: list[int] = []
+
+    def append_and_kill(path: Path, answers: list[dict[str, Any]]) -> None:
+        append_answers(path, answers)
+        workers = [pid for pid, title in descendants(os.getpid()).items() if "ray::Asker.do" in title]
+        if workers and not killed:
+            killed.append(workers[0])
+            os.kill(workers[0], signal.SIGKILL)
+
+    monkeypatch.setattr(batch_on_ray, "append_answers", append_and_kill)
+    out, plain, three = (
+        tmp_path / "out.jsonl",
+        tmp_path / "plain.jsonl",
+        ("--workers", "ray", "--worker-count", "3"),
+    )
+    ran = batch(url, questions, out, *three)
+    assert ran.code == 0, ran.err
+    assert killed
+    assert fetched(tmp_path / "m") + fetched(tmp_path / "n") >= 3
+    assert fetched(tmp_path / "cache") == 0, "this machine asks nothing"
+    asked = 3 * len(QUESTIONS)
+    assert batch(url, questions, out, *three).err == f"{out}: 0 answers, {asked} there already\n"
+    assert batch(url, questions, plain).code == 0
+
+    def told(path: Path) -> list[str]:
+        return sorted(json.dumps(line, sort_keys=True) for line in lines_of(path))
+
+    assert told(out) == told(plain), "nothing lost, nothing twice"
