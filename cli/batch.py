@@ -89,7 +89,7 @@ def batch(
     that its line names as "document"; the answer's line names its "document".
 
     With --workers ray, answers are written in the order in which they come, and a worker that is lost is
-    replaced.
+    replaced. Workers that the cluster has no room for begin when a machine joins it.
 
     Questions that the output answers already are not asked again: the same command resumes a batch that was
     interrupted.

@@ -152,6 +152,6 @@ def answer_on_ray(
     stores = tuple(dict.fromkeys(part.store for part in parts))
     how = How(stores, far, config, cluster.caps, max_new_tokens, cites)
     with connected(ray, cluster.address):
-        count, share = shares(ray, cluster.workers, config.device)
+        count, share = shares(ray, cluster.workers, config.device, grows=True)
         pool = Pool(ray, Asker, how, min(count, len(parts)), share)
         yield from routed(pool, parts, watch, "answered", far is not None)

@@ -34,20 +34,27 @@ class Cluster:
             raise ConfigError(f"--workers is ray or ray://HOST:PORT, not '{self.address}'")
 
 
-def shares(ray: Any, wanted: int | None, device: str) -> tuple[int, dict[str, int]]:
+def shares(ray: Any, wanted: int | None, device: str, grows: bool = False) -> tuple[int, dict[str, int]]:
     """How many workers, and what Ray is to keep for each: a GPU, or its part of a machine's processors. As
-    many as are `wanted`; else one for each GPU, or for each machine where there are none.
+    many as are `wanted`; else one for each GPU, or for each machine where there are none. What there is no
+    room for is left out, unless it may wait until the cluster `grows`.
     """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = int(sum(machine.get("GPU", 0) for machine in machines))
     if gpus and device != "cpu":
-        return min(wanted or gpus, gpus), {"num_cpus": 1, "num_gpus": 1}
-    cpus = [int(machine["CPU"]) for machine in machines if machine.get("CPU", 0) >= 1]
-    if not cpus:
-        raise OffloadDecodeError("the Ray cluster has no processors for workers: add machines to it")
-    count = wanted or len(cpus)
-    each = max(1, min(cpus) // -(-count // len(cpus)))
-    return min(count, sum(cpu // each for cpu in cpus)), {"num_cpus": each}
+        count, room, share = wanted or gpus, gpus, {"num_cpus": 1, "num_gpus": 1}
+    elif cpus := [int(machine["CPU"]) for machine in machines if machine.get("CPU", 0) >= 1]:
+        count = wanted or len(cpus)
+        each = max(1, min(cpus) // -(-count // len(cpus)))
+        room, share = sum(cpu // each for cpu in cpus), {"num_cpus": each}
+    elif wanted and grows:
+        return wanted, {"num_cpus": 1}
+    else:
+        raise OffloadDecodeError(
+            "the Ray cluster has no processors for workers: add machines to it, or say with --worker-count "
+            "how many workers shall wait for some"
+        )
+    return (count if grows else min(count, room)), share
 
 
 @contextmanager

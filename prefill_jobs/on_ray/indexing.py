@@ -84,7 +84,7 @@ def index_on_ray(
     tasks = [Whole(os.path.abspath(store)) for store in stores]
     how = How(tuple(task.store for task in tasks), kind, recall, k)
     with connected(ray, cluster.address):
-        count, share = shares(ray, cluster.workers, "cpu")
+        count, share = shares(ray, cluster.workers, "cpu", grows=True)
         built = indexed(Pool(ray, Indexer, how, min(count, len(tasks)), share), tasks, progress)
     return {store: built[number] for number, store in enumerate(stores)}
 

@@ -1,5 +1,5 @@
-"""Tasks for workers on a Ray cluster. Ray starts a worker again that was lost, wherever there is room for it,
-and gives it its task again; what is left to do here is to say which task comes next.
+"""Tasks for workers on a Ray cluster. Ray starts a worker as soon as a machine has room for it, starts one
+again that was lost, and gives it its task again; what is left to do here is to say which task comes next.
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ class Pool:
                 else:
                     number = waiting.pop(place)
                     promised[worker.do.remote(self.ray.put(tasks[number]))] = own, number
+            if not waiting:
+                self._let_go_of_the_unready(promised)
             self._ask_how_far({at: self.workers[own] for own, at in promised.values() if at is not None})
             watch(dict(self._standing))
             if waiting and came_back and not promised:  # those that could take it may have been let go
@@ -158,6 +160,11 @@ class Pool:
                 f"{TRIES} Ray workers were lost while they loaded the model, the last with: {unloaded}; "
                 "see that their machines have the memory for it"
             ) from unloaded
+
+    def _let_go_of_the_unready(self, promised: dict[Any, tuple[int, int | None]]) -> None:
+        """Some may be waiting for a machine yet, which need not come for them any more."""
+        for promise in [promise for promise, (_, number) in promised.items() if number is None]:
+            self.ray.kill(self.workers[promised.pop(promise)[0]])
 
     def _loading(self) -> dict[Any, tuple[int, int | None]]:
         """New workers: what each promises, with its number and that of its task."""

@@ -108,7 +108,7 @@ def prefill_on_ray(
     if texts:
         how = How(model, device, dtype, weights, settings, staging and staging.absolute(), cluster.caps)
         with connected(ray, cluster.address):
-            count, share = shares(ray, cluster.workers, device)
+            count, share = shares(ray, cluster.workers, device, grows=True)
             pool = Pool(ray, Prefiller, how, min(count, len(texts)), share)
             results |= prefilled(pool, texts, progress)
     return {job: results[own] for job, own in zip(jobs, here, strict=True)}

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,12 @@ def kept() -> dict[Path, bool]:
 
 
 def test_first_what_lies_here_then_what_lies_nowhere() -> None:
-    choose, waiting = Fetching(), [Part(store, ("?",)) for store in "baacc"]
-    assert choose(frozenset("c"), None, waiting) == 3, "it lies on the worker's machine"
-    assert choose(frozenset(), None, waiting) == 1, "on none, and the one with most left"
-    assert choose(frozenset(), None, waiting) == 0, "on none, and on its way to none"
-    assert choose(frozenset(), Part("a", ()), waiting) == 1, "all are somewhere"
-    assert choose(frozenset(), Part("a", ()), []) is None
+    choose, waiting = Fetching(), [Part(store, ("?",)) for store in "bdaacc"]
+    assert choose(frozenset("bc"), None, waiting) == 4, "it lies on the worker's machine"
+    assert choose(frozenset(), None, waiting) == 2, "on none, and the one with most left"
+    assert choose(frozenset(), None, waiting) == 1, "on none, and on its way to none"
+    assert choose(frozenset(), Part("b", ()), waiting) == 0, "all are somewhere"
+    assert choose(frozenset(), Part("b", ()), []) is None
 
 
 def test_a_worker_fetches_what_it_is_asked_and_tells_what_is_here(url: str) -> None:
@@ -180,6 +181,11 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster.shutdown()
 
 
+def idle() -> int:
+    """How many workers have loaded and are given nothing."""
+    return [title.strip() for title in descendants(os.getpid()).values()].count("ray::Asker")
+
+
 def fetched(folder: Path) -> int:
     """How many stores a machine has fetched."""
     return len(list(folder.glob("offload-decode/fetched/*/content/zarr.json")))
@@ -220,3 +226,30 @@ def test_three_workers_one_of_which_is_killed(
         return sorted(json.dumps(line, sort_keys=True) for line in lines_of(path))
 
     assert told(out) == told(plain), "nothing lost, nothing twice"
+
+
+@pytest.mark.slow
+def test_a_machine_that_comes_late_gets_work(
+    url: str, questions: Path, tmp_path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers for one machine; the second machine comes after the first answer, and is waited for there,
+    that there be work left.
+    """
+    machines.add("early")
+
+    def append_and_add_a_machine(path: Path, answers: list[dict[str, Any]]) -> None:
+        append_answers(path, answers)
+        if not (tmp_path / "late").exists():
+            (tmp_path / "late").mkdir()
+            machines.add("late")
+            deadline = time.monotonic() + 120
+            while idle() < 2 and time.monotonic() < deadline:
+                time.sleep(0.2)
+
+    monkeypatch.setattr(batch_on_ray, "append_answers", append_and_add_a_machine)
+    out = tmp_path / "out.jsonl"
+    ran = batch(url, questions, out, "--workers", "ray", "--worker-count", "2")
+    assert ran.code == 0, ran.err
+    assert len({(line["store"], line["id"]) for line in lines_of(out)}) == len(lines_of(out)) == 12
+    assert fetched(tmp_path / "early") >= 1
+    assert fetched(tmp_path / "late") >= 1

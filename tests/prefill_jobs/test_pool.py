@@ -129,6 +129,19 @@ def test_what_lay_on_a_lost_machine_ends_in_a_sentence() -> None:
     assert "no Ray worker finds a store at a:" in str(found[0])
 
 
+def test_a_worker_whose_machine_comes_late_gets_work() -> None:
+    ray = Machines({"m": "abcd", "n": "abcd"}, there=lambda number: number == 0 or ray.given >= 3)
+    found = texts(ask(ray, "aabbccdd", 2))
+    assert len(found) == 8
+    assert [text.split()[2] for text in found.values()].count("n") >= 2
+
+
+def test_a_worker_whose_machine_never_comes_is_not_waited_for() -> None:
+    ray = Machines({"m": "ab"}, there=lambda number: number == 0)
+    assert len(texts(ask(ray, "aabb", 3))) == 4
+    assert len(ray.killed) == 3, "no machine need come for them any more"
+
+
 class Unlucky(OnAMachine):
     """Fails on machines in capitals; its bucket is out of reach for those that are marked so too."""
 

@@ -174,12 +174,22 @@ def test_one_worker_that_could_load_the_model_does_all() -> None:
         ([{"CPU": 8.0, "GPU": 4.0}, {"CPU": 64.0}], None, "auto", 4, {"num_cpus": 1, "num_gpus": 1}),
         ([{"CPU": 8.0, "GPU": 4.0}], 2, "cuda", 2, {"num_cpus": 1, "num_gpus": 1}),
         ([{"CPU": 8.0, "GPU": 4.0}], None, "cpu", 1, {"num_cpus": 8}),
+        ([{"CPU": 8.0, "GPU": 4.0}], 6, "auto", 4, {"num_cpus": 1, "num_gpus": 1}),
     ],
 )
 def test_shares(
     machines: list[dict[str, float]], wanted: int | None, device: str, count: int, share: dict[str, int]
 ) -> None:
     assert shares(MadeUpRay({}, machines), wanted, device) == (count, share)
+    assert shares(MadeUpRay({}, machines), wanted, device, grows=True) == (wanted or count, share)
+
+
+def test_a_cluster_without_machines_is_waited_for_where_a_number_is_given() -> None:
+    none = MadeUpRay({}, [{"memory": 1.0}])
+    assert shares(none, 3, "auto", grows=True) == (3, {"num_cpus": 1})
+    for wanted, grows in [(None, True), (3, False)]:
+        with pytest.raises(OffloadDecodeError, match="no processors for workers: add machines"):
+            shares(none, wanted, "auto", grows)
 
 
 def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
