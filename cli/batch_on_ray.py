@@ -47,7 +47,8 @@ def answer_there(
     def watch(standing: Standing) -> None:
         fetching = sum(bytes_of > 0 for _, bytes_of in standing.values())
         fetch = f", {fetching} of them fetching" if fetching else ""
-        progress("answer", done, total, f"{len(standing)} at work{fetch}")
+        at_work = f"{len(standing)} at work{fetch}" if standing else "(waiting for workers)"
+        progress("answer", done, total, at_work)
 
     for number, result in answer_on_ray(parts, cluster, how.config, max_new_tokens, cites, far, watch):
         store, own = given[number]

@@ -36,6 +36,11 @@ class FarStores:
         """What a store, by its URL, is called in the cache."""
         return name_of(self._key(store))
 
+    @property
+    def folder(self) -> Path:
+        """Where this machine keeps them."""
+        return cache_of(self.limit).folder
+
     def here(self) -> frozenset[str]:
         """The names of what this machine has of any collection."""
         return cache_of(self.limit).names()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from offload_decode.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreError, StoreNotFound
+from offload_decode.store.staging import surfaced
 from prefill_jobs.buckets.far_stores import FarStores
 from prefill_jobs.buckets.transfer import Progress
 from prefill_jobs.on_ray.pool import TRIES, Again, Lost, Pool, Standing, Told
@@ -62,12 +64,13 @@ class AtStores(ABC):
             return
         with ExitStack() as stack:
             try:
-                path = stack.enter_context(self.far.held(store, self._fetching, PATIENCE_S))
+                with surfaced(self.far.folder, "what was fetched", "batch"):
+                    path = stack.enter_context(self.far.held(store, self._fetching, PATIENCE_S))
             except (BucketError, StoreError, DoesNotFit) as error:
                 if isinstance(error, StoreError) and type(error) is not StoreError:
                     raise  # of the store: it is so on every machine
                 self._failed += 1
-                raise Again(error) from error
+                raise Again(_on_this_machine(error)) from error
             self._failed = 0
             yield str(path)
 
@@ -78,6 +81,8 @@ class AtStores(ABC):
                 self.far.check()
             if not self.ready:
                 self.begin()
+        except BucketError as error:
+            return _on_this_machine(error)
         except OffloadDecodeError as error:
             return error
         if self._failed >= TRIES:
@@ -116,6 +121,10 @@ class AtStores(ABC):
             return self.done(task)
         except (OffloadDecodeError, Again) as problem:
             return problem
+
+
+def _on_this_machine(error: OffloadDecodeError) -> OffloadDecodeError:
+    return type(error)(f"on the machine {platform.node()}: {error}")
 
 
 def nearest(here: frozenset[str], last: OfAStore | None, waiting: Sequence[OfAStore]) -> int | None:

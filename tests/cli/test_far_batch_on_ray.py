@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import shutil
 import signal
 import time
@@ -131,14 +132,23 @@ def test_what_cannot_be_fetched_now_is_given_back(url: str, tmp_path: Path, monk
             assert not isinstance(worker.load(), OffloadDecodeError)
             told = worker.do(Part(stores[0], ("Why?",)))
             assert isinstance(told.result, Again)
-            assert told.result.error is away
+            assert str(told.result.error) == f"on the machine {platform.node()}: away"
         assert isinstance(worker.load(), OffloadDecodeError), "its machine is of no use"
         broken.setattr("prefill_jobs.buckets.far_stores.Bucket", refuse)
-        assert asker(url).load() is away
+        assert str(asker(url).load()) == f"on the machine {platform.node()}: away"
         fresh = asker(url).do(Part(stores[0], ("Why?",)))
         assert isinstance(fresh, Again), "one in place of a lost worker gives its task back too"
     assert isinstance(worker.do(Part(stores[0], ("Why?",))).result, list)
     assert not isinstance(worker.load(), OffloadDecodeError), "it counts those in a row"
+
+
+def test_a_cache_that_cannot_be_written_is_a_machines_own_trouble(url: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    worker = asker(url)
+    assert worker.load() == frozenset()
+    again = worker.do(Part(stores_at(url)[0], ("Why?",))).result
+    assert isinstance(again, Again)
+    assert "cannot be written (Not a directory)" in str(again.error)
 
 
 def test_what_is_wrong_with_a_store_is_its_own_error(
