@@ -28,7 +28,7 @@ from indexes.rows import pool, scan
 from indexes.rows.addresses import Share
 from indexes.rows.encodings import row_size
 
-_LADDER = (2.0, 2.5, 3.0, 3.25, 3.5, 3.75, 4.0, 4.25, 4.5, 4.75, 5.0, 5.5, 6.0, 8.0)
+_LADDER = (2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0)
 _NEARLY_ALL = 64.0
 _EXACT = 1000.0
 _ROWS = 64  # of one head, searched together: they share what they scan
@@ -173,11 +173,11 @@ class _Searchable:
     """Cells with what `search_layer` takes: the addresses of arrays that live as long as this does."""
 
     def __init__(self, own: Cells, keys: Any, mapped: arrays.Mapped | None = None):
-        self.cells = own
+        self.cells = Cells(*(arrays.aligned(part) for part in own))
         self.mapped = mapped
         self.keys = scan.bits(keys)
         self.layout = scan.layout(keys)
-        self.parts = (*(arrays.aligned(part) for part in own), self.keys)  # addresses are of whole arrays
+        self.parts = (*self.cells, self.keys)  # addresses are of whole arrays
         self.addresses = [part.ctypes.data for part in self.parts]
         self.sizes = [len(own.counts), len(own.ids) // BLOCK, len(self.keys)]
 

@@ -208,7 +208,7 @@ def _attend(
     most, sparse = limits
     step = min(rows, max(1, most // k))
     pairs = Pairs(np.empty(step * k, np.int32), np.empty(step * k, np.int64), np.empty(step * k, np.int32))
-    weights = np.empty((step, k), np.float32)
+    weights, total = np.empty((step, k), np.float32), np.empty(step, np.float64)
     seen, different = np.zeros(tokens // 64 + 1, np.uint64), np.int64(0)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
@@ -222,8 +222,12 @@ def _attend(
             weights[:] = -np.inf
             _score(query[part], keys, key_layout, own, weights.reshape(-1))
         for r in range(part.stop - start):
-            state.lse[start + r] = _softmax(weights[r], logits)
+            state.lse[start + r], total[r] = _softmax(weights[r], logits)
         _add_values(weights.reshape(-1), values, value_layout, own, state.out[part])
+        for r in range(part.stop - start):
+            if total[r] != 0:  # NaN as well
+                for d in range(state.out.shape[1]):
+                    state.out[start + r, d] = np.float32(state.out[start + r, d] / total[r])
         for j in range(count):
             word, bit = own.token[j] >> 6, np.uint64(1) << np.uint64(own.token[j] & 63)
             different += np.int64(seen[word] & bit == 0)
@@ -275,7 +279,9 @@ def _score(query: Any, bits: Any, layout: int, pairs: Any, scores: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _softmax(scores: Any, logits: Any) -> Any:
-    """Turns the scores of one row into weights, where -inf has none, and returns their log-sum-exp."""
+    """Turns the scores of one row into weights, where -inf has none; returns their log-sum-exp, and the sum
+    that they are to be divided by.
+    """
     scaling, softcap = logits
     if softcap:
         for j in range(len(scores)):
@@ -289,12 +295,10 @@ def _softmax(scores: Any, logits: Any) -> Any:
         highest = max(highest, scores[j])
         nothing &= scores[j] == -np.inf
     if nothing:
-        return np.float32(-np.inf)
+        scores[:] = 0
+        return np.float32(-np.inf), np.float64(0)
     total = _exponentials(scores, highest)
-    share = np.float32(1 / total)
-    for j in range(len(scores)):
-        scores[j] *= share
-    return np.float32(highest + np.log(total))
+    return np.float32(highest + np.log(total)), total
 
 
 @njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
