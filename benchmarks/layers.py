@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from indexes.arrays import aligned
 from offload_decode.store.reader import KVStore
 
 Array = npt.NDArray[Any]
@@ -193,7 +194,7 @@ def _rows(
         noise *= own
         noise += centres[topics[part]]
         rows[part] = noise
-    return rows
+    return aligned(rows)  # as a store's are
 
 
 def _normal(generator: np.random.Generator, rows: int, dim: int) -> Float32:

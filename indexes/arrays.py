@@ -44,6 +44,19 @@ class Mapped:
         return (now.st_dev, now.st_ino) == (self.device, self.inode) and now.st_size < self.size
 
 
+def aligned(array: Array) -> Array:
+    """The array itself, or a copy of it that is contiguous and begins at a multiple of 64 bytes: a row that
+    begins within a line of the cache lies in one line more.
+    """
+    if array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0:
+        return array
+    room = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    own: Array = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    own[...] = array
+    return own
+
+
 def write(file: str, numbers: Sequence[int], arrays: Iterable[Array]) -> None:
     """Write `numbers` (int64, eight at most) and `arrays` to a new file."""
     with open(file, "wb") as out:
@@ -64,13 +77,13 @@ def read(
     numbers = np.fromfile(file, np.int64, count).tolist() if size >= _ALIGNMENT else [0] * count
     found = layout(numbers)
     sizes = {name: prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in found.items()}
-    if min(numbers) < 0 or size != _ALIGNMENT + sum(map(_aligned, sizes.values())):
+    if min(numbers) < 0 or size != _ALIGNMENT + sum(map(_rounded, sizes.values())):
         raise RuntimeError("its size is not that of its arrays")
     raw = _mapped(file)
     arrays, start = {}, _ALIGNMENT
     for name, (dtype, shape) in found.items():
         arrays[name] = np.asarray(raw[start : start + sizes[name]]).view(dtype).reshape(shape)
-        start += _aligned(sizes[name])
+        start += _rounded(sizes[name])
     return numbers, arrays
 
 
@@ -84,5 +97,5 @@ def _mapped(file: str) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mapped, np.uint8)
 
 
-def _aligned(size: int) -> int:
+def _rounded(size: int) -> int:
     return size + -size % _ALIGNMENT

@@ -2,10 +2,10 @@
 
 A block is sixteen keys of D channels, D a multiple of 8: uint8 `[D / 8, 16, 4]`, so that one 512-bit word
 holds eight channels of every key. In byte b of group g, the low half is channel 8 g + b, the high half
-channel 8 g + 4 + b, each an unsigned code of 0 to 15. Queries come in fours, int8 in the order of
-`pack_queries`. Products are whole numbers, so that every form below gives the same: AVX-512 VNNI multiplies
-and adds 64 codes in one instruction, AVX2 32 codes in three, and plain vector operations serve all other
-processors.
+channel 8 g + 4 + b, each an unsigned code of 0 to 15. Queries come in fours, int8 `[D / 8, 2, 4, 4]`: for
+each group of channels its halves, in each half the queries, of each query four channels. Products are whole
+numbers, so that every form below gives the same: AVX-512 VNNI multiplies and adds 64 codes in one
+instruction, AVX2 32 codes in three, and plain vector operations serve all other processors.
 """
 
 from __future__ import annotations
@@ -14,34 +14,27 @@ from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from indexes.rows.prefetch import prefetch
 from indexes.rows.processor import features
 
 BLOCK = 16  # keys
 GROUP = 8  # channels
 QUERIES = 4
 WORD = 64  # bytes: a group of channels of a block
+TOGETHER = 2  # blocks whose sums are added up in turns: a sum waits for its last addition
 
 _BYTE, _SHORT, _INT, _LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
 
 
-@njit(nogil=True, cache=True)
-def pack_queries(queries: Any, packed: Any) -> None:
-    """Four queries int8 `[4, D]` to `packed` int8 `[D / 8, 2, 4, 4]`: for each group of channels its halves,
-    in each half the queries, of each query four channels.
-    """
-    for q in range(QUERIES):
-        for d in range(queries.shape[1]):
-            packed[d // GROUP, (d // 4) % 2, q, d % 4] = queries[q, d]
-
-
 def _compiled(multiply: Any) -> Any:
-    """`scored(codes, scales, first, count, groups, queries, terms, scores, masks)`: scores of `count` blocks
-    from block `first`, float32 `[count, 4, 16]`, and uint16 `[count, 4]` with a bit for each above its floor.
+    """`scored(codes, scales, first, count, after, groups, queries, terms, scores, masks)`: scores of `count`
+    blocks from block `first`, float32 `[count, 4, 16]`, and uint16 `[count, 4]` with a bit for each above its
+    floor. As many blocks from `after` on, which come next, are fetched meanwhile.
 
     A score is near + (product - offset) · scale · unit: `terms` float32 `[4, 4]` are near, unit, offset and
     floor of the four queries, `scales` float32 the keys' own. `multiply(builder, sums, codes, query)` adds to
@@ -55,6 +48,7 @@ def _compiled(multiply: Any) -> Any:
         scales: Any,
         first: Any,
         count: Any,
+        after: Any,
         groups: Any,
         queries: Any,
         terms: Any,
@@ -62,7 +56,7 @@ def _compiled(multiply: Any) -> Any:
         masks: Any,
     ) -> Any:
         number = types.int64
-        signature = types.void(codes, scales, number, number, number, queries, terms, scores, masks)
+        signature = types.void(codes, scales, *[number] * 4, queries, terms, scores, masks)
 
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             pointers = {
@@ -87,47 +81,82 @@ def _emit(
     scales: Any,
     first: Any,
     count: Any,
+    after: Any,
     groups: Any,
     queries: Any,
     terms: Any,
     scores: Any,
     masks: Any,
 ) -> None:
-    sixteen, floats = ir.VectorType(_INT, BLOCK), ir.VectorType(_FLOAT, BLOCK)
-    low, four, zero = (ir.Constant(sixteen, [value] * BLOCK) for value in (0x0F0F0F0F, 4, 0))
     number = partial(ir.Constant, _LONG)
-    sums = [cgutils.alloca_once(builder, sixteen) for _ in range(QUERIES)]
-    near, unit, offset, floor = (
+    floats = ir.VectorType(_FLOAT, BLOCK)
+    rows = [
         [
             _splat(builder, builder.load(_at(builder, terms, number(16 * term + 4 * q), _FLOAT)), floats)
             for q in range(QUERIES)
         ]
         for term in range(4)
-    )
-    with cgutils.for_range(builder, count) as blocks:
-        for total in sums:
-            builder.store(zero, total)
-        block = builder.add(first, blocks.index)
-        start = builder.mul(block, builder.mul(groups, number(WORD)))
-        with cgutils.for_range(builder, groups) as group:
-            place = builder.add(start, builder.mul(group.index, number(WORD)))
+    ]
+
+    def several(blocks: Any, together: int) -> None:
+        ahead = builder.mul(builder.sub(after, first), builder.mul(groups, number(WORD)))
+        own = builder.add(first, blocks)
+        products = _products(builder, multiply, codes, own, ahead, groups, queries, together)
+        for other, totals in enumerate(products):
+            own = builder.add(blocks, number(other))
+            place = builder.mul(builder.add(first, own), number(WORD))
+            scale = builder.load(_at(builder, scales, place, floats), align=4)
+            for q, (near, unit, offset, floor) in enumerate(zip(*rows, strict=True)):
+                product = builder.fsub(builder.sitofp(totals[q], floats), offset)
+                score = builder.fadd(near, builder.fmul(product, builder.fmul(scale, unit)))
+                line = builder.add(builder.mul(own, number(QUERIES)), number(q))
+                builder.store(score, _at(builder, scores, builder.mul(line, number(WORD)), floats), align=4)
+                above = builder.bitcast(builder.fcmp_ordered(">", score, floor), _SHORT)
+                builder.store(above, _at(builder, masks, builder.mul(line, number(2)), _SHORT), align=1)
+
+    pairs = builder.udiv(count, number(TOGETHER))
+    with cgutils.for_range(builder, pairs) as loop:
+        several(builder.mul(loop.index, number(TOGETHER)), TOGETHER)
+    with cgutils.for_range(builder, builder.urem(count, number(TOGETHER))) as loop:
+        several(builder.add(builder.mul(pairs, number(TOGETHER)), loop.index), 1)
+
+
+def _products(
+    builder: Any,
+    multiply: Any,
+    codes: Any,
+    block: Any,
+    ahead: Any,
+    groups: Any,
+    queries: Any,
+    together: int,
+) -> list[list[Any]]:
+    """Inner products of the four queries with the keys of some blocks, from `block` on: for each block and
+    query sixteen 32-bit sums.
+    """
+    sixteen = ir.VectorType(_INT, BLOCK)
+    low, four, zero = (ir.Constant(sixteen, [value] * BLOCK) for value in (0x0F0F0F0F, 4, 0))
+    number = partial(ir.Constant, _LONG)
+    sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(QUERIES)] for _ in range(together)]
+    for total in (total for own in sums for total in own):
+        builder.store(zero, total)
+    size = builder.mul(groups, number(WORD))
+    starts = [builder.mul(builder.add(block, number(other)), size) for other in range(together)]
+    with cgutils.for_range(builder, groups) as group:
+        along = builder.mul(group.index, number(WORD))
+        halves = []
+        for start in starts:
+            place = builder.add(start, along)
+            prefetch(builder, builder.gep(codes, [builder.add(place, ahead)]))
             word = builder.load(_at(builder, codes, place, sixteen), align=1)
-            halves = builder.and_(word, low), builder.and_(builder.lshr(word, four), low)
-            for q, total in enumerate(sums):
-                added = builder.load(total)
-                for half, part in enumerate(halves):
-                    own = builder.add(builder.mul(group.index, number(32)), number(16 * half + 4 * q))
-                    query = builder.load(_at(builder, queries, own, _INT), align=1)
-                    added = multiply(builder, added, part, _splat(builder, query, sixteen))
-                builder.store(added, total)
-        scale = builder.load(_at(builder, scales, builder.mul(block, number(64)), floats), align=4)
-        for q, total in enumerate(sums):
-            product = builder.fsub(builder.sitofp(builder.load(total), floats), offset[q])
-            score = builder.fadd(near[q], builder.fmul(product, builder.fmul(scale, unit[q])))
-            own = builder.add(builder.mul(blocks.index, number(QUERIES)), number(q))
-            builder.store(score, _at(builder, scores, builder.mul(own, number(64)), floats), align=4)
-            above = builder.bitcast(builder.fcmp_ordered(">", score, floor[q]), _SHORT)
-            builder.store(above, _at(builder, masks, builder.mul(own, number(2)), _SHORT), align=1)
+            halves.append((builder.and_(word, low), builder.and_(builder.lshr(word, four), low)))
+        for half in range(2):
+            for q in range(QUERIES):
+                own = builder.add(builder.mul(group.index, number(32)), number(16 * half + 4 * q))
+                query = _splat(builder, builder.load(_at(builder, queries, own, _INT), align=1), sixteen)
+                for total, parts in zip(sums, halves, strict=True):
+                    builder.store(multiply(builder, builder.load(total[q]), parts[half], query), total[q])
+    return [[builder.load(total) for total in own] for own in sums]
 
 
 def _at(builder: Any, base: Any, offset: Any, kind: Any) -> Any:

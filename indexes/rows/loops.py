@@ -6,6 +6,7 @@ does.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,54 +16,112 @@ from indexes.rows.encodings import SCALE_BYTES
 from indexes.rows.numbers import half_to_single, scale_of
 from indexes.rows.scan import BRAIN, BYTES, HALF, NIBBLES
 
+# A loop for each layout in a function of its own, and only the choice among them inlined: arrays that a loop
+# within a branch reads are counted and uncounted each time, which takes eight times as long as a short row.
+_compiled = partial(njit, nogil=True, cache=True)
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
 
 
-@njit(nogil=True, cache=True, forceinline=True, fastmath=_REASSOCIATE)
+@_compiled(forceinline=True)
 def dot_row(query: Any, bits: Any, layout: int, row: int) -> Any:
     """Inner product of `query [D]` float32 with one row, accumulated in float32."""
-    total = np.float32(0)
     if layout == HALF:
-        for d in range(len(query)):
-            total += query[d] * half_to_single(np.uint16(bits[row, d]))
-    elif layout == BRAIN:
-        for d in range(len(query)):
-            total += query[d] * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
-    elif layout == BYTES:
-        for d in range(len(query)):
-            total += query[d] * np.float32(np.int8(bits[row, SCALE_BYTES + d]))
-        total *= scale_of(bits[row])
-    elif layout == NIBBLES:
-        for d in range(len(query) // 2):
-            pair = np.int32(bits[row, SCALE_BYTES + d])
-            total += query[2 * d] * np.float32((pair & 15) - 8)
-            total += query[2 * d + 1] * np.float32((pair >> 4) - 8)
-        total *= scale_of(bits[row])
-    else:
-        for d in range(len(query)):
-            total += query[d] * np.uint32(bits[row, d]).view(np.float32)
-    return total
+        return _dot_half(query, bits, row)
+    if layout == BRAIN:
+        return _dot_brain(query, bits, row)
+    if layout == BYTES:
+        return _dot_bytes(query, bits, row)
+    if layout == NIBBLES:
+        return _dot_nibbles(query, bits, row)
+    return _dot_single(query, bits, row)
 
 
-@njit(nogil=True, cache=True, forceinline=True, fastmath={"contract"})
+@_compiled(forceinline=True)
 def add_row(out: Any, weight: Any, bits: Any, layout: int, row: int) -> None:
     """Adds `weight` times one row to `out [D]` float32."""
     if layout == HALF:
-        for d in range(len(out)):
-            out[d] += weight * half_to_single(np.uint16(bits[row, d]))
+        _add_half(out, weight, bits, row)
     elif layout == BRAIN:
-        for d in range(len(out)):
-            out[d] += weight * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
+        _add_brain(out, weight, bits, row)
     elif layout == BYTES:
-        scaled = np.float32(weight * scale_of(bits[row]))
-        for d in range(len(out)):
-            out[d] += scaled * np.float32(np.int8(bits[row, SCALE_BYTES + d]))
+        _add_bytes(out, weight, bits, row)
     elif layout == NIBBLES:
-        scaled = np.float32(weight * scale_of(bits[row]))
-        for d in range(len(out) // 2):
-            pair = np.int32(bits[row, SCALE_BYTES + d])
-            out[2 * d] += scaled * np.float32((pair & 15) - 8)
-            out[2 * d + 1] += scaled * np.float32((pair >> 4) - 8)
+        _add_nibbles(out, weight, bits, row)
     else:
-        for d in range(len(out)):
-            out[d] += weight * np.uint32(bits[row, d]).view(np.float32)
+        _add_single(out, weight, bits, row)
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_half(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query)):
+        total += query[d] * half_to_single(np.uint16(bits[row, d]))
+    return total
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_brain(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query)):
+        total += query[d] * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
+    return total
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_bytes(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query)):
+        total += query[d] * np.float32(np.int8(bits[row, SCALE_BYTES + d]))
+    return total * scale_of(bits[row])
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_nibbles(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query) // 2):
+        pair = np.int32(bits[row, SCALE_BYTES + d])
+        total += query[2 * d] * np.float32((pair & 15) - 8)
+        total += query[2 * d + 1] * np.float32((pair >> 4) - 8)
+    return total * scale_of(bits[row])
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_single(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query)):
+        total += query[d] * np.uint32(bits[row, d]).view(np.float32)
+    return total
+
+
+@_compiled(fastmath={"contract"})
+def _add_half(out: Any, weight: Any, bits: Any, row: int) -> None:
+    for d in range(len(out)):
+        out[d] += weight * half_to_single(np.uint16(bits[row, d]))
+
+
+@_compiled(fastmath={"contract"})
+def _add_brain(out: Any, weight: Any, bits: Any, row: int) -> None:
+    for d in range(len(out)):
+        out[d] += weight * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
+
+
+@_compiled(fastmath={"contract"})
+def _add_bytes(out: Any, weight: Any, bits: Any, row: int) -> None:
+    scaled = np.float32(weight * scale_of(bits[row]))
+    for d in range(len(out)):
+        out[d] += scaled * np.float32(np.int8(bits[row, SCALE_BYTES + d]))
+
+
+@_compiled(fastmath={"contract"})
+def _add_nibbles(out: Any, weight: Any, bits: Any, row: int) -> None:
+    scaled = np.float32(weight * scale_of(bits[row]))
+    for d in range(len(out) // 2):
+        pair = np.int32(bits[row, SCALE_BYTES + d])
+        out[2 * d] += scaled * np.float32((pair & 15) - 8)
+        out[2 * d + 1] += scaled * np.float32((pair >> 4) - 8)
+
+
+@_compiled(fastmath={"contract"})
+def _add_single(out: Any, weight: Any, bits: Any, row: int) -> None:
+    for d in range(len(out)):
+        out[d] += weight * np.uint32(bits[row, d]).view(np.float32)

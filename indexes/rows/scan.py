@@ -103,30 +103,58 @@ def score_and_row(candidate: Any) -> Any:
     )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, forceinline=True)
 def widen_row(bits: Any, layout: int, out: Any) -> None:
     """One row in float32, to `out [D]`: half, bfloat16 or float32 bits (exactly, subnormals and infinities
     included), or the bytes of an encoded row.
     """
-    if layout in (BYTES, NIBBLES):
-        scale, codes = scale_of(bits), bits[SCALE_BYTES:]
-        if layout == BYTES:
-            for d in range(len(codes)):
-                out[d] = np.float32(np.int8(codes[d])) * scale
-        else:
-            for d in range(len(codes)):
-                pair = np.int32(codes[d])
-                out[2 * d] = np.float32((pair & 15) - 8) * scale
-                out[2 * d + 1] = np.float32((pair >> 4) - 8) * scale
-    elif layout == HALF:
-        for d in range(len(out)):
-            out[d] = half_to_single(np.uint16(bits[d]))
+    if layout == HALF:
+        _widen_half(bits, out)
     elif layout == BRAIN:
-        for d in range(len(out)):
-            out[d] = np.uint32(np.uint32(bits[d]) << 16).view(np.float32)
+        _widen_brain(bits, out)
+    elif layout == BYTES:
+        _widen_bytes(bits, out)
+    elif layout == NIBBLES:
+        _widen_nibbles(bits, out)
     else:
-        for d in range(len(out)):
-            out[d] = np.uint32(bits[d]).view(np.float32)
+        _widen_single(bits, out)
+
+
+# Each in a function of its own, as in `indexes.rows.loops`.
+
+
+@njit(nogil=True, cache=True)
+def _widen_half(bits: Any, out: Any) -> None:
+    for d in range(len(out)):
+        out[d] = half_to_single(np.uint16(bits[d]))
+
+
+@njit(nogil=True, cache=True)
+def _widen_brain(bits: Any, out: Any) -> None:
+    for d in range(len(out)):
+        out[d] = np.uint32(np.uint32(bits[d]) << np.uint32(16)).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _widen_single(bits: Any, out: Any) -> None:
+    for d in range(len(out)):
+        out[d] = np.uint32(bits[d]).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _widen_bytes(bits: Any, out: Any) -> None:
+    scale = scale_of(bits)
+    for d in range(len(out)):
+        out[d] = np.float32(np.int8(bits[SCALE_BYTES + d])) * scale
+
+
+@njit(nogil=True, cache=True)
+def _widen_nibbles(bits: Any, out: Any) -> None:
+    scale = scale_of(bits)
+    for d in range(len(out) // 2):
+        pair = np.int32(bits[SCALE_BYTES + d])
+        out[2 * d] = np.float32((pair & 15) - 8) * scale
+        out[2 * d + 1] = np.float32((pair >> 4) - 8) * scale
 
 
 @njit(nogil=True, cache=True)

@@ -13,32 +13,51 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
+from numba import carray, njit  # type: ignore[attr-defined]
 from torch import Tensor
 
 from indexes.rows import pool
+from indexes.rows.addresses import Share, at
 from indexes.rows.loops import add_row, dot_row
+from indexes.rows.numbers import exponential
 from indexes.rows.prefetch import prefetch_row
-from offload_decode.kernels.parts import run
 from offload_decode.kernels.rows import Rows
 from offload_decode.types import AttentionState
 
 AHEAD = 12  # rows that are fetched before their turn: enough to hide memory, few enough to stay in cache
-ENTRIES = 1 << 18  # pairs of a query and a token that a thread holds at once: 16 bytes each
+ENTRIES = 1 << 18  # pairs of a query and a token that a thread holds at once: 20 bytes each
 NEIGHBOURS = 10  # bits of a token's number within its neighbourhood, which stays in a core's cache
 SPARSE = 32  # tokens for each pair: where they are more, queries share too little to be put in order
 
 
 class Stored(NamedTuple):
-    """The keys or values of one KV head: their `bits` in rows, and the `layout` of these."""
+    """The keys or values of the H heads of a layer, so that one function is compiled for any number of them.
 
-    bits: npt.NDArray[Any]
+    addresses: int64 `[H]`, of the heads' bits in `length` rows. like: an array of the kind of these bits,
+    with no rows; layout: that of the bits.
+    """
+
+    addresses: npt.NDArray[np.int64]
+    length: int
+    like: npt.NDArray[Any]
     layout: int
+
+    @classmethod
+    def of(cls, heads: Sequence[Rows]) -> Stored:
+        """Heads of one kind, as they are of one layer. They must outlive this."""
+        first = heads[0]
+        if any(
+            (own.layout, own.bits.dtype, own.bits.shape) != (first.layout, first.bits.dtype, first.bits.shape)
+            for own in heads
+        ):
+            raise ValueError("the heads of a layer are stored in different ways")
+        addresses = np.array([own.bits.ctypes.data for own in heads], np.int64)
+        return cls(addresses, len(first), np.empty((0, first.bits.shape[1]), first.bits.dtype), first.layout)
 
 
 class Named(NamedTuple):
-    """The tokens of R query rows: ids int64 `[R, k]` and, where they are known, scores float32 `[R, k]`, else
-    `[R, 0]`.
+    """The tokens of query rows: ids int64 `[..., R, k]` and, where they are known, scores float32 alike, else
+    of a last dimension of 0.
     """
 
     ids: npt.NDArray[np.int64]
@@ -53,18 +72,22 @@ class Logits(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where an attention state goes: out float32 `[R, Dv]`, all zeros, and lse float32 `[R]`, all -inf."""
+    """Where an attention state goes: out float32 `[..., R, Dv]`, all zeros, and lse float32 `[..., R]`, all
+    -inf.
+    """
 
     out: npt.NDArray[np.float32]
     lse: npt.NDArray[np.float32]
 
 
 class Pairs(NamedTuple):
-    """Pairs of a query row and a token: int32 `row`, int64 `token` and float32 `logit`, all `[n]`."""
+    """Pairs of a query row and a token, all `[n]`: int32 `row`, int64 `token`, and int32 `place` among all
+    that the rows name.
+    """
 
     row: npt.NDArray[np.int32]
     token: npt.NDArray[np.int64]
-    logit: npt.NDArray[np.float32]
+    place: npt.NDArray[np.int32]
 
 
 def attend_tokens(
@@ -86,30 +109,29 @@ def attend_tokens(
     heads, rows, k = ids.shape
     queries, named = query.float().contiguous().numpy(), ids.contiguous().numpy()
     known = np.empty((heads, rows, 0), np.float32) if scores is None else scores.contiguous().numpy()
-    out = np.zeros((heads, rows, values[0].dim), np.float32)
-    lse = np.full((heads, rows), -np.inf, np.float32)
-    read = np.zeros((heads, rows), np.int64)  # at the first row of a part
-    logits = Logits(np.float32(scaling), np.float32(softcap or 0))
-
-    def attend(head: int, part: slice) -> None:
-        read[head, part.start] = _attend(
-            queries[head, part],
-            Stored(keys[head].bits, keys[head].layout),
-            Stored(values[head].bits, values[head].layout),
-            Named(named[head, part], known[head, part]),
-            logits,
-            (ENTRIES, SPARSE),
-            State(out[head, part], lse[head, part]),
-        )
-
+    state = State(
+        np.zeros((heads, rows, values[0].dim), np.float32), np.full((heads, rows), -np.inf, np.float32)
+    )
+    read = np.zeros((heads, rows), np.int64)  # at the first row of a task
     if k and rows:
         # The rows of a head share what they read, unless threads would be without work.
-        run(attend, heads, rows, multiple=rows if heads >= pool.THREADS else 1)
+        own = rows if heads >= pool.THREADS else max(1, rows * heads // (2 * pool.THREADS))
+        threads = min(pool.THREADS, heads * -(-rows // own))
+        stored = Stored.of(keys), Stored.of(values)
+        logits = Logits(np.float32(scaling), np.float32(softcap or 0))
+
+        def attend(first: int) -> None:
+            share = Share(own, first, threads)
+            _attend_layer(
+                queries, *stored, Named(named, known), logits, (ENTRIES, SPARSE), share, state, read
+            )
+
+        pool.run(attend, range(threads))
     if (read < 0).any():
         raise IndexError(f"an id is not of the {len(keys[0]):,} rows that there are")
     both = scores is None and keys[0] is not values[0]
     width = values[0].row_bytes + (keys[0].row_bytes if both else 0)
-    return AttentionState(torch.from_numpy(out), torch.from_numpy(lse)), int(read.sum()) * width
+    return AttentionState(*map(torch.from_numpy, state)), int(read.sum()) * width
 
 
 def score_tokens(query: Tensor, keys: Sequence[Rows], ids: Tensor) -> Tensor:
@@ -124,52 +146,90 @@ def score_tokens(query: Tensor, keys: Sequence[Rows], ids: Tensor) -> Tensor:
     if named.size and named.max() >= len(keys[0]):
         raise IndexError(f"an id is not of the {len(keys[0]):,} rows that there are")
     row = np.arange(rows, dtype=np.int32).repeat(k)
+    place = np.arange(rows * k, dtype=np.int32)
 
-    def score(head: int, _: slice) -> None:
-        token = named[head].ravel()
-        there, found = token >= 0, scores[head].reshape(-1)
-        own = np.empty(np.count_nonzero(there), np.float32)
-        _score(queries[head], Stored(keys[head].bits, keys[head].layout), token[there], row[there], own)
-        found[there] = own
+    def score(head: int) -> None:
+        there = (token := named[head].ravel()) >= 0
+        pairs = Pairs(row[there], token[there], place[there])
+        _score(queries[head], keys[head].bits, keys[head].layout, pairs, scores[head].reshape(-1))
 
-    run(score, heads, 1)
+    pool.run(score, range(heads))
     return torch.from_numpy(scores)
 
 
 @njit(nogil=True, cache=True)
-def _attend(query: Any, keys: Any, values: Any, named: Any, logits: Any, limits: Any, state: Any) -> Any:
-    """One KV head; how many different tokens were read, or -1 for an id that is out of range."""
+def _attend_layer(
+    query: Any,
+    keys: Any,
+    values: Any,
+    named: Any,
+    logits: Any,
+    limits: Any,
+    share: Any,
+    state: Any,
+    read: Any,
+) -> None:
+    """A share of the tasks; to `read`, how many different tokens each of them read, or -1 for an id that is
+    out of range.
+    """
+    rows = query.shape[1]
+    tasks = -(-rows // share.rows)
+    for task in range(share.first, len(query) * tasks, share.step):
+        head, part = task // tasks, task % tasks
+        own = slice(part * share.rows, min((part + 1) * share.rows, rows))
+        read[head, own.start] = _attend(
+            query[head, own],
+            carray(at(keys.addresses[head]), (keys.length, keys.like.shape[1]), keys.like.dtype),
+            keys.layout,
+            carray(at(values.addresses[head]), (values.length, values.like.shape[1]), values.like.dtype),
+            values.layout,
+            Named(named.ids[head, own], named.scores[head, own]),
+            logits,
+            limits,
+            State(state.out[head, own], state.lse[head, own]),
+        )
+
+
+@njit(nogil=True, cache=True)
+def _attend(
+    query: Any,
+    keys: Any,
+    key_layout: int,
+    values: Any,
+    value_layout: int,
+    named: Any,
+    logits: Any,
+    limits: Any,
+    state: Any,
+) -> Any:
+    """Some rows of one KV head; how many different tokens were read, or -1 for an id that is out of range."""
     rows, k = named.ids.shape
-    out, lse, tokens = state.out, state.lse, len(values.bits)
+    tokens = len(values)
     most, sparse = limits
     step = min(rows, max(1, most // k))
-    pairs = Pairs(np.empty(step * k, np.int32), np.empty(step * k, np.int64), np.empty(step * k, np.float32))
-    row, token, logit = pairs
-    highest, total = np.empty(step, np.float32), np.empty(step, np.float64)
+    pairs = Pairs(np.empty(step * k, np.int32), np.empty(step * k, np.int64), np.empty(step * k, np.int32))
+    weights, total = np.empty((step, k), np.float32), np.empty(step, np.float64)
     seen, different = np.zeros(tokens // 64 + 1, np.uint64), np.int64(0)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         count = _order(Named(named.ids[part], named.scores[part]), tokens, sparse, pairs)
         if count < 0:
             return -1
-        if named.scores.shape[1] == 0:
-            _score(query[part], keys, token[:count], row, logit)
-        _cap(logit[:count], logits)
-        highest[:] = -np.inf
-        for j in range(count):
-            highest[row[j]] = max(highest[row[j]], logit[j])
-        total[:] = 0
-        for j in range(count):
-            logit[j] = np.exp(logit[j] - highest[row[j]])
-            total[row[j]] += logit[j]
-        _add_values(logit, values, token[:count], row, out[part])
+        own = Pairs(pairs.row[:count], pairs.token[:count], pairs.place[:count])
+        if named.scores.shape[1]:
+            weights[: part.stop - start] = named.scores[part]
+        else:
+            weights[:] = -np.inf
+            _score(query[part], keys, key_layout, own, weights.reshape(-1))
+        for r in range(part.stop - start):
+            state.lse[start + r], total[r] = _softmax(weights[r], logits)
+        _add_values(weights.reshape(-1), values, value_layout, own, state.out[part])
         for r in range(part.stop - start):
             if total[r] != 0:  # NaN as well
-                lse[start + r] = highest[r] + np.log(total[r])
-                for d in range(out.shape[1]):
-                    out[start + r, d] = np.float32(out[start + r, d] / total[r])
+                for d in range(state.out.shape[1]):
+                    state.out[start + r, d] = np.float32(state.out[start + r, d] / total[r])
         for j in range(count):
-            word, bit = token[j] >> 6, np.uint64(1) << np.uint64(token[j] & 63)
+            word, bit = own.token[j] >> 6, np.uint64(1) << np.uint64(own.token[j] & 63)
             different += np.int64(seen[word] & bit == 0)
             seen[word] |= bit
     return different
@@ -177,54 +237,82 @@ def _attend(query: Any, keys: Any, values: Any, named: Any, logits: Any, limits:
 
 @njit(nogil=True, cache=True)
 def _order(named: Any, tokens: int, sparse: int, pairs: Any) -> int:
-    """The pairs of a query and a token to `pairs`, with the scores that are known as logits: as they come
-    where they are few, else by neighbourhoods. Returns their number, or -1 for an id that is out of range.
+    """The pairs of a query and a token to `pairs`: as they come where they are few, else by neighbourhoods.
+    Returns their number, or -1 for an id that is out of range.
     """
     ids, scores = named
-    row, token, logit = pairs
+    row, token, place = pairs
     rows, k = ids.shape
     known = scores.shape[1] > 0
     shift = NEIGHBOURS if rows * k * sparse > tokens else 62
-    place = np.zeros((tokens >> shift) + 2, np.int64)
+    first = np.zeros((tokens >> shift) + 2, np.int64)
+    count = 0
     for r in range(rows):
         for j in range(k):
             if ids[r, j] >= tokens:
                 return -1
-            if ids[r, j] >= 0 and not (known and scores[r, j] == -np.inf):
-                place[(ids[r, j] >> shift) + 1] += 1
-    for part in range(1, len(place)):
-        place[part] += place[part - 1]
+            there = ids[r, j] >= 0 and not (known and scores[r, j] == -np.inf)
+            count += int(there)
+            if shift == NEIGHBOURS and there:
+                first[(ids[r, j] >> shift) + 1] += 1
+    for part in range(1, len(first)):
+        first[part] += first[part - 1]
+    filled = 0
     for r in range(rows):
         for j in range(k):
             if ids[r, j] >= 0 and not (known and scores[r, j] == -np.inf):
-                own = place[ids[r, j] >> shift]
-                place[ids[r, j] >> shift] = own + 1
-                token[own], row[own] = ids[r, j], r
-                if known:
-                    logit[own] = scores[r, j]
-    return int(place[-1])
+                if shift == NEIGHBOURS:
+                    filled = first[ids[r, j] >> shift]
+                    first[ids[r, j] >> shift] += 1
+                row[filled], token[filled], place[filled] = r, ids[r, j], r * k + j
+                filled += 1
+    return count
 
 
 @njit(nogil=True, cache=True)
-def _score(query: Any, keys: Any, token: Any, row: Any, logit: Any) -> None:
-    bits, layout = keys  # once: taken in the loop they cost as much as a short row
+def _score(query: Any, bits: Any, layout: int, pairs: Any, scores: Any) -> None:
+    row, token, place = pairs
     for j in range(len(token)):
         prefetch_row(bits, token[min(j + AHEAD, len(token) - 1)])
-        logit[j] = dot_row(query[row[j]], bits, layout, token[j])
+        scores[place[j]] = dot_row(query[row[j]], bits, layout, token[j])
 
 
-@njit(nogil=True, cache=True)
-def _cap(logit: Any, logits: Any) -> None:
+@njit(nogil=True, cache=True, error_model="numpy")
+def _softmax(scores: Any, logits: Any) -> Any:
+    """Turns the scores of one row into weights, where -inf has none; returns their log-sum-exp, and the sum
+    that they are to be divided by.
+    """
     scaling, softcap = logits
-    for j in range(len(logit)):
-        logit[j] *= scaling
-        if softcap:
-            logit[j] = softcap * np.tanh(logit[j] / softcap)
+    if softcap:
+        for j in range(len(scores)):
+            if scores[j] != -np.inf:
+                scores[j] = softcap * np.tanh(scores[j] * scaling / softcap)
+    else:
+        for j in range(len(scores)):
+            scores[j] *= scaling
+    highest, nothing = np.float32(-np.inf), True
+    for j in range(len(scores)):
+        highest = max(highest, scores[j])
+        nothing &= scores[j] == -np.inf
+    if nothing:
+        scores[:] = 0
+        return np.float32(-np.inf), np.float64(0)
+    total = _exponentials(scores, highest)
+    return np.float32(highest + np.log(total)), total
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
+def _exponentials(scores: Any, highest: Any) -> Any:
+    total = np.float64(0)
+    for j in range(len(scores)):
+        scores[j] = exponential(scores[j] - highest)
+        total += np.float64(scores[j])
+    return total
 
 
 @njit(nogil=True, cache=True)
-def _add_values(weight: Any, values: Any, token: Any, row: Any, out: Any) -> None:
-    bits, layout = values
+def _add_values(weights: Any, bits: Any, layout: int, pairs: Any, out: Any) -> None:
+    row, token, place = pairs
     for j in range(len(token)):
         prefetch_row(bits, token[min(j + AHEAD, len(token) - 1)])
-        add_row(out[row[j]], weight[j], bits, layout, token[j])
+        add_row(out[row[j]], weights[place[j]], bits, layout, token[j])

@@ -58,7 +58,7 @@ def search_bytes(outline: Outline, request: Workload, threads: int) -> int:
         return 0
     rows = _part_rows(request, shape)
     ids = 12 * shape.kv_heads * rows * k
-    pairs = 16 * min(max(ENTRIES, k), rows * k) + request.tokens // 8  # and a bit for each token
+    pairs = 20 * min(max(ENTRIES, k), rows * k) + request.tokens // 8  # and a bit for each token
     searching = indexes.registry.stated(request.index).search_bytes(request.tokens, k, shape.kv_heads, rows)
     return ids + max(ids, threads * pairs, searching)
 
