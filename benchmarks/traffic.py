@@ -12,7 +12,6 @@ from benchmarks.layers import Array, Float32, Layer
 from indexes.base import VectorIndex
 from indexes.clusters import ClusteredIndex
 from indexes.flat import FlatIndex
-from indexes.pruned_scan import TOP, candidates_for
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,16 @@ def row_bytes(rows: Array) -> int:
 
 
 def _of_cells(index: Any, queries: Float32, ids: Array) -> Traffic:
-    """Every cell's mean and variance; the codes, scales and ids of the cells that come near the very best of
-    any row; and the keys that were found, to score them exactly.
+    """Every cell's mean and variance; the codes, scales and ids of the cells whose bound reaches the k-th
+    best score of any row; and the keys that were found, to score them exactly.
     """
     cells = index.cells
     spread = np.sqrt(np.maximum(queries**2 @ cells.variances.T, 0))
     bounds = queries @ cells.means.T + index.recall.value * spread
-    place = max(0, candidates_for(ids.shape[1]) // TOP - 1)
-    best = index.keys[ids[:, place]].astype(np.float32)
-    near = (bounds >= (best * queries).sum(axis=1, keepdims=True)).any(axis=0)
-    share = cells.counts[near].sum() / cells.counts.sum()
+    worst = np.array(
+        [(index.keys[own[-1]].astype(np.float32) * q).sum() for own, q in zip(ids, queries, strict=True)]
+    )
+    share = cells.counts[(bounds >= worst[:, None]).any(axis=0)].sum() / cells.counts.sum()
     coded = cells.codes.nbytes + cells.scales.nbytes + cells.ids.nbytes
     bounding = cells.means.nbytes + cells.variances.nbytes
     found = len(np.unique(ids)) * row_bytes(index.keys)

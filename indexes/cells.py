@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from indexes import arrays
 from indexes.dots import BLOCK, GROUP, WORD
 from indexes.errors import InvalidIndexInput
 from indexes.key_groups import MAX_KEYS
@@ -182,7 +183,8 @@ def _encoded(
     keys: Keys, means: Float32, starts: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]
 ) -> tuple[npt.NDArray[np.uint8], Float32]:
     groups = -(-means.shape[1] // GROUP)
-    codes, scales = np.zeros(len(ids) // BLOCK * groups * WORD, np.uint8), np.zeros(len(ids), np.float32)
+    codes = arrays.aligned(np.zeros(len(ids) // BLOCK * groups * WORD, np.uint8))
+    scales = np.zeros(len(ids), np.float32)
     bits, layout = scan.bits(keys), scan.layout(keys)
     bounds = np.linspace(0, len(means), 8 * pool.THREADS + 1).astype(np.int64)
 

@@ -23,27 +23,26 @@ from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, Keys, check_count, check_queries
-from indexes.pruned_scan import STEP_BYTES, Best, Heads, candidates_for, search_layer
+from indexes.pruned_scan import FIRST, STEP_BYTES, Best, Heads, candidates_for, search_layer
 from indexes.rows import pool, scan
 from indexes.rows.addresses import Share
 from indexes.rows.encodings import row_size
 
-_LADDER = (2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 8.0)
+_LADDER = (2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
 _NEARLY_ALL = 64.0
 _EXACT = 1000.0
 _ROWS = 64  # of one head, searched together: they share what they scan
 _CANDIDATES = 1 << 22  # of these rows, in memory at once
 _SCANNED = 0.5  # of the codes
-_SPARSE = 4  # times the candidates: of fewer keys every one is scored
 _MAGIC = 0x534C4C4543  # "CELLS"
 _CHECKED = "cells, check 1"  # counted up when `cells.check` asks for more
 
 
 class ClusteredIndex(ApproximateIndex):
-    """Skips cells whose bound, `reach` standard reach above their mean, stays below the floor."""
+    """Skips cells whose bound, `deviations` standard deviations above their mean, stays below the floor."""
 
     name: ClassVar[str] = "clusters"
-    parameter: ClassVar[str] = "reach"
+    parameter: ClassVar[str] = "deviations"
     suffix: ClassVar[str] = ".cells"
 
     @classmethod
@@ -61,10 +60,12 @@ class ClusteredIndex(ApproximateIndex):
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
         if not _sparse(n, k):
             return super().search_bytes(n, k, heads, rows)
-        # A score and an id for each candidate, of which there is room for twice as many; for each cell two
-        # floats and a flag.
-        row = 16 * candidates_for(k) + 9 * -(-n // KEYS_PER_CELL)
-        return pool.THREADS * (STEP_BYTES + min(_rows_of_a_task(k), rows) * row)
+        # A score and an id for each candidate, of which there is room for twice as many, and a thread's to
+        # sort; for each cell two floats and a flag, of four rows at least, and what a thread counts there.
+        cells = -(-n // KEYS_PER_CELL)
+        own = min(_rows_of_a_task(k), rows)
+        of_rows = own * (16 * candidates_for(k) + cells) + 8 * cells * (own + -own % QUERIES)
+        return pool.THREADS * (STEP_BYTES + 32 * candidates_for(k) + 16 * cells + of_rows)
 
     @classmethod
     def made_up(cls, keys: Keys, k: int) -> Self:
@@ -173,7 +174,7 @@ class _Searchable:
     """Cells with what `search_layer` takes: the addresses of arrays that live as long as this does."""
 
     def __init__(self, own: Cells, keys: Any, mapped: arrays.Mapped | None = None):
-        self.cells = Cells(*(arrays.aligned(part) for part in own))
+        self.cells = Cells(*map(np.ascontiguousarray, own))
         self.mapped = mapped
         self.keys = scan.bits(keys)
         self.layout = scan.layout(keys)
@@ -184,7 +185,7 @@ class _Searchable:
 
 def _sparse(n: int, k: int) -> bool:
     """Whether the k best of n keys are few enough that cells can be left out."""
-    return _SPARSE * candidates_for(k) < n
+    return FIRST * candidates_for(k) < n
 
 
 def _rows_of_a_task(k: int) -> int:
@@ -199,7 +200,7 @@ def _scanned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
     return FlatIndex.search_heads([head.flat for head in heads], queries, k)
 
 
-def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, reach: Sequence[float]) -> Hits:
+def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviations: Sequence[float]) -> Hits:
     """The k best of every head's keys for its `queries [H, R, D]`: ids and scores `[H, R, k]`."""
     count, rows, _ = queries.shape
     found, scores = np.full((count, rows, k), -1, np.int64), np.full((count, rows, k), np.nan, np.float32)
@@ -214,7 +215,7 @@ def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, reach: 
     together = Heads(
         parts=np.array([native.addresses for native in natives]),
         sizes=np.array([native.sizes for native in natives]),
-        reach=np.array(reach, np.float32),
+        deviations=np.array(deviations, np.float32),
         like=np.empty((0, keys.shape[1]), keys.dtype),  # of one kind to the compiler, mapped or not
         layout=natives[0].layout,
     )

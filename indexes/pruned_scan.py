@@ -1,11 +1,10 @@
 """Compiled search of one head's cells: floors that are foretold, a scan of the cells that come near them,
 exact scores of what it finds.
 
-A row's floor is the score that about as many keys reach as are wanted (`indexes.pruning`), so that one pass
-over the cells is enough. Of a cell whose mean q·m lies far below the best, nothing is read: `reach` standard
-deviations of its inner products below a higher floor, which a sixteenth of the wanted keys reach. There
-attention is, and what is lost lies at the other end. So a query that attends to few keys reads few cells, one
-that attends to many reads many.
+A row's floor is the score that about as many keys reach as are wanted, which is foretold (`indexes.pruning`),
+so that one pass is enough: over the cells whose mean q·m and so many standard deviations of their inner
+products reach the floor. A query that attends to few keys reads few cells, one that attends to many reads
+many. Where what was foretold is not there, the floor is looked for in the row's best cells.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from indexes.rows.prefetch import prefetch_row
 
 STEP = 32  # blocks scored together; their sums stay in the first-level cache
 STEP_BYTES = 24 * STEP * BLOCK * QUERIES  # of what a step finds
-TOP = 16  # times as many keys score above the floor as above the one that cells must come near
-TURNS = 3  # at most, with lower floors where what was foretold was too little; the last is everything
+FIRST = 4  # times the keys wanted, in the cells that set a floor where none could be foretold
 _BITS: Any = np.uint32  # of float32, as loops over rows take them
 
 
@@ -62,13 +60,13 @@ class Heads(NamedTuple):
     """The H heads of a layer, so that one function is compiled for any number of them.
 
     parts: int64 `[H, 8]`, the addresses of what `Cells` has and of the keys' bits. sizes: int64 `[H, 3]`, the
-    numbers of cells, blocks and keys. reach: float32 `[H]`. like: an array of the kind of the keys' bits;
-    layout: that of the bits.
+    numbers of cells, blocks and keys. deviations: float32 `[H]`. like: an array of the kind of the keys'
+    bits; layout: that of the bits.
     """
 
     parts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
-    reach: Float32
+    deviations: Float32
     like: npt.NDArray[Any]
     layout: int
 
@@ -123,51 +121,76 @@ def search_layer(heads: Any, queries: Any, k: int, share: Any, best: Any) -> Non
             Stored(bits, heads.layout),
             queries[head, own],
             k,
-            heads.reach[head],
+            heads.deviations[head],
             Best(best.ids[head, own], best.scores[head, own]),
         )
 
 
-@njit(nogil=True, cache=True)
-def search_rows(cells: Any, keys: Any, queries: Any, k: int, reach: float, found: Any) -> None:
+@njit(nogil=True, cache=True, error_model="numpy")
+def search_rows(cells: Any, keys: Any, queries: Any, k: int, deviations: float, found: Any) -> None:
     """The k best of the keys for each of `queries [R, D]`, by descending score. Moments in `cells` come as
     their bits.
     """
     rows, dim = queries.shape
-    padded = np.zeros((-(-rows // QUERIES) * QUERIES, dim), np.float32)
+    counts = cells.counts
+    padded, size = np.zeros((-(-rows // QUERIES) * QUERIES, dim), np.float32), np.empty(rows, np.float32)
     for r in range(rows):  # of a size that can be squared; what is exact is scored with the query itself
-        padded[r] = queries[r] / max(np.abs(queries[r]).max(), np.float32(1e-38))
-    near, inverse = moments(cells.means, cells.variances, padded)
+        size[r] = max(np.abs(queries[r]).max(), np.float32(1e-38))
+        padded[r] = queries[r] / size[r]
+    near, upper = moments(cells.means, cells.variances, padded)
     coded = _coded(padded, -(-dim // GROUP))
     wanted, enough = _candidates_for(k), _enough_for(k)
-    aimed = np.full(rows, np.float64(wanted))
-    floors, asked = np.empty(rows, np.float32), np.empty((rows, len(cells.counts)), np.bool_)
     candidates = Candidates(
         np.empty((rows, 2 * wanted), np.float32),
         np.empty((rows, 2 * wanted), np.int32),
         np.zeros(rows, np.int64),
-        np.full(rows, -1, np.int64),
+        np.zeros(rows, np.int64),
     )
-    for turn in range(TURNS):
+    floors, asked = np.empty(rows, np.float32), np.empty((rows, len(counts)), np.bool_)
+    for r in range(rows):
+        floors[r] = floor_of(near[r], upper[r], counts, wanted)
+        for c in range(len(counts)):
+            upper[r, c] = near[r, c] + deviations / upper[r, c]
+            asked[r, c] = not upper[r, c] < floors[r]
+    _scan(cells, keys, queries, coded, near, floors, asked, candidates)
+
+    again = candidates.seen < enough
+    if again.any():  # what was foretold is not there: for these rows a floor is found among their best cells
         for r in range(rows):
             asked[r] = False
-            if candidates.seen[r] >= enough:
-                continue
-            if turn == TURNS - 1:
-                floors[r], asked[r] = -np.inf, True
-            else:
-                if turn > 0:
-                    aimed[r] *= max(1.5, 1.3 * wanted / max(candidates.seen[r], 1))
-                floors[r] = floor_of(near[r], inverse[r], cells.counts, aimed[r])
-                high = floor_of(near[r], inverse[r], cells.counts, aimed[r] / TOP)
-                for c in range(asked.shape[1]):
-                    asked[r, c] = near[r, c] + reach / inverse[r, c] >= high
-            candidates.fill[r] = candidates.seen[r] = 0
-        if asked.any():
-            _scan(cells, keys, queries, coded, near, floors, asked, candidates)
+            if again[r]:
+                floors[r], candidates.fill[r] = -np.inf, 0
+                least = _bound_of_first(upper[r], counts, FIRST * wanted)
+                asked[r] = upper[r] >= least
+        _scan(cells, keys, queries, coded, near, floors, asked, candidates)
+        for r in range(rows):
+            if again[r]:
+                own, ids, fill = candidates.scores[r], candidates.ids[r], candidates.fill[r]
+                candidates.fill[r] = keep_largest(own, ids, fill, min(fill, wanted))
+                if fill:
+                    floors[r] = own[: candidates.fill[r]].min() / size[r]
+                for c in range(len(counts)):
+                    asked[r, c] = not (asked[r, c] or upper[r, c] < floors[r])
+        _scan(cells, keys, queries, coded, near, floors, asked, candidates)
     for r in range(rows):
-        own = candidates.fill[r]
-        sort(candidates.scores[r, :own], candidates.ids[r, :own], found.ids[r], found.scores[r])
+        fill = candidates.fill[r]
+        sort(candidates.scores[r, :fill], candidates.ids[r, :fill], found.ids[r], found.scores[r])
+
+
+@njit(nogil=True, cache=True)
+def _bound_of_first(upper: Any, counts: Any, keys: int) -> Any:
+    """About the largest bound that cells with `keys` keys reach."""
+    low, high = upper.min(), upper.max()
+    for _ in range(16):
+        middle = np.float32(0.5) * (low + high)
+        held = 0
+        for c in range(len(upper)):
+            held += counts[c] if upper[c] >= middle else 0
+        if held >= keys:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @njit(nogil=True, cache=True)

@@ -20,7 +20,7 @@ _FINITE = _REASSOCIATE | {"nnan", "ninf"}
 # Dividing by zero is no error: to look for it would keep compilers from doing sixteen at a time.
 _compiled = partial(njit, nogil=True, cache=True, error_model="numpy")
 _SPREAD = np.float32(8)  # standard deviations beyond which there is nothing
-_HALVINGS = 18  # of the range of floors: to a thousandth of a standard deviation and less
+_HALVINGS = 18  # of the range of floors
 
 
 @_compiled()

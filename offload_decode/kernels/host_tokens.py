@@ -51,6 +51,8 @@ class Stored(NamedTuple):
             for own in heads
         ):
             raise ValueError("the heads of a layer are stored in different ways")
+        if not all(own.bits.flags.c_contiguous for own in heads):
+            raise ValueError("rows are read by their addresses: they must lie one behind the other")
         addresses = np.array([own.bits.ctypes.data for own in heads], np.int64)
         return cls(addresses, len(first), np.empty((0, first.bits.shape[1]), first.bits.dtype), first.layout)
 
@@ -217,7 +219,10 @@ def _attend(
             return -1
         own = Pairs(pairs.row[:count], pairs.token[:count], pairs.place[:count])
         if named.scores.shape[1]:
-            weights[: part.stop - start] = named.scores[part]
+            for r in range(part.stop - start):
+                for j in range(k):
+                    there = named.ids[start + r, j] >= 0
+                    weights[r, j] = named.scores[start + r, j] if there else np.float32(-np.inf)
         else:
             weights[:] = -np.inf
             _score(query[part], keys, key_layout, own, weights.reshape(-1))
@@ -289,7 +294,8 @@ def _softmax(scores: Any, logits: Any) -> Any:
                 scores[j] = softcap * np.tanh(scores[j] * scaling / softcap)
     else:
         for j in range(len(scores)):
-            scores[j] *= scaling
+            if scores[j] != -np.inf:
+                scores[j] *= scaling
     highest, nothing = np.float32(-np.inf), True
     for j in range(len(scores)):
         highest = max(highest, scores[j])

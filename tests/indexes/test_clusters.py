@@ -96,9 +96,9 @@ def test_cells_hold_every_key_once_with_its_moments_and_codes(dtype: Any) -> Non
         assert (off <= scale / 2 + 1e-5).all()
 
 
-def test_a_further_reach_reads_more_and_all_of_them_find_what_a_whole_scan_finds() -> None:
+def test_more_deviations_read_more_and_all_of_them_find_what_a_whole_scan_finds() -> None:
     index, queries = built(), foreign_queries(64, seed=8)
-    found = [recall_of(index.search_at(queries, 32, d), queries, index.keys, 32) for d in (0.5, 4.0, 64.0)]
+    found = [recall_of(index.search_at(queries, 32, d), queries, index.keys, 32) for d in (0.5, 3.0, 64.0)]
     assert found == sorted(found)
     assert found[0] < found[2]
     assert found[2] > 0.98
@@ -134,7 +134,7 @@ def test_scores_that_overflow_are_refused() -> None:
     index = get("clusters").build(clustered_keys(5000, np.float32) * np.float32(1e10), k=16)
     assert isinstance(index, ClusteredIndex)
     with pytest.raises(InvalidIndexInput, match="not finite"):
-        index.search_at(foreign_queries(3) * np.float32(3e28), 16, 4.0)
+        index.search_at(foreign_queries(3) * np.float32(3e28), 16, 3.0)
 
 
 @pytest.mark.parametrize("sink", [10, 100])
@@ -214,3 +214,30 @@ def test_another_file_in_its_place_is_refused(tmp_path: Any) -> None:
     for name in ("short", "other"):
         with pytest.raises(RuntimeError, match="no file of cells"):
             index._read_native(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("made", ["normal", "repeated", "outlier"])
+def test_recall_holds_where_no_floor_can_be_foretold(made: str) -> None:
+    rng = np.random.default_rng(7)
+    keys = rng.standard_normal((20_000, DIM)).astype(np.float32)
+    if made == "repeated":
+        keys[:1000] = np.repeat(keys[:20], 50, axis=0)
+    elif made == "outlier":
+        keys[5] *= 300
+    queries = rng.standard_normal((256, DIM)).astype(np.float32)
+    index = get("clusters").build(keys, queries, k=64, target_recall=0.95)
+    assert isinstance(index, ClusteredIndex)
+    others = rng.standard_normal((24, DIM)).astype(np.float32)
+    for k in (16, 64, 512, 2000):
+        assert recall_of(index.search(others, k), others, keys, k) > 0.93
+
+
+def test_more_deviations_lose_nothing_that_fewer_find() -> None:
+    keys = np.concatenate(
+        [clustered_keys(10_000, np.float32), np.repeat(clustered_keys(40, np.float32), 20, axis=0)]
+    )
+    index, queries = get("clusters").build(keys, foreign_queries(64), k=16), foreign_queries(16, seed=8)
+    assert isinstance(index, ClusteredIndex)
+    found = [recall_of(index.search_at(queries, 256, d), queries, keys, 256) for d in (3.0, 8.0, 64.0)]
+    assert found == sorted(found)
+    assert found[-1] > 0.98
