@@ -1,8 +1,8 @@
 """The default kind: a compressed scan, pruned by clusters.
 
 Keys lie in cells of about 256, cell by cell, each as what is left of it beside the cell's mean, in 4 bits a
-channel. A query bounds every cell, scans those that may hold one of its best keys, and scores a quarter more
-than it was asked for exactly, from the keys themselves. At D = 128 that is 72 bytes a key beyond the store.
+channel. A query foretells the score that its best keys reach, scans the cells that may hold one of them, and
+scores a quarter more than it was asked for exactly, from the keys themselves. At D = 128 that is 72 bytes a key beyond the store.
 """
 
 from __future__ import annotations
