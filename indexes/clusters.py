@@ -2,7 +2,8 @@
 
 Keys lie in cells of about 256, cell by cell, each as what is left of it beside the cell's mean, in 4 bits a
 channel. A query foretells the score that its best keys reach, scans the cells that may hold one of them, and
-scores a quarter more than it was asked for exactly, from the keys themselves. At D = 128 that is 72 bytes a key beyond the store.
+scores a quarter more than it was asked for exactly, from the keys themselves. At D = 128 that is 72 bytes a
+key beyond the store.
 """
 
 from __future__ import annotations
