@@ -28,6 +28,7 @@ from indexes.rows.prefetch import prefetch_row
 
 STEP = 32  # blocks scored together; their sums stay in the first-level cache
 STEP_BYTES = 24 * STEP * BLOCK * QUERIES  # of what a step finds
+AIMED = 1.1  # times the keys wanted: as many are foretold above the floor, for some lie in cells left out
 FIRST = 4  # times the keys wanted, in the cells that set a floor where none could be foretold
 _BITS: Any = np.uint32  # of float32, as loops over rows take them
 
@@ -37,12 +38,6 @@ def candidates_for(k: int) -> int:
     return k + k // 4 + 64
 
 
-def enough_for(k: int) -> int:
-    """How few of them will do."""
-    return k + k // 8 + 32
-
-
-_enough_for = njit(nogil=True, cache=True)(enough_for)
 _candidates_for = njit(nogil=True, cache=True)(candidates_for)
 
 
@@ -139,7 +134,7 @@ def search_rows(cells: Any, keys: Any, queries: Any, k: int, deviations: float, 
         padded[r] = queries[r] / size[r]
     near, upper = moments(cells.means, cells.variances, padded)
     coded = _coded(padded, -(-dim // GROUP))
-    wanted, enough = _candidates_for(k), _enough_for(k)
+    wanted = _candidates_for(k)
     candidates = Candidates(
         np.empty((rows, 2 * wanted), np.float32),
         np.empty((rows, 2 * wanted), np.int32),
@@ -148,13 +143,13 @@ def search_rows(cells: Any, keys: Any, queries: Any, k: int, deviations: float, 
     )
     floors, asked = np.empty(rows, np.float32), np.empty((rows, len(counts)), np.bool_)
     for r in range(rows):
-        floors[r] = floor_of(near[r], upper[r], counts, wanted)
+        floors[r] = floor_of(near[r], upper[r], counts, AIMED * wanted)
         for c in range(len(counts)):
             upper[r, c] = near[r, c] + deviations / upper[r, c]
             asked[r, c] = not upper[r, c] < floors[r]
     _scan(cells, keys, queries, coded, near, floors, asked, candidates)
 
-    again = candidates.seen < enough
+    again = candidates.seen < wanted
     if again.any():  # what was foretold is not there: for these rows a floor is found among their best cells
         for r in range(rows):
             asked[r] = False
