@@ -132,7 +132,7 @@ def search_rows(cells: Any, keys: Any, queries: Any, k: int, deviations: float, 
     for r in range(rows):  # of a size that can be squared; what is exact is scored with the query itself
         size[r] = max(np.abs(queries[r]).max(), np.float32(1e-38))
         padded[r] = queries[r] / size[r]
-    near, upper = moments(cells.means, cells.variances, padded)
+    near, inverse = moments(cells.means, cells.variances, padded)
     coded = _coded(padded, -(-dim // GROUP))
     wanted = _candidates_for(k)
     candidates = Candidates(
@@ -142,10 +142,11 @@ def search_rows(cells: Any, keys: Any, queries: Any, k: int, deviations: float, 
         np.zeros(rows, np.int64),
     )
     floors, asked = np.empty(rows, np.float32), np.empty((rows, len(counts)), np.bool_)
+    upper = inverse  # in its place: it is read once more
     for r in range(rows):
-        floors[r] = floor_of(near[r], upper[r], counts, AIMED * wanted)
+        floors[r] = floor_of(near[r], inverse[r], counts, AIMED * wanted)
         for c in range(len(counts)):
-            upper[r, c] = near[r, c] + deviations / upper[r, c]
+            upper[r, c] = near[r, c] + deviations / inverse[r, c]
             asked[r, c] = not upper[r, c] < floors[r]
     _scan(cells, keys, queries, coded, near, floors, asked, candidates)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from indexes.rows.numbers import exponential
 from indexes.rows.scan import SINGLE, score_rows
 
 _REASSOCIATE = {"reassoc", "contract", "nsz"}
@@ -63,15 +64,7 @@ def _above(near: Any, inverse: Any, counts: Any, floor: Any) -> Any:
 
 @_compiled(forceinline=True, fastmath=_FINITE)
 def _tail(z: Any) -> Any:
-    """About the share of a normal distribution beyond z, by a logistic curve, with an exponential that
-    compilers can take sixteen of at a time.
-    """
+    """About the share of a normal distribution beyond z, by a logistic curve."""
     z = min(max(z, -_SPREAD), _SPREAD)
-    power = (np.float32(2.3049) + np.float32(0.1018) * z * z) * z  # of two
-    whole = np.floor(power)
-    part = power - whole
-    part = np.float32(1) + part * (
-        np.float32(0.6951786) + part * (np.float32(0.2276124) + part * np.float32(0.0776704))
-    )
-    scale = np.int32((whole + np.float32(127)) * np.float32(1 << 23)).view(np.float32)
-    return np.float32(1) / (np.float32(1) + part * scale)
+    power = exponential(-abs((np.float32(1.5976) + np.float32(0.07056) * z * z) * z))
+    return (power if z > 0 else np.float32(1)) / (np.float32(1) + power)
