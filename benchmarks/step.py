@@ -30,7 +30,7 @@ from benchmarks import baselines, history, layers, machine, measured, tables
 from benchmarks.fidelity import Truth, truth
 from benchmarks.layers import Layer
 from benchmarks.measured import Row
-from benchmarks.ways import Maker, index_way, quest_way
+from benchmarks.ways import WHOLE, Maker, index_way
 from indexes.errors import MissingBackend
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.memory import Peak
@@ -46,8 +46,8 @@ def our_ways(layer: Layer, names: Sequence[str], few: int) -> dict[str, Callable
     """What builds each of ours."""
     some = layer.heads(few) if layer.length > CAPTURED else layer
     return {
-        name: partial(quest_way, layer)
-        if name == "quest"
+        name: partial(WHOLE[name], layer)
+        if name in WHOLE
         else partial(index_way, some if name in SLOW else layer, name)
         for name in names
     }
@@ -123,7 +123,7 @@ def ours(arguments: argparse.Namespace, tokens: int) -> list[str]:
     if arguments.ours is not None:
         return list(arguments.ours)
     kinds = [kind for kind in indexes.registry.kinds() if kind not in GRAPHS or tokens <= CAPTURED]
-    return [*kinds, "quest"]
+    return [*kinds, *WHOLE]
 
 
 def properties(exact: Truth) -> str:
@@ -204,7 +204,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=numbers, default=[1], help="steps (questions) at once, such as 1,16")
     parser.add_argument("--heads", type=int, default=8, help="KV heads of made-up data")
     parser.add_argument("--dtype", default="float16", help="of made-up keys and values: float16 or float32")
-    parser.add_argument("--ours", type=names, help="index kinds, and quest; default: all that build quickly")
+    parser.add_argument(
+        "--ours", type=names, help="index kinds, quest and all (dense); default: all that build quickly"
+    )
     parser.add_argument("--baselines", type=names, help="of: dense, offloaded, flat, ivf, hnsw, hnswlib")
     parser.add_argument("--baseline-heads", type=int, default=2, help="heads of slow baselines")
     parser.add_argument("--seconds", type=float, default=2.0, help="at most, for the repetitions of a time")

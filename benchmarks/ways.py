@@ -20,6 +20,7 @@ from offload_decode.attention.queries import Queries
 from offload_decode.kv.host import HostKV
 from offload_decode.pages.dispatch import loaded_tokens
 from offload_decode.pages.reference import page_tokens
+from offload_decode.selection.selector import EVERYTHING
 from offload_decode.selectors.registry import create
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape, PageSelection, Selection, StepStats
@@ -151,3 +152,27 @@ def quest_way(layer: Layer) -> Maker:
         )
 
     return at
+
+
+def all_way(layer: Layer) -> Maker:
+    """Dense attention to the store as it lies, whatever the k."""
+    memory = MemoryLayer(layer)
+    read = sum(rows.nbytes for side in (layer.keys, layer.values) for rows in side)
+
+    def at(k: int) -> Way:
+        return Way(
+            "all",
+            OURS,
+            len(layer.keys),
+            0.0,
+            "",
+            lambda rows: memory.attend(rows, EVERYTHING),
+            None,
+            lambda queries: Traffic(read, 0),
+        )
+
+    return at
+
+
+WHOLE: dict[str, Callable[[Layer], Maker]] = {"quest": quest_way, "all": all_way}
+"""What is of no index kind."""

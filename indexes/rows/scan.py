@@ -158,6 +158,41 @@ def _widen_nibbles(bits: Any, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
+def widen_block(bits: Any, layout: int, out: Any) -> None:
+    """Rows that lie side by side in float32, to the first of `out [>= n, D]`."""
+    if layout == HALF:
+        _widen_halves(bits, out)
+    elif layout == BRAIN:
+        _widen_brains(bits, out)
+    elif layout == SINGLE:
+        _widen_singles(bits, out)
+    else:
+        for j in range(len(bits)):
+            widen_row(bits[j], layout, out[j])
+
+
+@njit(nogil=True, cache=True)
+def _widen_halves(bits: Any, out: Any) -> None:
+    for j in range(len(bits)):
+        for d in range(out.shape[1]):
+            out[j, d] = half_to_single(np.uint16(bits[j, d]))
+
+
+@njit(nogil=True, cache=True)
+def _widen_brains(bits: Any, out: Any) -> None:
+    for j in range(len(bits)):
+        for d in range(out.shape[1]):
+            out[j, d] = np.uint32(np.uint32(bits[j, d]) << np.uint32(16)).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _widen_singles(bits: Any, out: Any) -> None:
+    for j in range(len(bits)):
+        for d in range(out.shape[1]):
+            out[j, d] = np.uint32(bits[j, d]).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
 def widen_rows(bits: Any, layout: int, ids: Any, out: Any) -> None:
     """The rows `ids [n]` in float32, to `out [n, D]`."""
     for j in range(len(ids)):

@@ -15,6 +15,7 @@ from offload_decode.attention.queries import Queries
 from offload_decode.attention.states import empty_state, softmax
 from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kernels.dense import attend_blocks
+from offload_decode.kernels.host_dense import attend_all
 from offload_decode.kernels.host_gather import unite
 from offload_decode.kernels.host_tokens import attend_tokens
 from offload_decode.kernels.rows import Rows, tensor_view
@@ -106,7 +107,7 @@ class HostKV:
         if isinstance(selection, PageSelection):
             state = self._attend_pages(layer, queries, selection, stats)
         elif selection.ids is None:
-            state = self._attend_all(layer, queries, stats)
+            state = self._attend_all(place, layer, queries, stats)
         elif place == HOST:
             state = self._attend_in_place(layer, queries, selection.ids, selection.scores, stats)
         else:
@@ -176,24 +177,28 @@ class HostKV:
         self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, heads)
         return self._copied
 
-    def _attend_all(self, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
+    def _attend_all(self, place: str, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
         began = time.perf_counter()
-        rows, heads = queries.rows, range(queries.rows.shape[0])
-        per_head = [
-            attend_blocks(
-                rows[None, h : h + 1],
-                self._blocks(layer, h, rows.device),
-                self.values(layer, h).dim,
-                queries.scaling,
-                queries.softcap,
-            )
-            for h in heads
-        ]
+        rows, heads = queries.rows, range(len(queries.rows))
+        if place == HOST:
+            keys, values = self.layer_keys(layer), self.layer_values(layer)
+            state = attend_all(rows, keys, values, queries.scaling, queries.softcap)
+        else:
+            width = self.values(layer, 0).dim
+            states = [
+                attend_blocks(
+                    rows[None, h : h + 1],
+                    self._blocks(layer, h, rows.device),
+                    width,
+                    queries.scaling,
+                    queries.softcap,
+                )
+                for h in heads
+            ]
+            state = AttentionState(*(torch.cat(part, dim=1)[0] for part in zip(*states, strict=True)))
         self._count(len(heads) * self.length, layer, queries, stats)
         stats.attend_s += time.perf_counter() - began
-        return AttentionState(
-            torch.cat([state.out[0] for state in per_head]), torch.cat([state.lse[0] for state in per_head])
-        )
+        return state
 
     def _attend_pages(
         self, layer: int, queries: Queries, selection: PageSelection, stats: StepStats

@@ -1,0 +1,98 @@
+"""Dense attention over stored rows equals its definition, whatever the rows are and however many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_decode.attention.states import attend, empty_state
+from offload_decode.kernels import host_dense
+from offload_decode.kernels.host_dense import BLOCK, QUERIES, attend_all
+from tests.kernels.test_host_tokens import CPU, FORMS, PAIRS, stored
+
+
+def reference(query, keys, values, scaling, softcap=None):
+    keys, values = (
+        torch.stack([own.read(slice(None), CPU, torch.float64) for own in part])[None]
+        for part in (keys, values)
+    )
+    heads, rows, _ = query.shape
+    scores = query.double() @ keys[0].transpose(-1, -2) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    assert scores.shape == (heads, rows, keys.shape[2])
+    return scores.softmax(-1) @ values[0], scores.logsumexp(-1)
+
+
+def close(state, expected, most=2e-6):
+    for part, own in zip(state, expected, strict=True):
+        assert part.dtype == torch.float32 and part.shape == own.shape
+        torch.testing.assert_close(part.double(), own, atol=most, rtol=most)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 3 * BLOCK + 1),
+    st.sampled_from(PAIRS),
+    st.sampled_from([None, 5.0]),
+    st.integers(0, 99),
+)
+def test_it_is_attention_to_all_tokens(heads, rows, n, forms, softcap, seed):
+    keys, values = stored(forms[0], heads, n, 24, seed), stored(forms[1], heads, n, 16, seed + 1)
+    query = torch.randn(heads, rows, 24, generator=torch.Generator().manual_seed(seed))
+    state = attend_all(query, keys, values, 0.3, softcap)
+    close(state, reference(query, keys, values, 0.3, softcap))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_and_rows_in_many_pieces_change_nothing_but_rounding(form, monkeypatch):
+    keys, values = stored(form, 2, 1000, 32, 0), stored(form, 2, 1000, 32, 1)
+    query = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(2))
+    whole = attend_all(query, keys, values, 0.5)
+    close(whole, reference(query, keys, values, 0.5))
+    monkeypatch.setattr(host_dense, "PART", 96)
+    monkeypatch.setattr(host_dense, "ROWS", 8)
+    parts = attend_all(query, keys, values, 0.5)
+    assert not torch.equal(parts.out, whole.out)
+    close(parts, reference(query, keys, values, 0.5))
+    monkeypatch.setattr(host_dense, "PARTS", 3)
+    close(attend_all(query, keys, values, 0.5), reference(query, keys, values, 0.5))
+
+
+def test_a_row_does_not_depend_on_the_others_of_its_batch():
+    keys, values = stored("float16", 2, 300, 32, 0), stored("float16", 2, 300, 32, 1)
+    query = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(2))
+    together = attend_all(query, keys, values, 0.5)
+    for row in range(11):
+        alone = attend_all(query[:, row : row + 1], keys, values, 0.5)
+        assert torch.equal(alone.out[:, 0], together.out[:, row])
+        assert torch.equal(alone.lse[:, 0], together.lse[:, row])
+
+
+def test_logits_of_any_size_make_weights():
+    keys, values = stored("float32", 1, 200, 8, 0), stored("float32", 1, 200, 8, 1)
+    query = torch.randn(1, QUERIES, 8, generator=torch.Generator().manual_seed(2))
+    for scaling in (0.0, 1e-3, 50.0, 1e4, -1e4):
+        close(attend_all(query, keys, values, scaling), reference(query, keys, values, scaling), 1e-4)
+
+
+def test_nothing_is_the_empty_state():
+    keys, values = stored("float16", 2, 0, 8, 0), stored("float16", 2, 0, 6, 1)
+    query = torch.randn(2, 3, 8)
+    for part, own in zip(attend_all(query, keys, values, 0.5), empty_state(query, 6), strict=True):
+        assert torch.equal(part, own)
+    filled = stored("float16", 2, 5, 8, 0)
+    assert attend_all(query[:, :0], filled, filled, 0.5).out.shape == (2, 0, 8)
+
+
+def test_it_equals_the_plain_reference_of_states():
+    keys, values = stored("bfloat16", 2, 150, 16, 0), stored("bfloat16", 2, 150, 16, 1)
+    query = torch.randn(2, 6, 16)
+    dense = [torch.stack([own.read(slice(None), CPU) for own in part])[None] for part in (keys, values)]
+    expected = attend(query[None], *dense, 0.25)
+    torch.testing.assert_close(
+        attend_all(query, keys, values, 0.25).out, expected.out[0], atol=2e-6, rtol=2e-6
+    )
