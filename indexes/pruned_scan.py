@@ -66,7 +66,7 @@ class Heads(NamedTuple):
     layout: int
 
 
-class Stored(NamedTuple):
+class HeadKeys(NamedTuple):
     """The keys of one head: their `bits` in rows, and the `layout` of these."""
 
     bits: npt.NDArray[Any]
@@ -113,7 +113,7 @@ def search_layer(heads: Any, queries: Any, k: int, share: Any, best: Any) -> Non
         bits = carray(at(address[7]), (keys, heads.like.shape[1]), heads.like.dtype)
         search_rows(
             cells,
-            Stored(bits, heads.layout),
+            HeadKeys(bits, heads.layout),
             queries[head, own],
             k,
             heads.deviations[head],

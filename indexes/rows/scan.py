@@ -17,11 +17,11 @@ from indexes.keys import BFLOAT16, Float32, Keys
 from indexes.rows import encodings
 from indexes.rows.encodings import SCALE_BYTES
 from indexes.rows.numbers import half_to_single, scale_of
+from indexes.rows.products import QUERIES, ROWS, SUMS, padded, products, put
 
 Candidates = npt.NDArray[np.uint64]
 
 _RUN = 64  # scores looked at together; most runs hold nothing above the floor
-_QUERIES, _ROWS = 4, 2  # scored together, in registers
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
 
 
@@ -32,13 +32,9 @@ def inner_products(block: Keys, queries: Float32) -> Float32:
     One thread, outside the interpreter's lock: callers search many heads at once, and a BLAS that starts
     threads of its own for each small block loses more than it gains.
     """
-    group = len(queries)
-    padding = -group % _QUERIES
-    if padding:
-        queries = np.concatenate([queries, np.zeros((padding, queries.shape[1]), np.float32)])
     scores = np.empty((len(queries), len(block)), np.float32)
     score_rows(bits(block), layout(block), queries, scores)
-    return scores[:group]
+    return scores
 
 
 def keep_best(
@@ -199,28 +195,22 @@ def widen_rows(bits: Any, layout: int, ids: Any, out: Any) -> None:
         widen_row(bits[ids[j]], layout, out[j])
 
 
-@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
+@njit(nogil=True, cache=True)
 def score_rows(bits: Any, layout: int, queries: Any, scores: Any) -> None:
-    rows = np.zeros((_ROWS, queries.shape[1]), np.float32)
-    for j in range(0, len(bits), _ROWS):
-        last = min(j + 1, len(bits) - 1)
-        widen_row(bits[j], layout, rows[0])
-        widen_row(bits[last], layout, rows[1])
-        for g in range(0, len(queries), _QUERIES):
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-            for d in range(queries.shape[1]):
-                a, b = rows[0, d], rows[1, d]
-                q0, q1, q2, q3 = queries[g, d], queries[g + 1, d], queries[g + 2, d], queries[g + 3, d]
-                a0 += a * q0
-                a1 += a * q1
-                a2 += a * q2
-                a3 += a * q3
-                b0 += b * q0
-                b1 += b * q1
-                b2 += b * q2
-                b3 += b * q3
-            scores[g, j], scores[g + 1, j], scores[g + 2, j], scores[g + 3, j] = a0, a1, a2, a3
-            scores[g, last], scores[g + 1, last], scores[g + 2, last], scores[g + 3, last] = b0, b1, b2, b3
+    """Inner products of `queries [G, D]` with N rows to `scores [G, N]`."""
+    _score_rows(bits, layout, padded(queries), queries.shape[1], scores)
+
+
+@njit(nogil=True, cache=True)
+def _score_rows(bits: Any, layout: int, queries: Any, dim: int, scores: Any) -> None:
+    rows, sums = np.zeros((ROWS, queries.shape[1]), np.float32), np.empty(SUMS, np.float32)
+    for first in range(0, len(bits), ROWS):
+        there = min(ROWS, len(bits) - first)
+        for r in range(there):
+            widen_row(bits[first + r], layout, rows[r, :dim])
+        for g in range(0, len(queries), QUERIES):
+            products(rows, queries, g, sums)
+            put(sums, scores, g, first, there)
 
 
 @njit(nogil=True, cache=True, fastmath=_REASSOCIATE)

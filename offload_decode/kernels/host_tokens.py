@@ -13,48 +13,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray, njit  # type: ignore[attr-defined]
+from numba import njit
 from torch import Tensor
 
 from indexes.rows import pool
-from indexes.rows.addresses import Share, at
+from indexes.rows.addresses import Share
 from indexes.rows.loops import add_row, dot_row
-from indexes.rows.numbers import exponential
 from indexes.rows.prefetch import prefetch_row
+from offload_decode.kernels.layer_rows import LayerRows, head_bits
 from offload_decode.kernels.rows import Rows
+from offload_decode.kernels.softmax import Logits, divide, weigh
 from offload_decode.types import AttentionState
 
 AHEAD = 12  # rows that are fetched before their turn: enough to hide memory, few enough to stay in cache
 ENTRIES = 1 << 18  # pairs of a query and a token that a thread holds at once: 20 bytes each
 NEIGHBOURS = 10  # bits of a token's number within its neighbourhood, which stays in a core's cache
 SPARSE = 32  # tokens for each pair: where they are more, queries share too little to be put in order
-
-
-class Stored(NamedTuple):
-    """The keys or values of the H heads of a layer, so that one function is compiled for any number of them.
-
-    addresses: int64 `[H]`, of the heads' bits in `length` rows. like: an array of the kind of these bits,
-    with no rows; layout: that of the bits.
-    """
-
-    addresses: npt.NDArray[np.int64]
-    length: int
-    like: npt.NDArray[Any]
-    layout: int
-
-    @classmethod
-    def of(cls, heads: Sequence[Rows]) -> Stored:
-        """Heads of one kind, as they are of one layer. They must outlive this."""
-        first = heads[0]
-        if any(
-            (own.layout, own.bits.dtype, own.bits.shape) != (first.layout, first.bits.dtype, first.bits.shape)
-            for own in heads
-        ):
-            raise ValueError("the heads of a layer are stored in different ways")
-        if not all(own.bits.flags.c_contiguous for own in heads):
-            raise ValueError("rows are read by their addresses: they must lie one behind the other")
-        addresses = np.array([own.bits.ctypes.data for own in heads], np.int64)
-        return cls(addresses, len(first), np.empty((0, first.bits.shape[1]), first.bits.dtype), first.layout)
 
 
 class Named(NamedTuple):
@@ -64,13 +38,6 @@ class Named(NamedTuple):
 
     ids: npt.NDArray[np.int64]
     scores: npt.NDArray[np.float32]
-
-
-class Logits(NamedTuple):
-    """What makes logits of scores; a softcap of 0 is none."""
-
-    scaling: np.float32
-    softcap: np.float32
 
 
 class State(NamedTuple):
@@ -119,8 +86,8 @@ def attend_tokens(
         # The rows of a head share what they read, unless threads would be without work.
         own = rows if heads >= pool.THREADS else max(1, rows * heads // (2 * pool.THREADS))
         threads = min(pool.THREADS, heads * -(-rows // own))
-        stored = Stored.of(keys), Stored.of(values)
-        logits = Logits(np.float32(scaling), np.float32(softcap or 0))
+        stored = LayerRows.of(keys), LayerRows.of(values)
+        logits = Logits.of(scaling, softcap)
 
         def attend(first: int) -> None:
             share = Share(own, first, threads)
@@ -181,9 +148,9 @@ def _attend_layer(
         own = slice(part * share.rows, min((part + 1) * share.rows, rows))
         read[head, own.start] = _attend(
             query[head, own],
-            carray(at(keys.addresses[head]), (keys.length, keys.like.shape[1]), keys.like.dtype),
+            head_bits(keys, head),
             keys.layout,
-            carray(at(values.addresses[head]), (values.length, values.like.shape[1]), values.like.dtype),
+            head_bits(values, head),
             values.layout,
             Named(named.ids[head, own], named.scores[head, own]),
             logits,
@@ -227,12 +194,10 @@ def _attend(
             weights[:] = -np.inf
             _score(query[part], keys, key_layout, own, weights.reshape(-1))
         for r in range(part.stop - start):
-            state.lse[start + r], total[r] = _softmax(weights[r], logits)
+            state.lse[start + r], total[r] = weigh(weights[r], logits)
         _add_values(weights.reshape(-1), values, value_layout, own, state.out[part])
         for r in range(part.stop - start):
-            if total[r] != 0:  # NaN as well
-                for d in range(state.out.shape[1]):
-                    state.out[start + r, d] = np.float32(state.out[start + r, d] / total[r])
+            divide(state.out[start + r], total[r])
         for j in range(count):
             word, bit = own.token[j] >> 6, np.uint64(1) << np.uint64(own.token[j] & 63)
             different += np.int64(seen[word] & bit == 0)
@@ -280,40 +245,6 @@ def _score(query: Any, bits: Any, layout: int, pairs: Any, scores: Any) -> None:
     for j in range(len(token)):
         prefetch_row(bits, token[min(j + AHEAD, len(token) - 1)])
         scores[place[j]] = dot_row(query[row[j]], bits, layout, token[j])
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _softmax(scores: Any, logits: Any) -> Any:
-    """Turns the scores of one row into weights, where -inf has none; returns their log-sum-exp, and the sum
-    that they are to be divided by.
-    """
-    scaling, softcap = logits
-    if softcap:
-        for j in range(len(scores)):
-            if scores[j] != -np.inf:
-                scores[j] = softcap * np.tanh(scores[j] * scaling / softcap)
-    else:
-        for j in range(len(scores)):
-            if scores[j] != -np.inf:
-                scores[j] *= scaling
-    highest, nothing = np.float32(-np.inf), True
-    for j in range(len(scores)):
-        highest = max(highest, scores[j])
-        nothing &= scores[j] == -np.inf
-    if nothing:
-        scores[:] = 0
-        return np.float32(-np.inf), np.float64(0)
-    total = _exponentials(scores, highest)
-    return np.float32(highest + np.log(total)), total
-
-
-@njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
-def _exponentials(scores: Any, highest: Any) -> Any:
-    total = np.float64(0)
-    for j in range(len(scores)):
-        scores[j] = exponential(scores[j] - highest)
-        total += np.float64(scores[j])
-    return total
 
 
 @njit(nogil=True, cache=True)

@@ -246,3 +246,18 @@ def test_the_pages_of_ten_million_tokens():
     scores = host_pages.page_scores(torch.ones(1, 1, 1, 1), bounds)
     assert host_pages.top_pages(scores, 5).tolist() == [[[400_000, pages - 1, 7, 0, 1]]]
     assert scores[0, 0, -1] == 3.5
+
+
+def test_a_list_does_not_depend_on_the_others():
+    query, keys, values, _ = case(2, 7, 3, 40, 300, 7, torch.float16)
+    bounds = bounds_of(keys, 7, "fp16")
+    scores = host_pages.page_scores(query, bounds)
+    chosen, limit = host_pages.top_pages(scores, 5), torch.tensor([35, 33])
+    rows = stored(keys), stored(values)
+    out, lse = host_pages.attend_pages(query, *rows, chosen, 7, limit, 0.3)
+    for place in range(7):
+        part = slice(place, place + 1)
+        assert torch.equal(host_pages.page_scores(query[:, part], bounds), scores[:, part])
+        alone = host_pages.attend_pages(query[:, part], *rows, chosen[:, part], 7, limit, 0.3)
+        assert torch.equal(alone.out, out[:, part])
+        assert torch.equal(alone.lse, lse[:, part])

@@ -1,0 +1,255 @@
+"""The compiled loops of `pages.host`, which says what they are for. Each call does one thread's share of a
+layer; offsets are 64 bits wide.
+
+Bounds, keys and values are widened a few rows at a time, into the first-level cache, for all queries that
+meet them. Rows of pages are fetched ahead of their turn: each page lies in a place of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from indexes.rows.prefetch import prefetch_row
+from indexes.rows.products import QUERIES, ROWS, SUMS, products, put
+from indexes.rows.scan import candidate, ordered, score_and_row, widen_row
+from offload_decode.kernels.layer_rows import head_bits
+from offload_decode.kernels.softmax import divide, weigh
+from offload_decode.pages.reference import SCALE_PAGES
+
+BLOCK = 64  # pages whose scores for all queries stay in the first-level cache
+AHEAD = 16  # pages of bounds, or tokens at the least, that are fetched before their turn
+_TOGETHER = 4  # values that are added at once: `_add_four`
+
+
+class Bounds(NamedTuple):
+    """The bounds of a layer: lower and upper `[Hkv, P, D]`, int8 or the bits of floats, the layout of these,
+    and the scales of int8, float32 `[Hkv, B, D]`, B = 0 for floats.
+    """
+
+    lower: npt.NDArray[Any]
+    upper: npt.NDArray[Any]
+    layout: int
+    scale: npt.NDArray[np.float32]
+
+
+class Listed(NamedTuple):
+    """Lists of pages of `size` tokens, int64 `[Hkv, Q, K]`, -1 for none, and the limit of each head's places,
+    int64 `[Hkv]`.
+    """
+
+    pages: npt.NDArray[np.int64]
+    size: int
+    limit: npt.NDArray[np.int64]
+
+
+class State(NamedTuple):
+    """Where attention goes: out float32 `[Hkv, Q, G, Dv]`, all zeros, and lse float32 `[Hkv, Q, G]`."""
+
+    out: npt.NDArray[np.float32]
+    lse: npt.NDArray[np.float32]
+
+
+@njit(nogil=True, cache=True)
+def score_layer(bounds: Any, queries: Any, group: int, share: Any, out: Any) -> None:
+    """Scores of a share of the pages, the largest of a group's, to `out [Hkv, Q, P]`, by `queries [Hkv, R, 2
+    W]`: what meets the upper bounds, and what meets the lower ones.
+    """
+    heads, pages = len(out), out.shape[2]
+    tasks = -(-pages // share.rows)
+    scores = np.empty((queries.shape[1], BLOCK), np.float32)
+    rows = np.zeros((ROWS, queries.shape[2]), np.float32)
+    for task in range(share.first, heads * tasks, share.step):
+        head, start = task // tasks, task % tasks * share.rows
+        own = Bounds(bounds.lower[head], bounds.upper[head], bounds.layout, bounds.scale[head])
+        for first in range(start, min(start + share.rows, pages), BLOCK):
+            count = min(BLOCK, pages - first)
+            _score_block(own, queries[head], first, count, rows, scores)
+            for q in range(out.shape[1]):
+                _largest(scores[q * group : (q + 1) * group], out[head, q, first : first + count])
+
+
+@njit(nogil=True, cache=True)
+def _score_block(bounds: Any, queries: Any, start: int, count: int, rows: Any, scores: Any) -> None:
+    lower, upper, layout, scale = bounds
+    sums = np.empty(SUMS, np.float32)
+    for first in range(0, count, ROWS):
+        there = min(ROWS, count - first)
+        pages = slice(start + first, start + first + there)
+        for page in range(pages.start + AHEAD, pages.stop + AHEAD):
+            prefetch_row(upper, page)
+            prefetch_row(lower, page)
+        if len(scale):
+            _widen_codes(lower[pages], upper[pages], scale[pages.start // SCALE_PAGES], rows)
+        else:
+            _widen_floats(lower[pages], upper[pages], layout, rows)
+        for g in range(0, len(queries), QUERIES):
+            products(rows, queries, g, sums)
+            put(sums, scores, g, first, there)
+
+
+# Apart, because arrays that a loop within a branch reads are counted each time: see `indexes.rows.loops`.
+
+
+@njit(nogil=True, cache=True)
+def _widen_floats(lower: Any, upper: Any, layout: int, rows: Any) -> None:
+    """Upper and lower bounds of a few pages to `rows [ROWS, 2 W]`."""
+    dim, half = lower.shape[1], rows.shape[1] // 2
+    for r in range(len(lower)):
+        widen_row(upper[r], layout, rows[r, :dim])
+        widen_row(lower[r], layout, rows[r, half : half + dim])
+
+
+@njit(nogil=True, cache=True)
+def _widen_codes(lower: Any, upper: Any, scale: Any, rows: Any) -> None:
+    dim, half = lower.shape[1], rows.shape[1] // 2
+    for r in range(len(lower)):
+        _widen_scaled(upper[r], scale, rows[r, :dim])
+        _widen_scaled(lower[r], scale, rows[r, half : half + dim])
+
+
+@njit(nogil=True, cache=True)
+def _widen_scaled(codes: Any, scale: Any, out: Any) -> None:
+    for d in range(len(out)):
+        out[d] = np.float32(codes[d]) * scale[d]
+
+
+@njit(nogil=True, cache=True)
+def _largest(scores: Any, out: Any) -> None:
+    out[:] = scores[0, : len(out)]
+    for g in range(1, len(scores)):
+        for p in range(len(out)):
+            out[p] = max(out[p], scores[g, p])
+
+
+@njit(nogil=True, cache=True)
+def keep_largest(scores: Any, share: Any, out: Any) -> None:
+    """Places of the `k` largest of a share of the rows `[R, P]` to `out [R, k]`, best first; of equal ones
+    the earlier.
+
+    Three histograms, of 12, 10 and 10 bits, find the k-th largest score; so k candidates are sorted and no
+    more.
+    """
+    k, pages = out.shape[1], scores.shape[1]
+    bits = np.empty(pages, np.uint32)
+    candidates = np.empty(k, np.uint64)
+    counts = np.empty(1 << 12, np.int64)
+    for r in range(share.first, len(scores), share.step):
+        for p in range(pages):
+            bits[p] = ordered(scores[r, p])
+        bound, equal = np.uint32(0), k  # of the scores that begin like `bound`, `equal` are kept
+        for shift, width in ((20, 12), (10, 10), (0, 10)):
+            mask = (1 << width) - 1
+            counts[: mask + 1] = 0
+            for p in range(pages):
+                if bits[p] >> (shift + width) == bound:
+                    counts[(bits[p] >> shift) & mask] += 1
+            digit = mask
+            while counts[digit] < equal:
+                equal -= counts[digit]
+                digit -= 1
+            bound = np.uint32((bound << width) | digit)
+        found = 0
+        for p in range(pages):
+            if bits[p] < bound or (bits[p] == bound and equal == 0):
+                continue
+            equal -= bits[p] == bound
+            candidates[found] = candidate(scores[r, p], p)
+            found += 1
+        best = np.sort(candidates)
+        for j in range(k):
+            out[r, j] = score_and_row(best[k - 1 - j])[1]
+
+
+@njit(nogil=True, cache=True)
+def score_lists(queries: Any, dim: int, keys: Any, listed: Any, share: Any, out: Any) -> None:
+    """Inner products of `queries [Hkv, Q, R, W]`, of which `dim` channels are there, with the tokens of a
+    share of the lists, to `out [Hkv, Q, G, K · S]`, which holds -inf.
+    """
+    lists = out.shape[1]
+    for task in range(share.first, len(out) * lists, share.step):
+        head, q = task // lists, task % lists
+        _score_list(
+            queries[head, q],
+            dim,
+            head_bits(keys, head),
+            keys.layout,
+            listed.pages[head, q],
+            listed.size,
+            listed.limit[head],
+            out[head, q],
+        )
+
+
+@njit(nogil=True, cache=True)
+def attend_lists(
+    queries: Any, dim: int, keys: Any, values: Any, listed: Any, logits: Any, share: Any, state: Any
+) -> None:
+    """Attends from `queries [Hkv, Q, R, W]` to a share of the lists."""
+    lists, group = state.lse.shape[1:]
+    size, weights = listed.size, np.empty((group, listed.pages.shape[2] * listed.size), np.float32)
+    for task in range(share.first, len(queries) * lists, share.step):
+        head, q = task // lists, task % lists
+        pages, limit, out = listed.pages[head, q], listed.limit[head], state.out[head, q]
+        weights[:] = -np.inf
+        _score_list(queries[head, q], dim, head_bits(keys, head), keys.layout, pages, size, limit, weights)
+        totals = np.empty(group, np.float64)
+        for g in range(group):
+            state.lse[head, q, g], totals[g] = weigh(weights[g], logits)
+        _add_values(weights, head_bits(values, head), values.layout, pages, size, limit, out)
+        for g in range(group):
+            divide(out[g], totals[g])
+
+
+@njit(nogil=True, cache=True)
+def _score_list(
+    queries: Any, dim: int, keys: Any, layout: int, pages: Any, size: int, limit: int, scores: Any
+) -> None:
+    """Inner products of `queries [R, W]` with the tokens of one list to `scores [G, K · S]`."""
+    ahead = -(-AHEAD // size)
+    rows, sums = np.zeros((ROWS, queries.shape[1]), np.float32), np.empty(SUMS, np.float32)
+    for j in range(len(pages)):
+        start, place = pages[j] * size, j * size
+        after = pages[min(j + ahead, len(pages) - 1)] * size
+        tokens = min(size, len(keys) - start, limit - place) if start >= 0 else 0
+        for first in range(0, tokens, ROWS):
+            there = min(ROWS, tokens - first)
+            for r in range(there):
+                prefetch_row(keys, after + first + r)
+                widen_row(keys[start + first + r], layout, rows[r, :dim])
+            for g in range(0, len(queries), QUERIES):
+                products(rows, queries, g, sums)
+                put(sums, scores, g, place + first, there)
+
+
+@njit(nogil=True, cache=True)
+def _add_values(weights: Any, values: Any, layout: int, pages: Any, size: int, limit: int, out: Any) -> None:
+    """Adds the values of one list, weighted by `weights [G, K · S]`, to `out [G, Dv]`."""
+    rows, ahead = np.zeros((_TOGETHER, out.shape[1]), np.float32), -(-AHEAD // size)
+    four = np.zeros((len(out), _TOGETHER), np.float32)
+    for j in range(len(pages)):
+        start, place = pages[j] * size, j * size
+        after = pages[min(j + ahead, len(pages) - 1)] * size
+        tokens = min(size, len(values) - start, limit - place) if start >= 0 else 0
+        for first in range(0, tokens, _TOGETHER):
+            there = min(_TOGETHER, tokens - first)
+            for r in range(there):
+                prefetch_row(values, after + first + r)
+                widen_row(values[start + first + r], layout, rows[r])
+            for r in range(there, _TOGETHER):
+                rows[r] = 0
+            for g in range(len(out)):
+                for r in range(_TOGETHER):
+                    four[g, r] = weights[g, place + first + r] if r < there else np.float32(0)
+            for g in range(len(out)):
+                _add_four(four[g], rows, out[g])
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _add_four(weights: Any, rows: Any, out: Any) -> None:
+    a, b, c, d = weights[0], weights[1], weights[2], weights[3]
+    for i in range(len(out)):
+        out[i] += a * rows[0, i] + b * rows[1, i] + c * rows[2, i] + d * rows[3, i]

@@ -1,0 +1,67 @@
+"""Inner products of a few rows with a few queries: what they are, and that no place among them matters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba import njit
+
+from indexes.rows import scan
+from indexes.rows.products import LANES, QUERIES, ROWS, SUMS, padded, products, put
+
+
+@njit
+def all_of(rows, queries, scores):
+    sums = np.empty(SUMS, np.float32)
+    for first in range(0, len(queries), QUERIES):
+        products(rows, queries, first, sums)
+        put(sums, scores, first, 0, len(rows))
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 9])
+def test_the_products_of_every_row_and_query(groups):
+    rows, queries = normal(ROWS, groups * LANES), normal(3 * QUERIES, groups * LANES, seed=1)
+    scores = np.full((len(queries), ROWS), np.nan, np.float32)
+    all_of(rows, queries, scores)
+    np.testing.assert_allclose(scores, queries @ rows.T, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [1, LANES - 1, LANES, 3 * LANES + 2])
+@pytest.mark.parametrize("rows", [1, ROWS - 1, ROWS, 2 * ROWS + 1])
+@pytest.mark.parametrize("queries", [1, QUERIES, QUERIES + 1])
+def test_scores_are_written_where_there_are_rows_and_queries_and_nowhere_else(queries, rows, dim):
+    own, given = normal(rows, dim), normal(queries, dim, seed=1)
+    scores = np.full((queries + 1, rows + 1), np.nan, np.float32)
+    scan.score_rows(scan.bits(own), scan.SINGLE, given, scores[:queries])
+    np.testing.assert_allclose(scores[:queries, :rows], given @ own.T, atol=1e-4, rtol=1e-5)
+    assert np.isnan(scores[queries:]).all()
+    assert np.isnan(scores[:, rows:]).all()
+
+
+def test_a_product_is_the_same_wherever_its_row_and_its_query_lie():
+    row, query = normal(1, 100), normal(1, 100, seed=1)
+    rows, queries = row.repeat(2 * ROWS + 3, 0), query.repeat(2 * QUERIES + 3, 0)
+    scores = np.empty((len(queries), len(rows)), np.float32)
+    scan.score_rows(scan.bits(rows), scan.SINGLE, queries, scores)
+    assert (scores == scores[0, 0]).all()
+
+
+def test_nan_and_infinity_keep_their_meaning():
+    rows, query = normal(3, 20), np.ones((1, 20), np.float32)
+    rows[0, 3], rows[1, 19] = np.nan, np.inf
+    scores = np.empty((1, 3), np.float32)
+    scan.score_rows(scan.bits(rows), scan.SINGLE, query, scores)
+    assert np.isnan(scores[0, 0])
+    assert scores[0, 1] == np.inf
+    assert np.isfinite(scores[0, 2])
+
+
+def test_padding_is_of_zeros():
+    wide = padded(normal(QUERIES + 1, LANES + 1))
+    assert wide.shape == (2 * QUERIES, 2 * LANES)
+    assert not wide[QUERIES + 1 :].any()
+    assert not wide[:, LANES + 1 :].any()
