@@ -62,3 +62,6 @@ def test_questions_come_from_a_file_of_the_users(home: Path, tmp_path: Path) -> 
     assert ran.code == 0, ran.err
     assert read(tmp_path / "run.jsonl").of("question")[0]["expected"] == ["Ansa Tiro"]
     assert "two files are for qa_1" in refused(2, *asked, "--qa", tmp_path / "squad.json")
+    elsewhere = [*map(str, asked)]
+    elsewhere[elsewhere.index("qa_1")] = "vt"
+    assert "a file of --qa is for qa_1" in refused(2, *elsewhere, "--out", str(tmp_path / "other.jsonl"))

@@ -164,6 +164,20 @@ def test_one_task_at_chance_is_named(tmp_path: Path) -> None:
     assert [row[0] for row in rows(found) if row[-1] == "no better than chance"].count("vt") == 10
 
 
+def test_a_cell_that_may_be_luck_is_not_called_a_guess(tmp_path: Path) -> None:
+    """The sentence does not contradict the table, where a cell is marked if it is no better than chance."""
+    whole = summary(tmp_path, lambda task, *_: 0.0 if task == "vt" else 0.9)
+    lucky = wilson_of(2 / 40, 40)
+    cells = [
+        replace(cell, score=lucky, guess=0.0) if cell.task == "vt" and cell.way == "dense" else cell
+        for cell in whole.cells
+    ]
+    found = replace(whole, cells=tuple(cells))
+    assert at_chance(found) == ["vt"]
+    assert not found.by_place["vt", 2048, "dense"].at_chance
+    assert verdict(found)[0].startswith("Better than chance in single cells of vt (of 3 tasks)")
+
+
 def test_an_answered_control_is_warned_of(tmp_path: Path) -> None:
     found = summary(tmp_path, 0.9, control=0.9, questions=40)
     warning = next(sentence for sentence in verdict(found) if "do not trust" in sentence)
