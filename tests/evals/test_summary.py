@@ -197,6 +197,9 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
     empty = write_run(tmp_path / "empty.jsonl", tasks=[], unfinished=1)
     with pytest.raises(ConfigError, match="holds no answers to questions"):
         summarize(results.read(empty))
+    measured = replace(results.read(empty), finished=frozenset({"place 0"}))
+    with pytest.raises(ConfigError, match="asks none; `eval report` shows"):
+        summarize(measured)
     path = write_run(tmp_path / "run.jsonl", questions=1)
     before = path.read_text()
     path.write_text(before.replace('"score": 1.0', '"score": 1.5', 1))
