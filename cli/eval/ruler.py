@@ -71,7 +71,10 @@ def ruler(
     from offload_decode.evals.tasks.ruler import SUITE
 
     own = _from_files(qa or [])
-    chosen = [own.get(name) or known.get(name) for name in tasks_named(tasks, SUITE)]
+    names = tasks_named(tasks, SUITE)
+    if left_out := [name for name in own if name not in names]:
+        raise ConfigError(f"a file of --qa is for {left_out[0]}: add that to --tasks, or leave the file out")
+    chosen = [own.get(name) or known.get(name) for name in names]
     wanted = Wanted(
         "ruler",
         model,

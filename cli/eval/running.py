@@ -183,12 +183,17 @@ def tasks_named(names: str | None, known: Sequence[str]) -> list[str]:
 
 def numbers(text: str) -> tuple[int, ...]:
     """Seeds, separated by commas."""
+    from offload_decode.evals.records import MOST
+
     try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        seeds = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError as error:
         raise ConfigError(
             f"'{text:.40}' are no seeds: write numbers separated by commas, like 0,1,2"
         ) from error
+    if large := [seed for seed in seeds if abs(seed) > MOST]:
+        raise ConfigError(f"the seed {large[0]} is too large: results hold numbers of up to {MOST}")
+    return seeds
 
 
 def ask_all(wanted: Wanted, tasks: Sequence[Task]) -> None:
@@ -209,6 +214,10 @@ def measured(wanted: Wanted, tasks: Sequence[Task], evaluated: type[Answering]) 
     settings = prefill_settings(wanted.prefill)
     haystack = read_haystack(wanted.text)
     out = wanted.out or Path(f"{wanted.suite}.jsonl")
+    if wanted.stores is not None and wanted.stores.exists() and not wanted.stores.is_dir():
+        raise ConfigError(
+            f"--stores {wanted.stores} is no folder: name one, which is made where there is none"
+        )
     plan = AnswerPlan(
         wanted.suite,
         lengths,

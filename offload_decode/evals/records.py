@@ -14,8 +14,9 @@ from offload_decode.evals.results import Record, Results
 QUESTION, ANSWER = "question", "answer"
 GUESSES = 20
 """How many guesses a question's `guess` is the mean of."""
-_MOST = 2**63
-_LIMITS = {**dict.fromkeys(("depth", "guess", "score", "ruler_score"), (0, 1)), "seed": (-_MOST, _MOST)}
+MOST = 2**63
+"""No number of a record is larger."""
+_LIMITS = {**dict.fromkeys(("depth", "guess", "score", "ruler_score"), (0, 1)), "seed": (-MOST, MOST)}
 
 
 class _Plain:
@@ -56,7 +57,7 @@ def _fields(cls: type) -> tuple[tuple[str, frozenset[type], tuple[int, int]], ..
     """The name of each field, which types JSON gives it, and the least and largest number."""
     hints = get_type_hints(cls)
     return tuple(
-        (name, _KINDS.get(kind, frozenset((kind,))), _LIMITS.get(name, (0, _MOST)))
+        (name, _KINDS.get(kind, frozenset((kind,))), _LIMITS.get(name, (0, MOST)))
         for name, kind in hints.items()
     )
 

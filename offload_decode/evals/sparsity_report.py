@@ -108,11 +108,14 @@ def questions(results: Results) -> list[Question]:
 
 
 def predictions(found: Sequence[Question]) -> list[Prediction]:
-    """Of every predictor, the baseline last: over questions, and over tasks (means of their questions)."""
+    """Of every predictor, the baseline last: over questions, and over tasks at each length (means of their
+    questions).
+    """
     known = [question for question in found if question.needed is not None]
     by_task: dict[tuple[str, int], list[Question]] = {}
     for question in known:
         by_task.setdefault((question.asked.task, question.asked.length), []).append(question)
+    tasks_named = "tasks by length" if len({length for _, length in by_task}) > 1 else "tasks"
     lines = []
     for name in known[0].predictors if known else ():
         each = np.array([(question.predictors[name], _log_needed(question)) for question in known])
@@ -122,7 +125,7 @@ def predictions(found: Sequence[Question]) -> list[Prediction]:
                 for own in by_task.values()
             ]
         )
-        lines += [_prediction(name, "questions", each), _prediction(name, "tasks", tasks)]
+        lines += [_prediction(name, "questions", each), _prediction(name, tasks_named, tasks)]
     return lines
 
 

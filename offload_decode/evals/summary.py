@@ -195,7 +195,10 @@ def summarize(results: Results) -> Summary:
             else:
                 answers.setdefault((*place, said.way), []).append((asked, said))
     if not answers:
-        raise ConfigError(f"{results.path} holds no answers to questions: let a part of the run finish first")
+        way_out = "let a part of the run finish first"
+        if results.finished:
+            way_out = f"`eval {results.header.evaluation}` asks none; `eval report` shows what it measured"
+        raise ConfigError(f"{results.path} holds no answers to questions: {way_out}")
     cells: dict[tuple[str, int, str], Cell] = {}
     for task, length, way in sorted(answers, key=lambda key: key[2] != DENSE):
         dense = cells.get((task, length, DENSE))

@@ -39,9 +39,15 @@ def _chance(summary: Summary) -> str:
             f"This model answers no better than chance on {which}, in every way that was measured: "
             "nothing here says anything about a selector."
         )
-    if tasks:
-        return f"No better than chance, in every way: {', '.join(tasks)} (of {len(summary.tasks)} tasks)."
-    return ""
+    single = {cell.task for cell in summary.cells if not cell.at_chance}
+    parts = {
+        "No better than chance, in every way: {} (of {} tasks).": [t for t in tasks if t not in single],
+        "Better than chance in single cells of {} (of {} tasks), which among so many cells may be luck: "
+        "ask more (--limit).": [t for t in tasks if t in single],
+    }
+    return " ".join(
+        said.format(", ".join(named), len(summary.tasks)) for said, named in parts.items() if named
+    )
 
 
 def _controls(summary: Summary) -> str:

@@ -43,6 +43,14 @@ def test_tasks_of_another_suite_are_refused() -> None:
     assert "--budgets" in refused(2, "eval", "ruler", "-o", "budget=3")
 
 
+def test_what_would_be_lost_when_all_is_measured_is_refused_before(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    asked = ("eval", "ruler", "--tasks", "vt", "--out", tmp_path / "run.jsonl")
+    assert "is too large" in refused(2, *asked, "--seeds", f"0,{2**70}")
+    assert "is no folder" in refused(2, *asked, "--stores", tmp_path / "file")
+    assert not (tmp_path / "run.jsonl").exists()
+
+
 def test_questions_come_from_a_file_of_the_users(home: Path, tmp_path: Path) -> None:
     paragraph = {
         "context": "The harbour master of Velm is called Ansa Tiro. She came in May.",
@@ -62,3 +70,6 @@ def test_questions_come_from_a_file_of_the_users(home: Path, tmp_path: Path) -> 
     assert ran.code == 0, ran.err
     assert read(tmp_path / "run.jsonl").of("question")[0]["expected"] == ["Ansa Tiro"]
     assert "two files are for qa_1" in refused(2, *asked, "--qa", tmp_path / "squad.json")
+    elsewhere = [*map(str, asked)]
+    elsewhere[elsewhere.index("qa_1")] = "vt"
+    assert "a file of --qa is for qa_1" in refused(2, *elsewhere, "--out", str(tmp_path / "other.jsonl"))

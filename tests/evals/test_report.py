@@ -72,6 +72,13 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert {(link["href"] or "")[1:] for link in read.of("a")} <= named
 
 
+def test_a_grid_by_depth_names_its_tasks(tmp_path: Path) -> None:
+    """Others than needles stand at one place of a text too: a task at 0 % is no effect of depth."""
+    run = write_run(tmp_path / "run.jsonl", right, tasks=("niah_single_1", "qa_1"), questions=4)
+    placed = {line["task"] for line in map(json.loads, run.read_text().splitlines()) if line.get("depth")}
+    assert f"95 % intervals: {', '.join(sorted(placed))}." in _Read(page([run])).text
+
+
 def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
     made_with = {**MADE_WITH, "model": EVIL, "versions": {EVIL: EVIL}}
     ways = ("dense", f"topk:budget=8,x={EVIL}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -172,6 +173,9 @@ def test_a_question_needs_the_fewest_tokens_that_do_as_well(results: Results) ->
     assert {one.asked.task: one.needed for one in found} == {"plain-fact": 128, "key-value": 32}
     assert {line.over for line in predictions(found)} == {"questions", "tasks"}
     assert predictions(found)[-1].predictor == LENGTH
+    longer = [replace(one, asked=replace(one.asked, length=2 * one.asked.length)) for one in found]
+    both = predictions([*found, *longer])
+    assert {(line.over, line.count) for line in both} == {("questions", 8), ("tasks by length", 4)}
 
 
 def test_budgets_that_do_by_chance_do_not_count_and_wrong_dense_answers_tell_nothing(

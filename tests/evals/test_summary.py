@@ -164,6 +164,20 @@ def test_one_task_at_chance_is_named(tmp_path: Path) -> None:
     assert [row[0] for row in rows(found) if row[-1] == "no better than chance"].count("vt") == 10
 
 
+def test_a_cell_that_may_be_luck_is_not_called_a_guess(tmp_path: Path) -> None:
+    """The sentence does not contradict the table, where a cell is marked if it is no better than chance."""
+    whole = summary(tmp_path, lambda task, *_: 0.0 if task == "vt" else 0.9)
+    lucky = wilson_of(2 / 40, 40)
+    cells = [
+        replace(cell, score=lucky, guess=0.0) if cell.task == "vt" and cell.way == "dense" else cell
+        for cell in whole.cells
+    ]
+    found = replace(whole, cells=tuple(cells))
+    assert at_chance(found) == ["vt"]
+    assert not found.by_place["vt", 2048, "dense"].at_chance
+    assert verdict(found)[0].startswith("Better than chance in single cells of vt (of 3 tasks)")
+
+
 def test_an_answered_control_is_warned_of(tmp_path: Path) -> None:
     found = summary(tmp_path, 0.9, control=0.9, questions=40)
     warning = next(sentence for sentence in verdict(found) if "do not trust" in sentence)
@@ -183,6 +197,9 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
     empty = write_run(tmp_path / "empty.jsonl", tasks=[], unfinished=1)
     with pytest.raises(ConfigError, match="holds no answers to questions"):
         summarize(results.read(empty))
+    measured = replace(results.read(empty), finished=frozenset({"place 0"}))
+    with pytest.raises(ConfigError, match="asks none; `eval report` shows"):
+        summarize(measured)
     path = write_run(tmp_path / "run.jsonl", questions=1)
     before = path.read_text()
     path.write_text(before.replace('"score": 1.0', '"score": 1.5', 1))

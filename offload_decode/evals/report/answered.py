@@ -38,11 +38,12 @@ def sections(results: Results, summary: Summary) -> list[tuple[str, Markup]]:
     """The rest, each part with its title."""
     answers = list(questions_and_answers(results))
     depths = by_depth(answers)
+    placed = list(dict.fromkeys(asked.task for asked, _ in answers if asked.depth is not None))
     parts = [
         ("Accuracy by task and budget", _by_task(summary)),
         ("Accuracy against tokens loaded", against_tokens(summary)),
         ("Budgets that do as well as dense attention", reaching(summary)),
-        ("Needles by length and depth", grids(depths, summary) if depths else None),
+        ("Accuracy by length and depth", grids(depths, summary, placed) if depths else None),
         ("Speed", speed(summary)),
         ("Answers that were wrong", wrong_answers(answers)),
     ]

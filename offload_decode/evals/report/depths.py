@@ -32,8 +32,8 @@ def by_depth(asked: Answers) -> Depths:
     return found
 
 
-def grids(depths: Depths, summary: Summary) -> Markup:
-    """One grid for each way."""
+def grids(depths: Depths, summary: Summary, tasks: Sequence[str]) -> Markup:
+    """One grid for each way; `tasks` are those of the questions."""
     names = [f"{100 * part // PARTS}–{100 * (part + 1) // PARTS} %" for part in range(PARTS)]
     found = []
     for way in summary.ways:
@@ -48,7 +48,7 @@ def grids(depths: Depths, summary: Summary) -> Markup:
             found.append(table(way_name(way), heading, [(None, rows)], f"Needles, {way}"))
     note = (
         "Accuracy in % of all questions about one place of the text, by length in tokens and depth, with "
-        "95 % intervals."
+        f"95 % intervals: {', '.join(tasks)}."
     )
     return join([tag("p", note, class_="note"), tag("div", found, class_="grids")])
 

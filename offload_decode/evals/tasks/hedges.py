@@ -26,7 +26,7 @@ _DENIED_AFTER = re.compile(
 _ALL_DENIED = re.compile(
     rf"(?:\b(?:none|neither of|except|excluding|{_WRONG}"
     r"|(?:all|every\w*|any\w*)(?:\s+[a-z]+){0,2}\s+(?:but|besides|(?:apart|aside) from))\b[^.!?;\n]*"
-    r"|(?:\bnot|n't)(?:\s+\w+){1,3}:\s*)$",
+    r"|(?:\bnot|n't)(?:\s+\w+){0,3}:\s*)$",
     re.IGNORECASE,
 )
 _UNSURE = re.compile(

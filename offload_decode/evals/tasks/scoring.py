@@ -37,6 +37,7 @@ _QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb\u2010", '\'\'""""-
 _FOREIGN_DIGIT = re.compile(r"[^\D0-9]")
 _MARKS = re.compile(r"[*`_\u200b\u200c\u200d\ufeff]+")
 _SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:[,.' ]\d{3})+(?!\d)")
+_GLUED = re.compile(r"(?<!\w)\d+(?:[-/]\d+|,\d{3}(?!\d))+(?!\w)")
 _WORD = re.compile(r"(?<![\w-])(?<!\w')[^\W\d_]+(?![\w-])(?!'\w)")
 _KEY = re.compile(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])")
 _HALVES = [(frozenset(words.ADJECTIVES[half]), frozenset(words.NOUNS[half])) for half in words.ADJECTIVES]
@@ -82,7 +83,7 @@ def score(question: Question, said: str) -> float:
         return 0.0
     if len(answers) == 1 and refused(text):
         return 0.0
-    if _none_of(question, text, [*question.keys, *(match.group() for match in found)]):
+    if none_of(question, text, [*question.keys, *(match.group() for match in found)]):
         return 0.0
     others = _other_keys(question, text, asked) if find is not _compounds else []
     if question.keys:
@@ -126,7 +127,7 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
     text = plain(said)
     if _rambles(text, question.answers) or unsure(text, words.KNOWN):
         return 0.0
-    if _none_of(question, text, question.answers) or _LEAST.search(text[: _first(text, question.answers)]):
+    if none_of(question, text, question.answers) or _LEAST.search(text[: _first(text, question.answers)]):
         return 0.0
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
 
@@ -187,7 +188,7 @@ def _first(text: str, said: Iterable[str]) -> int:
     return min((at for each in said if (at := small.find(each.lower())) >= 0), default=len(text))
 
 
-def _none_of(question: Question, text: str, said: Iterable[str]) -> bool:
+def none_of(question: Question, text: str, said: Iterable[str]) -> bool:
     """Whether a list of these is refused or denied as a whole, before it begins (and not by the question)."""
     before = text.replace(plain(question.text), "")
     before = before[: _first(before, said)]
@@ -207,11 +208,19 @@ def _joined(text: str, answers: Sequence[str]) -> str:
 
 def _numbers(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:
     """Numbers of at least half as many digits as an answer, and none of the question's: `1.`, `four of 10`
-    and the like are not meant.
+    and the like are not meant. What has digits of another length glued to it (`1234567-8`) is one number.
     """
-    least = min(map(len, answers)) / 2
-    every = re.finditer(r"(?<!\w)(?<!\d\.)\d+(?:\.\d+)?(?!\w)", text)
-    return [m for m in every if len(m.group()) >= least and (m.group() in answers or m.group() not in asked)]
+    lengths = set(map(len, answers))
+    every = {m.start(): m for m in re.finditer(r"(?<!\w)(?<!\d\.)\d+(?:\.\d+)?(?!\w)", text)}
+    for glued in _GLUED.finditer(text):
+        if not {len(part) for part in re.split(r"\D", glued.group())} <= lengths:
+            every = {at: m for at, m in every.items() if not glued.start() <= at < glued.end()}
+            every[glued.start()] = glued
+    return [
+        m
+        for _, m in sorted(every.items())
+        if len(m.group()) >= min(lengths) / 2 and (m.group() in answers or m.group() not in asked)
+    ]
 
 
 def _codes(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:

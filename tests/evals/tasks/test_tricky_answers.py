@@ -190,3 +190,56 @@ def test_other_keys_other_people_denials_of_lists_and_sums(
     task: str, question: Question, said: str, score: float
 ) -> None:
     assert get(task).score(question, said) == pytest.approx(score)
+
+
+_BAKERS = Question("Who is a baker in Lilydale?", "", ("Leo Clockwell", "Ada Otterson"))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "None of these: ",
+        "Everyone except ",
+        "All but ",
+        "They are not these: ",
+        "The text does not say: ",
+        "I cannot tell. ",
+    ],
+)
+@pytest.mark.parametrize(
+    ("task", "question"),
+    [("niah_multivalue", _LISTED), ("filter-records", _BAKERS), ("graph-walk", _WALK)],
+)
+def test_a_list_that_is_denied_or_refused_is_no_answer(task: str, question: Question, before: str) -> None:
+    said = ", ".join(question.answers)
+    assert get(task).score(question, said) == 1
+    assert get(task).score(question, before + said) == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("7654321-8", 0),
+        ("8-7654321", 0),
+        ("12/7654321", 0),
+        ("7654321,890", 0),
+        ("7654321-2345678", 0),
+        ("no. 5: 7654321", 1),
+        ("7654321 (3/5)", 1),
+        ('{"1": 7654321}', 1),
+    ],
+)
+def test_a_part_of_a_longer_number_is_not_that_number(said: str, score: float) -> None:
+    assert get("niah_single_2").score(_ONE, said) == score
+
+
+def test_lists_without_spaces_are_no_longer_numbers() -> None:
+    task = get("niah_multivalue")
+    assert task.score(_LISTED, "1111111,2222222-3333333/4444444") == 1
+    assert task.score(_LISTED, "1111111,2222222,3333333,4444444-5") == 3 / 4
+
+
+def test_a_field_that_is_given_twice_is_not_right() -> None:
+    question = Question("", "", (json.dumps(_RECORDS),))
+    said = json.dumps([{"Price": 9, **_RECORDS[0]}])
+    assert get("every-record").score(question, said) == 0

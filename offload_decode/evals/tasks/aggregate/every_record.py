@@ -159,6 +159,8 @@ def _normal(record: Any) -> str:
     if not isinstance(record, dict):
         return json.dumps([record])
     fields = {str(key).strip().lower(): _plain(value) for key, value in record.items()}
+    if len(fields) < len(record):  # `price` and `Price`: neither is the one that is meant
+        return json.dumps([record])
     return json.dumps(fields, sort_keys=True)
 
 

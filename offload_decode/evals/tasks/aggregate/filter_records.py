@@ -9,7 +9,7 @@ from itertools import product
 from math import sqrt
 from typing import ClassVar
 
-from offload_decode.evals.tasks import hedges
+from offload_decode.evals.tasks import hedges, scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Draw, Fact, SpreadFacts, around
 from offload_decode.evals.tasks.base import Material, Question
@@ -90,7 +90,7 @@ class FilterRecords(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """The right names, of all that are right or of all that were given where these are more."""
-        if hedges.unsure(said):
+        if hedges.unsure(said) or scoring.none_of(question, said, question.answers):
             return 0.0
         right, others = 0, 0
         for answer in question.answers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar
 
-from offload_decode.evals.tasks import hedges
+from offload_decode.evals.tasks import hedges, scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Draw, Fact, SpreadFacts, around
 from offload_decode.evals.tasks.base import Material, Question
@@ -97,7 +97,8 @@ class GraphWalk(SpreadFacts):
         """
         if len(question.answers) == 1:
             return float(reading.only(names.TOWN, said, question.answers[0], question.text))
-        given = [] if hedges.withheld(said) else _towns(said)
+        withheld = hedges.withheld(said) or scoring.none_of(question, said, question.answers)
+        given = [] if withheld else _towns(said)
         if given and given[0] in reading.named(names.TOWN, question.text):
             del given[0]  # the walk may be told from its start on
         right = 0

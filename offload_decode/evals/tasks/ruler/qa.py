@@ -87,8 +87,8 @@ class SingleHop(Task):
         instead = costs.fill([], order, room)
         if len(instead) == len(order) and costs.total(instead) < _ENOUGH * room:
             raise ConfigError(
-                f"all documents of {files.name} come to {costs.total(instead):,} tokens, fewer than "
-                f"{material.tokens:,}: name a larger file, or take a shorter text"
+                f"without those that answer, all documents of {files.name} come to {costs.total(instead):,} "
+                f"tokens, fewer than {material.tokens:,}: name a larger file, or take a shorter text"
             )
         rng.shuffle(taken)
         rng.shuffle(instead)
