@@ -154,8 +154,8 @@ def _widen_nibbles(bits: Any, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def widen_block(bits: Any, layout: int, out: Any) -> None:
-    """Rows that lie side by side in float32, to the first of `out [>= n, D]`."""
+def widen_block(bits: Any, layout: int, dim: int, out: Any) -> None:
+    """Rows of `dim` channels that lie side by side in float32, to the first of `out [>= n, >= dim]`."""
     if layout == HALF:
         _widen_halves(bits, out)
     elif layout == BRAIN:
@@ -164,27 +164,27 @@ def widen_block(bits: Any, layout: int, out: Any) -> None:
         _widen_singles(bits, out)
     else:
         for j in range(len(bits)):
-            widen_row(bits[j], layout, out[j])
+            widen_row(bits[j], layout, out[j, :dim])
 
 
 @njit(nogil=True, cache=True)
 def _widen_halves(bits: Any, out: Any) -> None:
     for j in range(len(bits)):
-        for d in range(out.shape[1]):
+        for d in range(bits.shape[1]):
             out[j, d] = half_to_single(np.uint16(bits[j, d]))
 
 
 @njit(nogil=True, cache=True)
 def _widen_brains(bits: Any, out: Any) -> None:
     for j in range(len(bits)):
-        for d in range(out.shape[1]):
+        for d in range(bits.shape[1]):
             out[j, d] = np.uint32(np.uint32(bits[j, d]) << np.uint32(16)).view(np.float32)
 
 
 @njit(nogil=True, cache=True)
 def _widen_singles(bits: Any, out: Any) -> None:
     for j in range(len(bits)):
-        for d in range(out.shape[1]):
+        for d in range(bits.shape[1]):
             out[j, d] = np.uint32(bits[j, d]).view(np.float32)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from indexes.rows import pool
 from indexes.rows.numbers import exponential
 from indexes.rows.prefetch import prefetch_row
+from indexes.rows.products import LANES, QUERIES, ROWS, SUMS, products, put
 from indexes.rows.scan import widen_block
 from offload_decode.attention.states import empty_state, merge_states
 from offload_decode.kernels.rows import Rows
@@ -25,9 +26,9 @@ from offload_decode.types import AttentionState
 
 PART = 1 << 14  # tokens of a task, at least: parts' sums are merged, so that rounding does not grow with N
 PARTS = 64  # at most, as each holds a state of its rows
-ROWS = 256  # that meet a block together
+TOGETHER = 256  # rows that meet a block together
 BLOCK = 64  # tokens that are widened together
-QUERIES, TOKENS = 4, 4  # that meet in registers; BLOCK is a multiple
+TOKENS = 4  # whose values are added at once; BLOCK is a multiple of it, and of ROWS
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
 
 
@@ -45,8 +46,8 @@ def attend_all(
     if not rows or not len(keys[0]):
         return empty_state(query, values[0].dim)
     parts = [
-        _attend_rows(query[:, start : start + ROWS], keys, values, scaling, softcap or 0.0)
-        for start in range(0, rows, ROWS)
+        _attend_rows(query[:, start : start + TOGETHER], keys, values, scaling, softcap or 0.0)
+        for start in range(0, rows, TOGETHER)
     ]
     out, lse = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
     return AttentionState(out, lse)
@@ -56,8 +57,8 @@ def _attend_rows(
     query: Tensor, keys: Sequence[Rows], values: Sequence[Rows], scaling: float, softcap: float
 ) -> AttentionState:
     heads, count, dim = query.shape
-    rows = np.zeros((heads, count + -count % QUERIES, dim), np.float32)
-    rows[:, :count] = query.float().numpy()
+    rows = np.zeros((heads, count + -count % QUERIES, dim + -dim % LANES), np.float32)
+    rows[:, :count, :dim] = query.float().numpy()
     length = len(keys[0])
     step = max(PART, -(-length // PARTS))
     starts = range(0, length, step)
@@ -70,7 +71,7 @@ def _attend_rows(
         key, value = keys[head], values[head]
         stored = (key.bits[own], key.layout, value.bits[own], value.layout)
         logits = np.float32(scaling), np.float32(softcap)
-        _attend_part(rows[head], *stored, *logits, out[part, head], lse[part, head])
+        _attend_part(rows[head], dim, *stored, *logits, out[part, head], lse[part, head])
 
     pool.run(attend, [(part, head) for part in range(len(starts)) for head in range(heads)])
     state = empty_state(query, values[0].dim)
@@ -82,6 +83,7 @@ def _attend_rows(
 @njit(nogil=True, cache=True)
 def _attend_part(
     rows: Any,
+    dim: int,
     keys: Any,
     key_layout: int,
     values: Any,
@@ -91,22 +93,21 @@ def _attend_part(
     out: Any,
     lse: Any,
 ) -> None:
-    """From `rows [R, D]` to the tokens of one part; a softcap of 0 is none."""
+    """From `rows [R, W]` of `dim` channels to the tokens of one part; a softcap of 0 is none."""
     # What lies behind the last token of the last block is of no weight, and must be finite.
     key, value = np.zeros((BLOCK, rows.shape[1]), np.float32), np.zeros((BLOCK, out.shape[1]), np.float32)
-    weights = np.zeros((len(rows), BLOCK), np.float32)
+    weights, sums = np.zeros((len(rows), BLOCK), np.float32), np.empty(SUMS, np.float32)
     highest, total = np.full(len(rows), -np.inf, np.float32), np.zeros(len(rows), np.float32)
     for start in range(0, len(keys), BLOCK):
         tokens = min(BLOCK, len(keys) - start)
-        widen_block(keys[start : start + tokens], key_layout, key)
+        widen_block(keys[start : start + tokens], key_layout, dim, key)
         _fetch(values, start)
-        for r in range(0, len(rows), QUERIES):
-            _score(rows, key, r, weights)
+        _score(key, tokens, rows, sums, weights)
         for r in range(len(rows)):
             weights[r, tokens:] = -np.inf
             _cap(weights[r, :tokens], scaling, softcap)
             _weigh(weights[r], r, highest, total, out)
-        widen_block(values[start : start + tokens], value_layout, value)
+        widen_block(values[start : start + tokens], value_layout, out.shape[1], value)
         _fetch(keys, start + BLOCK)
         for r in range(0, len(rows), QUERIES):
             _add(weights, value, r, out)
@@ -122,24 +123,13 @@ def _fetch(rows: Any, start: int) -> None:
         prefetch_row(rows, row)
 
 
-@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
-def _score(rows: Any, keys: Any, r: int, scores: Any) -> None:
-    """Inner products of four rows from `r` with all keys, two of them at a time."""
-    for t in range(0, BLOCK, 2):
-        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-        for d in range(rows.shape[1]):
-            a, b = keys[t, d], keys[t + 1, d]
-            q0, q1, q2, q3 = rows[r, d], rows[r + 1, d], rows[r + 2, d], rows[r + 3, d]
-            a0 += a * q0
-            a1 += a * q1
-            a2 += a * q2
-            a3 += a * q3
-            b0 += b * q0
-            b1 += b * q1
-            b2 += b * q2
-            b3 += b * q3
-        scores[r, t], scores[r + 1, t], scores[r + 2, t], scores[r + 3, t] = a0, a1, a2, a3
-        scores[r, t + 1], scores[r + 1, t + 1], scores[r + 2, t + 1], scores[r + 3, t + 1] = b0, b1, b2, b3
+@njit(nogil=True, cache=True)
+def _score(keys: Any, tokens: int, rows: Any, sums: Any, scores: Any) -> None:
+    """Inner products of all rows with the keys, a few of each at a time."""
+    for first in range(0, tokens, ROWS):
+        for r in range(0, len(rows), QUERIES):
+            products(keys[first : first + ROWS], rows, r, sums)
+            put(sums, scores, r, first, ROWS)
 
 
 @njit(nogil=True, cache=True)

@@ -20,10 +20,9 @@ import torch
 
 import indexes.registry
 from indexes.rows import encodings
-from offload_decode.kernels.dense import attend_blocks
+from offload_decode.kernels.host_dense import attend_all
 from offload_decode.kernels.host_tokens import attend_tokens
 from offload_decode.kernels.rows import Rows, numpy_view
-from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.models.devices import DTYPES
 from offload_decode.pages.bounds import bounds_bytes
 from offload_decode.pages.dispatch import attend_pages, page_scores, top_pages
@@ -143,22 +142,11 @@ class _Layer:
         return bounds, bounds_bytes(shape.kv_heads, pages, shape.head_dim, request.metadata)
 
     def dense(self) -> float:
-        """Attention to all rows of every KV head, block by block."""
-        cpu, starts = torch.device("cpu"), range(0, self.n, BLOCK_TOKENS)
+        """Attention to all rows of every KV head."""
         keys, values = self._rows()
         queries = cycle(self.queries)
-
-        def attend() -> None:
-            query = next(queries)[None]
-            for head, (own, held) in enumerate(zip(keys, values, strict=True)):
-                parts = (slice(start, start + BLOCK_TOKENS) for start in starts)
-                blocks = (
-                    (own.read(part, cpu)[None, None], held.read(part, cpu)[None, None]) for part in parts
-                )
-                attend_blocks(query[:, head : head + 1], blocks, held.dim, 1.0)
-
         moved = layer_traffic(self.shape, self.dtype, self.request, self.n, None)
-        return moved.attended / seconds(attend)
+        return moved.attended / seconds(lambda: attend_all(next(queries), keys, values, 1.0))
 
     def _rows(self) -> tuple[list[Rows], list[Rows]]:
         return [Rows(own) for own in self.keys], [Rows(own) for own in self.values]
