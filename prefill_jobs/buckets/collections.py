@@ -38,7 +38,7 @@ from offload_decode.store.publish import refuse_existing
 from offload_decode.store.staging import STORE, locked, surfaced
 from prefill_jobs.buckets.bucket import CLAIM, Bucket
 from prefill_jobs.buckets.far_collection import Watch, fetch_list, lists_at
-from prefill_jobs.buckets.pull import pull, pulling_path
+from prefill_jobs.buckets.pull import check_room, pull, pulling_path
 from prefill_jobs.buckets.push import push, send
 from prefill_jobs.buckets.transfer import Item, Meter, Transfer, in_parallel
 
@@ -121,6 +121,7 @@ def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
         if header.exists() and header.read_bytes() != bucket.read(f"{bucket.name}/{HEADER}"):
             shutil.rmtree(root)  # begun for a collection of another model, whose stores have the same names
         durable.make_folders(root)
+        check_room(partial, sum(found.size for found in lists.values()))
         for name in lists:
             fetch_list(bucket, lists[name], name, root)
         collection = Collection(root)

@@ -72,7 +72,7 @@ def pull(
         there = _there(items, progress)
         rest = [item for item in items if item not in there]
         done, total = size_of(list(there)), size_of(items)
-        _check_room(partial, total - done)
+        check_room(partial, total - done)
         damaged = in_parallel(
             rest,
             lambda item, meter: not _fetch(bucket, item, partial / PARTS, meter),
@@ -133,7 +133,8 @@ def _there(items: list[Item], progress: Progress) -> set[Item]:
     return set(in_parallel(likely, same, lambda done: progress("check", done, total))) if likely else set()
 
 
-def _check_room(partial: Path, needed: int) -> None:
+def check_room(partial: Path, needed: int) -> None:
+    """`StoreError` where so many bytes more are not free on the disk of `partial`."""
     free = shutil.disk_usage(partial).free
     if needed > free:
         raise StoreError(

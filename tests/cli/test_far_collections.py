@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,12 @@ def test_it_goes_there_and_comes_back(collection: Path, service: Service, tmp_pa
     assert content(back) == content(collection)
     assert run("verify", back).code == 0
     assert asked(back) == asked(collection)
+
+
+def test_lists_that_no_disk_holds_are_not_fetched(collection: Path, url: str, tmp_path: Path) -> None:
+    run("push", collection, url)
+    os.truncate(Path(url.removeprefix("file://"), WORDS), 1 << 43)
+    assert "GB more and the disk has" in refused(1, "pull", url, tmp_path / "back")
 
 
 def keys(service: Service, prefix: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from offload_decode.types import CitedDocument, CitedSpan, StepStats
 from server.catalog import Entry
-from server.errors import NoSuchName
+from server.errors import NoSuchName, WrongField
 from server.jobs import Jobs
 from server.metrics import Metrics
 from server.requests import Delta, Done, Emit, Ended, Failed, Prompted, Scored, ToolCall, Usage
@@ -131,6 +131,8 @@ class FakeService:
         return [*([0] if add_special else []), *map(ord, text or "")]
 
     def detokenize(self, model: str, tokens: Sequence[int]) -> str:
+        if not all(0 <= token < 0x110000 for token in tokens):  # as the service refuses what is no token
+            raise WrongField("the ids of tokens must be those of characters", "prompt")
         return "".join(map(chr, tokens))
 
     def pieces(self, model: str, tokens: Sequence[int]) -> list[str]:
