@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -83,7 +84,7 @@ def is_list(name: str) -> bool:
 
 
 class Staged(Files):
-    """What a prefill left that was killed: it is told of, and gone on with."""
+    """What a prefill left that was killed: it is told of, and gone on with until it could be published."""
 
     def __init__(self, folder: Path) -> None:
         self.job = make_job(TOKENS, layers=(FULL, SLIDING), kv="int8")
@@ -97,8 +98,15 @@ class Staged(Files):
     def use(self) -> None:
         with suppress(StoreIncomplete):
             KVStore.open(self.path)
-        with self.job.open(self.path):
-            pass
+        with self.job.open(self.path) as writer:
+            self.job.feed(writer)
+            writer.seal()
+
+    def restore(self, case: Sequence[Edit]) -> None:
+        shutil.rmtree(self.root)
+        for name, data in self.files.items():
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / name).write_bytes(data)
 
     def must_refuse(self, case: Sequence[Edit]) -> bool:
         """Of the lock nothing is read."""
