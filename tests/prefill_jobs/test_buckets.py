@@ -414,6 +414,25 @@ def test_a_list_without_end_is_not_read(monkeypatch, stores, tmp_path):
         buckets.pull(f"file://{place}", tmp_path / "back.kv")
 
 
+@pytest.mark.parametrize("name", [SUMS, SEAL, "zarr.json", "layers/000/keys/c.0.0.0"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_is_no_file_is_not_waited_for(monkeypatch, stores, tmp_path, name, kind):
+    """In a folder that a stranger may write to: a pipe would keep its reader waiting for ever."""
+    clear(monkeypatch)
+    place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")
+    (place / name).unlink()
+    os.mkfifo(place / name) if kind == "pipe" else (place / name).symlink_to("/dev/zero")
+    with pytest.raises(StoreDamaged) as raised:
+        buckets.pull(f"file://{place}", tmp_path / "back.kv")
+    assert "\n" not in str(raised.value)
+    if name in (SUMS, SEAL):
+        with pytest.raises(StoreDamaged, match="not a plain file: remove it"):
+            buckets.push(stores / "a.kv", f"file://{place}")
+    else:  # which puts a file there
+        buckets.push(stores / "a.kv", f"file://{place}")
+        buckets.pull(f"file://{place}", tmp_path / "back.kv")
+
+
 def test_lists_that_do_not_belong_together(monkeypatch, stores, tmp_path):
     clear(monkeypatch)
     place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")

@@ -15,6 +15,7 @@ from server.catalog import Entry
 from server.errors import NoSuchName, WrongField
 from server.jobs import Jobs
 from server.metrics import Metrics
+from server.parts import check_characters
 from server.requests import Delta, Done, Emit, Ended, Failed, Prompted, Scored, ToolCall, Usage
 from server.service import ChatAsked, CompletionAsked
 from server.settings import Settings
@@ -117,10 +118,13 @@ class FakeService:
         self.metrics = Metrics()
 
     def chat(self, asked: ChatAsked, emit: Emit) -> Ticket:
-        return self._begin(asked, str(asked.messages[-1].get("content")), "", emit)
+        text = str(asked.messages[-1].get("content"))
+        check_characters([text], "messages")
+        return self._begin(asked, text, "", emit)
 
     def complete(self, asked: CompletionAsked, emit: Emit) -> Ticket:
         prompt = asked.prompt if isinstance(asked.prompt, str) else self.detokenize("", asked.prompt)
+        check_characters([prompt], "prompt")
         return self._begin(asked, prompt[::-1], prompt, emit)
 
     def tokenize(
