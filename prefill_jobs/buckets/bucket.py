@@ -185,7 +185,7 @@ class Bucket:
             return found if isinstance(found, str) else None
 
     def _check_plain(self, key: str) -> None:
-        """`StoreDamaged` where what a folder has of that name is no file: a pipe would keep its reader waiting."""
+        """`StoreDamaged` where a folder has a pipe of that name, or anything else that is no file."""
         path = Path("/", key)
         if self.folder and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
             raise StoreDamaged(f"{path} is not a plain file: remove it and push again.")

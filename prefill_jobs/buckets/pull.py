@@ -24,7 +24,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, surfaced
 from prefill_jobs.buckets.bucket import Bucket
 from prefill_jobs.buckets.lists import parse_sums, store_sums
-from prefill_jobs.buckets.signatures import Verifier
+from prefill_jobs.buckets.signatures import Checks
 from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
 
 PARTS = "parts"
@@ -39,7 +39,7 @@ def pull(
     url: str,
     store: Path,
     *,
-    verifier: Verifier | None = None,
+    verifier: Checks | None = None,
     progress: Progress = lambda stage, done, total: None,
     admit: Callable[[int], None] = lambda size: None,
 ) -> Transfer:
