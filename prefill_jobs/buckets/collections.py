@@ -121,7 +121,7 @@ def pull_collection(url: str, path: Path, progress: Watch, verifier: Verifier | 
     """
     began, moved = time.perf_counter(), Moved()
     path = Path(os.path.abspath(path))
-    refuse_existing(path)
+    refuse_existing(path, pulling_path(path))
     bucket, partial = Bucket(url), pulling_path(path)
     lists = lists_at(bucket)
     signed = None if verifier is None else OfCollection(bucket, verifier.said(bucket))

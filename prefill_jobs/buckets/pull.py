@@ -52,7 +52,7 @@ def pull(
     """
     began = time.perf_counter()
     path = Path(os.path.abspath(store))
-    refuse_existing(path)
+    refuse_existing(path, pulling_path(path))
     bucket = Bucket(url)
     sums, listed = store_sums(bucket)
     found = bucket.read(f"{bucket.indexes}/{SUMS}")

@@ -537,6 +537,41 @@ def test_a_store_is_pulled_once_at_a_time(s3, url, stores, tmp_path):
         buckets.pull(url, tmp_path / "back.kv")
 
 
+def test_what_a_pull_left_that_was_killed_at_its_end_goes(monkeypatch, stores, tmp_path):
+    """It had given the store its name, and had its own folder still."""
+    clear(monkeypatch)
+    back = tmp_path / "back.kv"
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    buckets.pull(f"file://{stores / 'a.kv'}", back)
+    monkeypatch.undo()
+    assert pulling_path(back).exists()
+    with pytest.raises(StoreExists):
+        buckets.pull(f"file://{stores / 'a.kv'}", back)
+    assert not pulling_path(back).exists()
+    assert same(stores / "a.kv", back)
+
+
+def test_two_processes_pull_one_store(monkeypatch, stores, tmp_path):
+    """One of them has it, and the other is told."""
+    clear(monkeypatch)
+    buckets.push(stores / "big.kv", f"file://{tmp_path}/far.kv")
+    command = (
+        "import sys; from pathlib import Path; from prefill_jobs import buckets; "
+        "buckets.pull(sys.argv[1], Path(sys.argv[2]))"
+    )
+    given = [sys.executable, "-c", command, f"file://{tmp_path}/far.kv", str(tmp_path / "back.kv")]
+    both = [
+        subprocess.Popen(given, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert 0 in [process.returncode for process in both]
+    for process, text in zip(both, said, strict=True):
+        assert process.returncode == 0 or re.search("StoreBusy|StoreExists", text), text
+    assert same(stores / "big.kv", tmp_path / "back.kv")
+    assert not pulling_path(tmp_path / "back.kv").exists()
+
+
 def test_a_target_that_is_taken(s3, url, stores, tmp_path):
     (tmp_path / "back.kv").touch()
     with pytest.raises(StoreExists):
