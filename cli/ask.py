@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from offload_decode.engine.sampler import Sampler
     from offload_decode.store.format import Manifest
     from offload_decode.types import CitedDocument, StepStats
+    from prefill_jobs.on_ray.cluster import Cluster
 
 
 @with_groups
@@ -59,8 +60,9 @@ def ask(
         typer.Option(
             metavar="W",
             help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: deal the tokens of "
-            "one store out to Ray workers, each of which attends to its own. Their machines have the store "
-            "at its path, and read no more of it than that.",
+            "one store out to Ray workers, each of which attends to its own, or the documents of a "
+            "collection, which are asked there. Their machines have the store, or the collection, at its "
+            "path; of one in a bucket they fetch what they ask.",
             show_default=False,
         ),
     ] = None,
@@ -72,24 +74,23 @@ def ask(
     The answer is printed as it is written. From a collection, the documents that --top, --all and --where
     choose are asked, and each answer follows the name of its document.
 
-    With --workers ray, a store may be larger than the memory of one machine. Every worker keeps to the budget
-    for its own tokens.
+    With --workers ray, a store may be larger than the memory of one machine, and every worker keeps to
+    the budget for its own tokens. Of a collection, answers are printed as they come.
     """
     check_worker_count(workers, worker_count)
-    if workers is not None and (reached is not None or cites):
-        other = "--server" if reached is not None else "--cite"
-        raise ConfigError(f"--workers and {other} do not go together: leave one of them out")
+    if workers is not None and reached is not None:
+        raise ConfigError("--workers and --server do not go together: leave one of them out")
+    cluster = _cluster(workers, worker_count, how)
     asked = question_from(question)
     with collected_of([store], reached, choosing, Progress) as collected:
         if collected is not None:
-            if workers is not None:
-                raise ConfigError("--workers deals out the tokens of one store: give one, or use `batch`")
-
             from cli.ask_collection import ask_collection
 
             sampling = temperature, top_p, seed
-            ask_collection(collected, asked, how, max_new_tokens, sampling, as_json, cites, stats)
+            ask_collection(collected, asked, how, cluster, max_new_tokens, sampling, as_json, cites, stats)
             return
+    if cluster is not None and cites:
+        raise ConfigError("--workers and --cite do not go together for one store: leave one of them out")
     if reached is not None:
         check_left_to_server(how)
         manner = Manner(
@@ -101,20 +102,27 @@ def ask(
     from offload_decode.engine.sampler import Sampler
 
     sampler = Sampler(temperature, top_p, seed)
-    with _opened(store, how, workers, worker_count) as engine:
+    with _opened(store, how, cluster) as engine:
         _answer(engine, store, asked, max_new_tokens, sampler, as_json, cites, stats)
 
 
-@contextmanager
-def _opened(store: Path, how: Asking, workers: str | None, worker_count: int | None) -> Iterator[Engine]:
+def _cluster(workers: str | None, count: int | None, how: Asking) -> Cluster | None:
     if workers is None:
+        return None
+
+    from prefill_jobs.on_ray.cluster import Cluster
+
+    return Cluster(workers, count, how.caps)
+
+
+@contextmanager
+def _opened(store: Path, how: Asking, cluster: Cluster | None) -> Iterator[Engine]:
+    if cluster is None:
         yield open_engine(store, how)
         return
 
     from prefill_jobs.on_ray.attending import scattered
-    from prefill_jobs.on_ray.cluster import Cluster
 
-    cluster = Cluster(workers, worker_count, how.caps)
     with scattered(open_engine(store, how), cluster, how.config) as engine:
         yield engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +12,9 @@ from cli import output
 from cli.options import Json, Quiet, a_path
 from cli.progress import Progress
 from cli.push import summary, summary_of_all
-from offload_decode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prefill_jobs.buckets.signatures import Verifier
 
 
 def pull(
@@ -58,19 +60,19 @@ def pull(
     from prefill_jobs.buckets.far_collection import lies_at
 
     if lies_at(url):
-        if verify is not None:
-            raise ConfigError("a collection is not signed: leave --verify out, or pull its stores one by one")
+        verifies = _verifier(verify)
         with Progress(quiet) as progress:
-            all_moved = pull_collection(url, store, progress)
+            all_moved = pull_collection(url, store, progress, verifies)
         if as_json:
-            output.answer_json({"url": url, "collection": str(store)} | asdict(all_moved))
+            output.answer_json(
+                {"url": url, "collection": str(store), "verified": verify is not None} | asdict(all_moved)
+            )
         told = summary_of_all(all_moved, "fetched")
         output.note(f'{store}: {told}\nask it something: offload-decode ask {store} "…"', quiet)
         return
     from prefill_jobs.buckets import pull as run
-    from prefill_jobs.buckets import verifier
 
-    verifies = None if verify is None else verifier(verify)
+    verifies = _verifier(verify)
     with Progress(quiet) as progress:
         moved = run(url, store, verifier=verifies, progress=progress)
     if as_json:
@@ -78,3 +80,9 @@ def pull(
     output.note(
         f'{store}: {summary(moved, "fetched")}\nask it something: offload-decode ask {store} "…"', quiet
     )
+
+
+def _verifier(key: Path | None) -> Verifier | None:
+    from prefill_jobs.buckets import verifier
+
+    return None if key is None else verifier(key)

@@ -11,11 +11,11 @@ import typer
 from cli import output
 from cli.options import Json, Quiet, StoreOrCollection, a_path
 from cli.progress import Progress
-from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from prefill_jobs.buckets import Transfer
     from prefill_jobs.buckets.collections import Moved
+    from prefill_jobs.buckets.signatures import Signer
 
 
 def push(
@@ -59,27 +59,33 @@ def push(
     if is_collection(store):
         from prefill_jobs.buckets.collections import push_collection
 
-        if sign is not None:
-            raise ConfigError("a collection is not signed: leave --sign out, or push its stores one by one")
+        signs = _signer(sign)
         with Progress(quiet) as progress:
-            all_moved = push_collection(store, url, progress, drop)
+            all_moved = push_collection(store, url, progress, drop, signs)
         if as_json:
-            output.answer_json({"collection": str(store), "url": url} | asdict(all_moved))
+            output.answer_json(
+                {"collection": str(store), "url": url, "signed": sign is not None} | asdict(all_moved)
+            )
         output.note(
             f'{url}: {summary_of_all(all_moved, "sent")}\nask it something: offload-decode ask {url} "…"',
             quiet,
         )
         return
     from prefill_jobs.buckets import push as run
-    from prefill_jobs.buckets import signer
 
-    signs = None if sign is None else signer(sign)
+    signs = _signer(sign)
     with Progress(quiet) as progress:
         moved = run(store, url, signer=signs, progress=progress)
     if as_json:
         output.answer_json({"store": str(store), "url": url, "signed": sign is not None} | asdict(moved))
     verify = "" if sign is None else " --verify KEY.pub"
     output.note(f"{url}: {summary(moved, 'sent')}\nfetch it: offload-decode pull {url} STORE{verify}", quiet)
+
+
+def _signer(key: Path | None) -> Signer | None:
+    from prefill_jobs.buckets import signer
+
+    return None if key is None else signer(key)
 
 
 def summary(moved: Transfer, verb: str) -> str:

@@ -54,6 +54,7 @@ class Words:
                 self._connection.execute(_TABLE)
                 self._connection.commit()
             _check(self._connection)
+            _check_size(self._connection, self._path)
             self._there = {number for (number,) in self._connection.execute("SELECT id FROM words_docsize")}
         return self
 
@@ -149,6 +150,13 @@ def _check(connection: sqlite3.Connection) -> None:
         raise sqlite3.DatabaseError("its table is another release's")
     if not all(_PLAIN.fullmatch(str(sql)) for _, name, sql in found if name != "words"):
         raise sqlite3.DatabaseError("its tables compute something")
+
+
+def _check_size(connection: sqlite3.Connection, path: Path) -> None:
+    """SQLite looks at none of what lies behind its last page; whoever copies the file would."""
+    pages, size = (next(connection.execute(f"PRAGMA {what}"))[0] for what in ("page_count", "page_size"))
+    if os.stat(path).st_size > pages * size:
+        raise sqlite3.DatabaseError("it has more bytes than its pages")
 
 
 def _check_plain(path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
+from offload_decode.errors import ConfigError, StoreDamaged
 from offload_decode.kernels.host_tokens import score_tokens
 from offload_decode.kv.host import BLOCK_TOKENS, HostKV
 from offload_decode.pages.reference import page_tokens
@@ -160,7 +160,7 @@ def _passages(
         start, end = _widened(store, tokenizer, int(tokens[first]), last, low, high)
         inside = (tokens >= start) & (tokens < end)
         text = tokenizer.decode(
-            store.tokens[start:end].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            _ids(store, tokenizer, start, end), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         found.append(CitedSpan(start, end, str(text).strip(), float(mass[inside].sum())))
         taken.append((start, end))
@@ -173,10 +173,20 @@ def _widened(store: KVStore, tokenizer: Any, start: int, end: int, low: int, hig
     `REACH`.
     """
     low, high = max(low, start - REACH), min(high, end + REACH)
-    pieces = tokenizer.convert_ids_to_tokens(store.tokens[low:high].tolist())
+    pieces = tokenizer.convert_ids_to_tokens(_ids(store, tokenizer, low, high))
     before = _nearest(pieces, range(start - low, 0, -1))
     after = _nearest(pieces, range(end - low, high - low))
     return low if before is None else low + before, high if after is None else low + after
+
+
+def _ids(store: KVStore, tokenizer: Any, start: int, end: int) -> list[int]:
+    """Tokens of the text. A store from elsewhere may hold any number in their place: `StoreDamaged`."""
+    ids: list[int] = store.tokens[start:end].tolist()
+    if not all(0 <= one < len(tokenizer) for one in ids):
+        raise StoreDamaged(
+            f"{store.path} holds tokens that its model does not have: restore a copy, or prefill again."
+        )
+    return ids
 
 
 def _nearest(pieces: Sequence[str], places: range) -> int | None:

@@ -166,8 +166,16 @@ def weight_files(source: str) -> list[Path]:
     """The safetensors files of a folder or transformers id, with their index where there are several; or a
     GGUF file.
 
-    Raises `ModelError` where there are none: pickled weights are not read.
+    Raises `ModelError` where there are none, as pickled weights are not read, or where one is no file.
     """
+    found = _named_files(source)
+    for path in found:
+        if path.exists() and not path.is_file():  # a pipe would keep its reader waiting
+            raise ModelError(f"{path} is not a regular file: fetch the checkpoint again")
+    return found
+
+
+def _named_files(source: str) -> list[Path]:
     from transformers.utils import cached_file
 
     if source.endswith(SUFFIX):

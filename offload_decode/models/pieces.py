@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from offload_decode.errors import ModelError
+
 ANCHORS = ("a", ".", "0")
 
 
@@ -43,7 +45,16 @@ def _letters(tokenizer: Any, text: str) -> list[int]:
 
 def _encoded(tokenizer: Any, text: str, letters: bool) -> list[int]:
     # Said each time: a tokenizer may have been told otherwise for all its texts.
-    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=letters, verbose=False))
+    how = {"add_special_tokens": False, "split_special_tokens": letters, "verbose": False}
+    try:
+        return list(tokenizer.encode(text, **how))
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, by name alone, and no Exception
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"the tokenizer gives up on the text ({reason}): fetch the checkpoint again, or take another"
+        ) from error
 
 
 def encode_first(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:

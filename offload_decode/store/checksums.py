@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
 from offload_decode.errors import StoreDamaged
-from offload_decode.store.files import listed, open_regular, read_regular
+from offload_decode.store.files import LARGEST_LIST, listed, open_regular, read_regular
 
 SUMS = "SHA256SUMS"
 SEAL = "SHA256SUMS.sha256"
@@ -77,8 +77,11 @@ def read_sums(root: Path) -> dict[str, str]:
     return found
 
 
-def check_tree(root: Path, progress: Report | None = None) -> None:
-    """Read every byte under `root`; StoreDamaged names each file that is missing, changed or odd.
+def check_tree(
+    root: Path, sizes: Callable[[int], Mapping[str, int]] = lambda files: {}, progress: Report | None = None
+) -> None:
+    """Read every byte under `root`; StoreDamaged names each file that is missing, changed or odd. `sizes`: as
+    `opening.expected_sizes`; a file of another size is not read.
 
     Where the checksums themselves are damaged, what is left of them still tells of the other files.
     """
@@ -91,10 +94,12 @@ def check_tree(root: Path, progress: Report | None = None) -> None:
     folders = {str(folder) for name in sums for folder in PurePath(name).parents[:-1]}
     found = set(_walk(root)) - {SUMS, SEAL, "."} - folders
     kept = {name for name in found & sums.keys() if _is_plain(root / name)}
-    digests = hash_files(root, kept, progress)
+    wrong = _of_wrong_size(root, kept, sizes(len(kept)))
+    digests = hash_files(root, kept - wrong.keys(), progress)
+    problems |= wrong
     problems |= dict.fromkeys(sums.keys() - found, "missing")
     problems |= dict.fromkeys(sums.keys() & found - kept, "a link, a pipe or a device")
-    problems |= {name: "changed" for name in kept if digests[name] != sums[name]}
+    problems |= {name: "changed" for name in digests if digests[name] != sums[name]}
     problems |= dict.fromkeys(found - sums.keys(), "not of this store")
     problems |= {folder: "a link" for folder in folders if (root / folder).is_symlink()}
     if problems:
@@ -102,6 +107,21 @@ def check_tree(root: Path, progress: Report | None = None) -> None:
         raise StoreDamaged(
             f"{root} is damaged: {found_wrong}; restore these files from a copy, or prefill again."
         )
+
+
+def _of_wrong_size(root: Path, names: set[str], sizes: Mapping[str, int]) -> dict[str, str]:
+    """What is wrong with the sizes of these files. Where nobody knows how large one should be, it may still
+    be too large to read: a hole of terabytes takes no place on a disk.
+    """
+    wrong = {}
+    for name in names:
+        found = os.stat(root / name)
+        expected = sizes.get(name)
+        if expected is not None and found.st_size != expected:
+            wrong[name] = f"{found.st_size:,} bytes instead of {expected:,}"
+        elif expected is None and found.st_size > max(LARGEST_LIST, 512 * found.st_blocks):
+            wrong[name] = f"{found.st_size:,} bytes, most of which are on no disk"
+    return wrong
 
 
 def _is_plain(file: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -52,6 +52,17 @@ def checked(root: Path) -> Checked:
     specs = metadata.read_specs(root, manifest)
     _check_files(root, manifest, specs, sums)
     return Checked(manifest, specs, sums)
+
+
+def expected_sizes(root: Path, files: int) -> Mapping[str, int]:
+    """Bytes of the files of the arrays, by path below `root`; none where the metadata cannot be read, or
+    promise more than that many `files`.
+    """
+    try:
+        specs = metadata.read_specs(root, Manifest.from_json(metadata.read_header(root) or {}))
+    except StoreError:  # whoever reads the files names what is wrong with them
+        return {}
+    return _sizes(specs) if _count(specs) <= files else {}
 
 
 def existing(path: Path) -> Path:
@@ -140,9 +151,9 @@ def _matches(root: Path, name: str, digest: str) -> bool:
 
 def _check_files(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], sums: dict[str, str]) -> None:
     """StoreDamaged unless the arrays' files are those of the checksums, plain ones, of the right sizes."""
-    if sum(spec.file_count for spec in specs.values()) > len(sums):  # it may be too many to list
+    if _count(specs) > len(sums):  # it may be too many to list
         raise StoreDamaged(f"The manifest in {root} describes more files than there are: prefill again.")
-    sizes = {name: spec.chunk_bytes for spec in specs.values() for name in spec.files()}
+    sizes = _sizes(specs)
     described = {*sizes, *metadata.group_files(manifest), *(spec.metadata_file for spec in specs.values())}
     if described != sums.keys():
         odd = listed(sorted(described ^ sums.keys()))
@@ -151,3 +162,11 @@ def _check_files(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], su
         )
     check_folders(root, sizes)
     check_sizes((os.path.join(root, name), size) for name, size in sizes.items())
+
+
+def _count(specs: Mapping[str, ArraySpec]) -> int:
+    return sum(spec.file_count for spec in specs.values())
+
+
+def _sizes(specs: Mapping[str, ArraySpec]) -> dict[str, int]:
+    return {name: spec.chunk_bytes for spec in specs.values() for name in spec.files()}

@@ -23,14 +23,14 @@ from offload_decode.store.staging import (
 )
 
 
-def refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path, staging: Path | None = None) -> None:
     """StoreExists where `path` is taken.
 
-    A prefill that was killed when its store had its name already has left its folder, without the store in
-    it: that is removed.
+    A prefill that was killed when its store had its name already has left its folder (or what else was its
+    `staging`), without the store in it: that is removed.
     """
     if os.path.lexists(path):
-        partial = partial_path(path)
+        partial = staging or partial_path(path)
         if (partial / LOCK).exists() and not (partial / STORE).exists():
             with suppress(StoreBusy), locked(partial):
                 shutil.rmtree(partial)

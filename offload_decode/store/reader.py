@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from offload_decode.store.documents import names_of
 from offload_decode.store.files import check_sizes, read_regular
 from offload_decode.store.format import Array, Manifest, fingerprint_version, token_hash
 from offload_decode.store.layout import SEAM, ArraySpec, layer_name
-from offload_decode.store.opening import checked, existing, identity, of_one, surfaced
+from offload_decode.store.opening import checked, existing, expected_sizes, identity, of_one, surfaced
 from offload_decode.store.sampling import sample_plan
 from offload_decode.store.streams import head_view, list_view
 from offload_decode.types import Document, ModelShape
@@ -265,7 +265,7 @@ def verify_store(path: str | Path, progress: checksums.Report | None = None) -> 
 
     def verify() -> None:
         if (root / checksums.SEAL).exists():
-            checksums.check_tree(root, progress)
+            checksums.check_tree(root, partial(expected_sizes, root), progress)
         KVStore.open(root)._check_contents()
 
     with surfaced(root):

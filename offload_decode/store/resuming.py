@@ -13,10 +13,10 @@ import numpy as np
 
 from indexes import durable
 from indexes.rows.encodings import decode
-from offload_decode.errors import StoreMismatch
+from offload_decode.errors import StoreDamaged, StoreMismatch
 from offload_decode.store import metadata
 from offload_decode.store.encoded import Encoder, EncodingLoss, no_errors
-from offload_decode.store.files import open_regular
+from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regular, read_regular
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.growth import Growth
 from offload_decode.store.layout import ArraySpec, array_specs, layer_name
@@ -105,6 +105,7 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
 def _resumed(partial: Path, manifest: Manifest, positions: Array) -> Begun:
     progress = Committed.load(partial)
     specs = metadata.read_specs(partial / STORE, manifest)
+    _check_sizes(partial, manifest, specs)
     streams = {name: RowStream(partial / STORE, spec) for name, spec in specs.items() if kind_of(spec)}
     shape, folder, dtype = manifest.shape, partial / WINDOWS, manifest.numpy_dtype
     windows: dict[int, WindowLog] = {}
@@ -132,6 +133,21 @@ def _resumed(partial: Path, manifest: Manifest, positions: Array) -> Begun:
         layer: _reopened_page(manifest, streams[f"{layer_name(layer)}/keys"]) for layer in shape.full_layers
     }
     return Begun(specs, streams, open_pages, windows, states, encoder, progress.tokens)
+
+
+def _check_sizes(partial: Path, manifest: Manifest, specs: Mapping[str, ArraySpec]) -> None:
+    """Every file has had its full size since the beginning; one that has more would be published so."""
+    root = partial / STORE
+    for name in metadata.group_files(manifest):
+        try:
+            read_regular(root / name, LARGEST_MANIFEST)
+        except (FileNotFoundError, StoreDamaged) as error:
+            raise staging_damaged(partial, name) from error
+    for name, spec in specs.items():
+        try:
+            check_sizes((str(root / file), spec.chunk_bytes) for file in spec.files())
+        except StoreDamaged as error:
+            raise staging_damaged(partial, name) from error
 
 
 def _refuse_other_job(

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -103,6 +104,7 @@ class Bucket:
     def found(self, key: str) -> Found | None:
         """What is known of an object without reading it; None where there is none."""
         with self._surfaced():
+            self._check_plain(key)
             try:
                 head = self._obstore.head(self._store, key)
             except FileNotFoundError as error:
@@ -114,6 +116,7 @@ class Bucket:
     def read(self, key: str) -> bytes | None:
         """A small object, whole; None where there is none."""
         with self._surfaced():
+            self._check_plain(key)
             try:
                 found = self._obstore.get(self._store, key)
                 if found.meta["size"] > LARGEST_LIST:
@@ -130,6 +133,7 @@ class Bucket:
         """The bytes of an object of `size` bytes, part by part."""
         for start in range(0, size, PART):
             with self._surfaced():
+                self._check_plain(key)
                 yield memoryview(
                     self._obstore.get_range(self._store, key, start=start, end=min(start + PART, size))
                 )
@@ -169,6 +173,7 @@ class Bucket:
     def digest(self, key: str) -> str | None:
         """Hex SHA-256 that an object was put with; a file's is computed. None where it is unknown."""
         with self._surfaced():
+            self._check_plain(key)
             if self.folder:
                 with open(Path("/", key), "rb") as file:
                     return hashlib.file_digest(file, "sha256").hexdigest()
@@ -178,6 +183,12 @@ class Bucket:
                 return None
             found = head.attributes.get(_SHA256)
             return found if isinstance(found, str) else None
+
+    def _check_plain(self, key: str) -> None:
+        """`StoreDamaged` where a folder has a pipe of that name, or anything else that is no file."""
+        path = Path("/", key)
+        if self.folder and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise StoreDamaged(f"{path} is not a plain file: remove it and push again.")
 
     def _connect(self, scheme: str, host: str, hurried: bool) -> ObjectStore:
         if scheme == "file":

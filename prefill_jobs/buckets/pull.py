@@ -24,7 +24,7 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, surfaced
 from prefill_jobs.buckets.bucket import Bucket
 from prefill_jobs.buckets.lists import parse_sums, store_sums
-from prefill_jobs.buckets.signatures import Verifier
+from prefill_jobs.buckets.signatures import Checks
 from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
 
 PARTS = "parts"
@@ -39,7 +39,7 @@ def pull(
     url: str,
     store: Path,
     *,
-    verifier: Verifier | None = None,
+    verifier: Checks | None = None,
     progress: Progress = lambda stage, done, total: None,
     admit: Callable[[int], None] = lambda size: None,
 ) -> Transfer:
@@ -52,7 +52,7 @@ def pull(
     """
     began = time.perf_counter()
     path = Path(os.path.abspath(store))
-    refuse_existing(path)
+    refuse_existing(path, pulling_path(path))
     bucket = Bucket(url)
     sums, listed = store_sums(bucket)
     found = bucket.read(f"{bucket.indexes}/{SUMS}")
@@ -72,7 +72,7 @@ def pull(
         there = _there(items, progress)
         rest = [item for item in items if item not in there]
         done, total = size_of(list(there)), size_of(items)
-        _check_room(partial, total - done)
+        check_room(partial, total - done)
         damaged = in_parallel(
             rest,
             lambda item, meter: not _fetch(bucket, item, partial / PARTS, meter),
@@ -133,7 +133,8 @@ def _there(items: list[Item], progress: Progress) -> set[Item]:
     return set(in_parallel(likely, same, lambda done: progress("check", done, total))) if likely else set()
 
 
-def _check_room(partial: Path, needed: int) -> None:
+def check_room(partial: Path, needed: int) -> None:
+    """`StoreError` where so many bytes more are not free on the disk of `partial`."""
     free = shutil.disk_usage(partial).free
     if needed > free:
         raise StoreError(

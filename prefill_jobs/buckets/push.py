@@ -60,9 +60,9 @@ def push(
     sums = read_sums(root)
     bucket = Bucket(url)
     with _claimed(bucket, seal_of(render(sums))) as whole:
-        index_sums = _index_sums(root, progress)
-        index_list = _index_list(bucket, whole, render(sums), index_sums, signer)
-        items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, index_sums)
+        own = index_sums(root, progress)
+        index_list = _index_list(bucket, whole, render(sums), own, signer)
+        items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, own)
         there = _there(bucket, items, progress)
         rest = [item for item in items if item not in there]
         done, total = size_of(list(there)), size_of(items)
@@ -141,7 +141,7 @@ def _sweep(*folders: Path) -> None:
                 path.unlink()
 
 
-def _index_sums(store: Path, progress: Progress) -> dict[str, str]:
+def index_sums(store: Path, progress: Progress) -> dict[str, str]:
     """SHA-256 of the indexes that are whole, by path in their folder."""
     folder = indexes_folder(store)
     found = (path for kind in kind_folders(store) for path in kind.iterdir())

@@ -1,22 +1,25 @@
-"""Who pushed a store: its lists of checksums, by name, signed with Ed25519; alone imports cryptography.
+"""Who pushed a store or a collection: its lists, by name, signed with Ed25519; alone imports cryptography.
 
-URL.signed        the statement: the SHA-256 of NAME/SHA256SUMS and of NAME.indexes/SHA256SUMS
+URL.signed        the statement: the SHA-256 of NAME/SHA256SUMS and of NAME.indexes/SHA256SUMS; of a
+                  collection that of its lists, and of those two of each of its stores
 URL.signed.sig    64 bytes, which `openssl pkeyutl -verify -rawin` checks too
 
-The store's name is in the statement, so that of a signer's stores none is taken for another.
+The name is in the statement, so that of a signer's stores none is taken for another.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from indexes.plain_files import NotPlain, open_plain
 from offload_decode.errors import ConfigError, StoreUntrusted
 from offload_decode.store.checksums import SUMS, render
 from prefill_jobs.buckets.bucket import Bucket
+from prefill_jobs.buckets.lists import parse_sums
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -33,9 +36,20 @@ class Signer:
 
     def sign(self, bucket: Bucket, sums: bytes, index_sums: bytes | None) -> None:
         """Put a statement of these lists of checksums beside the store, and its signature."""
-        said = _statement(bucket, sums, index_sums)
+        self.sign_all(bucket, _digests(bucket, sums, index_sums))
+
+    def sign_all(self, bucket: Bucket, digests: Mapping[str, str]) -> None:
+        """Put a statement of these SHA-256, by path from the folder that holds what lies at the URL."""
+        said = render(digests)
         for end, data in ((STATEMENT, said), (SIGNATURE, self._key.sign(said))):
             bucket.put(bucket.name + end, data, hashlib.sha256(data).hexdigest(), len(data))
+
+
+class Checks(Protocol):
+    """What knows what was signed."""
+
+    def check(self, bucket: Bucket, sums: bytes, index_sums: bytes | None) -> None:
+        """`StoreUntrusted` unless these lists of checksums were signed of the store in this bucket."""
 
 
 class Verifier:
@@ -46,6 +60,10 @@ class Verifier:
 
     def check(self, bucket: Bucket, sums: bytes, index_sums: bytes | None) -> None:
         """`StoreUntrusted` unless the key signed that a store of this name has these lists of checksums."""
+        check_said(bucket, self.said(bucket), _digests(bucket, sums, index_sums))
+
+    def said(self, bucket: Bucket) -> dict[str, str]:
+        """SHA-256 by path that the key signed of what lies at the URL. Raises `StoreUntrusted`."""
         from cryptography.exceptions import InvalidSignature
 
         said, signature = (bucket.read(bucket.name + end) for end in (STATEMENT, SIGNATURE))
@@ -61,11 +79,7 @@ class Verifier:
                 f"The signature of {bucket.url} is not by this key: ask its owner for the right one, or do "
                 "not use the store."
             ) from error
-        if said != _statement(bucket, sums, index_sums):
-            raise StoreUntrusted(
-                f"What lies at {bucket.url} is not what was signed: its name, its files or its indexes are "
-                "others. Have it pushed again with --sign, or do not use it."
-            )
+        return parse_sums(bucket, said)
 
     def signed(self, bucket: Bucket, sums: bytes, index_sums: bytes | None) -> bool:
         """Whether the signature there is the key's, and of these lists, whatever the statement beside it
@@ -77,7 +91,7 @@ class Verifier:
         if signature is None:
             return False
         try:
-            self._key.verify(signature, _statement(bucket, sums, index_sums))
+            self._key.verify(signature, render(_digests(bucket, sums, index_sums)))
         except InvalidSignature:
             return False
         return True
@@ -130,11 +144,29 @@ def is_signed(bucket: Bucket) -> bool:
     return bucket.read(bucket.name + STATEMENT) is not None
 
 
-def _statement(bucket: Bucket, sums: bytes, index_sums: bytes | None) -> bytes:
+def check_said(bucket: Bucket, said: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """`StoreUntrusted` unless what was said is what was found."""
+    if said != found:
+        raise StoreUntrusted(
+            f"What lies at {bucket.url} is not what was signed: its name, its files or its indexes are "
+            "others. Have it pushed again with --sign, or do not use it."
+        )
+
+
+def name_of(bucket: Bucket) -> str:
+    """What lies at the URL is called so in statements."""
+    return bucket.name.rpartition("/")[2]
+
+
+def _digests(bucket: Bucket, sums: bytes, index_sums: bytes | None) -> dict[str, str]:
     """Lines of `sha256sum`, which can be checked from the folder that holds the store."""
-    name = bucket.name.rpartition("/")[2]
-    lists = {f"{name}/{SUMS}": sums} | ({f"{name}.indexes/{SUMS}": index_sums} if index_sums else {})
-    return render({path: hashlib.sha256(data).hexdigest() for path, data in lists.items()})
+    return digests_at(name_of(bucket), sums, index_sums)
+
+
+def digests_at(store: str, sums: bytes, index_sums: bytes | None) -> dict[str, str]:
+    """SHA-256 of the lists of checksums of a store and of its indexes, by path."""
+    lists = {f"{store}/{SUMS}": sums} | ({f"{store}.indexes/{SUMS}": index_sums} if index_sums else {})
+    return {path: hashlib.sha256(data).hexdigest() for path, data in lists.items()}
 
 
 def _read(path: Path) -> bytes:

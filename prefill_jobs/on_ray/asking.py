@@ -24,7 +24,7 @@ from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.outline import outline
 from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
 from offload_decode.store.reader import KVStore
-from offload_decode.types import CitedDocument
+from offload_decode.types import CitedDocument, StepStats
 from prefill_jobs.buckets.far_stores import FarStores
 from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
 from prefill_jobs.on_ray.pool import Pool, Standing
@@ -64,6 +64,7 @@ class Given:
     tokens: int
     finish: str
     citations: tuple[CitedDocument, ...] | None
+    stats: StepStats
 
 
 Answered = list[Given] | OffloadDecodeError
@@ -97,7 +98,7 @@ class Asker(AtStores):
         given = self._engine(task.store).answer_many(
             task.questions, self.how.max_new_tokens, len(task.questions), self.how.cites
         )
-        return [Given(one.text, len(one.tokens), one.finish, one.citations) for one in given]
+        return [Given(one.text, len(one.tokens), one.finish, one.citations, one.stats) for one in given]
 
     def _engine(self, store: str) -> Engine:
         """An open store, with its model; the one that was asked longest ago goes."""

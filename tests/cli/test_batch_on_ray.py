@@ -20,6 +20,7 @@ from offload_decode import Engine
 from offload_decode.config import EngineConfig
 from offload_decode.errors import OffloadDecodeError, StoreNotFound
 from offload_decode.planning.caps import Caps
+from offload_decode.types import StepStats
 from prefill_jobs.on_ray import asking
 from prefill_jobs.on_ray.asking import Asker, Given, How, Part
 from prefill_jobs.on_ray.pool import Lost, Told
@@ -48,7 +49,7 @@ def test_a_worker_is_given_no_store_that_is_not_on_its_machine() -> None:
 
 
 def test_what_no_worker_did_is_told_of_every_part() -> None:
-    answers = [Given("yes", 1, "stop", None)]
+    answers = [Given("yes", 1, "stop", None, StepStats())]
     pool: Any = SimpleNamespace(run=lambda *_: iter([(2, answers), (0, Lost("gone"))]))
     results = dict(routed(pool, parts_of("abc"), lambda standing: None, "answered"))
     assert results[2] == answers
@@ -131,7 +132,7 @@ def test_a_batch_writes_what_comes_and_names_what_does_not(
             if number == 1 and failing:
                 yield number, OffloadDecodeError("lost")
             else:
-                yield number, [Given(f"to {text}", 2, "stop", None) for text in part.questions]
+                yield number, [Given(f"to {text}", 2, "stop", None, StepStats()) for text in part.questions]
 
     monkeypatch.setattr(batch_on_ray, "answer_on_ray", answer_there)
     out, options = tmp_path / "out.jsonl", ("--workers", "ray")

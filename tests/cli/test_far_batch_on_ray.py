@@ -23,11 +23,12 @@ from offload_decode.errors import BucketError, DoesNotFit, OffloadDecodeError, S
 from offload_decode.planning.caps import Caps
 from prefill_jobs.buckets.cache import user_cache
 from prefill_jobs.buckets.far_stores import FarStores
-from prefill_jobs.on_ray import routing
+from prefill_jobs.on_ray import asking, routing
 from prefill_jobs.on_ray.asking import Asker, How, Part
+from prefill_jobs.on_ray.cluster import Cluster
 from prefill_jobs.on_ray.pool import TRIES, Again, Told
 from prefill_jobs.on_ray.routing import Fetching
-from tests.cli.conftest import Ran, run
+from tests.cli.conftest import Ran, refused, run
 from tests.cli.test_batch_on_ray import lines_of
 from tests.prefill_jobs.test_ray import descendants
 
@@ -163,6 +164,61 @@ def test_what_is_wrong_with_a_store_is_its_own_error(
     assert isinstance(worker.do(Part(stores[1], ("Why?",))).result, list)
 
 
+def by_one_worker(
+    parts: list[Part],
+    cluster: Cluster,
+    config: EngineConfig,
+    most: int,
+    cites: bool = False,
+    far: FarStores | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """What a cluster of one machine, this one, returns: the last part first."""
+    worker = Asker(How(tuple(part.store for part in parts), far, config, cluster.caps, most, cites))
+    worker.load()
+    for number, part in reversed(list(enumerate(parts))):
+        told = worker.do(part)
+        yield number, told.result if isinstance(told, Told) else told
+
+
+def test_ask_puts_its_question_to_workers(
+    url: str, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a collection in a bucket and of one here: the answers are those of this process, in their order."""
+    monkeypatch.setattr(asking, "answer_on_ray", by_one_worker)
+    how = ("Which word is beta?", "--all", "--json", "--cite", "--max-new-tokens", "3")
+    here = Path(url.removeprefix("file://"))
+    alone = json.loads(run("ask", here, *how).out)["answers"]
+    for place in (url, here):
+        ran = run("ask", place, *how, "--workers", "ray")
+        assert ran.code == 0, ran.err
+        found = json.loads(ran.out)["answers"]
+        what = ("document", "answer", "tokens", "finish", "citations")
+        assert [[one[key] for key in what] for one in found] == [[one[key] for key in what] for one in alone]
+        assert [one["stats"]["selected"] for one in found] == [one["stats"]["selected"] for one in alone]
+    assert len(kept()) == 3, "fetched, and into no other cache"
+    shown = run("ask", url, "Which word is beta?", "--all", "--max-new-tokens", "3", "--workers", "ray")
+    assert shown.out.startswith("gamma.txt: "), "as they come"
+
+
+def test_ask_names_the_document_that_no_worker_could_answer(
+    url: str, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "answer_on_ray", by_one_worker)
+    shutil.copytree(bucket, tmp_path / "bucket")
+    url = f"file://{tmp_path}/bucket/texts"
+    shutil.rmtree(stores_at(url)[0].removeprefix("file://"))
+    ran = run("ask", url, "Which?", "--all", "--json", "--max-new-tokens", "2", "--workers", "ray")
+    assert ran.code == 1
+    told = json.loads(ran.out)
+    assert [one["document"] for one in told["answers"]] == ["beta.txt", "gamma.txt"]
+    assert [one["document"] for one in told["failed"]] == ["alpha.txt"]
+
+
+@pytest.mark.parametrize("option", [("--stats",), ("--temperature", "0.5")])
+def test_what_workers_do_not_tell_of_a_collection_is_refused(url: str, option: tuple[str, ...]) -> None:
+    assert f"--workers and {option[0]}" in refused(2, "ask", url, "Which?", "--workers", "ray", *option)
+
+
 QUESTIONS = [{"question": f"Which word is word {n}?", "id": n} for n in range(4)]
 
 
@@ -236,6 +292,21 @@ def test_three_workers_one_of_which_is_killed(
         return sorted(json.dumps(line, sort_keys=True) for line in lines_of(path))
 
     assert told(out) == told(plain), "nothing lost, nothing twice"
+
+
+@pytest.mark.slow
+def test_two_machines_are_asked(url: str, tmp_path: Path, machines: Any) -> None:
+    machines.add("m")
+    machines.add("n")
+    how = ("ask", url, "Which word is beta?", "--all", "--json", "--max-new-tokens", "4")
+    apart = run(*how, "--workers", "ray", "--worker-count", "2")
+    assert apart.code == 0, apart.err
+    assert fetched(tmp_path / "m") + fetched(tmp_path / "n") >= 3
+    assert fetched(tmp_path / "cache") == 0, "this machine asks nothing"
+    alone, found = (json.loads(ran.out)["answers"] for ran in (run(*how), apart))
+    assert [(one["document"], one["answer"]) for one in found] == [
+        (one["document"], one["answer"]) for one in alone
+    ]
 
 
 @pytest.mark.slow

@@ -244,3 +244,13 @@ def test_a_length_that_no_memory_holds_is_told(path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(words, "_check", refuse)
     with pytest.raises(StoreDamaged, match="more memory than there is"):
         ranked(path, "lantern")
+
+
+def test_what_lies_behind_the_last_page_is_not_taken_along(tmp_path: Path) -> None:
+    """SQLite would not notice terabytes of nothing, and a push would send them."""
+    with Words(tmp_path / WORDS):
+        pass
+    with open(tmp_path / WORDS, "ab") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(StoreDamaged, match="more bytes than its pages"), Words(tmp_path / WORDS):
+        pass

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.engine.citations import REACH, Watch, cite
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
+from offload_decode.errors import ConfigError, StoreDamaged
 from offload_decode.types import AttentionState, Selection
 from prefill_jobs.job import Settings, prefill
+from tests.store.test_refusals import reseal
 from tests.tiny import text_model, tiny_tokenizer
 
 QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?", "Why"]
@@ -207,3 +210,15 @@ def test_a_store_in_memory_cannot_be_cited(folder):
     host = Engine.open(folder / "store").prefix.host
     with pytest.raises(ConfigError, match="no documents to cite"):
         cite(Watch(host), object(), None)
+
+
+@pytest.mark.parametrize("token", [-1, -(2**31), 5000, 2**31 - 1])
+def test_tokens_of_no_vocabulary_are_a_damaged_store(folder, tmp_path, token):
+    """A stranger may write any number there, with checksums that fit."""
+    store = shutil.copytree(folder / "store", tmp_path / "store")
+    (file,) = store.glob("tokens/c.0")
+    file.write_bytes(np.full(file.stat().st_size // 4, token, "<i4").tobytes())
+    reseal(store)
+    engine = Engine.open(store, options={"budget": "20"})
+    with pytest.raises(StoreDamaged, match="tokens that its model does not have"):
+        engine.answer(QUESTIONS[0], 2, cites=True)

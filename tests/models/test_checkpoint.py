@@ -105,6 +105,13 @@ def test_a_pipe_is_not_waited_for(folder, name):
     refused(folder, "is not a regular file")
 
 
+def test_weights_in_a_pipe_are_not_waited_for(folder):
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+    with pytest.raises(ModelError, match="is not a regular file"):
+        load(str(folder), "cpu")
+
+
 class Bomb:
     """Writes a file when it is unpickled."""
 

@@ -224,3 +224,13 @@ def test_a_folder_that_is_not_there_is_refused_at_once():
     for path in ("./nowhere", "/no/where", "a/b/c"):
         with pytest.raises(ModelError, match="there is no folder"):
             load(path)
+
+
+def test_a_tokenizer_that_gives_up_is_told() -> None:
+    """Its regular expression is the checkpoint's own; Rust ends with a panic, which is no Exception."""
+    from tokenizers import Regex, pre_tokenizers
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    with pytest.raises(ModelError, match="the tokenizer gives up on the text"):
+        encode(tokenizer, "x" * 60)

@@ -414,6 +414,25 @@ def test_a_list_without_end_is_not_read(monkeypatch, stores, tmp_path):
         buckets.pull(f"file://{place}", tmp_path / "back.kv")
 
 
+@pytest.mark.parametrize("name", [SUMS, SEAL, "zarr.json", "layers/000/keys/c.0.0.0"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_is_no_file_is_not_waited_for(monkeypatch, stores, tmp_path, name, kind):
+    """In a folder that a stranger may write to: a pipe would keep its reader waiting for ever."""
+    clear(monkeypatch)
+    place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")
+    (place / name).unlink()
+    os.mkfifo(place / name) if kind == "pipe" else (place / name).symlink_to("/dev/zero")
+    with pytest.raises(StoreDamaged) as raised:
+        buckets.pull(f"file://{place}", tmp_path / "back.kv")
+    assert "\n" not in str(raised.value)
+    if name in (SUMS, SEAL):
+        with pytest.raises(StoreDamaged, match="not a plain file: remove it"):
+            buckets.push(stores / "a.kv", f"file://{place}")
+    else:  # which puts a file there
+        buckets.push(stores / "a.kv", f"file://{place}")
+        buckets.pull(f"file://{place}", tmp_path / "back.kv")
+
+
 def test_lists_that_do_not_belong_together(monkeypatch, stores, tmp_path):
     clear(monkeypatch)
     place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")
@@ -516,6 +535,41 @@ def test_a_store_is_pulled_once_at_a_time(s3, url, stores, tmp_path):
     buckets.push(stores / "a.kv", url)
     with locked(pulling_path(tmp_path / "back.kv")), pytest.raises(StoreBusy):
         buckets.pull(url, tmp_path / "back.kv")
+
+
+def test_what_a_pull_left_that_was_killed_at_its_end_goes(monkeypatch, stores, tmp_path):
+    """It had given the store its name, and had its own folder still."""
+    clear(monkeypatch)
+    back = tmp_path / "back.kv"
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    buckets.pull(f"file://{stores / 'a.kv'}", back)
+    monkeypatch.undo()
+    assert pulling_path(back).exists()
+    with pytest.raises(StoreExists):
+        buckets.pull(f"file://{stores / 'a.kv'}", back)
+    assert not pulling_path(back).exists()
+    assert same(stores / "a.kv", back)
+
+
+def test_two_processes_pull_one_store(monkeypatch, stores, tmp_path):
+    """One of them has it, and the other is told."""
+    clear(monkeypatch)
+    buckets.push(stores / "big.kv", f"file://{tmp_path}/far.kv")
+    command = (
+        "import sys; from pathlib import Path; from prefill_jobs import buckets; "
+        "buckets.pull(sys.argv[1], Path(sys.argv[2]))"
+    )
+    given = [sys.executable, "-c", command, f"file://{tmp_path}/far.kv", str(tmp_path / "back.kv")]
+    both = [
+        subprocess.Popen(given, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert 0 in [process.returncode for process in both]
+    for process, text in zip(both, said, strict=True):
+        assert process.returncode == 0 or re.search("StoreBusy|StoreExists", text), text
+    assert same(stores / "big.kv", tmp_path / "back.kv")
+    assert not pulling_path(tmp_path / "back.kv").exists()
 
 
 def test_a_target_that_is_taken(s3, url, stores, tmp_path):

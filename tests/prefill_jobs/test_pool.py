@@ -14,6 +14,7 @@ import pytest
 from offload_decode.config import EngineConfig
 from offload_decode.errors import BucketError, StoreNotFound
 from offload_decode.planning.caps import Caps
+from offload_decode.types import StepStats
 from prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
 from prefill_jobs.on_ray.pool import TRIES, Again, Pool
 from prefill_jobs.on_ray.routing import routed
@@ -32,7 +33,10 @@ class OnAMachine(Asker):
 
     def done(self, task: Part) -> list[Given]:
         assert task.store in self.has, "asked where it does not lie"
-        return [Given(f"{text} {task.store} {self.machine}", 1, "stop", None) for text in task.questions]
+        return [
+            Given(f"{text} {task.store} {self.machine}", 1, "stop", None, StepStats())
+            for text in task.questions
+        ]
 
 
 class Machines:

@@ -12,9 +12,10 @@ from typing import Any
 
 from offload_decode.types import CitedDocument, CitedSpan, StepStats
 from server.catalog import Entry
-from server.errors import NoSuchName
+from server.errors import NoSuchName, WrongField
 from server.jobs import Jobs
 from server.metrics import Metrics
+from server.parts import check_characters
 from server.requests import Delta, Done, Emit, Ended, Failed, Prompted, Scored, ToolCall, Usage
 from server.service import ChatAsked, CompletionAsked
 from server.settings import Settings
@@ -117,10 +118,13 @@ class FakeService:
         self.metrics = Metrics()
 
     def chat(self, asked: ChatAsked, emit: Emit) -> Ticket:
-        return self._begin(asked, str(asked.messages[-1].get("content")), "", emit)
+        text = str(asked.messages[-1].get("content"))
+        check_characters([text], "messages")
+        return self._begin(asked, text, "", emit)
 
     def complete(self, asked: CompletionAsked, emit: Emit) -> Ticket:
         prompt = asked.prompt if isinstance(asked.prompt, str) else self.detokenize("", asked.prompt)
+        check_characters([prompt], "prompt")
         return self._begin(asked, prompt[::-1], prompt, emit)
 
     def tokenize(
@@ -131,6 +135,8 @@ class FakeService:
         return [*([0] if add_special else []), *map(ord, text or "")]
 
     def detokenize(self, model: str, tokens: Sequence[int]) -> str:
+        if not all(0 <= token < 0x110000 for token in tokens):  # as the service refuses what is no token
+            raise WrongField("the ids of tokens must be those of characters", "prompt")
         return "".join(map(chr, tokens))
 
     def pieces(self, model: str, tokens: Sequence[int]) -> list[str]:

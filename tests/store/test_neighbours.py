@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,11 +104,11 @@ def test_a_store_that_is_replaced_while_it_is_read_is_read_again(
             swapped(path, left.pop())
         return found
 
-    def check_tree(root: Path, progress: object = None) -> None:
+    def check_tree(root: Path, *given: Any) -> None:
         if left:
             swapped(path, left.pop())
             raise reader.StoreDamaged("some of each")
-        real_tree(root)
+        real_tree(root, *given)
 
     monkeypatch.setattr(checksums, "read_sums", read_sums)
     monkeypatch.setattr(checksums, "check_tree", check_tree)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete
-from offload_decode.store import KVStore, Manifest, checksums, mapping
+from offload_decode.store import KVStore, Manifest, checksums, mapping, verify_store
 from offload_decode.store.documents import names_of
-from tests.store.jobs import Job
+from tests.store.jobs import FULL, SLIDING, Job, make_job
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,35 @@ def test_no_more_queries_than_their_places_may_take(store: Path) -> None:
     Manifest.from_json(manifest | {"query_samples": 10**12})  # of 1,300 tokens there are 2,600
     with pytest.raises(StoreForeign, match="more than 1,048,576 queries"):
         Manifest.from_json(manifest | {"query_samples": 10**12, "n_tokens": 10**9, "seam": 0})
+
+
+@pytest.mark.parametrize("name", ["layers/000/keys/c.0.0.0", "zarr.json", "tokens/zarr.json"])
+def test_verify_reads_no_hole_of_terabytes(store: Path, name: str) -> None:
+    """It would take hours: what a file of the store should have, or could, is known."""
+    with open(store / name, "ab") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(StoreDamaged, match=f"{name} .*4,398,046,511,104 bytes"):
+        verify_store(store)
+
+
+def test_verify_names_a_file_of_another_size_beside_those_that_changed(store: Path) -> None:
+    keys, values = (store / f"layers/000/{name}/c.0.0.0" for name in ("keys", "values"))
+    size = keys.stat().st_size
+    os.truncate(keys, size + 1)
+    values.write_bytes(bytes(values.stat().st_size))
+    with pytest.raises(StoreDamaged) as caught:
+        verify_store(store)
+    assert f"keys/c.0.0.0 ({size + 1:,} bytes instead of {size:,})" in str(caught.value)
+    assert "values/c.0.0.0 (changed)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["001/window_keys/c.0.0.0", "000/keys/c.0.0.0", "000/key_norms/c.0.0.0", "000/zarr.json"]
+)
+def test_a_staged_file_of_another_size_is_not_gone_on_with(tmp_path: Path, name: str) -> None:
+    job = make_job(300, layers=(FULL, SLIDING))
+    with job.open(tmp_path / "s") as writer:
+        job.feed(writer, until=100)
+    os.truncate(tmp_path / f"s.partial/store/layers/{name}", 1 << 42)
+    with pytest.raises(StoreDamaged, match=name.removesuffix("/c.0.0.0")):
+        job.open(tmp_path / "s")

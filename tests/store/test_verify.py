@@ -50,6 +50,7 @@ def test_every_damaged_file_is_named(store: Path) -> None:
     data = bytearray((store / keys).read_bytes())
     data[-1] ^= 128  # the padding counts too
     (store / keys).write_bytes(data)
+    size = (store / values).stat().st_size
     (store / values).write_bytes(b"short")
     (store / tokens).unlink()
     (store / "notes.txt").write_text("mine")
@@ -59,7 +60,7 @@ def test_every_damaged_file_is_named(store: Path) -> None:
         verify_store(store)
     for part in (
         f"{keys} (changed)",
-        f"{values} (changed)",
+        f"{values} (5 bytes instead of {size:,})",
         f"{tokens} (missing)",
         "notes.txt (not of this store)",
         "layers/000/empty (not of this store)",
