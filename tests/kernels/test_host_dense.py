@@ -27,7 +27,7 @@ def reference(query, keys, values, scaling, softcap=None):
 
 def close(state, expected, most=2e-6):
     for part, own in zip(state, expected, strict=True):
-        assert part.dtype == torch.float32 and part.shape == own.shape
+        assert (part.dtype, part.shape) == (torch.float32, own.shape)
         torch.testing.assert_close(part.double(), own, atol=most, rtol=most)
 
 
