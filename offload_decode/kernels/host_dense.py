@@ -59,9 +59,8 @@ def _attend_rows(
     heads, count, dim = query.shape
     rows = np.zeros((heads, count + -count % QUERIES, dim + -dim % LANES), np.float32)
     rows[:, :count, :dim] = query.float().numpy()
-    length = len(keys[0])
-    step = max(PART, -(-length // PARTS))
-    starts = range(0, length, step)
+    step = _step(len(keys[0]))
+    starts = range(0, len(keys[0]), step)
     out = np.zeros((len(starts), *rows.shape[:2], values[0].dim), np.float32)
     lse = np.full(out.shape[:3], -np.inf, np.float32)
 
@@ -78,6 +77,16 @@ def _attend_rows(
     for part in zip(out[:, :, :count], lse[:, :, :count], strict=True):
         state = merge_states(state, AttentionState(*map(torch.from_numpy, part)))
     return state
+
+
+def state_bytes(length: int, heads: int, rows: int, value_dim: int) -> int:
+    """What `attend_all` holds beside its result: a state of some rows for each part, and a few to merge."""
+    parts = -(-length // _step(length)) if length else 0
+    return 4 * heads * min(rows + QUERIES, TOGETHER) * (value_dim + 1) * (parts + 4)
+
+
+def _step(length: int) -> int:
+    return max(PART, -(-length // PARTS))
 
 
 @njit(nogil=True, cache=True)

@@ -6,7 +6,7 @@ from math import isqrt
 
 import indexes.registry
 from offload_decode.attention.transfers import power_of_two
-from offload_decode.kernels import dense
+from offload_decode.kernels import dense, host_dense
 from offload_decode.kernels.host_tokens import ENTRIES
 from offload_decode.kv.host import BLOCK_TOKENS, SCORES
 from offload_decode.models.outline import Outline
@@ -43,9 +43,13 @@ def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:
         fetched = _copied_bytes(outline, request)
     block = 0
     if None in request.budgets(shape).values():
-        length = min(BLOCK_TOKENS, n)
-        block = length * pair_dim(shape) * (4 + itemsize(outline.dtype))
-        block += 4 * 4 * min(shape.group * question * length, dense.DEVICE_SCORES) if on_gpu else 0
+        rows = shape.group * question
+        if on_gpu:
+            length = min(BLOCK_TOKENS, n)
+            block = length * pair_dim(shape) * (4 + itemsize(outline.dtype))
+            block += 4 * 4 * min(rows * length, dense.DEVICE_SCORES)
+        else:
+            block = host_dense.state_bytes(n, shape.kv_heads, rows, shape.value_dim)
     return total + max(fetched, block)
 
 

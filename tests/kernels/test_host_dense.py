@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,3 +98,18 @@ def test_it_equals_the_plain_reference_of_states():
     torch.testing.assert_close(
         attend_all(query, keys, values, 0.25).out, expected.out[0], atol=2e-6, rtol=2e-6
     )
+
+
+def test_what_it_holds_is_stated(monkeypatch):
+    keys, values = stored("float16", 2, 4000, 64, 0), stored("float16", 2, 4000, 64, 1)
+    monkeypatch.setattr(host_dense, "PART", 100)
+    for rows in (50, 500):  # for a few, what threads widen is as much
+        query = torch.randn(2, rows, 64)
+        attend_all(query, keys, values, 0.5)  # compiled
+        tracemalloc.start()
+        try:
+            attend_all(query, keys, values, 0.5)
+            held = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert 0.5 * held <= host_dense.state_bytes(4000, 2, rows, 64) <= 2 * held
