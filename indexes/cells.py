@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
+from math import ceil
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -138,8 +139,10 @@ def joined(first: Cells, more: Cells) -> Cells:
     return Cells(**together)
 
 
-def made_up(n: int, dim: int) -> Cells:
-    """Cells of n keys of no meaning, made quickly: as many and as large as those of real keys."""
+def made_up(n: int, dim: int, scanned: float) -> Cells:
+    """Cells of n keys of no meaning, made quickly: as many and as large as those of real keys. All but that
+    share of them have no mean and no variance: a search leaves them out.
+    """
     count = max(1, n // KEYS_PER_CELL)
     counts = np.full(count, n // count, np.int32)
     counts[: n % count] += 1
@@ -153,7 +156,11 @@ def made_up(n: int, dim: int) -> Cells:
     # Codes of 1 to 15, which is -7 to 7, in either half of a byte.
     some = random.integers(1, 16, (2, 1 << 16), np.uint8)
     codes = np.resize(some[0] | some[1] << 4, len(ids) // BLOCK * -(-dim // GROUP) * WORD)
-    return Cells(starts, counts, means, np.ones_like(means), codes, np.full(len(ids), 0.1, np.float32), ids)
+    scales = np.full(len(ids), 0.1, np.float32)
+    variances = np.full_like(means, 0.1**2 * (15**2 - 1) / 12)  # of these codes
+    least = ceil(scanned * count)
+    means[least:], variances[least:] = 0, 0
+    return Cells(starts, counts, means, variances, codes, scales, ids)
 
 
 def _labels(keys: Keys) -> npt.NDArray[np.int64]:

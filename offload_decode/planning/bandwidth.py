@@ -33,7 +33,7 @@ from offload_decode.planning.traffic import layer_traffic
 from offload_decode.store.format import stored_types
 from offload_decode.types import ModelShape
 
-COPIED = 32 << 20  # bytes: beyond the caches of a core
+COPIED = 1 << 27  # bytes: beyond the caches of a core
 _DISK_BYTES = 64 << 20
 _SECONDS = 0.04  # a measurement is repeated for so long, and the best counts
 _STEPS = 4  # of other queries each, so that chosen rows are not in the caches
