@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from benchmarks import planned, scanned
 from indexes.clusters import ClusteredIndex, share_read
 
@@ -28,5 +30,5 @@ def test_what_is_said_to_be_read_grows_with_what_is_asked_for():
     shares = [share_read(1_000_000, k) for k in (1, 64, 1024, 100_000, 1_000_000)]
     assert shares == sorted(shares)
     assert share_read(1024, 1024) == 1
-    few, many = (ClusteredIndex.costs(1_000_000, 128, "float16", k).read for k in (64, 1024))
+    few, many = (ClusteredIndex.costs(1_000_000, 128, np.dtype(np.float16), k).read for k in (64, 1024))
     assert few < many
