@@ -112,8 +112,9 @@ def _attend_part(
         for r in range(0, len(rows), QUERIES):
             _add(weights, value, r, out)
     for r in range(len(rows)):
-        lse[r] = highest[r] + np.log(total[r])
-        _scale(out[r], np.float32(1) / total[r])
+        if total[r] != 0:  # NaN as well
+            lse[r] = highest[r] + np.log(total[r])
+            _scale(out[r], np.float32(1) / total[r])
 
 
 @njit(nogil=True, cache=True)
@@ -149,6 +150,9 @@ def _weigh(logits: Any, r: int, highest: Any, total: Any, out: Any) -> None:
     now = before
     for t in range(len(logits)):
         now = max(now, logits[t])
+    if now == -np.inf and _nothing(logits):
+        logits[:] = 0
+        return
     if now > before:
         rescale = exponential(before - now)
         highest[r] = now
@@ -159,6 +163,15 @@ def _weigh(logits: Any, r: int, highest: Any, total: Any, out: Any) -> None:
         logits[t] = exponential(logits[t] - now)
         added += logits[t]
     total[r] += added
+
+
+@njit(nogil=True, cache=True)
+def _nothing(logits: Any) -> Any:
+    """Whether all are -inf, of which none has weight; NaN is not."""
+    nothing = True
+    for t in range(len(logits)):
+        nothing &= logits[t] == -np.inf
+    return nothing
 
 
 @njit(nogil=True, cache=True)
