@@ -24,7 +24,7 @@ from offload_decode.attention.states import empty_state, merge_states
 from offload_decode.kernels.rows import Rows
 from offload_decode.types import AttentionState
 
-PART = 1 << 14  # tokens of a task, at least: parts' sums are merged, so that rounding does not grow with N
+PART = 1 << 14  # tokens of a task, at least: up to a million, sums of more are those of parts merged
 PARTS = 64  # at most, as each holds a state of its rows
 TOGETHER = 256  # rows that meet a block together
 BLOCK = 64  # tokens that are widened together
@@ -121,8 +121,9 @@ def _attend_part(
         for r in range(0, len(rows), QUERIES):
             _add(weights, value, r, out)
     for r in range(len(rows)):
-        lse[r] = highest[r] + np.log(total[r])
-        _scale(out[r], np.float32(1) / total[r])
+        if total[r] != 0:  # NaN as well
+            lse[r] = highest[r] + np.log(total[r])
+            _scale(out[r], np.float32(1) / total[r])
 
 
 @njit(nogil=True, cache=True)
@@ -158,6 +159,9 @@ def _weigh(logits: Any, r: int, highest: Any, total: Any, out: Any) -> None:
     now = before
     for t in range(len(logits)):
         now = max(now, logits[t])
+    if now == -np.inf and _nothing(logits):
+        logits[:] = 0
+        return
     if now > before:
         rescale = exponential(before - now)
         highest[r] = now
@@ -168,6 +172,15 @@ def _weigh(logits: Any, r: int, highest: Any, total: Any, out: Any) -> None:
         logits[t] = exponential(logits[t] - now)
         added += logits[t]
     total[r] += added
+
+
+@njit(nogil=True, cache=True)
+def _nothing(logits: Any) -> Any:
+    """Whether all are -inf, of which none has weight; NaN is not."""
+    nothing = True
+    for t in range(len(logits)):
+        nothing &= logits[t] == -np.inf
+    return nothing
 
 
 @njit(nogil=True, cache=True)

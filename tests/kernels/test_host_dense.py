@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from offload_decode.attention.states import attend, empty_state
 from offload_decode.kernels import host_dense
 from offload_decode.kernels.host_dense import BLOCK, attend_all
+from offload_decode.kernels.rows import Rows
 from tests.kernels.test_host_tokens import CPU, FORMS, PAIRS, stored
 
 
@@ -79,6 +81,22 @@ def test_logits_of_any_size_make_weights():
     query = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(2))
     for scaling in (0.0, 1e-3, 50.0, 1e4, -1e4):
         close(attend_all(query, keys, values, scaling), reference(query, keys, values, scaling), 1e-4)
+
+
+def test_logits_of_minus_infinity_have_no_weight(monkeypatch):
+    monkeypatch.setattr(host_dense, "PART", 3 * BLOCK)
+    numbers = np.random.default_rng(0).standard_normal((6 * BLOCK + 1, 8)).astype(np.float32)
+    values, query = stored("float32", 1, len(numbers), 8, 1), torch.ones(1, 4, 8)
+    # A block, a part and a block, the last token, and all of them.
+    for gone in (slice(BLOCK), slice(4 * BLOCK), slice(6 * BLOCK, None), slice(None)):
+        infinite = numbers.copy()
+        infinite[gone, 3] = -np.inf
+        keys = [Rows(infinite)]
+        dense = [own[0].read(slice(None), CPU)[None, None] for own in (keys, values)]
+        expected = attend(query[None], *dense, 0.5)
+        close(attend_all(query, keys, values, 0.5), [part[0].double() for part in expected])
+    infinite[2, 3] = np.nan
+    assert attend_all(query, [Rows(infinite)], values, 0.5).out.isnan().all()
 
 
 def test_nothing_is_the_empty_state():
