@@ -346,7 +346,7 @@ def test_what_was_not_signed_of_a_collection_is_not_pulled(
 def stop_before_the_name(path: Path) -> Any:
     """`refuse_existing`, which raises when everything has been fetched."""
 
-    def refuse(given: Path) -> None:
+    def refuse(given: Path, *left_over: Path) -> None:
         found = path.with_name(f"{path.name}.pulling").glob("store/stores/*/*.kv")
         if given == path and len(list(found)) == 3:
             raise StoreError("stopped")
