@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numba import njit
 
-from indexes.rows import scan
+from indexes.rows import processor, scan
 from indexes.rows.products import LANES, QUERIES, ROWS, SUMS, padded, products, put
 
 
@@ -65,3 +70,26 @@ def test_padding_is_of_zeros():
     assert wide.shape == (2 * QUERIES, 2 * LANES)
     assert not wide[QUERIES + 1 :].any()
     assert not wide[:, LANES + 1 :].any()
+
+
+OTHERS = """
+import numpy as np
+from indexes.rows import products, scan
+rng = np.random.default_rng(0)
+for dim in (1, 7, 64, 130):
+    rows, queries = rng.standard_normal((9, dim)).astype("f"), rng.standard_normal((5, dim)).astype("f")
+    scores = scan.inner_products(rows, queries)
+    np.testing.assert_allclose(scores, queries @ rows.T, atol=1e-4)
+print(products.LANES, products.ROWS)
+"""
+
+
+@pytest.mark.parametrize(("features", "lanes"), [("+avx,+avx2,+f16c,+fma", 8), ("", 4)])
+def test_processors_with_shorter_vectors_score_alike(features: str, lanes: int, tmp_path: Path) -> None:
+    if not {name[1:] for name in features.split(",") if name} <= processor.features():
+        pytest.skip("this processor has no such vectors")
+    told = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_FEATURES": features}
+    told["NUMBA_CPU_NAME"] = "haswell" if features else "generic"
+    done = subprocess.run([sys.executable, "-c", OTHERS], env=told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == str(lanes)
