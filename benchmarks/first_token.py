@@ -7,9 +7,9 @@ from opening on, bytes that came from the disk (Linux) and times that a page was
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
-import sys
 import time
 from pathlib import Path
 
@@ -56,4 +56,9 @@ def _read_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store")
+    parser.add_argument("selector")
+    parser.add_argument("options", nargs="*", metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    main(arguments.store, arguments.selector, *arguments.options)
