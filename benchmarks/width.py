@@ -234,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         store, queries = stored(folder / f"{depth}x{given.tokens}.kv", loaded, given)
         bench = Bench(loaded, plain, store, queries, given)
         rows, found = compared(bench, folder)
+        kv_bytes = bench.whole
     print(f"{show(rows, found)}\n\nMost memory of this process: {peak.bytes / 2**30:.1f} GiB.")
     report = {
         "date": date.today().isoformat(),
@@ -243,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "made_with": made_with(loaded),
         **machine.made_with(host),
         "weights_bytes": bench.weights,
-        "kv_bytes": bench.whole,
+        "kv_bytes": kv_bytes,
         "peak_bytes": peak.bytes,
         "figures": figures(rows),
         "rows": [asdict(row) for row in rows],

@@ -89,10 +89,13 @@ def test_the_fastest_turn_counts_with_its_median() -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it_runs_without_llama(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_it_runs_without_llama(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ["tiny", "--tokens", "1024", "--k", "64", "--decode", "3", "--rounds", "1"]
     saved = tmp_path / "tiny.json"
-    width.main([*asked, "--folder", str(tmp_path / "made"), "--json", str(saved)])
+    monkeypatch.chdir(tmp_path)  # where its folder of a while is made
+    width.main([*asked, "--json", str(saved)])
     report = json.loads(saved.read_text())["tiny"]
     assert [row["way"] for row in report["rows"]] == ["topk, k = 64", width.FULL]
     assert report["seen"]["topk, k = 64"]["ratio"] > 0.95
