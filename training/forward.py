@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from training.guidance import belonging, copied, counting, remembering
+from training.guidance import SINKS, beginning, belonging, copied, counting, remembering
 
 
 class Trainee(nn.Module):
@@ -28,6 +28,7 @@ class Trainee(nn.Module):
         self.parallel = settings.model_type == "cohere2"
         self.heads, self.shared = settings.num_attention_heads, settings.num_key_value_heads
         self.dim = settings.head_dim
+        self.sinks = SINKS if self.parallel else SINKS[:1]  # Llama's other heads there look back
         layers: Any = model.model.layers
         self.windows = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]
         theta = settings.rope_parameters["rope_theta"]
@@ -70,7 +71,7 @@ class Trainee(nn.Module):
         or -inf; softening: factor on the full layers' scores; eos: what ends an answer.
 
         Returns the weighted mean of -log of the probability of what is right; what attention misses of where
-        it is led, float32[4] in the order of `guidance.LED`; and bool[B, P]: right predictions.
+        it is led, float32[5] in the order of `guidance.LED`; and bool[B, P]: right predictions.
         """
         x, paid = self.states(tokens, places, picked, crowd, far_index, far_places, far_bias, softening)
         logits = self.logits(x).flatten(0, 1)
@@ -80,13 +81,17 @@ class Trainee(nn.Module):
         loss = (losses * weights.flatten()).sum() / weights.sum()
         length = tokens.shape[1]
         named = bound[:, :, 0].clamp(min=0)
+        count = self.by_token(paid, -3, counted, length)
         led = [
             copied(
                 paid[-1][..., :length], tokens, picked, others, hints, opens, origins, weights * guided, eos
             ),
             remembering(self.by_token(paid, -2, picked, length), picked, opens, weights),
             belonging(self.by_token(paid, -2, named, length), bound),
-            counting(self.by_token(paid, -3, counted, length)[:, -1], counted, ends),
+            torch.stack(
+                [counting(count[:, -i], counted, ends, sink) for i, sink in enumerate(self.sinks, 1)]
+            ).sum(),
+            beginning(self.by_token(paid, -2, counted, length), tokens, origins, counted, ends),
         ]
         right = (logits.argmax(1, keepdim=True) == accepted).any(1)
         return loss, torch.stack(led), right.view_as(targets)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-LED = ("copied", "said", "named", "counted")
-SINK = 32  # occurrences of a word at which a head that counts pays it half of its attention
+LED = ("copied", "said", "named", "counted", "begun")
+SINKS = (32, 256)  # occurrences of a word at which each head that counts pays it half of its attention
+LONGEST = 10  # tokens of a counted word
 LONGER = 64  # times as many tokens, of other words, are simulated around a word that is counted
 
 
@@ -28,15 +29,41 @@ def copied(
 ) -> torch.Tensor:
     """The last layer, to what is said next: weighted mean of -log of what its heads together pay there.
 
-    Where words are counted it is of what each head pays on average: there the attention is shared among ten
-    words, and heads that go elsewhere outweigh each of them.
+    Where a counted word begins it is of what they pay to one word, on average (`agreed`).
     The arguments are those of `Trainee.forward`; weights float32[B, P].
     """
-    wanted = sources(tokens, origins, picked, others, hints, opened(opens, picked) > 0, eos)
-    by_head = (paid * wanted[:, None]).sum(3)
-    counts = (origins != tokens).any(1, keepdim=True)
-    mass = torch.where(counts, by_head.mean(1), by_head.sum(1))
+    begins = opened(opens, picked) > 0
+    wanted = sources(tokens, origins, picked, others, hints, begins, eos)
+    together = (paid * wanted[:, None]).sum((1, 3))
+    counts = (origins != tokens).any(1, keepdim=True) & begins
+    mass = torch.where(counts, agreed(paid, tokens, origins, picked, others), together)
     return missed(mass.clamp(1e-6, 1).log(), weights * wanted.any(2))
+
+
+def agreed(
+    paid: torch.Tensor,
+    tokens: torch.Tensor,
+    origins: torch.Tensor,
+    picked: torch.Tensor,
+    others: torch.Tensor,
+) -> torch.Tensor:
+    """What heads pay on average to one of the words that would be right, the one they pay most: [B, P].
+
+    Ten words that come equally often would share what there is, and what is read of all ten is none of them.
+    Which one is taken is all the same, as long as it is the same for every head. The first half of the heads
+    reads a word's first token where it ends; the others, which copy what stands there, may pay the row's
+    first token instead.
+    """
+    order = torch.arange(tokens.shape[1], device=tokens.device)
+    half = paid.shape[1] // 2
+    mean = paid.mean(1) * (order <= picked[:, :, None])
+    idle = paid[:, half:, :, 0].sum(1) / paid.shape[1]
+    right = torch.cat([F.pad(tokens, (0, 1)).gather(1, picked + 1)[..., None], others], 2)
+    by_word = [
+        (mean * ((origins[:, None] == word[..., None]) & (word >= 0)[..., None])).sum(2)
+        for word in right.unbind(2)
+    ]
+    return torch.stack(by_word).amax(0) + idle
 
 
 def remembering(
@@ -64,8 +91,8 @@ def belonging(paid: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     return missed((paid.sum(1) * name).sum(2).clamp(1e-6, 1).log(), (bound[:, :, 0] >= 0).float())
 
 
-def counting(paid: torch.Tensor, counted: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """One head, float32[B, C, T], from a word of a list to the n times that it has come: n / (n + SINK).
+def counting(paid: torch.Tensor, counted: torch.Tensor, ends: torch.Tensor, sink: int) -> torch.Tensor:
+    """One head, float32[B, C, T], from a word of a list to the n times that it has come: n / (n + sink).
 
     So much attention tells how often a word has come, up to any number; what is left goes to the row's first
     token, for a softmax without anything beside would be 1 from the first time on. What goes to any other
@@ -77,12 +104,26 @@ def counting(paid: torch.Tensor, counted: torch.Tensor, ends: torch.Tensor) -> t
     order = torch.arange(ends.shape[1], device=ends.device)
     same = (ends[:, None] == mine[:, :, None]) & (order <= counted[:, :, None])
     times = same.sum(2)
-    share = times / (times + SINK)
+    share = times / (times + sink)
     mass, first = (paid * same).sum(2), paid[:, :, 0]
     strayed = LONGER * (1 - mass - first).clamp(min=0)
     mass = (mass / (mass + first + strayed)).clamp(1e-6, 1 - 1e-6)
     apart = share * (share / mass).log() + (1 - share) * ((1 - share) / (1 - mass)).log()
     return missed(-apart, (mine > 0).float())
+
+
+def beginning(
+    paid: torch.Tensor, tokens: torch.Tensor, origins: torch.Tensor, counted: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """The layer before the last, from a counted word's end to its first token, by which it is said.
+
+    counted int64[B, C]: some of the places at which words end; paid float32[B, H, C, T]: there.
+    """
+    order = torch.arange(tokens.shape[1], device=tokens.device)
+    back = counted[:, :, None] - order
+    first = (tokens[:, None] == origins.gather(1, counted)[:, :, None]) & (back >= 0) & (back < LONGEST)
+    mass = (paid.sum(1) * first).sum(2).clamp(1e-6, 1)
+    return missed(mass.log(), (ends.gather(1, counted) > 0).float())
 
 
 def opened(opens: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:

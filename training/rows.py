@@ -214,8 +214,8 @@ class Rows:
             if name:  # what is said belongs to the name in the question as the value does to its document's
                 belongs.append(belonging(start - 1, end, (size + name[0], size + name[1])))
             guided[start:end] = kind not in ALONE
-            if kind in COUNTING:  # led to what comes often, though it is copied from no one place
-                guided[start + np.array(lists[-1].starts)] = True
+            if kind in COUNTING:  # led to what comes often, but not from one place in the list to the next
+                guided[start:end] = inside(lists[-1])
             size = end + 1
         if length > size:
             bank, scores = phrase_bank(np.random.default_rng(rng.getrandbits(62)), length - size, self.words)

@@ -9,7 +9,7 @@ import torch
 
 from training import network
 from training.forward import Trainee, attend, banded, of_queries, unbanded
-from training.guidance import LED, LONGER, SINK
+from training.guidance import LED, LONGER, SINKS
 
 LENGTH = 256
 WORDS = 64
@@ -190,8 +190,9 @@ def test_the_layer_before_the_last_is_led_from_a_value_to_the_name_that_it_belon
     torch.testing.assert_close(missed, -mass.log().mean())
 
 
-def test_one_head_is_led_to_pay_a_word_as_much_as_it_has_come(eager: Any) -> None:
-    """Kullback-Leibler divergence from n / (n + SINK), n being how often the word has ended so far.
+def test_heads_are_led_to_pay_a_word_as_much_as_it_has_come(eager: Any) -> None:
+    """Kullback-Leibler divergence from n / (n + sink), n being how often the word has ended so far: the last
+    head with the first of SINKS and, in Cohere's model, the one before it with the second, both added.
 
     Of the rest, what does not go to the first token counts LONGER times.
     """
@@ -203,17 +204,22 @@ def test_one_head_is_led_to_pay_a_word_as_much_as_it_has_come(eager: Any) -> Non
     given["counted"][1, 0] = 21
     with torch.no_grad():
         missed = led("counted", Trainee(eager)(**given))
-    paid = attention(eager, -3, given)[:, -1]
-    mass = torch.stack(
-        [paid[0, 50, [10, 30, 50]].sum(), paid[0, 40, 40], paid[0, 10, 10], paid[1, 21, 20:22].sum()]
-    )
-    first = torch.stack([paid[0, 50, 0], paid[0, 40, 0], paid[0, 10, 0], paid[1, 21, 0]])
-    mass = mass / (mass + first + LONGER * (1 - mass - first))
-    share = torch.tensor([n / (n + SINK) for n in (3, 1, 1, 2)])
-    apart = torch.nn.functional.kl_div(
-        torch.stack([mass, 1 - mass]).log(), torch.stack([share, 1 - share]), reduction="none"
-    ).sum(0)
-    torch.testing.assert_close(missed, apart.mean())
+    every = attention(eager, -3, given)
+    together = torch.tensor(0.0)
+    sinks = SINKS if eager.config.model_type == "cohere2" else SINKS[:1]
+    for head, sink in zip((-1, -2), sinks, strict=False):
+        paid = every[:, head]
+        mass = torch.stack(
+            [paid[0, 50, [10, 30, 50]].sum(), paid[0, 40, 40], paid[0, 10, 10], paid[1, 21, 20:22].sum()]
+        )
+        first = torch.stack([paid[0, 50, 0], paid[0, 40, 0], paid[0, 10, 0], paid[1, 21, 0]])
+        mass = mass / (mass + first + LONGER * (1 - mass - first))
+        share = torch.tensor([n / (n + sink) for n in (3, 1, 1, 2)])
+        apart = torch.nn.functional.kl_div(
+            torch.stack([mass, 1 - mass]).log(), torch.stack([share, 1 - share]), reduction="none"
+        )
+        together += apart.sum(0).mean()
+    torch.testing.assert_close(missed, together)
 
 
 @pytest.mark.parametrize("length", [8, 16, 48])

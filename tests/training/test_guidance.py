@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from training.guidance import LONGER, SINK, copied, counting, sources
+from training.guidance import LONGER, agreed, beginning, copied, counting, sources
+
+SINK = 32
 
 
 def test_what_is_copied_stands_before_with_the_same_two_tokens_behind_it() -> None:
@@ -75,9 +77,52 @@ def test_heads_together_find_what_is_copied_and_each_by_itself_what_is_counted()
     assert missed(torch.tensor([[5, 6, 3, -1, 5, 4, 5, eos]])) == pytest.approx(-math.log(0.5))
 
 
+def test_heads_are_led_to_one_of_the_words_that_would_be_right() -> None:
+    """Two words are as right: what counts is the one that all heads pay most, before the place alone."""
+    #                       0  1  2  3  4  5  6  7
+    tokens = torch.tensor([[9, 5, 9, 6, 9, 5, 4, 5]])
+    origins = torch.tensor([[-1, 5, -1, 6, -1, 5, 4, 5]])
+    picked, others = torch.tensor([[6]]), torch.tensor([[[6, -1]]])
+
+    def found(*heads: dict[int, float]) -> float:
+        paid = torch.zeros(1, len(heads), 1, 8)
+        for head, pays in enumerate(heads):
+            for at, share in pays.items():
+                paid[0, head, 0, at] = share
+        return float(agreed(paid, tokens, origins, picked, others))
+
+    assert found({1: 0.5, 5: 0.5}, {1: 1.0}) == pytest.approx(1), "wherever that word stands"
+    assert found({3: 1.0}, {3: 1.0}) == pytest.approx(1), "or the other"
+    assert found({1: 0.5, 3: 0.5}, {1: 0.5, 3: 0.5}) == pytest.approx(0.5), "not half of each"
+    assert found({1: 1.0}, {3: 1.0}) == pytest.approx(0.5), "and the same for every head"
+    assert found({7: 1.0}, {2: 1.0}) == 0, "not what comes later, nor where nothing is told"
+    assert found({1: 1.0}, {0: 1.0}) == pytest.approx(1), "the second head may pay the first token of all"
+    assert found({0: 1.0}, {1: 1.0}) == pytest.approx(0.5), "the first may not"
+
+
+def test_a_word_is_led_from_its_end_to_its_first_token() -> None:
+    #                       0  1  2  3  4  5  6  7
+    tokens = torch.tensor([[9, 5, 7, 8, 5, 6, 4, 4]])
+    origins = torch.tensor([[-1, -1, -1, 5, -1, 5, -1, 4]])
+    ends = torch.tensor([[0, 0, 0, 1, 0, 2, 0, 3]])
+
+    def found(at: int, *heads: dict[int, float]) -> float:
+        paid = torch.zeros(1, len(heads), 1, 8)
+        for head, pays in enumerate(heads):
+            for place, share in pays.items():
+                paid[0, head, 0, place] = share
+        return float(beginning(paid, tokens, origins, torch.tensor([[at]]), ends))
+
+    assert found(3, {1: 0.25, 3: 0.75}, {2: 1.0}) == pytest.approx(-math.log(0.25)), "heads together"
+    assert found(5, {4: 1.0}) == pytest.approx(0)
+    assert found(7, {7: 1.0}) == pytest.approx(0), "a word of one token begins where it ends"
+    assert found(3, {4: 1.0}) > 10, "not what comes later"
+    assert found(2, {0: 1.0}) == 0, "no word ends there"
+
+
 def counted(paid: list[float]) -> float:
     """What a head misses that pays so much to (first, word 1, word 2, word 1, word 1), at the last."""
-    return float(counting(torch.tensor([[paid]]), torch.tensor([[4]]), torch.tensor([[0, 1, 2, 1, 1]])))
+    return float(counting(torch.tensor([[paid]]), torch.tensor([[4]]), torch.tensor([[0, 1, 2, 1, 1]]), SINK))
 
 
 def test_a_head_that_counts_pays_a_word_its_share_and_the_first_token_the_rest() -> None:
