@@ -20,7 +20,7 @@ FAR_KEYS = 192  # sampled keys that stand for the filler of other texts
 FAR_FACTS = 64  # and for facts with other keys
 FAR_SHARE = 0.6  # of the rows that may have far distractors
 LEAST_FAR = 300
-CROWD = 16
+CROWD = 64
 MOST_FACTS = 6e4  # tokens of facts: two thousand needles
 BOUND = 128  # values' tokens of a row that are led to the names they belong to
 FARTHEST = 1_200_000  # places of a rotary model in training
@@ -88,7 +88,7 @@ FACTS = {
 SIMPLE = {"pairs": 0.3, "needles": 0.2, "plain": 0.2, "records": 0.14, "documents": 0.1}
 MIXED = SYNTHETIC | FACTS
 LISTS = {
-    "common": 0.38,
+    "common": 0.46,
     "coded": 0.18,
     "suite": 0.06,
     "needles": 0.08,
@@ -98,7 +98,7 @@ LISTS = {
     "documents": 0.14,
 }
 
-WINDOWS = {256: 0.1, 512: 0.4, 1024: 0.2, 2048: 0.18, 4096: 0.12}
+WINDOWS = {256: 0.08, 512: 0.34, 1024: 0.2, 2048: 0.22, 4096: 0.16}
 SOFT = (1.0, 0.8, 0.65)
 
 STAGES = (

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from training.guidance import SINKS, beginning, belonging, copied, counting, remembering
+from training.guidance import SINKS, beginning, belonging, copied, counting, reading, remembering
 
 
 class Trainee(nn.Module):
@@ -70,10 +70,10 @@ class Trainee(nn.Module):
         sampled keys, far_places int64[N], and far_bias float32[B, N]: the logarithm of what each stands for,
         or -inf; softening: factor on the full layers' scores; eos: what ends an answer.
 
-        Returns the weighted mean of -log of the probability of what is right; what attention misses of where
-        it is led, float32[5] in the order of `guidance.LED`; and bool[B, P]: right predictions.
+        Returns the weighted mean of -log of the probability of what is right; what is missed of what it is
+        led to, float32[6] in the order of `guidance.LED`; and bool[B, P]: right predictions.
         """
-        x, paid = self.states(tokens, places, picked, crowd, far_index, far_places, far_bias, softening)
+        x, paid, held = self.states(tokens, places, picked, crowd, far_index, far_places, far_bias, softening)
         logits = self.logits(x).flatten(0, 1)
         accepted = torch.cat([targets[..., None], others], 2).flatten(0, 1)
         chosen = logits.gather(1, accepted.clamp(min=0)).masked_fill(accepted < 0, float("-inf"))
@@ -92,6 +92,7 @@ class Trainee(nn.Module):
                 [counting(count[:, -i], counted, ends, sink) for i, sink in enumerate(self.sinks, 1)]
             ).sum(),
             beginning(self.by_token(paid, -2, counted, length), tokens, origins, counted, ends),
+            reading(self.logits(self.written(held, counted)), origins, counted, ends),
         ]
         right = (logits.argmax(1, keepdim=True) == accepted).any(1)
         return loss, torch.stack(led), right.view_as(targets)
@@ -111,10 +112,10 @@ class Trainee(nn.Module):
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
         softening: torch.Tensor,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What is known at the picked places, [B, P, W], and the attention paid in each layer: of all
+    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """What is known at the picked places, [B, P, W]; the attention paid in each layer: of all
         queries, [B, H, T, T + N], or [B, H, T, 2 * window] as `banded` has it, and in the last layer of the
-        picked ones, [B, H, P, T + N]."""
+        picked ones, [B, H, P, T + N]; and that layer's values, [B, KV heads, T + N, D]."""
         model: Any = self.inner.model
         batch, length = tokens.shape
         x = F.embedding(tokens, model.embed_tokens.weight)
@@ -164,7 +165,16 @@ class Trainee(nn.Module):
             else:
                 x = x + out
                 x = x + layer.mlp(self.norm(layer.post_attention_layernorm, x))
-        return self.norm(model.norm, x), paid
+        return self.norm(model.norm, x), paid, value
+
+    def written(self, value: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """What the last layer's heads of the first KV head alone write, together, where they pay all to one of
+        places, int64[B, C], of its values, [B, KV heads, T, D]: [B, C, W], normed as the model's states."""
+        model: Any = self.inner.model
+        mine = value[:, 0].gather(1, places[:, :, None].expand(-1, -1, self.dim))
+        project = model.layers[-1].self_attn.o_proj.weight.unflatten(1, (self.heads, self.dim))
+        together = project[:, : self.heads // self.shared].sum(1)
+        return self.norm(model.norm, F.linear(mine, together))
 
     def by_token(self, paid: list[torch.Tensor], layer: int, rows: torch.Tensor, length: int) -> torch.Tensor:
         """What some queries, int64[B, R], pay to each token in a layer before the last: [B, H, R, T]."""

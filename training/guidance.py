@@ -1,4 +1,4 @@
-"""Where attention is led beside the loss: each gives, averaged, what attention misses of where it should go.
+"""Where attention is led beside the loss: each gives, averaged, what is missed of where it should go.
 
 paid is attention float32[B, H, P, T] of the heads of one layer, at some places, to the T tokens of a row;
 "heads together" sums over H. An answer has one token that must be found and many that are copied in passing:
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-LED = ("copied", "said", "named", "counted", "begun")
+LED = ("copied", "said", "named", "counted", "begun", "read")
 SINKS = (32, 256)  # occurrences of a word at which each head that counts pays it half of its attention
 LONGEST = 10  # tokens of a counted word
 LONGER = 64  # times as many tokens, of other words, are simulated around a word that is counted
@@ -124,6 +124,14 @@ def beginning(
     first = (tokens[:, None] == origins.gather(1, counted)[:, :, None]) & (back >= 0) & (back < LONGEST)
     mass = (paid.sum(1) * first).sum(2).clamp(1e-6, 1)
     return missed(mass.log(), (ends.gather(1, counted) > 0).float())
+
+
+def reading(
+    logits: torch.Tensor, origins: torch.Tensor, counted: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """What the heads that look for counted words say, float32[B, C, V], of where one ends: its first token."""
+    true = logits.log_softmax(2).gather(2, origins.gather(1, counted)[..., None].clamp(min=0))[..., 0]
+    return missed(true, (ends.gather(1, counted) > 0).float())
 
 
 def opened(opens: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:

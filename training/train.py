@@ -41,7 +41,7 @@ LOG_STEPS = 25
 COMPILED = 256  # shorter windows are not worth the compiler's time
 LAST_STEP = 10**9
 AGAIN = "several"  # where a finished model goes on: it copies and finds, and has lists to learn
-GUIDANCE = (0.3, 0.3, 0.3, 1.0, 0.3)  # weights of what attention misses of where it is led, beside the loss
+GUIDANCE = (0.3, 0.3, 0.3, 1.0, 0.3, 0.5)  # weights of what is missed of what is led to, beside the loss
 SHARPENED_BY = 6  # batches
 GPU_TIMES = 8  # as many tokens a step on a GPU
 

@@ -97,8 +97,8 @@ def test_a_token_of_the_row_stands_for_many_in_the_last_layer_alone() -> None:
     places = [given[name] for name in ("tokens", "places", "picked")]
     behind = [given[name] for name in ("far_index", "far_places", "far_bias", "softening")]
     with torch.no_grad():
-        _, paid = trainee.states(*places, torch.zeros_like(crowd), *behind)
-        _, more = trainee.states(*places, crowd, *behind)
+        _, paid, _ = trainee.states(*places, torch.zeros_like(crowd), *behind)
+        _, more, _ = trainee.states(*places, crowd, *behind)
     for layer in range(len(paid) - 1):
         torch.testing.assert_close(paid[layer], more[layer])
     seen = (given["picked"] >= 3)[:, None].expand(-1, paid[-1].shape[1], -1)
@@ -220,6 +220,29 @@ def test_heads_are_led_to_pay_a_word_as_much_as_it_has_come(eager: Any) -> None:
         )
         together += apart.sum(0).mean()
     torch.testing.assert_close(missed, together)
+
+
+def test_what_is_read_where_a_word_ends_is_led_to_its_first_token(eager: Any) -> None:
+    """By the heads of the first KV head, if both pay all of their attention to that place of transformers'
+    own values."""
+    given = arguments()
+    given["ends"][0, [30, 50]], given["ends"][1, 20] = 3, 8
+    given["origins"][0, [30, 50]], given["origins"][1, 20] = 7, 9
+    given["counted"][0, :2], given["counted"][1, 0] = torch.tensor([50, 30]), 20
+    values = []
+    last = eager.model.layers[-1].self_attn
+    hook = last.v_proj.register_forward_hook(lambda *called: values.append(called[2]))
+    with torch.no_grad():
+        eager(given["tokens"])
+        hook.remove()
+        missed = led("read", Trainee(eager)(**given))
+        dim = eager.config.head_dim
+        held = values[0][..., :dim]
+        out = torch.cat([held, held, torch.zeros_like(held), torch.zeros_like(held)], 2)
+        logits = eager.model.norm(out @ last.o_proj.weight.T) @ eager.model.embed_tokens.weight.T
+    logs = logits.log_softmax(-1)
+    said = torch.stack([logs[0, 50, 7], logs[0, 30, 7], logs[1, 20, 9]])
+    torch.testing.assert_close(missed, -said.mean())
 
 
 @pytest.mark.parametrize("length", [8, 16, 48])
