@@ -40,6 +40,7 @@ class Batch(NamedTuple):
     opens: np.ndarray
     ends: np.ndarray
     origins: np.ndarray
+    so_far: np.ndarray
     counted: np.ndarray
     bound: np.ndarray
     crowd: np.ndarray
@@ -143,7 +144,7 @@ class Mixer:
         others = np.full((length, ALTERNATIVES), -1, np.int64)
         if kind == "several":
             made, belongs, lists = several.several(rng, length, self.words, self.common, self.rows.bos)
-            return Row(*made, belongs, nothing, nothing, False, kind, lists)
+            return Row(*made, made.ends, belongs, nothing, nothing, False, kind, lists)
         hints = np.full((length, HINTS), -1, np.int64)
         if kind == "phrases":
             tokens, weights = synthetic.phrase_bank(rng, length, self.words)
@@ -154,7 +155,8 @@ class Mixer:
             tokens, weights = synthetic.repeats(rng, length, self.words[:: 8 if few else 1])
         else:
             return self.rows.row(random.Random(int(rng.integers(2**62))), length, kind)
-        taught = (tokens, weights, others, ~nothing, hints, np.zeros(length, np.int64), tokens, NOTHING)
+        none = np.zeros(length, np.int64)
+        taught = (tokens, weights, others, ~nothing, hints, none, tokens, none, NOTHING)
         return Row(*taught, nothing, nothing, False, kind)
 
 
@@ -180,7 +182,7 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
     guided = np.zeros((len(rows), most), np.float32)
     hints = np.full((len(rows), most, HINTS), -1, np.int64)
     opens = np.zeros((len(rows), length), np.int64)
-    counted = np.zeros((len(rows), length // 8), np.int64)
+    counted = np.zeros((len(rows), length // 4), np.int64)
     bound = np.full((len(rows), BOUND, 3), -1, np.int64)
     for i, row in enumerate(rows):
         at = np.flatnonzero(row.weights[1:])
@@ -197,7 +199,7 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
         hints[i, : len(at)] = row.hints[at + 1]
         for number, said in enumerate(row.lists, 1):
             opens[i, said.start + np.array(said.starts)] = number
-        some = rng.permutation(np.flatnonzero(row.ends))[: counted.shape[1]]
+        some = rng.permutation(np.flatnonzero(row.so_far))[: counted.shape[1]]
         counted[i, : len(some)] = some
         some = rng.permutation(len(row.belongs))[:BOUND]
         bound[i, : len(some)] = row.belongs[some]
@@ -209,14 +211,15 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
         far_places = np.zeros(len(index), np.int64)
     kinds = [row.kind for row in rows]
     crowd = np.stack([crowded(rng, row) for row in rows])
-    taught = (picked, targets, weights, others, guided, hints, opens, ends, origins, counted, bound, crowd)
-    return Batch(tokens, places, *taught, index, far_places, bias, kinds)
+    so_far = np.stack([row.so_far for row in rows])
+    led = (guided, hints, opens, ends, origins, so_far, counted, bound, crowd)
+    return Batch(tokens, places, picked, targets, weights, others, *led, index, far_places, bias, kinds)
 
 
 def crowded(rng: np.random.Generator, row: Row) -> np.ndarray:
     """The logarithm of how many tokens each of a row stands for in the last layer, float32[T].
 
-    That is one, but for a numbered list's words that are not its common ones: as if the list were up to
+    That is one, but for a numbered list's tokens that are not of its common words: as if the list were up to
     CROWD times as long, and the common words had come no more often.
     """
     out = np.zeros(len(row.tokens), np.float32)
@@ -224,7 +227,13 @@ def crowded(rng: np.random.Generator, row: Row) -> np.ndarray:
         times = np.bincount(row.ends)
         times[0] = 0
         listed = np.flatnonzero(row.ends)
-        rare = times[row.ends] < times.max()
+        common = set()
+        for word in np.flatnonzero(times == times.max()):
+            at = int(np.flatnonzero(row.ends == word)[0])
+            while row.so_far[at]:
+                common.add(int(row.so_far[at]))
+                at -= 1
+        rare = ~np.isin(row.so_far, list(common))
         rare[: listed[0]] = rare[listed[-1] + 1 :] = False
         out[rare] = rng.uniform(0, np.log(CROWD))
     return out

@@ -49,6 +49,7 @@ class Trainee(nn.Module):
         opens: torch.Tensor,
         ends: torch.Tensor,
         origins: torch.Tensor,
+        so_far: torch.Tensor,
         counted: torch.Tensor,
         bound: torch.Tensor,
         crowd: torch.Tensor,
@@ -64,7 +65,8 @@ class Trainee(nn.Module):
         next, or -1: from wherever it stands (see `sources`); opens int64[B, T]: of which list's part a token
         is the first (1, 2, ...), or 0; ends int64[B, T]: which word of a list to count ends there, or 0;
         origins int64[B, T]: the token that is copied from there: a counted word's first one at its end,
-        else itself; counted int64[B, C]: some of those ends; bound int64[B, R, 3]: a value's token, and
+        else itself; so_far int64[B, T]: which beginning of such a word has been read by then, or 0; counted
+        int64[B, C]: some of these places; bound int64[B, R, 3]: a value's token, and
         the first and the last one of the name it belongs to, or -1; crowd float32[B, T]:
         the logarithm of how many tokens each stands for in the last layer; far_index int64[N] into B * T: the
         sampled keys, far_places int64[N], and far_bias float32[B, N]: the logarithm of what each stands for,
@@ -89,7 +91,7 @@ class Trainee(nn.Module):
             remembering(self.by_token(paid, -2, picked, length), picked, opens, weights),
             belonging(self.by_token(paid, -2, named, length), bound),
             torch.stack(
-                [counting(count[:, -i], counted, ends, sink) for i, sink in enumerate(self.sinks, 1)]
+                [counting(count[:, -i], counted, so_far, sink) for i, sink in enumerate(self.sinks, 1)]
             ).sum(),
             beginning(self.by_token(paid, -2, counted, length), tokens, origins, counted, ends),
             reading(self.logits(self.written(held, counted)), origins, counted, ends),
@@ -168,8 +170,8 @@ class Trainee(nn.Module):
         return self.norm(model.norm, x), paid, value
 
     def written(self, value: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """What the last layer's heads of the first KV head alone write, together, where they pay all to one of
-        places, int64[B, C], of its values, [B, KV heads, T, D]: [B, C, W], normed as the model's states."""
+        """What the last layer's heads of the first KV head write together where they pay all to one of the
+        places, int64[B, C], of values [B, KV heads, T, D]: [B, C, W], normed as the model's states."""
         model: Any = self.inner.model
         mine = value[:, 0].gather(1, places[:, :, None].expand(-1, -1, self.dim))
         project = model.layers[-1].self_attn.o_proj.weight.unflatten(1, (self.heads, self.dim))

@@ -91,18 +91,20 @@ def belonging(paid: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     return missed((paid.sum(1) * name).sum(2).clamp(1e-6, 1).log(), (bound[:, :, 0] >= 0).float())
 
 
-def counting(paid: torch.Tensor, counted: torch.Tensor, ends: torch.Tensor, sink: int) -> torch.Tensor:
+def counting(paid: torch.Tensor, counted: torch.Tensor, so_far: torch.Tensor, sink: int) -> torch.Tensor:
     """One head, float32[B, C, T], from a word of a list to the n times that it has come: n / (n + sink).
+
+    So it is from a word's beginning to the n words that began so: one that is common is spelled by that.
 
     So much attention tells how often a word has come, up to any number; what is left goes to the row's first
     token, for a softmax without anything beside would be 1 from the first time on. What goes to any other
     token counts LONGER times: a little of it for each makes all of it in a list of some thousand words.
-    Kullback-Leibler divergence in nats, averaged over the places counted, int64[B, C], at which words end
-    (ends int64[B, T]: which word, or 0).
+    Kullback-Leibler divergence in nats, averaged over the places counted, int64[B, C] (so_far int64[B, T]:
+    which beginning of a word, or all of it, has been read by then, or 0).
     """
-    mine = ends.gather(1, counted)
-    order = torch.arange(ends.shape[1], device=ends.device)
-    same = (ends[:, None] == mine[:, :, None]) & (order <= counted[:, :, None])
+    mine = so_far.gather(1, counted)
+    order = torch.arange(so_far.shape[1], device=so_far.device)
+    same = (so_far[:, None] == mine[:, :, None]) & (order <= counted[:, :, None])
     times = same.sum(2)
     share = times / (times + sink)
     mass, first = (paid * same).sum(2), paid[:, :, 0]
@@ -117,7 +119,7 @@ def beginning(
 ) -> torch.Tensor:
     """The layer before the last, from a counted word's end to its first token, by which it is said.
 
-    counted int64[B, C]: some of the places at which words end; paid float32[B, H, C, T]: there.
+    counted int64[B, C]: places, at some of which words end; paid float32[B, H, C, T]: there.
     """
     order = torch.arange(tokens.shape[1], device=tokens.device)
     back = counted[:, :, None] - order
@@ -129,7 +131,7 @@ def beginning(
 def reading(
     logits: torch.Tensor, origins: torch.Tensor, counted: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """What the heads that look for counted words say, float32[B, C, V], of where one ends: its first token."""
+    """What heads that look for counted words say of where one ends, float32[B, C, V]: its first token."""
     true = logits.log_softmax(2).gather(2, origins.gather(1, counted)[..., None].clamp(min=0))[..., 0]
     return missed(true, (ends.gather(1, counted) > 0).float())
 

@@ -21,18 +21,23 @@ def covering(encoding: Any, letter: int) -> int:
     return next(i for i, (_, end) in enumerate(encoding.offsets) if end > letter)
 
 
-def listed_words(encoding: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """For each token of a list the number of the word that ends there, from 1 on, or 0, and that word's first
-    token, or -1: int64[T] both."""
-    ends, origins = np.zeros(len(encoding.ids), np.int64), np.full(len(encoding.ids), -1, np.int64)
+def listed_words(encoding: Any, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each token of a list the number of the word that ends there, from 1 on, or 0; that word's first
+    token, or -1; and the number of what of a word has been read by then, or 0: int64[T] all."""
+    ends, so_far = np.zeros((2, len(encoding.ids)), np.int64)
+    origins = np.full(len(encoding.ids), -1, np.int64)
     closing = np.array([end for _, end in encoding.offsets])
     numbers: dict[str, int] = {}
+    beginnings: dict[tuple[int, ...], int] = {}
     for word in WORD.finditer(text):
         first = int(np.searchsorted(closing, word.start(), side="right"))
         last = int(np.searchsorted(closing, word.end()))
         ends[last] = numbers.setdefault(word[0], len(numbers) + 1)
         origins[last] = encoding.ids[first]
-    return ends, origins
+        for at in range(first, last + 1):
+            beginning = tuple(encoding.ids[first : at + 1])
+            so_far[at] = beginnings.setdefault(beginning, len(beginnings) + 1)
+    return ends, origins, so_far
 
 
 def belongings(encoding: Any, text: str, named: Named) -> np.ndarray:

@@ -43,9 +43,10 @@ class Row:
     right there, or -1; guided bool[T]: where an answer is copied from what it is found by; hints
     int64[T, HINTS]: the tokens behind which it is told, or -1 where it is copied from wherever it stands;
     ends int64[T]: which word of a list to count ends there, or 0; origins int64[T]: the token that is copied
-    from there; belongs int64[R, 3]: tokens of values, with the first and the last one of the name that they
-    belong to; background bool[T]: filler without answers; facts bool[T]: what is hidden there; far: whether
-    tokens of other texts may be simulated behind it; lists: the answers whose parts may come in any order."""
+    from there; so_far int64[T]: which beginning of such a word has been read by then, or 0; belongs
+    int64[R, 3]: tokens of values, with the first and the last one of the name that they belong to; background
+    bool[T]: filler without answers; facts bool[T]: what is hidden there; far: whether tokens of other texts
+    may be simulated behind it; lists: the answers whose parts may come in any order."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -54,6 +55,7 @@ class Row:
     hints: np.ndarray
     ends: np.ndarray
     origins: np.ndarray
+    so_far: np.ndarray
     belongs: np.ndarray
     background: np.ndarray
     facts: np.ndarray
@@ -229,13 +231,14 @@ class Rows:
         # Many tokens of an answer are copied in passing; what must be found or decided is to count.
         plain = settled(whole) & (others < 0).all(1) & ~turns & (counted > REST)
         counted = np.where(plain, np.minimum(counted, SETTLED), counted)
-        ends, origins = np.zeros(length, np.int64), whole.copy()
+        ends, so_far, origins = *np.zeros((2, length), np.int64), whole.copy()
         if kind in COUNTING:
             inside_list = slice(behind, behind + len(text))
-            ends[inside_list], origins[inside_list] = listed_words(encoded[0][0], pieces[0])
+            in_list = listed_words(encoded[0][0], pieces[0])
+            ends[inside_list], origins[inside_list], so_far[inside_list] = in_list
         belongs += [behind + found for found in held(items, encoded[1], starts)]
-        taught = (whole, counted, others, guided, hints, ends, origins, np.concatenate([NOTHING, *belongs]))
-        return Row(*taught, marked, told & far, far, kind, tuple(lists))
+        led = (guided, hints, ends, origins, so_far, np.concatenate([NOTHING, *belongs]))
+        return Row(whole, counted, others, *led, marked, told & far, far, kind, tuple(lists))
 
     def hidden(
         self,

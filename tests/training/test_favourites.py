@@ -27,7 +27,7 @@ def trainee() -> Trainee:
 def drawn(seed: int) -> Row:
     made, belongs, lists = several(np.random.default_rng(seed), 128, WORDS, COMMON, BOS)
     nothing = np.zeros(128, bool)
-    return Row(*made, belongs, nothing, nothing, False, "several", lists)
+    return Row(*made, made.ends, belongs, nothing, nothing, False, "several", lists)
 
 
 def test_another_order_has_the_same_parts_and_accepts_what_is_left() -> None:

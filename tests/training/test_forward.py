@@ -36,6 +36,7 @@ def arguments(far: int = 0) -> dict[str, torch.Tensor]:
         "opens": torch.zeros(2, LENGTH, dtype=torch.long),
         "ends": torch.zeros(2, LENGTH, dtype=torch.long),
         "origins": torch.full((2, LENGTH), -1),
+        "so_far": torch.zeros(2, LENGTH, dtype=torch.long),
         "counted": torch.zeros(2, 5, dtype=torch.long),
         "bound": torch.full((2, 4, 3), -1),
         "crowd": torch.zeros(2, LENGTH),
@@ -197,9 +198,9 @@ def test_heads_are_led_to_pay_a_word_as_much_as_it_has_come(eager: Any) -> None:
     Of the rest, what does not go to the first token counts LONGER times.
     """
     given = arguments()
-    given["ends"][0, [10, 30, 50]] = 3
-    given["ends"][0, 40] = 8
-    given["ends"][1, [20, 21]] = 3
+    given["so_far"][0, [10, 30, 50]] = 3
+    given["so_far"][0, 40] = 8
+    given["so_far"][1, [20, 21]] = 3
     given["counted"][0, :3] = torch.tensor([50, 40, 10])
     given["counted"][1, 0] = 21
     with torch.no_grad():

@@ -35,7 +35,7 @@ def test_a_question_asks_for_the_longest_name_that_it_has(tokenizer: Any) -> Non
 def test_words_are_numbered_and_numbers_are_not_words(tokenizer: Any) -> None:
     text = "1. unsuitable 2. mound 3. unsuitable 4. mounds"
     encoding = encoded(tokenizer, text)
-    ends, origins = listed_words(encoding, text)
+    ends, origins, so_far = listed_words(encoding, text)
     at = [int(i) for i in ends.nonzero()[0]]
     assert [int(ends[i]) for i in at] == [1, 2, 1, 3]
     assert [encoding.offsets[i][1] for i in at] == [
@@ -46,3 +46,16 @@ def test_words_are_numbered_and_numbers_are_not_words(tokenizer: Any) -> None:
     ]
     assert origins[at[0]] == origins[at[2]] == encoding.ids[encoded(tokenizer, "1.").ids.__len__()]
     assert (origins[ends == 0] == -1).all()
+    # Each token of a word is numbered by all that was read of the word: alike where words are alike so far.
+    spans = ((text.index("uns"), 10), (text.index("mound"), 5), (text.rindex("uns"), 10))
+    read = []
+    for start, size in (*spans, (text.rindex("mound"), 6)):
+        inside = [i for i, (_, end) in enumerate(encoding.offsets) if start < end <= start + size]
+        read.append({tuple(encoding.ids[inside[0] : i + 1]): int(so_far[i]) for i in inside})
+        so_far[inside] = 0
+    assert len(read[0]) > 1, "a word of several tokens"
+    numbers = {beginning: number for word in read for beginning, number in word.items()}
+    assert all(numbers[beginning] == number for word in read for beginning, number in word.items())
+    assert len(set(numbers.values())) == len(numbers)
+    assert min(numbers.values()) == 1
+    assert not so_far.any(), "what is no word"

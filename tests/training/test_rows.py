@@ -119,13 +119,19 @@ def test_processes_that_train_together_draw_other_rows_of_one_length(
 
 
 def test_words_that_are_not_common_stand_for_more_in_the_last_layer(rows: Rows, tokenizer: Any) -> None:
-    most = 0.0
+    most, more = 0.0, 0
     for seed in range(6):
         row = rows.row(random.Random(seed), LENGTH, "common")
         crowd = curriculum.crowded(np.random.default_rng(seed), row)
         at = np.flatnonzero(row.ends)
         times = np.bincount(row.ends)[row.ends[at]]
         assert not crowd[at[times == times.max()]].any()
+        # Nor do a common word's other tokens; what stands between words is of none.
+        common = {int(row.so_far[i - back]) for i in at[times == times.max()] for back in (0, 1)} - {0}
+        inside = np.isin(row.so_far, list(common))
+        assert not crowd[inside].any()
+        more += int(inside.sum() - (times == times.max()).sum())
+        assert (crowd[at[0] : at[-1] + 1][row.so_far[at[0] : at[-1] + 1] == 0] > 0).all()
         rest = crowd[at[times < times.max()]]
         assert len(set(rest)) == 1
         assert 0 < rest[0] <= np.log(curriculum.CROWD)
@@ -133,6 +139,7 @@ def test_words_that_are_not_common_stand_for_more_in_the_last_layer(rows: Rows, 
         assert not crowd[at[-1] + 1 :].any(), "what asks is no longer"
         most = max(most, rest[0])
     assert most > 1
+    assert more > 0, "words of several tokens"
     for kind in ("coded", "needles"):
         row = rows.row(random.Random(1), LENGTH, kind)
         assert not curriculum.crowded(np.random.default_rng(1), row).any()
