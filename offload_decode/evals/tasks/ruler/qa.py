@@ -92,10 +92,10 @@ class SingleHop(Task):
             )
         rng.shuffle(taken)
         rng.shuffle(instead)
-        text = _written(files.documents, taken)
+        text = costs.fitted(taken, needed)
         return Context(
             text,
-            _written(files.documents, instead),
+            costs.fitted(instead, set()),
             tuple(_question(one) for one in chosen),
             tuple(_depth(text, taken, one) for one in chosen),
         )
@@ -165,6 +165,21 @@ class _Costs:
                 if misses == _MISSES:
                     break
         return found
+
+    def fitted(self, taken: list[int], needed: set[int]) -> str:
+        """The documents as a text. Some of the last, which are not needed, are left out of it and of `taken`
+        where together they take more tokens than each by itself, and too many.
+        """
+        while True:
+            text = _written(self._documents, taken)
+            over = self._material.count(text) - self._material.tokens
+            spare = [at for at in taken if at not in needed]
+            if over <= 0 or not spare:
+                return text
+            while over > 0 and spare:
+                at = spare.pop()
+                taken.remove(at)
+                over -= self.of(at)
 
 
 def _one(number: int, document: str) -> str:
