@@ -21,6 +21,7 @@ _TELL = (
     "words."
 )
 _INSTRUCTION = f"{_TELL}\n\nThe following are given documents.\n\n"
+_NAME = r"(?<!\S)[A-Z0-9][^\s,]*"
 _MISSES = 200  # documents that are tried for what is left of the room
 _ENOUGH = 0.97  # of the room: what documents must fill, where there are no more
 
@@ -105,9 +106,8 @@ class SingleHop(Task):
         question that begins alike.
         """
         asked = question.text.rsplit("Question: ", 1)[-1]
-        either = re.search(r"(\w+) or (\w+)\s*\?$", asked)
-        if either:
-            return rng.choice(either.groups())
+        if either := _either(asked):
+            return rng.choice(either)
         first, *_ = asked.lower().split()
         if first in ("is", "are", "was", "were", "do", "does", "did", "has", "have", "can"):
             return "yes"
@@ -180,6 +180,18 @@ class _Costs:
                 at = spare.pop()
                 taken.remove(at)
                 over -= self.of(at)
+
+
+def _either(asked: str) -> tuple[str, str] | None:
+    """The two things of `Which came first, the hen or the egg?`, names of several words whole."""
+    parts = re.search(r"^(.*[^,\s]),?\s+or\s+([^?]+?)\s*\?$", asked)
+    if parts is None:
+        return None
+    before, second = parts.groups()
+    listed = before.rpartition(", ")[2] if ", " in before else ""
+    named = re.search(rf"(?:{_NAME}\s+(?:(?:of|the|for|and|in|de)\s+)*)*{_NAME}$", before)
+    first = listed or (named.group() if named else (before.split() or [""])[-1])
+    return first, second
 
 
 def _one(number: int, document: str) -> str:

@@ -111,6 +111,26 @@ def test_the_documents_that_answer_are_in_the_text_and_not_in_the_control(
         assert len(set(documents(text))) == len(documents(text))
 
 
+@pytest.mark.parametrize(
+    ("asked", "either"),
+    [
+        ("Which was created first, PEP 251 or PEP 8?", {"PEP 251", "PEP 8"}),
+        (
+            "Which was started first Arthur's Magazine or First for Women?",
+            {"Arthur's Magazine", "First for Women"},
+        ),
+        ("Who is older, Annie Morton or Terry Richardson?", {"Annie Morton", "Terry Richardson"}),
+        ("Is the Duke of York or King George taller, the duke or the king?", {"the duke", "the king"}),
+        ("Are whales fish or mammals?", {"fish", "mammals"}),
+    ],
+)
+def test_one_of_two_is_guessed_whole(asked: str, either: set[str], tmp_path: Path) -> None:
+    """Chance is one in two there, whatever the names are called."""
+    task = task_of(read(saved(tmp_path, HOTPOT)))
+    question = qa.Either(f"Tell.\n\nQuestion: {asked}", "", ("x",))
+    assert {task.guess(random.Random(seed), question) for seed in range(20)} == either
+
+
 class Dearer(Strand):
     """Documents take more tokens together than each by itself, as with some tokenizers."""
 
