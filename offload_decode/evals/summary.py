@@ -20,7 +20,7 @@ from offload_decode.evals.intervals import (
 )
 from offload_decode.evals.records import GUESSES, Asked, Said, questions_and_answers
 from offload_decode.evals.results import Results
-from offload_decode.evals.significance import larger
+from offload_decode.evals.significance import exceeding, larger
 
 TRUSTED = 0.9
 """Where dense attention itself scores less, a ratio to it is not given: it would divide noise by noise."""
@@ -35,9 +35,10 @@ class Cell:
     """One way of answering one task at one length, all seeds together.
 
     `scores` are by question, in the order of the file. `guess` is the mean score of guesses from the
-    question alone, `control` the score where the fact was taken out of the text (None: not asked).
-    `attended`, `stored` and `bytes_moved` are means of the answers', `seconds` the median; all but `stored`
-    a generated token. `to_dense` compares answers to the same questions.
+    question alone, `luckiest` the most that a single one can have scored, `control` the score where the fact
+    was taken out of the text (None: not asked). `attended`, `stored` and `bytes_moved` are means of the
+    answers', `seconds` the median; all but `stored` a generated token. `to_dense` compares answers to the
+    same questions.
     """
 
     task: str
@@ -48,6 +49,7 @@ class Cell:
     ruler: Share
     seeds: dict[int, float]
     guess: float
+    luckiest: float
     control: Share | None
     attended: float
     stored: float
@@ -73,11 +75,19 @@ class Cell:
 
     def above_chance(self, confidence: float) -> bool:
         """Whether the score is larger than chance."""
-        return larger(self.score, self.chance) < (1 - confidence) / 2
+        return self._luck < (1 - confidence) / 2
 
     def could_be_above_chance(self, confidence: float) -> bool:
         """Whether right answers to all of its questions would be, or whether these are too few to tell."""
         return larger(Share(1.0, self.score.count, 0.0, 1.0), self.chance) < (1 - confidence) / 2
+
+    @property
+    def _luck(self) -> float:
+        """One-sided p that the score is as large by chance."""
+        scores, chance = list(self.scores.values()), self.chance
+        if self.luckiest < 1 and chance is not self.control and any(0 < score < 1 for score in scores):
+            return exceeding(scores, self.luckiest, chance.count)
+        return larger(self.score, chance)
 
     @property
     def spread(self) -> float:
@@ -240,6 +250,7 @@ def _cell(
         ruler=wilson([said.ruler_score for _, said in answers]),
         seeds={seed: fmean(seeds[seed]) for seed in sorted(seeds)},
         guess=fmean(asked.guess for asked, _ in answers),
+        luckiest=min(1.0, GUESSES * max(asked.guess for asked, _ in answers)),
         control=wilson(control) if control else None,
         attended=fmean(said.attended for _, said in answers),
         stored=fmean(asked.stored_tokens for asked, _ in answers),

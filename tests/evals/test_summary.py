@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals import results
 from offload_decode.evals.intervals import difference, mean_of, paired_difference, wilson, wilson_of
 from offload_decode.evals.records import ANSWER
-from offload_decode.evals.significance import larger
+from offload_decode.evals.significance import exceeding, larger
 from offload_decode.evals.summary import Summary, budget_of, summarize, without_budget
 from offload_decode.evals.summary_table import headline_rows, rows
 from offload_decode.evals.verdict import at_chance, verdict
@@ -155,6 +156,17 @@ def test_fishers_test_of_the_lady_tasting_tea() -> None:
     """All four cups of four told from four: one in 70 (The Design of Experiments, 1935)."""
     assert larger(wilson_of(1.0, 4), wilson_of(0.0, 4)) == pytest.approx(1 / 70)
     assert larger(wilson_of(0.75, 4), wilson_of(0.25, 4)) == pytest.approx(17 / 70)
+
+
+def test_half_of_several_lists_is_more_than_chance(tmp_path: Path) -> None:
+    """Four lists of which 40 % are right are no luck where no guess has ever named one thing of them."""
+    cell = summary(tmp_path, 0.0).cells[0]
+    half = dict.fromkeys(list(cell.scores)[:4], 0.4)
+    listed = replace(cell, scores=half, score=wilson(list(half.values())))
+    assert not listed.at_chance
+    assert replace(listed, luckiest=0.5).at_chance, "a guess may have been as right"
+    assert exceeding([0.4] * 4, 0.0, 80) == pytest.approx(1 / math.comb(84, 4))
+    assert exceeding([0.4, 0, 0, 0], 0.0, 80) == pytest.approx(larger(wilson_of(1 / 4, 4), wilson_of(0, 80)))
 
 
 def test_one_task_at_chance_is_named(tmp_path: Path) -> None:

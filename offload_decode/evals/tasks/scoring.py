@@ -33,10 +33,14 @@ then there these they third thirty this those three time times to top total two 
 variable variables was we were what when where which who whose with word words would written you your
 """
 AROUND = frozenset(_AROUND.split())
-_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb\u2010", '\'\'""""-')
+_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb\u2010\u066c", '\'\'""""-,')
+_THOUGHT = re.compile(r"\A.*</(think|thinking|reasoning)>|\A\s*<(?:think|thinking|reasoning)>.*", re.DOTALL)
+# Letters of scripts that put no space between words: Thai, Chinese, Japanese, Korean.
+_SPACELESS = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_NOT_IN_WORD, _WORD_ENDS = rf"(?<![^\W{_SPACELESS}])", rf"(?![^\W{_SPACELESS}])"
 _FOREIGN_DIGIT = re.compile(r"[^\D0-9]")
-_MARKS = re.compile(r"[*`_\u200b\u200c\u200d\ufeff]+")
-_SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:[,.' ]\d{3})+(?!\d)")
+_MARKS = re.compile(r"(?<!\d)\*+|\*+(?!\d)|[`_\u200b\u200c\u200d\ufeff]+")  # `4*3` is no 43
+_SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:(?:[,.' ]\d{3})+|(?:,\d{2})+,\d{3})(?!\d)")
 _GLUED = re.compile(r"(?<!\w)\d+(?:[-/]\d+|,\d{3}(?!\d))+(?!\w)")
 _WORD = re.compile(r"(?<![\w-])(?<!\w')[^\W\d_]+(?![\w-])(?!'\w)")
 _KEY = re.compile(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])")
@@ -45,20 +49,28 @@ _PAIR = re.compile(r"(?<![\w-])([a-z]+)( ?- ?| )(?=([a-z]+)(?![\w-]))", re.IGNOR
 _FOR = re.compile(r"\bfor\s+(?:the\s+)?(?:key\s+)?[\"'(]*$", re.IGNORECASE)
 _HAS = re.compile(r"[a-z]+[\"')]*\s*(?:=|\b(?:is|has)\b)", re.IGNORECASE)
 _POLITE = re.compile(
-    r"\b(?:please\s+)?(?:let me know|feel free|i hope|hope this|if you (?:need|have|would|want))\b"
+    r"\A\W*(?:sure|certainly|absolutely|of course|okay|ok)[,!.]+\s+(?=\S)"
+    r"|\b(?:please\s+)?(?:let me know|feel free|i hope|hope this|if you (?:need|have|would|want))\b"
     r"[^.!?\n]*[.!?]?",
     re.IGNORECASE,
 )
 _BREAK = re.compile(r"[\n,;:.!?|/()\[\]{}\u2022-]|\d+[.)]?|\band\b", re.IGNORECASE)
 _WORDS, _WORDS_EACH = 40, 20  # an answer has no more, and so many more for each thing that was asked for
-_LEAST = re.compile(r"\b(?:least|rarest|fewest|less often|only once)\b", re.IGNORECASE)
+_OTHERS, _OTHERS_EACH = 6, 6  # words that are neither the question's nor stand around answers
+_WORD_OF_A_SENTENCE = re.compile(r"(?<![\w-])[a-z]+(?![\w-])")
+_LEAST = re.compile(r"\b(?:least|rarest|fewest|less often|only once)\b", re.IGNORECASE)  # no listed words
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_LEAD = re.compile(r"^\W*(?:the\s+)?answer\W*(?:\bis\b)?\s*:?", re.IGNORECASE)
+_LEAD = re.compile(r"^\W*(?:the\s+)?(?:final\s+|correct\s+)?answer\W*(?:\bis\b)?\s*:?", re.IGNORECASE)
+
+
+def answered(said: str) -> str:
+    """What is said when the thinking is done: of `<think>…</think> 12` the 12, and nothing of `<think>…`."""
+    return _THOUGHT.sub("", said)
 
 
 def plain(said: str) -> str:
-    """The text without markdown and good wishes, with plain quotes, spaces and digits."""
-    text = _POLITE.sub(" ", unicodedata.normalize("NFKC", said).translate(_QUOTES))
+    """The answer without markdown and good wishes, with plain quotes, spaces and digits."""
+    text = _POLITE.sub(" ", unicodedata.normalize("NFKC", answered(said)).translate(_QUOTES))
     text = _FOREIGN_DIGIT.sub(lambda found: str(unicodedata.decimal(found.group())), text)
     return re.sub(r"[^\S\n]+", " ", _MARKS.sub("", text)).strip()
 
@@ -74,16 +86,18 @@ def score(question: Question, said: str) -> float:
     find = next((find for looks, find in _LOOKS if all(looks.fullmatch(a) for a in answers)), None)
     if find is None:
         return alone(question, said)
-    if _rambles(text, answers):
+    if rambles(question, text):
         return 0.0
     text = _joined(text, answers)
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
     found = [m for m in find(text, answers, asked) if not denied(text, m)]
-    if unsure(text) or any(vague(text, match) for match in found):
+    if unsure(text) or any(vague(text, m) or _FOR.search(text, 0, m.start()) for m in found):
         return 0.0
     if len(answers) == 1 and refused(text):
         return 0.0
-    if none_of(question, text, [*question.keys, *(match.group() for match in found)]):
+    if none_of(question, text, [*question.keys, *answers, *(match.group() for match in found)]):
+        return 0.0
+    if find is _variables and _of_another_value(text, asked):
         return 0.0
     others = _other_keys(question, text, asked) if find is not _compounds else []
     if question.keys:
@@ -101,7 +115,7 @@ def alone(question: Question, said: str) -> float:
     """1 where one of the answers is said and nothing else, but for words that stand around an answer."""
     answers = [plain(answer) for answer in question.answers]
     text = _joined(plain(said), answers)
-    if _rambles(text, answers):
+    if _too_long(text, answers):
         return 0.0
     return max(float(_says_only(question, text, answer)) for answer in answers)
 
@@ -124,10 +138,10 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
     sentences those that could have been meant: those of the lists, or what `looks` like an answer and is not
     of the lists.
     """
-    text = plain(said)
-    if _rambles(text, question.answers) or unsure(text, words.KNOWN):
+    text = _LEAD.sub("", plain(said))
+    if _too_long(text, question.answers) or unsure(text, words.KNOWN):
         return 0.0
-    if none_of(question, text, question.answers) or _LEAST.search(text[: _first(text, question.answers)]):
+    if none_of(question, text, question.answers) or _LEAST.search(text):
         return 0.0
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
 
@@ -177,8 +191,15 @@ def _lower(texts: Sequence[str]) -> list[str]:
     return [text.lower() for text in texts]
 
 
-def _rambles(text: str, answers: Sequence[str]) -> bool:
+def rambles(question: Question, text: str) -> bool:
     """Whether so much is said that it is no answer but a piece of the text, right answers and all."""
+    about = " ".join([question.text, question.answer_prefix, question.statement, *question.answers]).lower()
+    known = AROUND | set(re.findall(r"\w+", about))
+    others = sum(match.group() not in known for match in _WORD_OF_A_SENTENCE.finditer(text))
+    return _too_long(text, question.answers) or others > _OTHERS + _OTHERS_EACH * len(question.answers)
+
+
+def _too_long(text: str, answers: Sequence[str]) -> bool:
     return len(text.split()) > _WORDS + _WORDS_EACH * len(answers)
 
 
@@ -211,7 +232,9 @@ def _numbers(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[r
     and the like are not meant. What has digits of another length glued to it (`1234567-8`) is one number.
     """
     lengths = set(map(len, answers))
-    every = {m.start(): m for m in re.finditer(r"(?<!\w)(?<!\d\.)\d+(?:\.\d+)?(?!\w)", text)}
+    minus = "-?" if len(answers) == 1 else ""  # in a list it stands before an item
+    number = rf"{_NOT_IN_WORD}(?<!\d\.){minus}(\d+)(?:\.\d+)?{_WORD_ENDS}"
+    every = {m.start(1): m for m in re.finditer(number, text)}
     for glued in _GLUED.finditer(text):
         if not {len(part) for part in re.split(r"\D", glued.group())} <= lengths:
             every = {at: m for at, m in every.items() if not glued.start() <= at < glued.end()}
@@ -219,8 +242,13 @@ def _numbers(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[r
     return [
         m
         for _, m in sorted(every.items())
-        if len(m.group()) >= min(lengths) / 2 and (m.group() in answers or m.group() not in asked)
+        if _digits(m) >= min(lengths) / 2 and (m.group() in answers or m.group() not in asked)
     ]
+
+
+def _digits(number: re.Match[str]) -> int:
+    """How many it has before the point."""
+    return len(number.group().lstrip("-").partition(".")[0])
 
 
 def _codes(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:
@@ -236,20 +264,29 @@ def _compounds(text: str, answers: Sequence[str], asked: frozenset[str]) -> list
 
 def _other_keys(question: Question, text: str, asked: frozenset[str]) -> list[str]:
     """Keys such as `quiet-river` that an answer names and a question about such a key does not: pairs of
-    words that keys are drawn from, and whatever else something is said to be `for`, or to be.
+    words that keys are drawn from, whatever has a part of a key that is asked for, and whatever else
+    something is said to be `for`, or to be.
     """
-    if not _KEY.search(question.text):
+    parts = {part for key in _KEY.findall(question.text) for part in key.split("-")}
+    if not parts:
         return []
     found: dict[str, None] = {}
     for match in _PAIR.finditer(text):
         one, between, other = (part.lower() for part in match.groups())
-        if {one, other} <= asked or {one, other} & AROUND:
+        if re.search(rf"\b{one}[- ]{other}\b", question.text.lower()) or {one, other} & AROUND:
             continue
         drawn = any(one in adjectives and other in nouns for adjectives, nouns in _HALVES)
         told = _FOR.search(text, 0, match.start()) or (between == "-" and _HAS.match(text, match.end()))
+        told = told or parts & {one, other}
         if (drawn and (between == "-" or told)) or (told and between == "-"):
             found[f"{one}-{other}"] = None
     return list(found)
+
+
+def _of_another_value(text: str, asked: frozenset[str]) -> bool:
+    """Whether variables are said to have a value, and not the one that is asked for."""
+    values = set(re.findall(r"(?<!\w)\d{4,}(?!\w)", text))
+    return bool(values) and not values & asked
 
 
 def _variables(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:

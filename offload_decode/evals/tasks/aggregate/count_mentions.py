@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Choice, Draw, Fact, SpreadFacts, around, span
 from offload_decode.evals.tasks.base import Question
@@ -83,7 +84,8 @@ class CountMentions(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """1 for the one right number, of the person who was asked for."""
-        if any(name not in question.text for name in reading.people(said)):
+        said = scoring.plain(said)
+        if scoring.rambles(question, said) or any(name not in question.text for name in reading.people(said)):
             return 0.0
         return float(reading.number(said) == int(question.answers[0]))
 

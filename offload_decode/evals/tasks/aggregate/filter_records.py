@@ -90,17 +90,25 @@ class FilterRecords(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """The right names, of all that are right or of all that were given where these are more."""
-        if hedges.unsure(said) or scoring.none_of(question, said, question.answers):
+        said = scoring.plain(said)
+        if (
+            scoring.rambles(question, said)
+            or hedges.unsure(said)
+            or scoring.none_of(question, said, question.answers)
+        ):
             return 0.0
         right, others = 0, 0
         for answer in question.answers:
             found = re.compile(rf"(?<![\w-]){re.escape(answer)}(?![\w-])", re.IGNORECASE)
             places = list(found.finditer(said))
-            wrong = any(hedges.denied(said, match) for match in places)
+            wrong = any(hedges.denied(said, match) or hedges.vague(said, match) for match in places)
             right += bool(places) and not wrong
             others += wrong
             said = found.sub(";", said)
-        extra = {match.group().lower() for kind in (names.PERSON, _ANY_NAME) for match in kind.finditer(said)}
+        extra: set[str] = set()
+        for kind in (names.PERSON, _ANY_NAME):
+            extra |= {match.group().lower() for match in kind.finditer(said)}
+            said = kind.sub(";", said)
         return reading.overlap(right, question.answers, right + others + len(extra))
 
 

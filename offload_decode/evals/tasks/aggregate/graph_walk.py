@@ -95,6 +95,9 @@ class GraphWalk(SpreadFacts):
         """For the end 1 for the one right town; for the walk the towns that are right up to the first that is
         wrong, of all there are or of all that were given where these are more.
         """
+        said = scoring.plain(said)
+        if scoring.rambles(question, said):
+            return 0.0
         if len(question.answers) == 1:
             return float(reading.only(names.TOWN, said, question.answers[0], question.text))
         withheld = hedges.withheld(said) or scoring.none_of(question, said, question.answers)

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Draw, Fact, SpreadFacts
 from offload_decode.evals.tasks.base import Question
@@ -94,6 +95,9 @@ class JoinStory(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """1 for the one right town."""
+        said = scoring.plain(said)
+        if scoring.rambles(question, said):
+            return 0.0
         return float(reading.only(names.TOWN, said, question.answers[0], question.text))
 
 

@@ -30,7 +30,7 @@ _DIGIT = re.compile(r"\d")
 _NOT_ONE = re.compile(r"\b(?:or|between|not|cannot)\b|n't\b", re.IGNORECASE)
 # What stands before a count, and after it: then it counts what was asked for, not chapters or years.
 _BEFORE = re.compile(
-    r"(?:^|[:=]|\b(?:is|are|was|were|be|being|exactly|just|only|mentioned|named|appears?|occurs?|appeared|"
+    r"(?:^|[:=]|'s|\b(?:is|are|was|were|be|being|exactly|just|only|mentioned|named|appears?|occurs?|appeared|"
     r"occurred|comes?|came|find|found|counted?|number|total|answer))\W*$",
     re.IGNORECASE,
 )
@@ -46,8 +46,9 @@ _IS = re.compile(
     re.IGNORECASE,
 )
 _ENDS = re.compile(
-    r"[\"')*`]*\s*(?:$|[.,;!)}\]\n\u2013\u2014]|[:(]\s*\d|\b(?:is|are|was|were|has|have|had|as|because|since|with|which|"
-    r"kind|comes?|occurs?|appears?|outnumber|than\s+(?:of\s+)?any)\b)",
+    r"[\"')*`]*\s*(?:$|[.,;!)}\]\n\u2013\u2014]|[:(]\s*\d|-\s|\b(?:as|because|since|with|which|kind|outnumber|"
+    r"than\s+(?:of\s+)?any)\b|\b(?:is|are|was|were|has|have|had|comes?|occurs?|appears?)\b[^.!?;\n]*"
+    r"\b(?:most|commonest|largest|biggest|main|majority|answer|kind)\b)",
     re.IGNORECASE,
 )
 
@@ -118,14 +119,15 @@ def only(pattern: re.Pattern[str], said: str, answer: str, asked: str) -> bool:
 
 def label(said: str, choices: Iterable[str]) -> str | None:
     """The one choice that is named, singular or plural, where an answer stands: alone, or after `is`, `:` and
-    the like. None for none, for several, and where it is denied or only perhaps so.
+    the like. None for none, for several, and where it is denied or only perhaps so; of others that are denied
+    it is told.
     """
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, choices))})s?\b", re.IGNORECASE)
-    found = list(pattern.finditer(said))
+    every = list(pattern.finditer(said))
+    found = [match for match in every if not denied(said, match)]
     kinds = {match.group(1).lower() for match in found}
-    if len(kinds) != 1 or withheld(said):
-        return None
-    if any(denied(said, match) or vague(said, match) for match in found):
+    others = {match.group(1).lower() for match in every if match not in found}
+    if len(kinds) != 1 or kinds & others or withheld(said) or any(vague(said, match) for match in found):
         return None
     placed = any(_IS.search(said, 0, match.start()) and _ENDS.match(said, match.end()) for match in found)
     return kinds.pop() if placed else None

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Choice, Draw, Fact, SpreadFacts
 from offload_decode.evals.tasks.base import Question
@@ -65,7 +66,8 @@ _ASK = (
 
 
 _ANOTHER_RANK = re.compile(
-    r"\b(?:least|fewest|rarest|less|fewer|infrequent|second|third|fourth|fifth|last)\b", re.IGNORECASE
+    r"\b(?:least|fewest|rare|rarest|less|fewer|lowest|smallest|minority|infrequent|second|third|fourth|fifth|last)\b",
+    re.IGNORECASE,
 )
 
 
@@ -102,7 +104,8 @@ class TallyLines(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """1 for the right kind alone, and not for its being the second or the least frequent."""
-        if _ANOTHER_RANK.search(said):
+        said = scoring.plain(said)
+        if scoring.rambles(question, said) or _ANOTHER_RANK.search(said):
             return 0.0
         return float(reading.label(said, _LETTERS) == question.answers[0])
 

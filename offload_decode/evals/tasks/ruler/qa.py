@@ -21,6 +21,7 @@ _TELL = (
     "words."
 )
 _INSTRUCTION = f"{_TELL}\n\nThe following are given documents.\n\n"
+_NAME = r"(?<!\S)[A-Z0-9][^\s,]*"
 _MISSES = 200  # documents that are tried for what is left of the room
 _ENOUGH = 0.97  # of the room: what documents must fill, where there are no more
 
@@ -92,10 +93,10 @@ class SingleHop(Task):
             )
         rng.shuffle(taken)
         rng.shuffle(instead)
-        text = _written(files.documents, taken)
+        text = costs.fitted(taken, needed)
         return Context(
             text,
-            _written(files.documents, instead),
+            costs.fitted(instead, set()),
             tuple(_question(one) for one in chosen),
             tuple(_depth(text, taken, one) for one in chosen),
         )
@@ -105,9 +106,8 @@ class SingleHop(Task):
         question that begins alike.
         """
         asked = question.text.rsplit("Question: ", 1)[-1]
-        either = re.search(r"(\w+) or (\w+)\s*\?$", asked)
-        if either:
-            return rng.choice(either.groups())
+        if either := _either(asked):
+            return rng.choice(either)
         first, *_ = asked.lower().split()
         if first in ("is", "are", "was", "were", "do", "does", "did", "has", "have", "can"):
             return "yes"
@@ -165,6 +165,33 @@ class _Costs:
                 if misses == _MISSES:
                     break
         return found
+
+    def fitted(self, taken: list[int], needed: set[int]) -> str:
+        """The documents as a text. Some of the last, which are not needed, are left out of it and of `taken`
+        where together they take more tokens than each by itself, and too many.
+        """
+        while True:
+            text = _written(self._documents, taken)
+            over = self._material.count(text) - self._material.tokens
+            spare = [at for at in taken if at not in needed]
+            if over <= 0 or not spare:
+                return text
+            while over > 0 and spare:
+                at = spare.pop()
+                taken.remove(at)
+                over -= self.of(at)
+
+
+def _either(asked: str) -> tuple[str, str] | None:
+    """The two things of `Which came first, the hen or the egg?`, names of several words whole."""
+    parts = re.search(r"^(.*[^,\s]),?\s+or\s+([^?]+?)\s*\?$", asked)
+    if parts is None:
+        return None
+    before, second = parts.groups()
+    listed = before.rpartition(", ")[2] if ", " in before else ""
+    named = re.search(rf"(?:{_NAME}\s+(?:(?:of|the|for|and|in|de)\s+)*)*{_NAME}$", before)
+    first = listed or (named.group() if named else (before.split() or [""])[-1])
+    return first, second
 
 
 def _one(number: int, document: str) -> str:

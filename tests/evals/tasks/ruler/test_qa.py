@@ -111,6 +111,45 @@ def test_the_documents_that_answer_are_in_the_text_and_not_in_the_control(
         assert len(set(documents(text))) == len(documents(text))
 
 
+@pytest.mark.parametrize(
+    ("asked", "either"),
+    [
+        ("Which was created first, PEP 251 or PEP 8?", {"PEP 251", "PEP 8"}),
+        (
+            "Which was started first Arthur's Magazine or First for Women?",
+            {"Arthur's Magazine", "First for Women"},
+        ),
+        ("Who is older, Annie Morton or Terry Richardson?", {"Annie Morton", "Terry Richardson"}),
+        ("Is the Duke of York or King George taller, the duke or the king?", {"the duke", "the king"}),
+        ("Are whales fish or mammals?", {"fish", "mammals"}),
+    ],
+)
+def test_one_of_two_is_guessed_whole(asked: str, either: set[str], tmp_path: Path) -> None:
+    """Chance is one in two there, whatever the names are called."""
+    task = task_of(read(saved(tmp_path, HOTPOT)))
+    question = qa.Either(f"Tell.\n\nQuestion: {asked}", "", ("x",))
+    assert {task.guess(random.Random(seed), question) for seed in range(20)} == either
+
+
+class Dearer(Strand):
+    """Documents take more tokens together than each by itself, as with some tokenizers."""
+
+    def count(self, text: str) -> int:
+        return super().count(text) + 9 * max(0, text.count("Document ") - 1)
+
+
+@pytest.mark.parametrize("value", [SQUAD, HOTPOT])
+def test_documents_that_take_more_together_are_fewer(value: Any, tmp_path: Path) -> None:
+    task = task_of(read(saved(tmp_path, value)))
+    material = Dearer(Haystack("none", "No text."), tiny_tokenizer(), 3500, 0.0)
+    context = task.context(random.Random(1), material)
+    for text in (context.text, context.control):
+        assert 0.9 * 3500 <= material.count(text) <= 3500
+    for question in context.questions:
+        one = next(one for one in task.questions.asked if question.text.endswith(one.question))
+        assert all(task.questions.documents[at].strip() in documents(context.text) for at in one.needed)
+
+
 @pytest.mark.parametrize("name", ["qa_1", "qa_2"])
 @pytest.mark.parametrize("tokens", [20_000, 100_000])
 def test_our_own_questions_fill_a_text(name: str, tokens: int) -> None:
