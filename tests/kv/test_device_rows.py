@@ -111,6 +111,19 @@ def test_a_copy_that_failed_is_not_taken_for_one_that_came(monkeypatch):
     assert torch.equal(got[0], own[0].read(torch.tensor([3, 5]), CPU))
 
 
+def test_pinned_rows_that_the_device_still_reads_are_not_overwritten(card):
+    rows, own = DeviceRows(torch.device("cuda")), stored("float16")
+    tokens = [np.array([3, 5]), np.array([3])]
+    before = len(card.waits)
+    for _ in range(2):
+        assert rows.fetch(0, own, tokens, StepStats(), staged=True).is_pinned()
+    torch.zeros(1, device="cuda").add_(1)  # stands for what reads them
+    assert len(card.waits) == before
+    rows.read()
+    rows.fetch(0, own, tokens, StepStats(), staged=True)
+    assert len(card.waits) == before + 1
+
+
 def test_a_cache_that_holds_no_row_is_refused():
     with pytest.raises(ConfigError, match="holds no row"):
         DeviceRows(CPU, 23, 12, 2)
