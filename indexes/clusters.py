@@ -24,7 +24,7 @@ from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, Keys, check_count, check_queries
-from indexes.pruned_scan import FIRST, STEP_BYTES, Best, Heads, candidates_for, search_layer
+from indexes.pruned_scan import STEP_BYTES, Best, Heads, candidates_for, search_layer
 from indexes.rows import pool, scan
 from indexes.rows.addresses import Share
 from indexes.rows.encodings import row_size
@@ -212,15 +212,17 @@ class _Searchable:
 
 
 def _sparse(n: int, k: int) -> bool:
-    """Whether the k best of n keys are few enough that cells can be left out."""
-    return FIRST * candidates_for(k) < n
+    """Whether fewer than n keys are scored exactly for the k best. So long cells are looked at: even where
+    none can be left out, a floor that is foretold keeps most keys out of the candidates.
+    """
+    return candidates_for(k) < n
 
 
 def share_read(n: int, k: int) -> float:
-    """The share of its codes that a query row reads, about: fitted to long-tailed keys, of which it was 0.17
-    for 1,024 of a million, 0.32 of 131,072 and 0.72 of 16,384 (`python -m benchmarks.scanned`).
+    """The share of its codes that a query row reads, about: fitted to long-tailed keys, of which it was 0.06
+    for 64 and 0.18 for 1,024 of 131,072, and 0.58 for 1,024 of 16,384 (`python -m benchmarks.scanned`).
     """
-    return float(min(1.0, 1.6 * np.cbrt(k / n)))
+    return float(min(1.0, 2.25 * np.sqrt(k / n)))
 
 
 def _rows_of_a_task(k: int) -> int:
