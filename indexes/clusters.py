@@ -98,8 +98,8 @@ class ClusteredIndex(ApproximateIndex):
         """
         assert self.recall is not None, "an index with keys was tuned"
         few, many = self.recall, self.recall_of_many
-        if many is None or k <= few.k or many.value >= few.value:
-            return few.value
+        if many is None or many.k <= few.k or k <= few.k or many.value >= few.value:
+            return few.value  # a stranger's file may say anything of many
         share = min(1.0, log(k / few.k) / log(many.k / few.k))
         return few.value + share * (many.value - few.value)
 

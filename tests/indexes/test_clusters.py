@@ -142,6 +142,8 @@ def test_between_few_and_many_the_reach_falls_with_the_logarithm_and_never_rises
     assert [index.reach(k) for k in ks] == [4.0, 4.0, 3.5, 3.0, 3.0]
     index.recall_of_many = dataclasses.replace(few, k=1024, value=5.0)
     assert [index.reach(k) for k in ks] == [4.0] * 5
+    index.recall_of_many = dataclasses.replace(few, k=16, value=3.0)  # what no build writes
+    assert [index.reach(k) for k in ks] == [4.0] * 5
     index.recall_of_many = None  # of an index that was built before it was measured
     assert [index.reach(k) for k in ks] == [4.0] * 5
 
