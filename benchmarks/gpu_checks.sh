@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Every check that needs a CUDA device: the tests marked `gpu`, the timing of Quest's kernels, prefill of an
 # 8B-shaped model, dense on the whole card, dense with streamed weights and sparse under a cap of 16 GiB, for five
-# minutes each at most, and decoding with one from 1M long-tailed tokens.
+# minutes each at most, and decoding with one from 1M long-tailed tokens. Ends within half an hour: what is not done by
+# then has failed.
 # Runs with .venv/bin/python, or with the machine's own python; results go to ${OUT:-benchmarks/results}.
 set -uo pipefail
+readonly LIMIT=1780  # seconds
 cd "$(dirname "$0")/.."
 
 if [ -z "${PYTHON:-}" ]; then
@@ -34,16 +36,19 @@ else
 fi
 
 failed=()
-"$PYTHON" -m pytest -m gpu -p no:cacheprovider -rs "$tests" || failed+=("pytest -m gpu $tests")
-"$PYTHON" benchmarks/gpu_quest.py --out "$out" || failed+=("benchmarks/gpu_quest.py")
+check() {  # a command, for as long as is left of the half hour
+    timeout --kill-after=10 $((SECONDS < LIMIT ? LIMIT - SECONDS : 1)) "$@" || failed+=("$*")
+}
+check "$PYTHON" -m pytest -m gpu -p no:cacheprovider -rs "$tests"
+check "$PYTHON" benchmarks/gpu_quest.py --out "$out"
 if [ -z "$missing" ]; then
-    PYTHONPATH=. "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" || failed+=("benchmarks/gpu_prefill.py")
-    PYTHONPATH=. "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --weights streamed \
-        || failed+=("benchmarks/gpu_prefill.py --weights streamed")
-    PYTHONPATH=. "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --tokens 350000 \
-        --method quoka -o budget=1024 -o chunk=256 || failed+=("benchmarks/gpu_prefill.py --gpu-memory 16GiB")
+    export PYTHONPATH=.
+    check "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out"
+    check "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --weights streamed
+    check "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --tokens 350000 \
+        --method quoka -o budget=1024 -o chunk=256
     if "$PYTHON" -c 'from importlib.util import find_spec as f; raise SystemExit(f("bitsandbytes") is None)'; then
-        PYTHONPATH=. "$PYTHON" benchmarks/gpu_decode.py --out "$out" || failed+=("benchmarks/gpu_decode.py")
+        check "$PYTHON" benchmarks/gpu_decode.py --out "$out"
     else
         echo "missing here: bitsandbytes. benchmarks/gpu_decode.py is skipped."
     fi
@@ -52,7 +57,7 @@ else
 fi
 
 if [ "${#failed[@]}" -gt 0 ]; then
-    printf 'FAILED: %s\n' "${failed[@]}" >&2
+    printf "FAILED, or not done when $LIMIT seconds were over: %s\n" "${failed[@]}" >&2
     exit 1
 fi
 echo "All GPU checks passed."

@@ -21,10 +21,9 @@ BUDGETS = (64, 1024, 0.02)  # tokens, or a share of them
 
 def share(index: ClusteredIndex, queries: Float32, k: int) -> float:
     """Of the codes: those of cells whose bound reaches a row's k-th best score, the mean of the rows."""
-    assert index.recall is not None, "it was tuned"
     cells = index.cells
     spread = np.sqrt(np.maximum(queries**2 @ cells.variances.T, 0))
-    bounds = queries @ cells.means.T + index.recall.value * spread
+    bounds = queries @ cells.means.T + index.reach(k) * spread
     asked = bounds >= index.search(queries, k).scores[:, -1:]
     return float((asked @ cells.counts).mean() / cells.counts.sum())
 

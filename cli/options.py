@@ -123,7 +123,8 @@ Attend = Annotated[
     str,
     typer.Option(
         metavar="WHERE",
-        help="Where to attend to stored tokens: host, device, or auto (whichever measures faster).",
+        help="Where to attend to stored tokens: host, device, pinned (the device reads them in host memory), "
+        "or auto (whichever measures fastest).",
     ),
 ]
 DeviceCache = Annotated[

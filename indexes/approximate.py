@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from indexes import files
-from indexes.base import Hits, StrPath, VectorIndex, check_recall_options
+from indexes.base import Hits, RecallRecord, StrPath, VectorIndex, check_recall_options
 from indexes.errors import IndexDamaged
 from indexes.flat import FlatIndex
 from indexes.keys import Float32, Keys, check_keys, check_more, check_queries, keys_digest
@@ -66,7 +66,7 @@ class ApproximateIndex(VectorIndex):
             check_queries(queries, encodings.dim(keys))
         index = cls(keys, keys_digest(keys) if digest is None else digest)
         index._native = index._build_native()
-        index.recall = tune(index, index.flat, queries, k, target_recall)
+        index._tune(queries, k, target_recall)
         return index
 
     def extended(self, keys: Keys, queries: npt.NDArray[Any] | None = None, *, digest: str) -> Self:
@@ -75,8 +75,11 @@ class ApproximateIndex(VectorIndex):
             return self.build(keys, queries, digest=digest)
         index = type(self)(keys, digest)
         index._native = index._extend_native(self)
-        index.recall = tune(index, index.flat, queries, self.recall.k, self.recall.target)
+        index._tune(queries, self.recall.k, self.recall.target)
         return index
+
+    def _tune(self, queries: npt.NDArray[Any] | None, k: int, target: float) -> None:
+        self.recall = tune(self, self.flat, queries, k, target)
 
     def _search(self, queries: Float32, k: int) -> Hits:
         assert self.recall is not None, "an index with keys is tuned, or refused when it is loaded"
@@ -129,9 +132,15 @@ class ApproximateIndex(VectorIndex):
         """
 
     def save(self, path: StrPath) -> None:
-        record = None if self.recall is None else asdict(self.recall)
-        metadata = files.identity(self.name, self.keys, self.digest) | {"recall": record}
+        records = {
+            name: None if record is None else asdict(record) for name, record in self._records().items()
+        }
+        metadata = files.identity(self.name, self.keys, self.digest) | records
         files.save(path, metadata, self.suffix, self._write_native)
+
+    def _records(self) -> dict[str, RecallRecord | None]:
+        """What was measured, by the names that the metadata has for it."""
+        return {"recall": self.recall}
 
     @classmethod
     def load(cls, path: StrPath, keys: Keys, *, digest: str | None = None) -> Self:
@@ -145,8 +154,12 @@ class ApproximateIndex(VectorIndex):
                 f"The index at {path} does not say what it was tuned to; build the index again with "
                 "`offload-decode index`."
             )
+        index._take_records(path, metadata)
         index._native = index._checked(native)
         return index
+
+    def _take_records(self, path: StrPath, metadata: dict[str, Any]) -> None:
+        """What `_records` has beside the recall, from metadata."""
 
     def _checked(self, native: Path | None) -> Any:
         try:

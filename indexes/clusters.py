@@ -9,27 +9,30 @@ key beyond the store.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, log
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from indexes import arrays, verified
+from indexes import arrays, files, verified
 from indexes.approximate import ApproximateIndex
-from indexes.base import FROM_KEYS, Costs, Hits, RecallRecord, VectorIndex, check_heads
+from indexes.base import FROM_KEYS, Costs, Hits, RecallRecord, StrPath, VectorIndex, check_heads
 from indexes.cells import KEYS_PER_CELL, Cells, build, check, joined, made_up
 from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, Keys, check_count, check_queries
-from indexes.pruned_scan import FIRST, STEP_BYTES, Best, Heads, candidates_for, search_layer
+from indexes.pruned_scan import STEP_BYTES, Best, Heads, candidates_for, search_layer
 from indexes.rows import pool, scan
 from indexes.rows.addresses import Share
 from indexes.rows.encodings import row_size
+from indexes.tuning import tune
 
-_LADDER = (2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
+_LADDER = (2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0)
+_MANY = 1024  # keys, for which the deviations are tuned too
+_OF_MANY = "recall_of_many"
 _NEARLY_ALL = 64.0
 _EXACT = 1000.0
 _ROWS = 64  # of one head, searched together: they share what they scan
@@ -44,6 +47,10 @@ class ClusteredIndex(ApproximateIndex):
     name: ClassVar[str] = "clusters"
     parameter: ClassVar[str] = "deviations"
     suffix: ClassVar[str] = ".cells"
+
+    def __init__(self, keys: Keys, digest: str) -> None:
+        super().__init__(keys, digest)
+        self.recall_of_many: RecallRecord | None = None
 
     @classmethod
     def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
@@ -83,8 +90,29 @@ class ClusteredIndex(ApproximateIndex):
         return [*_LADDER, _NEARLY_ALL, _EXACT]
 
     def _search(self, queries: Float32, k: int) -> Hits:
+        return self.search_at(queries, k, self.reach(k))
+
+    def reach(self, k: int) -> float:
+        """The deviations at which k keys are searched for: as tuned for few and for many, and between the two
+        along the logarithm of k. Where the floor is lower, a cell that is left out holds fewer of the best.
+        """
         assert self.recall is not None, "an index with keys was tuned"
-        return self.search_at(queries, k, self.recall.value)
+        few, many = self.recall, self.recall_of_many
+        if many is None or many.k <= few.k or k <= few.k or many.value >= few.value:
+            return few.value  # a stranger's file may say anything of many
+        share = min(1.0, log(k / few.k) / log(many.k / few.k))
+        return few.value + share * (many.value - few.value)
+
+    def _tune(self, queries: npt.NDArray[Any] | None, k: int, target: float) -> None:
+        super()._tune(queries, k, target)
+        if k < _MANY and self._prunes(_MANY):
+            self.recall_of_many = tune(self, self.flat, queries, _MANY, target)
+
+    def _records(self) -> dict[str, RecallRecord | None]:
+        return super()._records() | {_OF_MANY: self.recall_of_many}
+
+    def _take_records(self, path: StrPath, metadata: dict[str, Any]) -> None:
+        self.recall_of_many = files.recall_of(path, metadata, _OF_MANY)
 
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
         if not self._sparse(k):
@@ -184,15 +212,17 @@ class _Searchable:
 
 
 def _sparse(n: int, k: int) -> bool:
-    """Whether the k best of n keys are few enough that cells can be left out."""
-    return FIRST * candidates_for(k) < n
+    """Whether fewer than n keys are scored exactly for the k best. So long cells are looked at: even where
+    none can be left out, a floor that is foretold keeps most keys out of the candidates.
+    """
+    return candidates_for(k) < n
 
 
 def share_read(n: int, k: int) -> float:
-    """The share of its codes that a query row reads, about: fitted to long-tailed keys, of which it was 0.17
-    for 1,024 of a million, 0.32 of 131,072 and 0.72 of 16,384 (`python -m benchmarks.scanned`).
+    """The share of its codes that a query row reads, about: fitted to long-tailed keys, of which it was 0.06
+    for 64 and 0.18 for 1,024 of 131,072, and 0.58 for 1,024 of 16,384 (`python -m benchmarks.scanned`).
     """
-    return float(min(1.0, 1.6 * np.cbrt(k / n)))
+    return float(min(1.0, 2.25 * np.sqrt(k / n)))
 
 
 def _rows_of_a_task(k: int) -> int:
@@ -200,7 +230,7 @@ def _rows_of_a_task(k: int) -> int:
 
 
 def _pruned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
-    return _searched(heads, queries, k, [head.recall.value for head in heads if head.recall is not None])
+    return _searched(heads, queries, k, [head.reach(k) for head in heads])
 
 
 def _scanned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:

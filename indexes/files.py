@@ -144,12 +144,12 @@ def check(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[di
     return body, file
 
 
-def recall_of(path: StrPath, body: dict[str, Any]) -> RecallRecord | None:
-    """The recall that the metadata of the index at `path` tells; None where none was measured.
+def recall_of(path: StrPath, body: dict[str, Any], field: str = "recall") -> RecallRecord | None:
+    """The recall that a field of the metadata of the index at `path` tells; None where none was measured.
 
     Raises IndexDamaged for a record whose fields are not those of one, each of its type and in its range.
     """
-    found = body.get("recall")
+    found = body.get(field)
     if found is None:
         return None
     sane = isinstance(found, dict) and found.keys() == _RECALL.keys()

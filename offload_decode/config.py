@@ -10,7 +10,7 @@ from offload_decode.errors import ConfigError
 
 OptionsT = TypeVar("OptionsT")
 
-ATTEND = ("auto", "host", "device")
+ATTEND = ("auto", "host", "device", "pinned")
 WEIGHTS = ("auto", "full", "int8", "int4")
 STREAMED = "streamed"
 """Weights that come to a card layer by layer, for a prefill alone (`models.streamed`)."""
@@ -22,9 +22,9 @@ class EngineConfig:
 
     model: an id, a folder or a .gguf file, where it is not the one that the store names. selector, options:
     which stored tokens a step attends to, options as users write them. device: `auto`, `cpu`, `cuda` or
-    `cuda:N`. weights: `auto` (as prefilled), `full` (the checkpoint's own), `int8` or `int4`. attend: stored
-    tokens on the `host`, on the `device`, or `auto`, where it is faster. device_cache: bytes of the device
-    that keep the stored rows used last.
+    `cuda:N`. weights: `auto` (as prefilled), `full` (the checkpoint's own), `int8` or `int4`. attend: to
+    stored tokens on the `host`; on the `device`; there, reading them in `pinned` memory of the host; or where
+    that is fastest, `auto`. device_cache: bytes of the device that keep the stored rows used last.
     """
 
     model: str | None = None

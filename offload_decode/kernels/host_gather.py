@@ -20,7 +20,8 @@ Int64 = npt.NDArray[np.int64]
 
 
 def unite(ids: Tensor, n_tokens: int) -> tuple[list[Int64], Tensor]:
-    """The different tokens that the rows of each KV head name, ascending, and their places among them.
+    """The different tokens that the rows of each KV head name, ascending, and their places among those of all
+    heads, one head behind the other.
 
     `ids [Hkv, R, k]` int64 on a CPU, -1 where there is none. The places have the shape of `ids`, and -1 where
     these have it.
@@ -36,6 +37,8 @@ def unite(ids: Tensor, n_tokens: int) -> tuple[list[Int64], Tensor]:
     run(collect, heads, 1)
     if (counts < 0).any():
         raise IndexError(f"an id is not of the {n_tokens:,} rows that there are")
+    before = (counts.cumsum() - counts)[:, None, None]
+    places = np.where(places < 0, -1, places + before)
     return [own[:count] for own, count in zip(union, counts.tolist(), strict=True)], torch.from_numpy(places)
 
 

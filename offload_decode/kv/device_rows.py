@@ -47,12 +47,22 @@ class DeviceRows:
         self._staging = [Staging(pinned=self._stream is not None) for _ in range(2)]
 
     def fetch(
-        self, part: int, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats
-    ) -> list[Tensor]:
-        """The rows `tokens[h]` (different ones) of every KV head's stored rows, float32 `[n_h, D]` each.
+        self,
+        part: int,
+        stored: Sequence[Rows],
+        tokens: Sequence[Int64],
+        stats: StepStats,
+        staged: bool = False,
+    ) -> Tensor:
+        """The rows `tokens[h]` (different ones) of every KV head's stored rows, one head behind the other:
+        floats `[n, D]`.
 
         `part` tells what rows these are, such as the values of a layer: a number of its own for each.
+        `staged`: plain rows stay in pinned memory, where the device reads them itself; `read` is to be called
+        when it was told to, before a third fetch.
         """
+        if staged:
+            return self._gathered(self._next(), stored, tokens, stats).view(stored[0].raw.dtype)
         counts = [len(own) for own in tokens]
         if any(count > hot.places for count, hot in zip(counts, self._hot, strict=False)):
             stats.cache_misses += sum(counts)
@@ -62,7 +72,28 @@ class DeviceRows:
         else:
             raw = self._copied(stored, tokens, stats)
         rows = raw if stored[0].encoded else raw.view(stored[0].raw.dtype)
-        return list(stored[0].floats(rows).float().split_with_sizes(counts))
+        return stored[0].floats(rows)
+
+    def read(self) -> None:
+        """What reads the rows that were staged was given to the device's current stream."""
+        if self._stream is not None:
+            done = torch.cuda.current_stream(self.device).record_event()
+            for staging in self._staging:
+                staging.sent = done
+
+    def _next(self) -> Staging:
+        self._staging.reverse()
+        return self._staging[-1]
+
+    def _gathered(
+        self, staging: Staging, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats
+    ) -> Tensor:
+        """The rows' own bytes in pinned memory, `[n, row_bytes]`."""
+        rows = staging.room(sum(len(own) for own in tokens), stored[0].row_bytes)
+        gather_rows(stored, tokens, rows)
+        stats.bytes_moved += rows.numel()
+        stats.bus_bytes += rows.numel() if self._stream is not None else 0
+        return rows
 
     def _kept_rows(
         self, part: int, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats
@@ -94,14 +125,10 @@ class DeviceRows:
 
     def _copied(self, stored: Sequence[Rows], tokens: Sequence[Int64], stats: StepStats) -> Tensor:
         """The rows' own bytes on the device, `[n, row_bytes]`."""
-        staging = self._staging[0]
-        self._staging.reverse()
-        rows = staging.room(sum(len(own) for own in tokens), stored[0].row_bytes)
-        gather_rows(stored, tokens, rows)
-        stats.bytes_moved += rows.numel()
+        staging = self._next()
+        rows = self._gathered(staging, stored, tokens, stats)
         if self._stream is None:
             return rows.clone()
-        stats.bus_bytes += rows.numel()
         with torch.cuda.stream(self._stream):
             raw = rows.to(self.device, non_blocking=True)
             staging.sent = self._stream.record_event()

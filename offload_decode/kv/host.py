@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.states import empty_state, softmax
+from offload_decode.attention.states import empty_state
 from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kernels.dense import attend_blocks
+from offload_decode.kernels.device_tokens import attend_rows
 from offload_decode.kernels.host_dense import attend_all
 from offload_decode.kernels.host_gather import unite
 from offload_decode.kernels.host_tokens import attend_tokens
 from offload_decode.kernels.rows import Rows, tensor_view
 from offload_decode.kv.device_rows import DeviceRows
-from offload_decode.kv.placement import HOST, Placement, Request
+from offload_decode.kv.placement import DEVICE, HOST, PINNED, Placement, Request
 from offload_decode.pages.dispatch import attend_pages, loaded_tokens
 from offload_decode.store.base import Store
 from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
@@ -33,8 +34,8 @@ class HostKV:
     """The stored prefix in host memory, and attention to chosen rows of it: where they lie, or on a device to
     which they are copied, once for each KV head.
 
-    attend: `host`, `device`, or `auto`, which measures. cache_bytes: room on the device for the rows that
-    were used there last.
+    attend: `host`, `device`, `pinned` (a device that reads them in the host's memory), or `auto`, which
+    measures. cache_bytes: room on the device for the rows that were used there last.
     """
 
     def __init__(self, store: Store, device: torch.device, attend: str = "auto", cache_bytes: int = 0):
@@ -86,6 +87,7 @@ class HostKV:
             uncached = DeviceRows(self.device)
             self.placement.measure(
                 request,
+                self._places(selection),
                 lambda place: self._attend_at(place, layer, queries, selection, StepStats(), uncached),
             )
         place = self.placement.best(request)
@@ -112,7 +114,8 @@ class HostKV:
             state = self._attend_in_place(layer, queries, selection.ids, selection.scores, stats)
         else:
             copied = copied or self._device_rows(layer)
-            state = self._attend_copied(layer, queries, selection.ids, selection.scores, stats, copied)
+            staged = place == PINNED and self._plain(layer)
+            state = self._attend_there(layer, queries, selection, stats, copied, staged)
         if not away:
             return state
         stats.bus_bytes += sum(part.nbytes for part in (queries.rows, *state))
@@ -130,46 +133,59 @@ class HostKV:
         stats.attend_s += time.perf_counter() - began
         return state
 
-    def _attend_copied(
+    def _places(self, selection: Selection | PageSelection) -> list[str]:
+        """Where a selection may be attended to."""
+        named = isinstance(selection, Selection) and selection.ids is not None
+        return [HOST, DEVICE, PINNED] if named and not self.cache_bytes else [HOST, DEVICE]
+
+    def _plain(self, layer: int) -> bool:
+        """Whether rows are floats, which need not be made on the way."""
+        return not (self.keys(layer, 0).encoded or self.values(layer, 0).encoded)
+
+    def _attend_there(
         self,
         layer: int,
         queries: Queries,
-        ids: Tensor,
-        scores: Tensor | None,
+        selection: Selection,
         stats: StepStats,
         copied: DeviceRows,
+        staged: bool,
     ) -> AttentionState:
-        state = empty_state(queries.rows, self.values(layer, 0).dim)
-        heads, rows, k = ids.shape
+        """On the device, with the rows copied there, or `staged` for it to read."""
+        ids, scores = selection.ids, selection.scores
+        assert ids is not None
+        _, rows, k = ids.shape
+        if not k or not rows:
+            return empty_state(queries.rows, self.values(layer, 0).dim)
+        states = []
         scores = scores if scores is None else to_device(scores, self.device)
-        # r rows meet a union of at most min(N, r·k) tokens, and are scored against all of it.
+        # r rows meet a union of at most min(N, r·k) tokens of a head.
         step = max(1, SCORES // self.length, isqrt(SCORES // max(1, k)))
-        for start in range(0, rows if k else 0, step):
+        for start in range(0, rows, step):
             part = slice(start, start + step)
             began = time.perf_counter()
             union, places = unite(ids[:, part].cpu(), self.length)
-            values = copied.fetch(2 * layer + 1, self.layer_values(layer), union, stats)
+            values = copied.fetch(2 * layer + 1, self.layer_values(layer), union, stats, staged)
             keys = None if scores is not None else values
             if keys is not None and not self._latent:
-                keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats)
+                keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats, staged)
             gathered = time.perf_counter()
-            places = to_device(places, self.device)
-            for head in range(heads):
-                own = queries.rows[head, part]
-                # One column more takes the padding.
-                product = own.new_full((len(own), len(values[head]) + 1), -torch.inf)
-                place = places[head].where(places[head] >= 0, len(values[head]))
-                product.scatter_(1, place, 0.0 if scores is None else scores[head, part])
-                product = product[:, :-1]
-                nothing = torch.isneginf(product)
-                if keys is not None:
-                    product = own @ keys[head].T
-                logits = queries.logits(product).masked_fill(nothing, -torch.inf)
-                weights, state.lse[head, part] = softmax(logits)
-                state.out[head, part] = weights @ values[head]
+            states.append(
+                attend_rows(
+                    queries.rows[:, part],
+                    keys,
+                    values,
+                    to_device(places, self.device),
+                    None if scores is None else scores[:, part],
+                    queries.scaling,
+                    queries.softcap,
+                )
+            )
+            if staged:
+                copied.read()
             stats.gather_s += gathered - began
             stats.attend_s += time.perf_counter() - gathered
-        return state
+        return AttentionState(*(torch.cat(part, dim=1) for part in zip(*states, strict=True)))
 
     def _device_rows(self, layer: int) -> DeviceRows:
         row_bytes = max(self.keys(layer, 0).row_bytes, self.values(layer, 0).row_bytes)

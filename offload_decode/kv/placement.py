@@ -1,11 +1,12 @@
-"""Where attention to stored tokens is computed: on the host, where they lie, or on the device, to which they
-are copied. Which is faster depends on the bus, the memory and the request: so it is measured.
+"""Where attention to stored tokens is computed: on the host, where they lie; on the device, to which they are
+copied; or on the device, which reads them in pinned memory of the host. Which is fastest depends on the bus,
+the memory and the request: so it is measured.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from offload_decode.errors import ConfigError
 from offload_decode.types import PageSelection, Selection
 
-HOST, DEVICE = "host", "device"
+HOST, DEVICE, PINNED = "host", "device", "pinned"
 _REPETITIONS = 3  # after one that is not timed
 
 
@@ -39,14 +40,14 @@ class Request:
 
 
 class Placement:
-    """`host`, `device`, or `auto`: the faster of the two for each kind of request, by timing its first.
+    """`host`, `device`, `pinned`, or `auto`: the fastest for each kind of request, by timing its first.
 
     Where the device is the host, there is nothing to choose: `auto` is `host`.
     """
 
     def __init__(self, attend: str, device: torch.device):
-        if attend not in ("auto", HOST, DEVICE):
-            raise ConfigError(f"attend={attend} is unknown; choose one of: auto, {HOST}, {DEVICE}")
+        if attend not in ("auto", HOST, DEVICE, PINNED):
+            raise ConfigError(f"attend={attend} is unknown; choose one of: auto, {HOST}, {DEVICE}, {PINNED}")
         self.attend = HOST if attend == "auto" and device.type == "cpu" else attend
         self.device = device
         self.seconds: dict[Request, dict[str, float]] = {}
@@ -55,12 +56,12 @@ class Placement:
         """Whether `best` has an answer."""
         return self.attend != "auto" or request in self.seconds
 
-    def measure(self, request: Request, attempt: Callable[[str], object]) -> None:
+    def measure(self, request: Request, places: Sequence[str], attempt: Callable[[str], object]) -> None:
         """Times `attempt(place)`, which serves the request there."""
-        self.seconds[request] = {place: self._fastest(place, attempt) for place in (HOST, DEVICE)}
+        self.seconds[request] = {place: self._fastest(place, attempt) for place in places}
 
     def best(self, request: Request) -> str:
-        """`host` or `device`."""
+        """`host`, `device` or `pinned`."""
         if self.attend != "auto":
             return self.attend
         measured = self.seconds[request]
@@ -96,11 +97,13 @@ def check_placement(attend: str, cache_bytes: int, device: torch.device) -> None
     Placement(attend, device)
     if cache_bytes < 0:
         raise ConfigError(f"a device cache of {cache_bytes} bytes cannot be: give 0 for none")
-    if device.type == "cpu" and (attend == DEVICE or cache_bytes):
-        asked = "attend=device" if attend == DEVICE else "a device cache"
+    if device.type == "cpu" and (attend in (DEVICE, PINNED) or cache_bytes):
+        asked = "a device cache" if cache_bytes else f"attend={attend}"
         raise ConfigError(f"{asked} needs a device beside the host: use device cuda, or leave it out")
-    if attend == HOST and cache_bytes:
-        raise ConfigError("attend=host copies nothing that a device cache could keep: leave one of them out")
+    if attend in (HOST, PINNED) and cache_bytes:
+        raise ConfigError(
+            f"attend={attend} copies nothing that a device cache could keep: leave one of them out"
+        )
 
 
 def _round(number: int) -> int:

@@ -19,9 +19,9 @@ from offload_decode.types import AttentionState
 try:
     import triton
 
+    from offload_decode.kernels.device_programs import merge_program
     from offload_decode.pages.device_programs import (
         attend_program,
-        merge_program,
         order_program,
         score_program,
         select_program,

@@ -239,32 +239,3 @@ def attend_program(
     tl.store(lse + target, (top + tl.log2(total)) / LOG2E, member < GROUP)
     own = out + target[:, None] * VALUE_DIM + value_channel[None, :]
     tl.store(own, gathered / total[:, None], ours & value_inside)
-
-
-@triton.jit
-def merge_program(
-    part,
-    part_lse,
-    out,
-    lse,
-    n_splits,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-):
-    """Merges the states of one query's splits (docs/methods.md §1)."""
-    item = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS_PADDED)
-    channel = tl.arange(0, DIM_PADDED)
-    source = (item // GROUP * n_splits + split) * GROUP + item % GROUP
-    each = tl.load(part_lse + source, split < n_splits, other=float("-inf"))
-    highest = tl.max(each, axis=0)
-    weight = tl.exp(each - tl.where(highest == float("-inf"), 0.0, highest))
-    total = tl.sum(weight, axis=0)
-    total = tl.where(total == 0.0, 1.0, total)
-    here = (split < n_splits)[:, None] & (channel < DIM)[None, :]
-    parts = tl.load(part + source[:, None] * DIM + channel[None, :], here, other=0.0)
-    merged = tl.sum(parts * weight[:, None], axis=0) / total
-    tl.store(out + item * DIM + channel, merged, channel < DIM)
-    tl.store(lse + item, highest + tl.log(total), None)

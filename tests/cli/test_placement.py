@@ -26,7 +26,7 @@ def test_the_answer_says_where_it_was_attended_to(store: Path) -> None:
         (("--attend", "device"), "attend=device needs a device beside the host"),
         (("--device-cache", "2GiB"), "a device cache needs a device beside the host"),
         (("--device-cache", "much"), "is no size"),
-        (("--attend", "gpu"), "choose one of: auto, host, device"),
+        (("--attend", "gpu"), "choose one of: auto, host, device, pinned"),
     ],
 )
 def test_a_placement_that_cannot_be_is_refused(store: Path, options: tuple[str, str], told: str) -> None:
@@ -34,11 +34,11 @@ def test_a_placement_that_cannot_be_is_refused(store: Path, options: tuple[str, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attend", ["host", "device", "auto"])
+@pytest.mark.parametrize("attend", ["host", "device", "pinned", "auto"])
 def test_every_placement_gives_the_same_answer_on_a_card(store: Path, attend: str) -> None:
     question = ("ask", store, "What is the colour of thing 3?", "--json", "--max-new-tokens", "4")
     expected = json.loads(run(*question, "--device", "cpu").out)["answer"]
-    cache = () if attend == "host" else ("--device-cache", "1MiB")
+    cache = () if attend in ("host", "pinned") else ("--device-cache", "1MiB")
     told = json.loads(run(*question, "--device", "cuda", "--attend", attend, *cache).out)
     assert told["answer"] == expected
     assert bool(told["placement"]["measured"]) == (attend == "auto")

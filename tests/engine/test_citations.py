@@ -193,7 +193,7 @@ def test_the_opening_of_a_store_is_cited_of_no_document(folder):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attend", ["host", "device"])
+@pytest.mark.parametrize("attend", ["host", "device", "pinned"])
 @pytest.mark.parametrize(("selector", "options"), SELECTORS)
 def test_a_device_is_watched_as_a_host(folder, selector, options, attend):
     def mass(**where):

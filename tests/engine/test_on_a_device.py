@@ -72,7 +72,7 @@ def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
     assert torch.equal(one, other.cpu())
 
 
-@pytest.mark.parametrize("attend", ["host", "device"])
+@pytest.mark.parametrize("attend", ["host", "device", "pinned"])
 @pytest.mark.parametrize("selector", sorted(registry.names()))
 def test_every_selector_gives_the_hosts_logits_and_waits_once_a_layer(card, opened, selector, attend):
     on_host, on_device = opened(selector, attend)
@@ -104,7 +104,7 @@ def test_every_selector_gives_the_hosts_logits_and_waits_once_a_layer(card, open
     ],
     ids=str,
 )
-@pytest.mark.parametrize("attend", ["host", "device"])
+@pytest.mark.parametrize("attend", ["host", "device", "pinned"])
 def test_options_of_selectors_give_the_hosts_logits(card, opened, selector, options, attend):
     on_host, on_device = opened(selector, attend, **options)
     for tokens in (QUESTION, [8]):
@@ -125,10 +125,10 @@ def test_auto_measures_both_places(card, opened):
     _, on_device = opened(attend="auto")
     on_device.extend(QUESTION)
     (measured,) = on_device.prefix.host.placement.report()["measured"]
-    assert {"host", "device"} <= set(measured)
+    assert {"host", "device", "pinned"} <= set(measured)
 
 
-@pytest.mark.parametrize("attend", ["host", "device"])
+@pytest.mark.parametrize("attend", ["host", "device", "pinned"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_padded_batch_answers_and_cites_as_on_the_host(card, opened, family, attend):
     on_host, on_device = opened(attend=attend, family=family)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,40 @@ def test_hits_below_the_exact_scan_are_scored_exactly(monkeypatch: pytest.Monkey
         hits = index.search_at(queries, k, 64.0)
         assert_well_formed(hits, 9, k, len(index))
         assert_truthful(hits, queries, index.keys)
+
+
+def test_the_reach_is_tuned_for_few_keys_and_for_many(tmp_path: Path) -> None:
+    keys, queries, others = (
+        clustered_keys(8000, np.float16),
+        foreign_queries(128),
+        foreign_queries(64, seed=8),
+    )
+    index = get("clusters").build(keys, queries, k=16, target_recall=0.9)
+    assert isinstance(index, ClusteredIndex)
+    few, many = index.recall, index.recall_of_many
+    assert few is not None
+    assert many is not None
+    assert (few.target, few.k, many.target, many.k) == (0.9, 16, 0.9, 1024)
+    measured = recall_of(index.search_at(queries[1::2], 1024, many.value), queries[1::2], keys, 1024)
+    assert many.measured == pytest.approx(measured, abs=1e-3)
+    assert recall_of(index.search(others, 1024), others, keys, 1024) > 0.85
+    index.save(tmp_path / "index")
+    assert get("clusters").load(tmp_path / "index", keys).recall_of_many == many  # type: ignore[attr-defined]
+
+
+def test_between_few_and_many_the_reach_falls_with_the_logarithm_and_never_rises() -> None:
+    index = built()
+    assert index.recall is not None
+    few = dataclasses.replace(index.recall, k=16, value=4.0)
+    index.recall, index.recall_of_many = few, dataclasses.replace(few, k=1024, value=3.0)
+    ks = (1, 16, 128, 1024, 4000)
+    assert [index.reach(k) for k in ks] == [4.0, 4.0, 3.5, 3.0, 3.0]
+    index.recall_of_many = dataclasses.replace(few, k=1024, value=5.0)
+    assert [index.reach(k) for k in ks] == [4.0] * 5
+    index.recall_of_many = dataclasses.replace(few, k=16, value=3.0)  # what no build writes
+    assert [index.reach(k) for k in ks] == [4.0] * 5
+    index.recall_of_many = None  # of an index that was built before it was measured
+    assert [index.reach(k) for k in ks] == [4.0] * 5
 
 
 def test_a_row_finds_the_same_alone_and_among_others() -> None:

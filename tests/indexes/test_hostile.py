@@ -85,6 +85,15 @@ def test_a_recall_of_the_wrong_type_or_out_of_range_is_refused(tmp_path: Path) -
     assert type(index).load(path, index.keys, digest="d").recall == index.recall
 
 
+@pytest.mark.parametrize("bad", [{}, 3, {"value": -1.0}, {"k": 0}, {"more": 1}], ids=str)
+def test_a_recall_of_many_that_cannot_be_is_refused(tmp_path: Path, bad: Any) -> None:
+    index, path = saved("clusters", tmp_path)
+    recall = files.metadata(path)["recall"]
+    forge(path, recall_of_many=recall | bad if bad and isinstance(bad, dict) else bad)
+    with pytest.raises(IndexDamaged, match="build the index again"):
+        type(index).load(path, index.keys, digest="d")
+
+
 def test_a_native_file_is_the_one_beside_its_metadata(tmp_path: Path) -> None:
     index, path = saved("clusters", tmp_path)
     native = files.metadata(path)["native"]

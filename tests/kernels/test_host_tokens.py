@@ -166,10 +166,14 @@ def test_every_half_is_widened_exactly():
 def test_the_union_names_every_token_once_in_order(heads, rows, k, n, seed):
     ids = drawn(heads, rows, k, n, seed)
     union, places = unite(ids, n)
+    behind = torch.from_numpy(np.concatenate(union))
+    first = 0
     for own, place, named in zip(union, places, ids, strict=True):
         assert own.tolist() == sorted(set(named[named >= 0].tolist()))
         assert torch.equal((place < 0), (named < 0))
-        assert (torch.from_numpy(own)[place[place >= 0]] == named[named >= 0]).all()
+        assert (behind[place[place >= 0]] == named[named >= 0]).all()
+        assert ((place < 0) | ((place >= first) & (place < first + len(own)))).all(), "of its own head"
+        first += len(own)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -31,6 +31,12 @@ def stored(form, heads=2, n=60, dim=6):
     return [Rows(encodings.encode(own, form) if form.startswith("int") else own.astype(form)) for own in rows]
 
 
+def fetched(rows, part, own, tokens, staged=False):
+    """Rows of each head, float32."""
+    flat = rows.fetch(part, own, tokens, StepStats(), staged).float()
+    return flat.split_with_sizes([len(some) for some in tokens])
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     places=st.integers(1, 12),
@@ -68,7 +74,7 @@ def test_what_arrives_is_what_is_stored(device, form, cache_rows):
     for _ in range(8):
         for part, own in enumerate((keys, values)):
             tokens = [np.unique(generator.integers(0, 60, generator.integers(0, 9))) for _ in own]
-            arrived += zip(rows.fetch(part, own, tokens, StepStats()), own, tokens, strict=True)
+            arrived += zip(fetched(rows, part, own, tokens), own, tokens, strict=True)
     for got, want, which in arrived:  # the last of them have not overwritten the first
         assert got.device.type == device.type
         assert torch.equal(got.cpu(), want.read(torch.from_numpy(which), CPU))
@@ -101,8 +107,21 @@ def test_a_copy_that_failed_is_not_taken_for_one_that_came(monkeypatch):
         patch.setattr(device_rows, "gather_rows", fail)
         with pytest.raises(KeyboardInterrupt):
             rows.fetch(0, own, tokens, StepStats())
-    fetched = rows.fetch(0, own, tokens, StepStats())
-    assert torch.equal(fetched[0], own[0].read(torch.tensor([3, 5]), CPU))
+    got = fetched(rows, 0, own, tokens)
+    assert torch.equal(got[0], own[0].read(torch.tensor([3, 5]), CPU))
+
+
+def test_pinned_rows_that_the_device_still_reads_are_not_overwritten(card):
+    rows, own = DeviceRows(torch.device("cuda")), stored("float16")
+    tokens = [np.array([3, 5]), np.array([3])]
+    before = len(card.waits)
+    for _ in range(2):
+        assert rows.fetch(0, own, tokens, StepStats(), staged=True).is_pinned()
+    torch.zeros(1, device="cuda").add_(1)  # stands for what reads them
+    assert len(card.waits) == before
+    rows.read()
+    rows.fetch(0, own, tokens, StepStats(), staged=True)
+    assert len(card.waits) == before + 1
 
 
 def test_a_cache_that_holds_no_row_is_refused():
@@ -146,7 +165,7 @@ def test_auto_keeps_the_faster_way_of_each_kind_of_request(monkeypatch):
     few, many = (Request.of(4, Selection(torch.zeros(1, 4, k))) for k in (60, 500))
     for request, seconds, best in ((few, (1, 2), "host"), (many, (3, 2), "device")):
         assert not placement.decided(request)
-        placement.measure(request, attempt(*seconds))
+        placement.measure(request, ("host", "device"), attempt(*seconds))
         assert placement.decided(request)
         assert placement.best(request) == best
     assert tried.count("host") == tried.count("device")
@@ -173,7 +192,7 @@ def test_a_device_that_is_the_host_leaves_nothing_to_choose(attend):
 
 
 def test_an_unknown_placement_is_refused():
-    with pytest.raises(ConfigError, match="choose one of: auto, host, device"):
+    with pytest.raises(ConfigError, match="choose one of: auto, host, device, pinned"):
         Placement("gpu", CPU)
 
 
@@ -184,8 +203,8 @@ def test_copies_in_flight_are_not_overwritten(cache_bytes):
     own = stored("float16", heads=2, n=5000, dim=128)
     rows, generator = DeviceRows(torch.device("cuda"), cache_bytes, 256, 2), np.random.default_rng(0)
     wanted = [[np.sort(generator.permutation(5000)[:2000]) for _ in own] for _ in range(20)]
-    fetched = [rows.fetch(0, own, tokens, StepStats()) for tokens in wanted]
-    for got, tokens in zip(fetched, wanted, strict=True):
+    arrived = [fetched(rows, 0, own, tokens) for tokens in wanted]
+    for got, tokens in zip(arrived, wanted, strict=True):
         for head in range(2):
             assert torch.equal(got[head].cpu(), own[head].read(torch.from_numpy(tokens[head]), CPU))
 
@@ -198,6 +217,8 @@ def test_auto_measures_on_a_card_and_says_what_it_found():
     (measured,) = host.placement.report()["measured"]
     assert measured["host"] > 0
     assert measured["device"] > 0
-    assert stats.attended == {min(("host", "device"), key=measured.get): 1}
+    assert stats.attended == {
+        min(("host", "device", "pinned"), key=lambda place: measured.get(place, 9.0)): 1
+    }
     assert stats.bus_bytes > 0
     assert host.length == N

@@ -20,7 +20,8 @@ N, HKV, R, D, VALUE_D = 50, 2, 6, 8, 5
 PLACES = [
     ("cpu", "host"),
     ("cpu", "device"),  # what a device does, without pinning and streams
-    *(pytest.param("cuda", place, marks=pytest.mark.gpu) for place in ("host", "device", "auto")),
+    ("cpu", "pinned"),
+    *(pytest.param("cuda", place, marks=pytest.mark.gpu) for place in ("host", "device", "pinned", "auto")),
 ]
 
 
@@ -118,7 +119,7 @@ def test_selecting_everything_is_dense_block_by_block(monkeypatch):
     torch.testing.assert_close(state.out, expected[0], atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("place", ["host", "device", "pinned"])
 def test_many_rows_are_taken_in_parts(place, monkeypatch):
     store, query, chosen = made_store(), queries(20), ids(5, 20)
     monkeypatch.setattr(kv, "SCORES", 100)
@@ -127,7 +128,7 @@ def test_many_rows_are_taken_in_parts(place, monkeypatch):
     torch.testing.assert_close(state.out, by_mask(store, query, chosen)[0], atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("place", ["host", "device", "pinned"])
 def test_a_budget_of_nothing_is_the_empty_state(place):
     state = HostKV(made_store(), torch.device("cpu"), place).attend(
         0, Queries(queries(), 0.4), Selection(torch.empty(HKV, R, 0, dtype=torch.long)), StepStats()
@@ -136,7 +137,7 @@ def test_a_budget_of_nothing_is_the_empty_state(place):
     assert torch.isneginf(state.lse).all()
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("place", ["host", "device", "pinned"])
 def test_a_row_shared_by_the_group_moves_once_and_keys_stay_when_scores_are_known(place, monkeypatch):
     monkeypatch.setattr(pool, "THREADS", 1)  # rows on several threads share nothing
     store, query = made_store(), queries()
@@ -186,7 +187,7 @@ def test_keys_that_are_the_values_too_are_held_once():
         assert keys.data_ptr() == values.data_ptr()
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("place", ["host", "device", "pinned"])
 @pytest.mark.parametrize("selection", [Selection(None), Selection(ids(7)[:1]), "pages"])
 def test_latents_are_keys_and_values_in_one_and_read_once(place, selection, monkeypatch):
     monkeypatch.setattr(pool, "THREADS", 1)

@@ -1,4 +1,5 @@
-"""Compiles the kernels of Quest's pages for a card that is not there: `python -m tests.pages.compiling 90 5`.
+"""Compiles the kernels of Quest's pages and of chosen tokens for a card that is not there:
+`python -m tests.pages.compiling 90 5`.
 
 Every launch goes through Triton's own specialisation of the real arguments, down to ptxas, and stops short of
 running. The interpreter accepts programs that a card does not: types that change in a loop, tiles too large
@@ -15,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from offload_decode.kernels import device_tokens
 from offload_decode.pages import device as device_pages
 from offload_decode.pages.reference import PageBounds
 
@@ -68,6 +70,10 @@ def compile_for(capability: int, shapes: int) -> list[tuple[str, int]]:
         keys, values = (torch.zeros(heads, pages * size, own, dtype=dtype) for own in (dim, value_dim))
         limit = torch.full((heads,), 2048)
         device_pages.attend_pages(query, keys, values, chosen, size, limit, 0.1, softcap)
+        rows, places = keys.flatten(0, 1), torch.zeros(heads, group, 1024, dtype=torch.int64)
+        own = query[:, 0], rows, values.flatten(0, 1), places
+        for scores in (None, torch.zeros(heads, group, 1024)):
+            device_tokens._by_program(*own, scores, 0.1, softcap)
     return compiled
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import offload_decode.pages
 from offload_decode.attention.states import attend
-from offload_decode.kernels import dense
+from offload_decode.kernels import dense, device_tokens
 from offload_decode.kernels.rows import Rows
 from offload_decode.pages import dispatch, reference
 from offload_decode.types import AttentionState
@@ -30,6 +30,7 @@ def references() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(dense, "_fused", attend))
         stack.enter_context(mock.patch.object(dispatch, "host_pages", pages))
+        stack.enter_context(mock.patch.object(device_tokens, "_by_program", device_tokens.reference))
         # Where it was imported, and where it is imported for the first time. (`mock.patch.dict` would also
         # forget what else is imported meanwhile.)
         stack.enter_context(mock.patch.object(offload_decode.pages, "device", pages, create=True))
