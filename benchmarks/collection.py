@@ -155,7 +155,7 @@ def measured(given: argparse.Namespace, folder: Path, kept: Path) -> Iterator[st
     with Peak() as peak:
         report = collect(str(texts), out, maker)
     yield (
-        f"collect: {report.made:,} stores of {report.tokens:,} tokens, "
+        f"collect: {report.made:,} stores of {report.tokens:,} tokens, {len(report.failed):,} failed, "
         f"{report.made / report.seconds:.2f} stores/s, {report.prefilled / report.seconds:,.0f} tokens/s, "
         f"{peak.bytes / 2**20:,.0f} MiB at most"
     )
