@@ -4,6 +4,7 @@ would meet.
     python -m benchmarks.collection --texts FOLDER --documents 200 --workers 1 2
 
 cuts documents out of the texts of a folder, collects them with the shipped model, and asks each one question.
+With --out the collection stays, and another run goes on with it.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ def cut(texts: Path, documents: int, characters: int, out: Path) -> None:
         (out / f"{number:05}.txt").write_text(f"Document {number}. {whole[start : start + length]}")
 
 
-def answered(path: Path, worker: int, workers: int) -> float:
+def answered(path: Path, documents: int, worker: int, workers: int) -> float:
     """Seconds in which one of several workers asks its share of the documents; loading is not counted."""
     collection, loaded = Collection(path), load("demo", "cpu")
     began = time.perf_counter()
-    for entry in collection.entries[worker::workers]:
+    for entry in collection.entries[:documents][worker::workers]:
         Engine.open(KVStore.open(collection.store(entry)), loaded).answer(QUESTION, 16)
     return time.perf_counter() - began
 
 
-def asked(path: Path, workers: int) -> float:
-    """Questions a second of so many processes."""
+def asked(path: Path, documents: int, workers: int) -> float:
+    """Questions a second of so many processes, one to each of so many documents."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        shares = pool.starmap(answered, [(path, worker, workers) for worker in range(workers)])
-    return len(Collection(path).entries) / max(shares)
+        shares = pool.starmap(answered, [(path, documents, worker, workers) for worker in range(workers)])
+    return documents / max(shares)
 
 
 def listed(counts: list[int], folder: Path) -> Iterator[str]:
@@ -124,14 +125,18 @@ def fanned_out(machines: int, rng: np.random.Generator, spare: int = 1) -> tuple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="a folder that keeps the texts and the collection")
     parser.add_argument("--documents", type=int, default=2000)
+    parser.add_argument("--asked", type=int, default=2000, help="documents that are asked, at most")
     parser.add_argument("--characters", type=int, default=4000)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--stores", type=int, default=10_000)
     parser.add_argument("--lines", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for told in measured(given, Path(folder)):
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=given.out) as folder:  # stores are linked into it
+        for told in measured(given, Path(folder), given.out or Path(folder)):
             print(told, flush=True)
     rng = np.random.default_rng(0)
     for machines in (1, 10, 100, 1000):
@@ -139,18 +144,18 @@ def main() -> None:
         print(f"fan-out to {machines:,} machines, median / p99, copies of each: {', '.join(parts)}")
 
 
-def measured(given: argparse.Namespace, folder: Path) -> Iterator[str]:
+def measured(given: argparse.Namespace, folder: Path, kept: Path) -> Iterator[str]:
     """All that runs here, line by line."""
     yield from listed(given.lines, folder)
-    texts, out = folder / "texts", folder / "collection"
-    texts.mkdir()
+    texts, out = kept / "texts", kept / "collection"
+    texts.mkdir(exist_ok=True)
     cut(given.texts, given.documents, given.characters, texts)
     maker = Maker("demo", Settings(), device="cpu")
     _ = maker.loaded
     with Peak() as peak:
         report = collect(str(texts), out, maker)
     yield (
-        f"collect: {report.made:,} stores of {report.tokens:,} tokens, "
+        f"collect: {report.made:,} stores of {report.tokens:,} tokens, {len(report.failed):,} failed, "
         f"{report.made / report.seconds:.2f} stores/s, {report.prefilled / report.seconds:,.0f} tokens/s, "
         f"{peak.bytes / 2**20:,.0f} MiB at most"
     )
@@ -170,7 +175,8 @@ def measured(given: argparse.Namespace, folder: Path) -> Iterator[str]:
     ranked(out / WORDS, QUESTION)
     yield f"ranked by BM25 in {1000 * (time.perf_counter() - began):.1f} ms"
     for workers in given.workers:
-        yield f"{asked(out, workers):.2f} questions/s with {workers} workers"
+        documents = min(given.asked, len(collection.entries))
+        yield f"{asked(out, documents, workers):.2f} questions/s with {workers} workers"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Tasks for workers on a Ray cluster. Ray starts a worker as soon as a machine has room for it, starts one
-again that was lost, and gives it its task again; what is left to do here is to say which task comes next.
+again that was lost, and gives it its task again; what is left is to say which task comes next (`waiting`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from offload_decode.errors import OffloadDecodeError, StoreBusy
+from prefill_jobs.on_ray.waiting import InOrder, Waiting
 
 TRIES = 6
 """Workers that a task may lose before it counts as failed: at random a few of them, while they start."""
@@ -32,7 +33,7 @@ class Worker(Protocol):
     """
 
     def load(self) -> Any:
-        """Make ready for tasks. Returns an error, or what `choose` is told. One in place of a lost worker is
+        """Make ready for tasks. Returns an error, or what is told of it. One in place of a lost worker is
         not asked to; one that answered `Again` is, and lets go with an error.
         """
         ...
@@ -48,26 +49,15 @@ class Worker(Protocol):
         ...
 
 
-Choose = Callable[[Any, Task | None, Sequence[Task]], int | None]
-"""The place of the next task among those that wait, for a worker whose `load` returned this and whose last
-task was that; None where none of them is for it.
-"""
-
-
-def first(told: Any, last: Any, waiting: Sequence[Any]) -> int | None:
-    """In the order in which they are given."""
-    return 0 if waiting else None
-
-
 class Lost(Exception):
     """A task has lost its worker `TRIES` times."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """The result of a task, with what `choose` is told of the worker from now on: it may have come to another
-    machine in place of a lost one, or have other things there than before. The result is None where the task
-    is not for it.
+    """The result of a task, with what is told of its worker from now on: it may have come to another machine
+    in place of a lost one, or have other things there than before. The result is None where the task is not
+    for it.
     """
 
     told: Any
@@ -101,10 +91,14 @@ class Pool:
         ]
         self.workers: list[Any] = []
         self._asked: dict[Any, int] = {}
+        self._asked_at = -POLL_S
         self._standing: Standing = {}
 
     def run(
-        self, tasks: Sequence[Task], watch: Callable[[Standing], None], choose: Choose[Task] = first
+        self,
+        tasks: Sequence[Task],
+        watch: Callable[[Standing], None],
+        order: Callable[[Sequence[Task]], Waiting] = InOrder,
     ) -> Iterator[tuple[int, Any]]:
         """The number of each task and what became of it, as they come: what `do` returned, or `Lost`. Tasks
         that no worker takes are left out.
@@ -112,23 +106,22 @@ class Pool:
         Raises what the first `load` of a worker returns as an error, what `do` raises, and
         `OffloadDecodeError` where all workers are lost while they load.
         """
-        waiting, told, unloaded = list(range(len(tasks))), dict[int, Any](), None
+        waiting, told, unloaded = order(tasks), dict[int, Any](), None
         came_back, promised, tries = False, self._loading(), Counter[int]()
         while promised and (waiting or any(number is not None for _, number in promised.values())):
             for promise in self.ray.wait(list(promised), num_returns=1, timeout=POLL_S)[0]:
                 own, number = promised.pop(promise)
                 worker = self.workers[own]
                 result = self._got(promise)
-                last = None if number is None else tasks[number]
                 if isinstance(result, Told):
-                    told[own], result = result.told, result.result
+                    told[own], result = waiting.known(result.told), result.result
                 if number is not None:
                     self._standing.pop(number, None)
                     if again := isinstance(result, Again):
                         tries[number] += 1
                         result = result.error if tries[number] == TRIES else None
                     if result is None:
-                        waiting.append(number)
+                        waiting.add(number)
                         came_back = True
                     else:
                         yield number, result
@@ -142,13 +135,12 @@ class Pool:
                 elif isinstance(result, OffloadDecodeError):
                     raise result
                 else:
-                    told[own] = result
-                place = choose(told[own], last, [tasks[number] for number in waiting])
-                if place is None:
+                    told[own] = waiting.known(result)
+                following = waiting.take(told[own], number)
+                if following is None:
                     self.ray.kill(worker)  # its share may be what a lost one waits for
                 else:
-                    number = waiting.pop(place)
-                    promised[worker.do.remote(self.ray.put(tasks[number]))] = own, number
+                    promised[worker.do.remote(self.ray.put(tasks[following]))] = own, following
             if not waiting:
                 self._let_go_of_the_unready(promised)
             self._ask_how_far({at: self.workers[own] for own, at in promised.values() if at is not None})
@@ -185,13 +177,16 @@ class Pool:
             return Lost(str(error).strip().splitlines()[0])
 
     def _ask_how_far(self, at_work: dict[int, Any]) -> None:
-        waiting = list(self._asked)
-        for promise in self.ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
-            number = self._asked.pop(promise)
-            with suppress(self.ray.exceptions.RayError):
-                self._standing[number] = self.ray.get(promise)
-        for number in at_work.keys() - self._asked.values():
-            self._asked[at_work[number].standing.remote()] = number
+        """Ask all of them every now and then: a question takes as long as a task that is handed out."""
+        if time.monotonic() - self._asked_at >= POLL_S:
+            self._asked_at = time.monotonic()
+            waiting = list(self._asked)
+            for promise in self.ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
+                number = self._asked.pop(promise)
+                with suppress(self.ray.exceptions.RayError):
+                    self._standing[number] = self.ray.get(promise)
+            for number in at_work.keys() - self._asked.values():
+                self._asked[at_work[number].standing.remote()] = number
         self._standing = {number: self._standing.get(number, (0, 0)) for number in at_work}
 
 

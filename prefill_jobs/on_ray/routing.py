@@ -5,28 +5,19 @@ from __future__ import annotations
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from offload_decode.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreError, StoreNotFound
 from offload_decode.store.staging import surfaced
 from prefill_jobs.buckets.far_stores import FarStores
 from prefill_jobs.buckets.transfer import Progress
 from prefill_jobs.on_ray.pool import TRIES, Again, Lost, Pool, Standing, Told
+from prefill_jobs.on_ray.waiting import Fetching, Nearest, OfAStore
 
 PATIENCE_S = 30.0
 """How long a worker waits for those that use what would have to leave the cache of its machine."""
-
-
-class OfAStore(Protocol):
-    """What a task has."""
-
-    @property
-    def store(self) -> str:
-        """The absolute path of its store, or its URL."""
-        ...
 
 
 class AtStores(ABC):
@@ -127,37 +118,6 @@ def _on_this_machine(error: OffloadDecodeError) -> OffloadDecodeError:
     return type(error)(f"on the machine {platform.node()}: {error}")
 
 
-def nearest(here: frozenset[str], last: OfAStore | None, waiting: Sequence[OfAStore]) -> int | None:
-    """The next task for a worker on a machine that has these stores: of the store of its last one, else of
-    the one with the most tasks left.
-    """
-    places = [place for place, task in enumerate(waiting) if task.store in here]
-    stores = [waiting[place].store for place in places]
-    if not places:
-        return None
-    wanted = last.store if last and last.store in stores else Counter(stores).most_common(1)[0][0]
-    return places[stores.index(wanted)]
-
-
-class Fetching:
-    """`nearest`, where a worker fetches what its machine has not: first what is on no machine yet."""
-
-    def __init__(self) -> None:
-        self.somewhere: set[str] = set()
-
-    def __call__(
-        self, here: frozenset[str], last: OfAStore | None, waiting: Sequence[OfAStore]
-    ) -> int | None:
-        """The next task for a worker; None where none is left."""
-        self.somewhere |= here
-        left = frozenset(task.store for task in waiting)
-        for stores in (here, left - self.somewhere, left):
-            if (place := nearest(stores, last, waiting)) is not None:
-                self.somewhere.add(waiting[place].store)
-                return place
-        return None
-
-
 def routed(
     pool: Pool, tasks: Sequence[OfAStore], watch: Callable[[Standing], None], verb: str, far: bool = False
 ) -> Iterator[tuple[int, Any]]:
@@ -166,7 +126,7 @@ def routed(
     Workers fetch stores that are `far`.
     """
     seen = set()
-    for number, result in pool.run(tasks, watch, Fetching() if far else nearest):
+    for number, result in pool.run(tasks, watch, Fetching if far else Nearest):
         seen.add(number)
         if isinstance(result, Lost):
             result = OffloadDecodeError(

@@ -24,7 +24,7 @@ from offload_decode.types import StepStats
 from prefill_jobs.on_ray import asking
 from prefill_jobs.on_ray.asking import Asker, Given, How, Part
 from prefill_jobs.on_ray.pool import Lost, Told
-from prefill_jobs.on_ray.routing import nearest, routed
+from prefill_jobs.on_ray.routing import routed
 from tests.cli.conftest import Ran, refused, run
 from tests.prefill_jobs.test_ray import descendants
 
@@ -33,19 +33,6 @@ QUESTIONS = [{"question": f"what is the colour of thing {n}?", "id": n} for n in
 
 def parts_of(stores: str) -> list[Part]:
     return [Part(store, ("?",)) for store in stores]
-
-
-def test_a_worker_stays_with_its_store_and_else_takes_the_one_with_most_left() -> None:
-    here = frozenset("abc")
-    waiting = parts_of("xabbcb")
-    assert nearest(here, None, waiting) == 2
-    assert nearest(here, Part("c", ()), waiting) == 4
-    assert nearest(here, Part("d", ()), waiting) == 2
-    assert nearest(frozenset("x"), Part("b", ()), waiting) == 0
-
-
-def test_a_worker_is_given_no_store_that_is_not_on_its_machine() -> None:
-    assert nearest(frozenset("y"), None, parts_of("xab")) is None
 
 
 def test_what_no_worker_did_is_told_of_every_part() -> None:

@@ -27,7 +27,6 @@ from prefill_jobs.on_ray import asking, routing
 from prefill_jobs.on_ray.asking import Asker, How, Part
 from prefill_jobs.on_ray.cluster import Cluster
 from prefill_jobs.on_ray.pool import TRIES, Again, Told
-from prefill_jobs.on_ray.routing import Fetching
 from tests.cli.conftest import Ran, refused, run
 from tests.cli.test_batch_on_ray import lines_of
 from tests.prefill_jobs.test_ray import descendants
@@ -72,15 +71,6 @@ def kept() -> dict[Path, bool]:
                 except BlockingIOError:
                     found[lock.parent] = True
     return found
-
-
-def test_first_what_lies_here_then_what_lies_nowhere() -> None:
-    choose, waiting = Fetching(), [Part(store, ("?",)) for store in "bdaacc"]
-    assert choose(frozenset("bc"), None, waiting) == 4, "it lies on the worker's machine"
-    assert choose(frozenset(), None, waiting) == 2, "on none, and the one with most left"
-    assert choose(frozenset(), None, waiting) == 1, "on none, and on its way to none"
-    assert choose(frozenset(), Part("b", ()), waiting) == 0, "all are somewhere"
-    assert choose(frozenset(), Part("b", ()), []) is None
 
 
 def test_a_worker_fetches_what_it_is_asked_and_tells_what_is_here(url: str) -> None:
