@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import StopStringCriteria
 
 from offload_decode.errors import ConfigError
+from offload_decode.models.checkpoint import told
 
 
 class Processors:
@@ -40,17 +41,18 @@ class Processors:
         else:
             config = _told(model, asked)
         self.samples = bool(config.do_sample)
-        config.eos_token_id = sorted(ends) or None
-        config.pad_token_id = 0  # nothing is padded, and without one there is a warning
-        config.max_length = len(tokens) + most
         self._ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
-        model._prepare_special_tokens(config, device=model.device)
-        self._processors = model._get_logits_processor(
-            config, len(tokens), self._ids, device=model.device, model_kwargs={}
-        )
         self._stop = None
-        if config.stop_strings:
-            self._stop = StopStringCriteria(tokenizer, config.stop_strings)
+        with told("the model's generation_config cannot be obeyed"):
+            config.eos_token_id = sorted(ends) or None
+            config.pad_token_id = 0  # nothing is padded, and without one there is a warning
+            config.max_length = len(tokens) + most
+            model._prepare_special_tokens(config, device=model.device)
+            self._processors = model._get_logits_processor(
+                config, len(tokens), self._ids, device=model.device, model_kwargs={}
+            )
+            if config.stop_strings:
+                self._stop = StopStringCriteria(tokenizer, config.stop_strings)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """`logits [V]` of the next token, changed."""
