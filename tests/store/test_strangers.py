@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -25,6 +26,29 @@ def test_checksums_name_files_of_the_store_once(store: Path, name: str) -> None:
     (store / checksums.SEAL).write_bytes(checksums.seal_of(text.encode()))
     with pytest.raises(StoreDamaged, match="not a list of the files of a store"):
         KVStore.open(store)
+
+
+def test_verify_takes_no_path_without_end(store: Path) -> None:
+    deep = "/".join(["a"] * 200_000)
+    text = (store / checksums.SUMS).read_text() + f"{'0' * 64}  {deep}\n"
+    (store / checksums.SUMS).write_text(text)
+    (store / checksums.SEAL).write_bytes(checksums.seal_of(text.encode()))
+    with pytest.raises(StoreDamaged, match="names what is no file of a store") as caught:
+        verify_store(store)
+    assert len(str(caught.value)) < 1000
+
+
+def test_verify_walks_into_no_folders_without_end(store: Path) -> None:
+    here = os.open(store, os.O_RDONLY)
+    for _ in range(1200):  # deeper than Python recurses
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+    with pytest.raises(StoreDamaged, match=r"d/d/d.* \(not of this store\)"):
+        verify_store(store)
+    subprocess.run(["rm", "-r", store / "d"], check=True)
 
 
 def test_a_sentence_does_not_name_a_hundred_thousand_files(store: Path) -> None:
