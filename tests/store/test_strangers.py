@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete
+from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.store import KVStore, Manifest, checksums, mapping, verify_store
 from offload_decode.store.documents import names_of
+from offload_decode.store.staging import LOCK, REPLACED, STORE, WINDOWS, partial_path
+from prefill_jobs.build import build_indexes
 from tests.store.jobs import FULL, SLIDING, Job, make_job
 
 
@@ -49,6 +52,25 @@ def test_verify_walks_into_no_folders_without_end(store: Path) -> None:
     with pytest.raises(StoreDamaged, match=r"d/d/d.* \(not of this store\)"):
         verify_store(store)
     subprocess.run(["rm", "-r", store / "d"], check=True)
+
+
+@pytest.mark.parametrize("name", [STORE, WINDOWS, REPLACED])
+def test_a_pipe_in_a_staging_folder_is_removed(job: Job, tmp_path: Path, name: str) -> None:
+    partial = partial_path(tmp_path / "s")
+    partial.mkdir()
+    (partial / LOCK).touch()
+    os.mkfifo(partial / name)
+    job.write(tmp_path / "s")
+    verify_store(tmp_path / "s")
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("kind", ["flat.partial", "flat.old"])
+def test_a_pipe_beside_indexes_is_removed(store: Path, kind: str) -> None:
+    build_indexes(store, "flat")
+    os.mkfifo(indexes_folder(store) / kind)
+    build_indexes(store, "flat")
+    assert [path.name for path in indexes_folder(store).iterdir()] == ["flat"]
 
 
 def test_a_sentence_does_not_name_a_hundred_thousand_files(store: Path) -> None:
