@@ -13,6 +13,8 @@ from transformers import StopStringCriteria
 from offload_decode.errors import ConfigError
 from offload_decode.models.checkpoint import told
 
+_NOT_OBEYED = "the model's generation_config cannot be obeyed"
+
 
 class Processors:
     """The logits processors of one answer, those that `model.generate` itself makes: penalties for
@@ -43,7 +45,7 @@ class Processors:
         self.samples = bool(config.do_sample)
         self._ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
         self._stop = None
-        with told("the model's generation_config cannot be obeyed"):
+        with told(_NOT_OBEYED):
             config.eos_token_id = sorted(ends) or None
             config.pad_token_id = 0  # nothing is padded, and without one there is a warning
             config.max_length = len(tokens) + most
@@ -58,7 +60,8 @@ class Processors:
         """`logits [V]` of the next token, changed."""
         if not self._processors:
             return logits
-        changed: Tensor = self._processors(self._ids, logits[None].clone())
+        with told(_NOT_OBEYED):  # some look at their tokens only now
+            changed: Tensor = self._processors(self._ids, logits[None].clone())
         return changed[0]
 
     def append(self, token: int) -> bool:

@@ -6,6 +6,7 @@ process where there is no memory for it.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,8 +67,8 @@ def _check(tokenizer: dict[str, Any]) -> None:
 def _check_rules(name: str, rules: Any) -> None:
     each = list(_each(rules))
     tables = [rule.pop(_TABLE, "") for rule in each]
-    if any(not isinstance(table, str) or len(table) > _MOST_CHARACTERS for table in tables):
-        raise ValueError(f"its {name} has a table of characters that is too large")
+    if not all(isinstance(table, str) and _is_whole(table) for table in tables):
+        raise ValueError(f"its {name} has a table of characters that is too large, or cut off")
     if len(json.dumps(rules)) > _MOST_RULES:
         raise ValueError(f"its {name} has more than {_MOST_RULES:,} letters")
     growth = 1
@@ -75,6 +76,12 @@ def _check_rules(name: str, rules: Any) -> None:
         growth *= _growth(rule)
         if growth > _MOST_GROWTH:
             raise ValueError(f"its {name} makes texts more than {_MOST_GROWTH} times as long")
+
+
+def _is_whole(table: str) -> bool:
+    """Whether a table of characters holds the bytes that it says it does, in its first four."""
+    size = int.from_bytes(base64.b64decode(table[:8])[:4], "little")
+    return len(table) <= _MOST_CHARACTERS and size <= len(table) * 3 // 4
 
 
 def _each(rules: Any) -> Iterable[dict[str, Any]]:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
 from offload_decode.errors import StoreDamaged
-from offload_decode.store.files import LARGEST_LIST, listed, open_regular, read_regular
+from offload_decode.store.files import LARGEST_LIST, LARGEST_SUMS, listed, open_regular, read_regular
 
 SUMS = "SHA256SUMS"
 SEAL = "SHA256SUMS.sha256"
@@ -59,7 +59,7 @@ def seal_of(sums: bytes) -> bytes:
 def read_sums(root: Path) -> dict[str, str]:
     """The checksums of the store at `root`, by path; StoreDamaged where the list itself cannot be trusted."""
     try:
-        sums, seal = (read_regular(root / name) for name in (SUMS, SEAL))
+        sums, seal = (read_regular(root / name, LARGEST_SUMS) for name in (SUMS, SEAL))
     except FileNotFoundError as error:
         raise StoreDamaged(
             f"{error.filename} is missing, so nothing of the store can be checked: "
@@ -87,7 +87,10 @@ def check_tree(
 
     Where the checksums themselves are damaged, what is left of them still tells of the other files.
     """
-    lists = {name: read_regular(root / name) if _is_plain(root / name) else None for name in (SUMS, SEAL)}
+    lists = {
+        name: read_regular(root / name, LARGEST_SUMS) if _is_plain(root / name) else None
+        for name in (SUMS, SEAL)
+    }
     problems = {name: "missing, or no plain file" for name, data in lists.items() if data is None}
     text = lists[SUMS] or b""
     if not problems and lists[SEAL] != seal_of(text):

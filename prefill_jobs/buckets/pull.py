@@ -64,12 +64,12 @@ def pull(
     index_sums = parse_sums(bucket, found) if found else {}
     partial = pulling_path(path)
     if is_store:
-        there = _items(bucket, bucket.name, path, sums)
-        there += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
-        if not _is_just(path, bucket, listed, there, progress):
+        kept = _items(bucket, bucket.name, path, sums)
+        kept += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
+        if not _is_just(path, bucket, listed, kept, progress):
             refuse_existing(path, partial)
         remove_left(partial)
-        return Transfer(0, 0, len(there), size_of(there), time.perf_counter() - began)
+        return Transfer(0, 0, len(kept), size_of(kept), time.perf_counter() - began)
     with surfaced(partial, "what was pulled", "pull"), locked(partial):
         refuse_existing(path)
         root = partial / STORE

@@ -35,6 +35,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "growth that is nested": lambda held: held.update(normalizer=sequence(sequence(TWICE, 3), 3)),
     "growth at every letter": lambda held: held.update(normalizer=SPACE | {"content": "▁" * 300}),
     "a table": lambda held: held.update(normalizer={"precompiled_charsmap": "A" * (20 << 20)}),
+    "a table of gigabytes": lambda held: held.update(normalizer={"precompiled_charsmap": "/////w=="}),
 }
 
 
