@@ -52,9 +52,9 @@ def pull(
 
     The indexes in URL.indexes/ come along, to STORE.indexes/. Every byte is checked as it arrives, and STORE
     appears when all of it is there. `ask` and `batch` take the URL of a collection too, and fetch the stores
-    that they ask. The same command resumes a pull that was interrupted. Needs pip install
-    'offload-decode[buckets]', and [signatures] with --verify; credentials and endpoints come from AWS_... and
-    GOOGLE_... variables.
+    that they ask. The same command resumes a pull that was interrupted, and keeps a store that is there as
+    it is in the bucket. Needs pip install 'offload-decode[buckets]', and [signatures] with --verify;
+    credentials and endpoints come from AWS_... and GOOGLE_... variables.
     """
     from prefill_jobs.buckets.collections import pull_collection
     from prefill_jobs.buckets.far_collection import lies_at

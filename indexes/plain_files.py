@@ -1,9 +1,12 @@
-"""Plain files are opened, and nothing else: a link could lead anywhere, a pipe would keep one waiting."""
+"""Plain files are opened, and nothing else: a link could lead anywhere, a pipe would keep one waiting, even
+where it was to be removed as a folder.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -30,3 +33,11 @@ def open_plain(path: str | Path, follow: bool = False) -> int:
         os.close(descriptor)
         raise NotPlain("it is not a regular file")
     return descriptor
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, or whatever else has its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

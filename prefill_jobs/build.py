@@ -4,7 +4,6 @@ all of them are there.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 import indexes.registry
 from indexes.base import RecallRecord, VectorIndex
 from indexes.errors import IndexNotWritten, VectorIndexError
+from indexes.plain_files import remove
 from offload_decode.errors import ConfigError
 from offload_decode.kv.head_indexes import (
     heads_of,
@@ -95,8 +95,8 @@ def build_indexes(
             progress("index", done, len(heads))
         if staged:
             publish(staging, folder, kept)
-        elif staging.exists():
-            shutil.rmtree(staging)
+        else:
+            remove(staging)
         tidy(folder)
     return report_of(kind, folder, records, built, began)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from indexes import durable
 from indexes.locks import lock
+from indexes.plain_files import remove
 from offload_decode.errors import StoreBusy, StoreError
 from offload_decode.kv.head_indexes import OLD
 
@@ -47,8 +48,7 @@ def publish(staging: Path, folder: Path, kept: Iterable[Path]) -> None:
 
 def tidy(folder: Path) -> None:
     """Remove what an earlier `publish` to `folder` had replaced when it was killed."""
-    if _old(folder).exists():
-        shutil.rmtree(_old(folder))
+    remove(_old(folder))
 
 
 def _locked(descriptor: int, folder: Path) -> bool:

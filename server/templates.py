@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
+from offload_decode.errors import ModelError
 from offload_decode.models.pieces import Piece, special_tokens
+from offload_decode.models.rendered import TemplateRefuses, rendered
 from server.errors import WrongField
 from server.messages import Call, Message
 
@@ -41,21 +43,20 @@ class Template:
         goes_on = messages[-1].role == "assistant" and not messages[-1].calls
         names = {call.id: call.name for message in messages for call in message.calls}
         try:
-            text = self._tokenizer.apply_chat_template(
+            return rendered(
+                self._tokenizer,
                 [self._broken(self._written(message, names)) for message in messages],
                 tools=self._broken(tools) or None,
-                tokenize=False,
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,
             )
-        except Exception as error:  # a template is a program, and raises what it likes
+        except (TemplateRefuses, ModelError) as error:
             reason = " ".join(str(error).split())[:200]
             raise WrongField(
                 f"the chat template of this model does not take these messages ({reason}): "
                 "let questions and answers alternate, or leave out what it does not know",
                 "messages",
             ) from error
-        return str(text)
 
     def pieces(self, rendered: str) -> list[Piece]:
         """The pieces of a text that was rendered, or of a part of it."""

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from indexes import durable
+from indexes.plain_files import remove
 from offload_decode import plain_json
 from offload_decode.collections.journal import DOCUMENTS, Entry, Journal, read
 from offload_decode.collections.words import WORDS
@@ -187,14 +187,9 @@ class Changing:
                     continue
                 gone = folder / (found.removesuffix(GONE) + GONE)
                 if gone.name != found:
-                    _remove(gone)  # of an earlier sweep that was killed
+                    remove(gone)  # of an earlier sweep that was killed
                     os.rename(folder / found, gone)  # half a store must not look like one
-                _remove(gone)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+                remove(gone)
 
 
 def _names(folder: Path) -> list[str]:

@@ -17,13 +17,15 @@ from offload_decode.memory import is_out_of_memory
 from offload_decode.models.formats import GGUF, check_packages, quantization_of
 from offload_decode.models.gate import shape_of
 from offload_decode.models.gguf import SUFFIX, check_gguf
+from offload_decode.models.pieces import panicked
+from offload_decode.models.tokenizer_file import check_tokenizer
 from offload_decode.models.wrappers import class_of, text_of
 from offload_decode.types import ModelShape
 
 WAY_OUT = f"give {demo_models.QUOTED}, a folder, a .gguf file, or a transformers id"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-TEMPLATE = "chat_template.json"
+TOKENIZER, TEMPLATE, TEMPLATES = "tokenizer.json", "chat_template.json", "additional_chat_templates"
 
 _MIB = 1 << 20
 # The largest that are known have a tenth of it.
@@ -37,7 +39,7 @@ _MOST_BYTES = {
     "chat_template.jinja": _SMALL,
     TEMPLATE: _SMALL,
     INDEX: _LARGE,
-    "tokenizer.json": _LARGE,
+    TOKENIZER: _LARGE,
     "tokenizer.model": _LARGE,
     "vocab.json": _LARGE,
     "merges.txt": _LARGE,
@@ -45,7 +47,7 @@ _MOST_BYTES = {
 
 # Beyond these a config is a mistake: building such a model, even without weights, would not end.
 _MOST = {
-    "num_hidden_layers": 1024,
+    "num_hidden_layers": 512,
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
@@ -56,7 +58,10 @@ _MOST = {
     "num_experts": 1 << 14,
     "num_local_experts": 1 << 14,
     "num_experts_per_tok": 1 << 14,
+    "num_labels": 1 << 14,
 }
+_MOST_LISTED = 1 << 15
+"""Entries of a list or an object in a config: they are copied and compared many times."""
 _OPTIONAL = frozenset(
     [
         "num_key_value_heads",
@@ -65,6 +70,7 @@ _OPTIONAL = frozenset(
         "num_experts",
         "num_local_experts",
         "num_experts_per_tok",
+        "num_labels",
     ]
 )
 
@@ -156,6 +162,14 @@ def template_of(source: str) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def check_rules(source: str) -> None:
+    """`ModelError` where the tokenizer.json of a folder or transformers id tells of what no tokenizer has."""
+    from transformers.utils import cached_file
+
+    if found := cached_file(source, TOKENIZER, _raise_exceptions_for_missing_entries=False):
+        check_tokenizer(Path(found))
+
+
 def bounded(config: Path) -> bytes:
     """The bytes of a config file; `ModelError` for one that is too large, or no plain file."""
     _check_files(config.parent)
@@ -240,8 +254,8 @@ def told(what: str) -> Iterator[None]:
         yield
     except OffloadDecodeError:
         raise
-    except Exception as error:
-        if is_out_of_memory(error):
+    except BaseException as error:
+        if is_out_of_memory(error) or not (isinstance(error, Exception) or panicked(error)):
             raise
         reason = " ".join(str(error).split())[:300].rstrip(".")
         if isinstance(error, OSError) and error.filename:  # the checkpoint is named already
@@ -252,7 +266,8 @@ def told(what: str) -> Iterator[None]:
 
 
 def _check_files(folder: Path) -> None:
-    for name, most in _MOST_BYTES.items():
+    templates = {f"{TEMPLATES}/{path.name}": _SMALL for path in (folder / TEMPLATES).glob("*")}
+    for name, most in (_MOST_BYTES | templates).items():
         path = folder / name
         if not path.exists():
             continue
@@ -287,8 +302,22 @@ def _check_sizes(config: dict[str, Any]) -> None:
         raise ModelError("its config.json names no model_type: fetch the checkpoint again")
     if "transformers_weights" in config:
         raise ModelError(f"its config.json names weights of its own: save the model anew, as {WEIGHTS}")
+    _check_lists(config)
     for own in (config, *_text_parts(config)):
         _check_numbers(own)
+
+
+def _check_lists(config: dict[str, Any]) -> None:
+    parts: list[dict[str, Any] | list[Any]] = [config]
+    while parts:
+        own = parts.pop()
+        if len(own) > _MOST_LISTED:
+            raise ModelError(
+                f"its config.json lists {len(own):,} things in one place, where {_MOST_LISTED:,} are more "
+                "than enough: fetch the checkpoint again"
+            )
+        inner = own.values() if isinstance(own, dict) else own
+        parts += [one for one in inner if isinstance(one, dict | list)]
 
 
 def _text_parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ _NUMBERS = {
 _MOST_PAIRS, _MOST_TENSORS = 1 << 16, 1 << 20
 _MOST_TEXT, _MOST_LISTED, _MOST_BYTES = 1 << 26, 1 << 24, 1 << 29  # of a text, a list, all that is said
 _MOST_SIZE = {
-    "block_count": 1024,
+    "block_count": 512,
     "embedding_length": 1 << 20,
     "feed_forward_length": 1 << 22,
     "expert_feed_forward_length": 1 << 22,

@@ -18,6 +18,7 @@ from offload_decode.memory import lifted
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.checkpoint import (
     CONFIG,
+    check_rules,
     located,
     read_config,
     source_of,
@@ -188,6 +189,8 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     where, which = located(source)
     with told(f"cannot load the model '{model_id}'"):
         logging.disable_progress_bar()  # a bar of its own would tear the one that the caller shows
+        if not which:
+            check_rules(source)
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **which)
         if tokenizer.chat_template is None and not which:
             tokenizer.chat_template = template_of(source)

@@ -114,7 +114,8 @@ def _counted(model_id: str) -> Outline:
     found = outline_of(model, model_id, shape)
     if (quantization := quantization_of(config)) is None:
         return replace(found, format=GGUF) if source_of(model_id).endswith(SUFFIX) else found
-    packed = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)
+    with told(f"cannot read the config of '{model_id}'"):
+        packed = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)
     return replace(
         found,
         linear=0,

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from offload_decode.errors import ModelError
+from offload_decode.memory import is_out_of_memory
 
 ANCHORS = ("a", ".", "0")
 
@@ -49,12 +50,17 @@ def _encoded(tokenizer: Any, text: str, letters: bool) -> list[int]:
     try:
         return list(tokenizer.encode(text, **how))
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, by name alone, and no Exception
+        if is_out_of_memory(error) or not (isinstance(error, Exception) or panicked(error)):
             raise
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
             f"the tokenizer gives up on the text ({reason}): fetch the checkpoint again, or take another"
         ) from error
+
+
+def panicked(error: BaseException) -> bool:
+    """Whether a library in Rust gave up: its error is known by name alone, and no `Exception`."""
+    return type(error).__name__ == "PanicException"
 
 
 def encode_first(tokenizer: Any, pieces: Sequence[Piece]) -> list[int]:

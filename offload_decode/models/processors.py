@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import StopStringCriteria
 
 from offload_decode.errors import ConfigError
+from offload_decode.models.checkpoint import told
+
+_NOT_OBEYED = "the model's generation_config cannot be obeyed"
 
 
 class Processors:
@@ -40,23 +43,25 @@ class Processors:
         else:
             config = _told(model, asked)
         self.samples = bool(config.do_sample)
-        config.eos_token_id = sorted(ends) or None
-        config.pad_token_id = 0  # nothing is padded, and without one there is a warning
-        config.max_length = len(tokens) + most
         self._ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
-        model._prepare_special_tokens(config, device=model.device)
-        self._processors = model._get_logits_processor(
-            config, len(tokens), self._ids, device=model.device, model_kwargs={}
-        )
         self._stop = None
-        if config.stop_strings:
-            self._stop = StopStringCriteria(tokenizer, config.stop_strings)
+        with told(_NOT_OBEYED):
+            config.eos_token_id = sorted(ends) or None
+            config.pad_token_id = 0  # nothing is padded, and without one there is a warning
+            config.max_length = len(tokens) + most
+            model._prepare_special_tokens(config, device=model.device)
+            self._processors = model._get_logits_processor(
+                config, len(tokens), self._ids, device=model.device, model_kwargs={}
+            )
+            if config.stop_strings:
+                self._stop = StopStringCriteria(tokenizer, config.stop_strings)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """`logits [V]` of the next token, changed."""
         if not self._processors:
             return logits
-        changed: Tensor = self._processors(self._ids, logits[None].clone())
+        with told(_NOT_OBEYED):  # some look at their tokens only now
+            changed: Tensor = self._processors(self._ids, logits[None].clone())
         return changed[0]
 
     def append(self, token: int) -> bool:

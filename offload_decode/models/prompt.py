@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from offload_decode.errors import ModelError
 from offload_decode.models.pieces import Piece, encode, encode_after, encode_first
+from offload_decode.models.rendered import TemplateRefuses, rendered
 
 # With what a template might change in a text.
 _CORPUS = "\x02Corpus\n\n & 'it'\x03"
@@ -102,9 +103,9 @@ def prompt_for(tokenizer: Any) -> Prompt:
     try:
         try:
             return _chat(tokenizer, seam, lambda text: text)
-        except Exception:  # noqa: BLE001  # a template is a program, and raises what it likes
+        except (TemplateRefuses, ValueError, IndexError):
             return _chat(tokenizer, seam, lambda text: [{"type": "text", "text": text}])
-    except Exception as error:
+    except (TemplateRefuses, ValueError, IndexError) as error:
         raise ModelError(
             "the chat template of this tokenizer fails or changes the user's text, so the corpus cannot "
             "be prefilled before the question; use a tokenizer without a chat template or with another one"
@@ -114,15 +115,15 @@ def prompt_for(tokenizer: Any) -> Prompt:
 def _chat(tokenizer: Any, seam: Seam, content: Callable[[str], Any]) -> Prompt:
     """A chat template split around the corpus, where `content` is how it takes a text."""
 
-    def rendered(*texts: str) -> str:
+    def written(*texts: str) -> str:
         roles = ("user", "assistant", "user")
         turns = [{"role": role, "content": content(text)} for role, text in zip(roles, texts, strict=False)]
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        return rendered(tokenizer, turns, add_generation_prompt=True)
 
     asked = _CORPUS + seam.gap + _QUESTION
-    before, after = rendered(asked).split(asked)
-    turn, again = rendered(asked, _ANSWER, _NEXT).split(_ANSWER)[1].split(_NEXT)
-    trims = f" \n{asked}" not in rendered(f" \n{asked}")
+    before, after = written(asked).split(asked)
+    turn, again = written(asked, _ANSWER, _NEXT).split(_ANSWER)[1].split(_NEXT)
+    trims = f" \n{asked}" not in written(f" \n{asked}")
     return Prompt("chat", (), before, seam, "", after, turn, again, trims)
 
 

@@ -67,7 +67,19 @@ def _names(found: list[Path], config: Any) -> Names:
     """How the text model's weights are named in a checkpoint."""
     with Unfilled(), torch.device("meta"):
         model = class_of(config)._from_config(unquantised(config))
+    if quantization_of(config) is None:
+        _check_held(found, sum(weight.numel() for weight in model.parameters()))
     return names_of(weight_names(found), model)
+
+
+def _check_held(found: list[Path], parameters: int) -> None:
+    """Transformers makes room for weights that are not there, and fills it."""
+    held = sum(path.stat().st_size for path in found)
+    if parameters > held:  # a number has a byte at the least
+        raise ModelError(
+            f"its config.json describes {parameters:,} parameters, and the files of its weights have "
+            f"{held:,} bytes: fetch the checkpoint again"
+        )
 
 
 def read_packed(

@@ -19,7 +19,7 @@ VOCABULARY = 96
 WINDOW = 7
 CHUNK = 8
 _LENGTH = 16  # for rotations that change with the length of a text
-_POSITIONS = 256
+_POSITIONS, _MOST_POSITIONS = 256, 1 << 16  # some have a learned row for each
 _SPREAD = 0.04  # of weights: with larger ones some models multiply their rounding
 _NO_MATTER = frozenset(
     ["transformers_version", "architectures", "_name_or_path", "dtype", "torch_dtype", "output_attentions"]
@@ -244,7 +244,7 @@ class _Sizes:
             return min(value, CHUNK)
         # A model's own indexer is not asked behind a prefix, and in the plain pass it leaves nothing out.
         if re.fullmatch(r"max_position_embeddings|n_positions|max_seq_len|index_topk", name):
-            return max(value, _POSITIONS)
+            return min(max(value, _POSITIONS), _MOST_POSITIONS)
         if value in (self.hidden, 2 * self.hidden) and re.search(r"hidden|dim|^size|width|embd|model", name):
             return value // self.hidden * self.few_hidden
         for pattern, most in _MOST:

@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
 from offload_decode.errors import StoreDamaged
-from offload_decode.store.files import LARGEST_LIST, listed, open_regular, read_regular
+from offload_decode.store.files import LARGEST_LIST, LARGEST_SUMS, listed, open_regular, read_regular
 
 SUMS = "SHA256SUMS"
 SEAL = "SHA256SUMS.sha256"
 
-_NAME = re.compile(r"(?:\w[\w.]*/)*\w[\w.]*", re.ASCII)  # none leads out of the store
+_DEEPEST = 8
+"""Folders within each other: a store has three."""
+_NAME = re.compile(rf"(?:\w[\w.]*/){{0,{_DEEPEST}}}\w[\w.]*", re.ASCII)  # none leads out of the store
 
 Report = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -57,7 +59,7 @@ def seal_of(sums: bytes) -> bytes:
 def read_sums(root: Path) -> dict[str, str]:
     """The checksums of the store at `root`, by path; StoreDamaged where the list itself cannot be trusted."""
     try:
-        sums, seal = (read_regular(root / name) for name in (SUMS, SEAL))
+        sums, seal = (read_regular(root / name, LARGEST_SUMS) for name in (SUMS, SEAL))
     except FileNotFoundError as error:
         raise StoreDamaged(
             f"{error.filename} is missing, so nothing of the store can be checked: "
@@ -85,12 +87,18 @@ def check_tree(
 
     Where the checksums themselves are damaged, what is left of them still tells of the other files.
     """
-    lists = {name: read_regular(root / name) if _is_plain(root / name) else None for name in (SUMS, SEAL)}
+    lists = {
+        name: read_regular(root / name, LARGEST_SUMS) if _is_plain(root / name) else None
+        for name in (SUMS, SEAL)
+    }
     problems = {name: "missing, or no plain file" for name, data in lists.items() if data is None}
     text = lists[SUMS] or b""
     if not problems and lists[SEAL] != seal_of(text):
         problems = dict.fromkeys(lists, "one of the two has changed")
-    sums = _by_path(text)
+    named = _by_path(text)
+    sums = {name: digest for name, digest in named.items() if _NAME.fullmatch(name)}
+    if not problems and len(sums) < len(named):
+        problems[SUMS] = "it names what is no file of a store"
     folders = {str(folder) for name in sums for folder in PurePath(name).parents[:-1]}
     found = set(_walk(root)) - {SUMS, SEAL, "."} - folders
     kept = {name for name in found & sums.keys() if _is_plain(root / name)}
@@ -133,10 +141,12 @@ def _by_path(sums: bytes) -> dict[str, str]:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Paths of everything under `root` that is not a folder with something in it."""
+    """Paths of everything under `root` that is not a folder with something in it, or lies too deep."""
     for folder, folders, files in os.walk(root):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         here = os.path.relpath(folder, root)
+        if here.count(os.sep) >= _DEEPEST:
+            folders.clear()  # where they end nobody knows
         if not folders and not files:
             yield here
         for name in files + links:

@@ -14,7 +14,9 @@ from indexes.plain_files import NotPlain, open_plain
 from offload_decode.errors import StoreDamaged
 
 LARGEST_LIST = 64 << 20
-"""Bytes of a list of checksums or of names, which are read whole: far more than any store has."""
+"""Bytes of a list of names, which is read whole: far more than any store has."""
+LARGEST_SUMS = 16 << 20
+"""Bytes of a list of checksums: of a hundred thousand files, of which a process could map but 65,530."""
 LARGEST_MANIFEST, LARGEST_METADATA = 4 << 20, 64 << 10
 """Bytes of the manifest and of an array's metadata: in memory JSON takes up to thirty times as many."""
 _NAMED = 50

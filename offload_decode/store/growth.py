@@ -6,7 +6,6 @@ All that a resumed prefill restores is seeded here, and nowhere else: rows, wind
 
 from __future__ import annotations
 
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from indexes.plain_files import remove
 from offload_decode.store import metadata
 from offload_decode.store.encoded import errors_at_seam
 from offload_decode.store.format import Manifest
@@ -49,8 +49,7 @@ class Growth:
         self.earlier.check_same()
         if is_left(partial, self.earlier.manifest):
             (partial / PROGRESS).unlink(missing_ok=True)
-            if (partial / REPLACED).exists():
-                shutil.rmtree(partial / REPLACED)
+            remove(partial / REPLACED)
 
     def seed(
         self, partial: Path, manifest: Manifest, specs: Sequence[ArraySpec], empty: Committed

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from indexes import durable
+from indexes.plain_files import remove
 from offload_decode.errors import StoreBusy, StoreExists
 from offload_decode.store.checksums import SEAL, SUMS, Report, hash_files, render, seal_of
 from offload_decode.store.exchange import exchange
@@ -24,22 +25,24 @@ from offload_decode.store.staging import (
 
 
 def refuse_existing(path: Path, staging: Path | None = None) -> None:
-    """StoreExists where `path` is taken.
-
-    A prefill that was killed when its store had its name already has left its folder (or what else was its
-    `staging`), without the store in it: that is removed.
-    """
+    """StoreExists where `path` is taken; `remove_left` of its `staging` then."""
     if os.path.lexists(path):
-        partial = staging or partial_path(path)
-        if (partial / LOCK).exists() and not (partial / STORE).exists():
-            with suppress(StoreBusy), locked(partial):
-                shutil.rmtree(partial)
-        with suppress(OSError):  # an empty folder is what a kill leaves as the very last thing
-            partial.rmdir()
+        remove_left(staging or partial_path(path))
         raise StoreExists(f"{path} exists already: choose another path, or remove it first.")
     for parent in Path(os.path.abspath(path)).parents:
         if (parent / SEAL).exists():  # a file more would make it a damaged store
             raise StoreExists(f"{parent} is a store itself: choose a path outside of it.")
+
+
+def remove_left(partial: Path) -> None:
+    """Remove the staging folder of a prefill, or what else had one, that was killed when its store had its
+    name already: there is no store in it.
+    """
+    if (partial / LOCK).exists() and not (partial / STORE).exists():
+        with suppress(StoreBusy), locked(partial):
+            shutil.rmtree(partial)
+    with suppress(OSError):  # an empty folder is what a kill leaves as the very last thing
+        partial.rmdir()
 
 
 def seal(partial: Path, files: Iterable[str], progress: Report | None = None) -> None:
@@ -71,7 +74,8 @@ def clear(partial: Path) -> None:
     """Remove a staging folder that is done with."""
     (partial / PROGRESS).unlink(missing_ok=True)
     for folder in (WINDOWS, STORE, REPLACED):
-        shutil.rmtree(partial / folder, ignore_errors=True)
+        with suppress(OSError):
+            remove(partial / folder)
     # The lock goes last: as long as it is there, what is left is known to be ours.
     durable.sync_folders([partial])
     shutil.rmtree(partial)

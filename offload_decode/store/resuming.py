@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from indexes import durable
+from indexes.plain_files import remove
 from indexes.rows.encodings import decode
 from offload_decode.errors import StoreDamaged, StoreMismatch
 from offload_decode.store import metadata
@@ -74,8 +75,7 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
     root = partial / STORE
     (partial / PROGRESS).unlink(missing_ok=True)  # of a store that was published and removed
     for folder in (root, partial / WINDOWS):
-        if folder.exists():
-            shutil.rmtree(folder)
+        remove(folder)
         folder.mkdir()
     earlier = growth.specs if growth else None
     sizes = len(given["documents/offsets"]) - 1, len(given["documents/names"])

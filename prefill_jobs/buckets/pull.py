@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from indexes import durable
+from indexes.plain_files import remove
 from offload_decode.errors import StoreDamaged, StoreError
 from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.store.checksums import SEAL, SUMS
-from offload_decode.store.publish import refuse_existing
+from offload_decode.store.publish import refuse_existing, remove_left
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, surfaced
 from prefill_jobs.buckets.bucket import Bucket
@@ -43,8 +44,8 @@ def pull(
     progress: Progress = lambda stage, done, total: None,
     admit: Callable[[int], None] = lambda size: None,
 ) -> Transfer:
-    """Fetch the store at `url`, and the indexes beside it, to `store`; the same call resumes. `admit` is told
-    the bytes of all before any is fetched, and may raise.
+    """Fetch the store at `url`, and the indexes beside it, to `store`; the same call resumes, and where just
+    that is there already, it is kept. `admit` is told the bytes of all before any is fetched, and may raise.
 
     StoreExists where `store` is taken, StoreBusy where another process pulls it, StoreDamaged with the names
     of objects that are missing or changed, StoreUntrusted, before anything is fetched, where they are not
@@ -52,7 +53,9 @@ def pull(
     """
     began = time.perf_counter()
     path = Path(os.path.abspath(store))
-    refuse_existing(path, pulling_path(path))
+    is_store = (path / SEAL).is_file()
+    if not is_store:
+        refuse_existing(path, pulling_path(path))
     bucket = Bucket(url)
     sums, listed = store_sums(bucket)
     found = bucket.read(f"{bucket.indexes}/{SUMS}")
@@ -60,6 +63,13 @@ def pull(
         verifier.check(bucket, listed, found)
     index_sums = parse_sums(bucket, found) if found else {}
     partial = pulling_path(path)
+    if is_store:
+        kept = _items(bucket, bucket.name, path, sums)
+        kept += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
+        if not _is_just(path, bucket, listed, kept, progress):
+            refuse_existing(path, partial)
+        remove_left(partial)
+        return Transfer(0, 0, len(kept), size_of(kept), time.perf_counter() - began)
     with surfaced(partial, "what was pulled", "pull"), locked(partial):
         refuse_existing(path)
         root = partial / STORE
@@ -110,7 +120,7 @@ def _damaged(bucket: Bucket, keys: list[str], what: str) -> StoreDamaged:
 
 def _clear(partial: Path, wanted: set[Path], tops: Sequence[Path]) -> None:
     """Leave below `tops` only what may belong to the store: it may have been begun for another."""
-    shutil.rmtree(partial / PARTS, ignore_errors=True)
+    remove(partial / PARTS)
     (partial / PARTS).mkdir()
     for top in tops:
         for folder, _, files in os.walk(top):
@@ -131,6 +141,18 @@ def _there(items: list[Item], progress: Progress) -> set[Item]:
         return right
 
     return set(in_parallel(likely, same, lambda done: progress("check", done, total))) if likely else set()
+
+
+def _is_just(path: Path, bucket: Bucket, listed: bytes, items: list[Item], progress: Progress) -> bool:
+    """Whether the store at `path` and the indexes beside it are these items to the byte, and nothing else."""
+    lists = {path / SUMS: listed, path / SEAL: bucket.seal}
+    tops = (path, indexes_folder(path))
+    found = {Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names}
+    return (
+        found == {*lists, *(item.path for item in items)}
+        and all(file.is_file() and file.read_bytes() == data for file, data in lists.items())
+        and len(_there(items, progress)) == len(items)
+    )
 
 
 def check_room(partial: Path, needed: int) -> None:

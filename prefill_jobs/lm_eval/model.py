@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-import jinja2
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -34,6 +33,7 @@ from offload_decode.models.checkpoint import source_of
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.loading import load
 from offload_decode.models.names import find_tokenizer
+from offload_decode.models.rendered import TemplateRefuses, rendered
 from prefill_jobs.lm_eval.answers import Score, Scoring, Writing, answers, scores
 from prefill_jobs.lm_eval.prefixes import Tokens, groups
 from prefill_jobs.lm_eval.registration import NAME
@@ -114,19 +114,18 @@ class OffloadDecodeLM(TemplateLM):
         """A chat as the tokenizer's template writes it; without its system message, if that fails."""
         try:
             return self._templated(chat_history, add_generation_prompt)
-        except jinja2.exceptions.TemplateError:
+        except TemplateRefuses:
             logger.warning("The chat template fails: trying without the system message.")
             others = [message for message in chat_history if message["role"] != "system"]
             return self._templated(others, add_generation_prompt)
 
     def _templated(self, chat: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        written: str = self.tokenizer.apply_chat_template(
+        return rendered(
+            self.tokenizer,
             chat,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return written
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids; nothing is put before a text that begins with the token that a text begins with."""

@@ -14,6 +14,7 @@ from offload_decode.errors import ConfigError, ModelError, UnsupportedModel
 from offload_decode.models.checkpoint import CONFIG, INDEX, WEIGHTS
 from offload_decode.models.loading import load
 from offload_decode.models.outline import outline
+from offload_decode.models.processors import Processors
 from tests.tiny import text_model, tiny_tokenizer
 
 
@@ -191,3 +192,66 @@ def test_a_broken_tokenizer_is_a_sentence(folder, text):
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ModelError, match="cannot load the model"):
         load(str(folder), "cpu")
+
+
+def test_a_tokenizer_that_a_library_panics_at_is_a_sentence(folder):
+    held = json.loads((folder / "tokenizer.json").read_text())
+    held["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AA=="}
+    (folder / "tokenizer.json").write_text(json.dumps(held))
+    with pytest.raises(ModelError, match="cannot load the model"):
+        load(str(folder), "cpu")
+
+
+def test_a_tokenizer_with_rules_of_none_is_refused(folder):
+    held = json.loads((folder / "tokenizer.json").read_text())
+    held["normalizer"] = {"type": "Prepend", "prepend": "x" * 1_000_000}
+    (folder / "tokenizer.json").write_text(json.dumps(held))
+    with pytest.raises(ModelError, match="its normalizer has more than"):
+        load(str(folder), "cpu")
+
+
+def test_a_tokenizer_that_knows_no_unknown_word_is_a_sentence(folder):
+    held = json.loads((folder / "tokenizer.json").read_text())
+    held["model"] = {"type": "WordPiece", "unk_token": "?", "vocab": {"a": 0}} | {
+        "continuing_subword_prefix": "",
+        "max_input_chars_per_word": 9,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(held))
+    with pytest.raises(ModelError, match="gives up on the text"):
+        _ = load(str(folder), "cpu").prompt
+
+
+@pytest.mark.parametrize("fields", [{"eos_token_id": [2] * 40_000}, {"num_labels": 10**8}])
+def test_a_config_does_not_list_without_end(folder, fields):
+    changed(folder, **fields)
+    refused(folder, "its config.json")
+
+
+def test_room_is_not_made_for_weights_that_are_not_there(folder):
+    changed(folder, vocab_size=1 << 24)
+    with pytest.raises(ModelError, match="and the files of its weights have"):
+        load(str(folder), "cpu")
+
+
+def test_templates_beside_the_first_are_bounded_too(folder):
+    (folder / "additional_chat_templates").mkdir()
+    os.mkfifo(folder / "additional_chat_templates" / "tools.jinja")
+    refused(folder, "not a regular file")
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"eos_token_id": ["x"]},
+        {"bad_words_ids": "x"},
+        {"bad_words_ids": [[1 << 40]]},
+        {"repetition_penalty": 0},
+        {"stop_strings": 5},
+    ],
+)
+def test_a_generation_config_that_cannot_be_obeyed_is_a_sentence(folder, stated):
+    model = load(str(folder), "cpu")
+    model.model.generation_config.update(**stated)
+    ends = frozenset(stated.get("eos_token_id", ()))
+    with pytest.raises(ModelError, match="generation_config cannot be obeyed"):
+        Processors(model.model, model.tokenizer, [1, 2], ends, 3)(torch.zeros(model.model.config.vocab_size))

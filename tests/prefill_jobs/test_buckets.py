@@ -154,6 +154,26 @@ def test_push_and_pull_give_the_same_store_and_indexes(place, stores, tmp_path):
     assert (again.files, again.skipped_files, again.skipped_bytes) == (0, files, pushed.bytes)
 
 
+def test_a_store_that_is_there_already_is_kept(place, stores, tmp_path):
+    buckets.push(stores / "a.kv", place)
+    first = buckets.pull(place, tmp_path / "back.kv")
+    again = buckets.pull(place, tmp_path / "back.kv")
+    assert (again.files, again.skipped_files, again.skipped_bytes) == (0, first.files, first.bytes)
+
+
+@pytest.mark.parametrize("change", ["a file", "an index", "the list", "one more index"])
+def test_another_store_at_the_target_is_refused(stores, tmp_path, change):
+    url = f"file://{tmp_path}/bucket/a.kv"
+    buckets.push(stores / "a.kv", url)
+    buckets.pull(url, back := tmp_path / "back.kv")
+    kinds = tmp_path / "back.kv.indexes"
+    file = {"a file": back / "tokens/c.0", "the list": back / SUMS, "one more index": kinds / "more.json"}
+    changed = file.get(change) or next(path for path in kinds.rglob("*.faiss") if path.stat().st_size)
+    changed.write_bytes(b"?" * changed.stat().st_size if changed.exists() else b"?")
+    with pytest.raises(StoreExists):
+        buckets.pull(url, back)
+
+
 def test_objects_of_several_parts(place, stores, tmp_path):
     buckets.push(stores / "big.kv", place)
     buckets.pull(place, tmp_path / "back.kv")
@@ -545,8 +565,7 @@ def test_what_a_pull_left_that_was_killed_at_its_end_goes(monkeypatch, stores, t
     buckets.pull(f"file://{stores / 'a.kv'}", back)
     monkeypatch.undo()
     assert pulling_path(back).exists()
-    with pytest.raises(StoreExists):
-        buckets.pull(f"file://{stores / 'a.kv'}", back)
+    assert not buckets.pull(f"file://{stores / 'a.kv'}", back).files
     assert not pulling_path(back).exists()
     assert same(stores / "a.kv", back)
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import zlib
 from pathlib import Path
 
 import pytest
 
 from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete
+from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.store import KVStore, Manifest, checksums, mapping, verify_store
 from offload_decode.store.documents import names_of
+from offload_decode.store.staging import LOCK, REPLACED, STORE, WINDOWS, partial_path
+from prefill_jobs.build import build_indexes
 from tests.store.jobs import FULL, SLIDING, Job, make_job
 
 
@@ -25,6 +29,48 @@ def test_checksums_name_files_of_the_store_once(store: Path, name: str) -> None:
     (store / checksums.SEAL).write_bytes(checksums.seal_of(text.encode()))
     with pytest.raises(StoreDamaged, match="not a list of the files of a store"):
         KVStore.open(store)
+
+
+def test_verify_takes_no_path_without_end(store: Path) -> None:
+    deep = "/".join(["a"] * 200_000)
+    text = (store / checksums.SUMS).read_text() + f"{'0' * 64}  {deep}\n"
+    (store / checksums.SUMS).write_text(text)
+    (store / checksums.SEAL).write_bytes(checksums.seal_of(text.encode()))
+    with pytest.raises(StoreDamaged, match="names what is no file of a store") as caught:
+        verify_store(store)
+    assert len(str(caught.value)) < 1000
+
+
+def test_verify_walks_into_no_folders_without_end(store: Path) -> None:
+    here = os.open(store, os.O_RDONLY)
+    for _ in range(1200):  # deeper than Python recurses
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+    with pytest.raises(StoreDamaged, match=r"d/d/d.* \(not of this store\)"):
+        verify_store(store)
+    subprocess.run(["rm", "-r", store / "d"], check=True)
+
+
+@pytest.mark.parametrize("name", [STORE, WINDOWS, REPLACED])
+def test_a_pipe_in_a_staging_folder_is_removed(job: Job, tmp_path: Path, name: str) -> None:
+    partial = partial_path(tmp_path / "s")
+    partial.mkdir()
+    (partial / LOCK).touch()
+    os.mkfifo(partial / name)
+    job.write(tmp_path / "s")
+    verify_store(tmp_path / "s")
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("kind", ["flat.partial", "flat.old"])
+def test_a_pipe_beside_indexes_is_removed(store: Path, kind: str) -> None:
+    build_indexes(store, "flat")
+    os.mkfifo(indexes_folder(store) / kind)
+    build_indexes(store, "flat")
+    assert [path.name for path in indexes_folder(store).iterdir()] == ["flat"]
 
 
 def test_a_sentence_does_not_name_a_hundred_thousand_files(store: Path) -> None:
