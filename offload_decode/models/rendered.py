@@ -2,18 +2,26 @@
 which may take some time and memory and no more.
 
 Jinja's sandbox, in which transformers runs it, keeps it from files and from Python, but neither from loops
-without end nor from texts of gigabytes. The process is a fork, which has imported all that it needs.
+without end nor from texts of gigabytes. The process is a fork, which has imported all that it needs. It
+writes one text after the other, for a fork of a large process takes a tenth of a second, and soon makes room
+for another, for it keeps the memory that its parent has given back meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import sys
+import time
+import warnings
 from collections.abc import Mapping, Sequence
-from multiprocessing import get_context
+from math import ceil
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from threading import Lock
+from typing import Any, NoReturn
 
 from offload_decode.errors import ModelError
 from offload_decode.memory import limit_memory, own_memory
@@ -24,6 +32,7 @@ LONGEST = 1 << 16
 """Bytes that a template may write beside the messages."""
 
 _WAITING_S = 60.0  # where others use the machine
+_LIFE_S = 10.0
 _WRITTEN, _REFUSED = b"=", b"!"
 
 
@@ -31,26 +40,61 @@ class TemplateRefuses(Exception):
     """What the template, or Jinja, says is wrong with messages."""
 
 
+class _Writer:
+    """A process that writes what the template of one tokenizer makes of messages."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer, self._template = tokenizer, tokenizer.chat_template
+        self._owner, self._until = os.getpid(), time.monotonic() + _LIFE_S
+        self._own, theirs = Pipe()
+        # Not multiprocessing's: workers of its pools may start none. That other threads run does no harm: the
+        # fork waits for nothing that they hold.
+        with theirs, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process = os.fork()
+            if not self._process:
+                _fork(theirs, tokenizer)
+
+    def serves(self, tokenizer: Any) -> bool:
+        """Whether it may be asked: by the process that began it, for this tokenizer, and not much later."""
+        same = tokenizer is self._tokenizer and tokenizer.chat_template == self._template
+        return same and os.getpid() == self._owner and time.monotonic() < self._until
+
+    def ask(self, request: bytes, most: int) -> bytes:
+        """What it tells, or nothing where it was ended or told more than `most` bytes."""
+        try:
+            self._own.send_bytes(request)
+            return self._own.recv_bytes(most) if self._own.poll(_WAITING_S) else b""
+        except (EOFError, OSError):
+            return b""
+
+    def end(self) -> None:
+        self._own.close()
+        if os.getpid() == self._owner:
+            os.kill(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
+
+
+_lock = Lock()
+_writer: _Writer | None = None
+
+
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
     """The text of messages, as `tokenizer.apply_chat_template` writes it.
 
     Raises `TemplateRefuses`, and `ModelError` where the template takes too much.
     """
-    most = LONGEST + 4 * len(json.dumps([messages, more]))  # some put a message there twice, or escaped
-    fork = get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-    child = fork.Process(target=_render, args=(sender, tokenizer, messages, more), daemon=True)
-    with receiver:
-        with sender:
-            child.start()
-        try:
-            told = receiver.recv_bytes(most) if receiver.poll(_WAITING_S) else b""
-        except (EOFError, OSError):  # it was ended, or wrote more
-            told = b""
-        finally:
-            child.kill()
-            child.join()
-            child.close()
+    global _writer
+    request = json.dumps([list(messages), more]).encode()
+    with _lock:
+        if _writer is not None and not _writer.serves(tokenizer):
+            _writer.end()
+            _writer = None
+        _writer = _writer or _Writer(tokenizer)
+        told = _writer.ask(request, LONGEST + 4 * len(request))  # some put a message there twice, or escaped
+        if not told:
+            _writer.end()
+            _writer = None
     if not told:
         raise ModelError(
             f"the chat template of this model takes more than {SECONDS} s or {MEMORY >> 20} MiB, or writes "
@@ -62,14 +106,33 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any)
     return text
 
 
-def _render(sender: Connection, tokenizer: Any, messages: Any, more: dict[str, Any]) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+def _fork(own: Connection, tokenizer: Any) -> NoReturn:
+    """All that the fork does: nothing of its parent's is flushed, told or cleaned up there."""
+    try:
+        # Else its parent's end would not end it, and what the parent closes (a client's connection) would stay
+        # open.
+        os.closerange(3, own.fileno())
+        os.closerange(own.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _write(own, tokenizer)
+    finally:
+        os._exit(0)
+
+
+def _write(own: Connection, tokenizer: Any) -> None:
     if sys.platform == "linux":
         limit_memory(own_memory() + MEMORY)
-    try:
-        told = _WRITTEN, str(tokenizer.apply_chat_template(messages, tokenize=False, **more))
-    except MemoryError:
-        return
-    except Exception as error:  # noqa: BLE001  # a template is a program, and raises what it likes
-        told = _REFUSED, str(error)[:LONGEST]
-    sender.send_bytes(told[0] + told[1].encode("utf-8", "surrogatepass"))
+    while own.poll(2 * _LIFE_S):
+        try:
+            messages, more = json.loads(own.recv_bytes())
+        except EOFError:
+            return
+        until = ceil(time.process_time()) + SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        try:
+            told = _WRITTEN, str(tokenizer.apply_chat_template(messages, tokenize=False, **more))
+        except MemoryError:
+            return
+        except Exception as error:  # noqa: BLE001  # a template is a program, and raises what it likes
+            told = _REFUSED, str(error)[:LONGEST]
+        own.send_bytes(told[0] + told[1].encode("utf-8", "surrogatepass"))
