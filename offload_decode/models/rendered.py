@@ -109,7 +109,7 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any)
 def _fork(own: Connection, tokenizer: Any) -> NoReturn:
     """All that the fork does: nothing of its parent's is flushed, told or cleaned up there."""
     try:
-        # Else its parent's end would not end it, and what the parent closes (a client's connection) would stay
+        # Else its parent would not end it, and what the parent closes (a client's connection) would stay
         # open.
         os.closerange(3, own.fileno())
         os.closerange(own.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
