@@ -45,7 +45,12 @@ def test_refusals(service: Service, store: Path, tmp_path: Path) -> None:
     url = f"s3://bucket{tmp_path}/x.kv"
     assert "There is no store at s3://" in refused(1, "pull", url, tmp_path / "back.kv")
     assert "There is no store at" in refused(1, "push", tmp_path / "none.kv", url)
-    assert "exists already" in refused(1, "pull", url, store)
+    assert "There is no store at s3://" in refused(1, "pull", url, store)
+    assert run("push", store, there := f"s3://bucket{tmp_path}/there.kv").code == 0
+    (kept := tmp_path / "kept.kv").mkdir()
+    (kept / "notes.txt").write_text("mine")
+    assert "exists already" in refused(1, "pull", there, kept)
+    assert (kept / "notes.txt").read_text() == "mine"
     assert "s3://BUCKET/NAME" in refused(2, "push", store, tmp_path / "x.kv")
     assert "s3://BUCKET/NAME" in refused(2, "pull", store, url)
     assert "There is no bucket" in refused(1, "push", store, "s3://no-bucket/x.kv")
