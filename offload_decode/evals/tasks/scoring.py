@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.hedges import all_denied, denied, refused, unsure, vague
+from offload_decode.evals.tasks.plain_answers import LEAD, plain
 
 if TYPE_CHECKING:
     from offload_decode.evals.tasks.base import Question
@@ -33,13 +34,9 @@ then there these they third thirty this those three time times to top total two 
 variable variables was we were what when where which who whose with word words would written you your
 """
 AROUND = frozenset(_AROUND.split())
-_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u00ab\u00bb\u2010\u066c", '\'\'""""-,')
-_THOUGHT = re.compile(r"\A.*</(think|thinking|reasoning)>|\A\s*<(?:think|thinking|reasoning)>.*", re.DOTALL)
 # Letters of scripts that put no space between words: Thai, Chinese, Japanese, Korean.
 _SPACELESS = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _NOT_IN_WORD, _WORD_ENDS = rf"(?<![^\W{_SPACELESS}])", rf"(?![^\W{_SPACELESS}])"
-_FOREIGN_DIGIT = re.compile(r"[^\D0-9]")
-_MARKS = re.compile(r"(?<!\d)\*+|\*+(?!\d)|[`_\u200b\u200c\u200d\ufeff]+")  # `4*3` is no 43
 _SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:(?:[,.' ]\d{3})+|(?:,\d{2})+,\d{3})(?!\d)")
 _GLUED = re.compile(r"(?<!\w)\d+(?:[-/]\d+|,\d{3}(?!\d))+(?!\w)")
 _WORD = re.compile(r"(?<![\w-])(?<!\w')[^\W\d_]+(?![\w-])(?!'\w)")
@@ -48,31 +45,12 @@ _HALVES = [(frozenset(words.ADJECTIVES[half]), frozenset(words.NOUNS[half])) for
 _PAIR = re.compile(r"(?<![\w-])([a-z]+)( ?- ?| )(?=([a-z]+)(?![\w-]))", re.IGNORECASE)
 _FOR = re.compile(r"\bfor\s+(?:the\s+)?(?:key\s+)?[\"'(]*$", re.IGNORECASE)
 _HAS = re.compile(r"[a-z]+[\"')]*\s*(?:=|\b(?:is|has)\b)", re.IGNORECASE)
-_POLITE = re.compile(
-    r"\A\W*(?:sure|certainly|absolutely|of course|okay|ok)[,!.]+\s+(?=\S)"
-    r"|\b(?:please\s+)?(?:let me know|feel free|i hope|hope this|if you (?:need|have|would|want))\b"
-    r"[^.!?\n]*[.!?]?",
-    re.IGNORECASE,
-)
 _BREAK = re.compile(r"[\n,;:.!?|/()\[\]{}\u2022-]|\d+[.)]?|\band\b", re.IGNORECASE)
 _WORDS, _WORDS_EACH = 40, 20  # an answer has no more, and so many more for each thing that was asked for
 _OTHERS, _OTHERS_EACH = 6, 6  # words that are neither the question's nor stand around answers
 _WORD_OF_A_SENTENCE = re.compile(r"(?<![\w-])[a-z]+(?![\w-])")
 _LEAST = re.compile(r"\b(?:least|rarest|fewest|less often|only once)\b", re.IGNORECASE)  # no listed words
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_LEAD = re.compile(r"^\W*(?:the\s+)?(?:final\s+|correct\s+)?answer\W*(?:\bis\b)?\s*:?", re.IGNORECASE)
-
-
-def answered(said: str) -> str:
-    """What is said when the thinking is done: of `<think>…</think> 12` the 12, and nothing of `<think>…`."""
-    return _THOUGHT.sub("", said)
-
-
-def plain(said: str) -> str:
-    """The answer without markdown and good wishes, with plain quotes, spaces and digits."""
-    text = _POLITE.sub(" ", unicodedata.normalize("NFKC", answered(said)).translate(_QUOTES))
-    text = _FOREIGN_DIGIT.sub(lambda found: str(unicodedata.decimal(found.group())), text)
-    return re.sub(r"[^\S\n]+", " ", _MARKS.sub("", text)).strip()
 
 
 def score(question: Question, said: str) -> float:
@@ -138,7 +116,7 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
     sentences those that could have been meant: those of the lists, or what `looks` like an answer and is not
     of the lists.
     """
-    text = _LEAD.sub("", plain(said))
+    text = LEAD.sub("", plain(said))
     if _too_long(text, question.answers) or unsure(text, words.KNOWN):
         return 0.0
     if none_of(question, text, question.answers) or _LEAST.search(text):
@@ -165,13 +143,13 @@ def exact(answers: Sequence[str], said: str) -> float:
     """Whether the whole of an answer is one of these, by SQuAD's normal form (arXiv 1606.05250); as it is
     written where that leaves nothing of it, as of `**`.
     """
-    given = _LEAD.sub("", said)
+    given = LEAD.sub("", said)
     return float(any((_normal(a) or a.strip()) == (_normal(given) or given.strip()) for a in answers))
 
 
 def token_f1(answers: Sequence[str], said: str) -> float:
     """The best F1 of the answer's words and those of one of these, by SQuAD's normal form."""
-    return max(_f1(_normal(answer).split(), _normal(_LEAD.sub("", said)).split()) for answer in answers)
+    return max(_f1(_normal(answer).split(), _normal(LEAD.sub("", said)).split()) for answer in answers)
 
 
 def _f1(expected: list[str], given: list[str]) -> float:

@@ -10,6 +10,7 @@ from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Choice, Draw, Fact, SpreadFacts, around, span
 from offload_decode.evals.tasks.base import Question
+from offload_decode.evals.tasks.plain_answers import plain
 from offload_decode.evals.tasks.words import Split
 
 _ASKED = 2
@@ -84,7 +85,7 @@ class CountMentions(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """1 for the one right number, of the person who was asked for."""
-        said = scoring.plain(said)
+        said = plain(said)
         if scoring.rambles(question, said) or any(name not in question.text for name in reading.people(said)):
             return 0.0
         return float(reading.number(said) == int(question.answers[0]))

@@ -11,10 +11,10 @@ from math import sqrt
 from typing import Any, ClassVar
 
 from offload_decode import plain_json
-from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Draw, Fact, SpreadFacts, around
 from offload_decode.evals.tasks.base import Material, Question
+from offload_decode.evals.tasks.plain_answers import answered
 from offload_decode.evals.tasks.words import Split
 
 _RATE = 0.55  # records asked for, for each square root of all records
@@ -145,7 +145,7 @@ class EveryRecord(SpreadFacts):
 
 def parsed(said: str) -> list[Any] | None:
     """The JSON list of an answer, from its one fenced block or the whole of it; None where there is none."""
-    said = scoring.answered(said)
+    said = answered(said)
     blocks = _FENCE.findall(said)
     if len(blocks) > 1:
         return None

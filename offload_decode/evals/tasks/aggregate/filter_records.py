@@ -13,6 +13,7 @@ from offload_decode.evals.tasks import hedges, scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Draw, Fact, SpreadFacts, around
 from offload_decode.evals.tasks.base import Material, Question
+from offload_decode.evals.tasks.plain_answers import plain
 from offload_decode.evals.tasks.words import Split
 
 _ASKED = 2
@@ -90,7 +91,7 @@ class FilterRecords(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """The right names, of all that are right or of all that were given where these are more."""
-        said = scoring.plain(said)
+        said = plain(said)
         if (
             scoring.rambles(question, said)
             or hedges.unsure(said)

@@ -15,6 +15,7 @@ from offload_decode.evals.tasks import hedges, scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Draw, Fact, SpreadFacts, around
 from offload_decode.evals.tasks.base import Material, Question
+from offload_decode.evals.tasks.plain_answers import plain
 from offload_decode.evals.tasks.words import Split
 
 _ASKED = 2
@@ -95,7 +96,7 @@ class GraphWalk(SpreadFacts):
         """For the end 1 for the one right town; for the walk the towns that are right up to the first that is
         wrong, of all there are or of all that were given where these are more.
         """
-        said = scoring.plain(said)
+        said = plain(said)
         if scoring.rambles(question, said):
             return 0.0
         if len(question.answers) == 1:

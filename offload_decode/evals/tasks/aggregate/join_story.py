@@ -15,6 +15,7 @@ from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Draw, Fact, SpreadFacts
 from offload_decode.evals.tasks.base import Question
+from offload_decode.evals.tasks.plain_answers import plain
 from offload_decode.evals.tasks.words import Split
 
 _ASKED = 2
@@ -95,7 +96,7 @@ class JoinStory(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """1 for the one right town."""
-        said = scoring.plain(said)
+        said = plain(said)
         if scoring.rambles(question, said):
             return 0.0
         return float(reading.only(names.TOWN, said, question.answers[0], question.text))

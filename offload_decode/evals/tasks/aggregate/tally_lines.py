@@ -11,6 +11,7 @@ from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Choice, Draw, Fact, SpreadFacts
 from offload_decode.evals.tasks.base import Question
+from offload_decode.evals.tasks.plain_answers import plain
 from offload_decode.evals.tasks.words import Split
 
 _LEAD = 0.15  # by which the most frequent kind is ahead of the second
@@ -104,7 +105,7 @@ class TallyLines(SpreadFacts):
 
     def score(self, question: Question, said: str) -> float:
         """1 for the right kind alone, and not for its being the second or the least frequent."""
-        said = scoring.plain(said)
+        said = plain(said)
         if scoring.rambles(question, said) or _ANOTHER_RANK.search(said):
             return 0.0
         return float(reading.label(said, _LETTERS) == question.answers[0])
