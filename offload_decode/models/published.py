@@ -120,15 +120,19 @@ def read_gguf(path: Path, config: Any, dtype: str, device: torch.device) -> tupl
 
 
 def _check_blocks(found: list[Path], quantization: dict[str, Any]) -> None:
-    """Transformers would widen a matrix that is not made of whole blocks with scales of the wrong rows."""
+    """Transformers would widen a matrix that is not made of whole blocks with scales of the wrong rows, and
+    take weights without scales for what they are not.
+    """
     from safetensors import safe_open
 
     block = quantization.get("weight_block_size") or ()
+    scaled = False
     for path in found:
         if path.suffix != ".safetensors":
             continue
         with safe_open(path, "pt") as file:
             for name in (name for name in file.keys() if name.endswith("_scale_inv")):  # noqa: SIM118
+                scaled = True
                 sizes = file.get_slice(name.removesuffix("_scale_inv")).get_shape()
                 scales = file.get_slice(name).get_shape()
                 for size, one, step in zip(sizes[-2:], scales[-2:], block, strict=False):
@@ -138,3 +142,8 @@ def _check_blocks(found: list[Path], quantization: dict[str, Any]) -> None:
                             "such are read on a GPU of compute capability 8.9 or later alone, with kernels: "
                             "pip install kernels"
                         )
+    if not scaled:
+        raise ModelError(
+            "its config.json says that its weights are FP8, and they have no scales: take "
+            "quantization_config out of it, or fetch the checkpoint again"
+        )

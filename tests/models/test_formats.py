@@ -260,6 +260,17 @@ def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path, stated: Any
         load(str(folder), "cpu")
 
 
+def test_whole_weights_that_are_said_to_be_fp8_are_refused(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made("fp8"), tmp_path / "fp8")
+    weights = load_file(folder / "model.safetensors")
+    whole = {name: weight.half() for name, weight in weights.items() if not name.endswith("_scale_inv")}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="says that its weights are FP8, and they have no scales"):
+        load(str(folder), "cpu")
+
+
 def test_fp8_that_is_not_of_whole_blocks_is_refused(made: Callable[[str], Path], tmp_path: Path) -> None:
     """Of 64 rows, two blocks of 48: transformers would take each scale for 32 of them."""
     folder = shutil.copytree(made("fp8"), tmp_path / "fp8")
