@@ -138,6 +138,7 @@ def _answer(
     stats: bool,
 ) -> None:
     from offload_decode.engine.citations import cite
+    from offload_decode.models import captured
 
     if as_json:
         given = engine.answer(asked, max_new_tokens, sampler, cites)
@@ -154,6 +155,7 @@ def _answer(
                 "options": asdict(engine.selector.options),
                 "search": engine.selector.report(),
                 "placement": engine.prefix.host.placement.report(),
+                "graphs": captured.report(engine.loaded.model.base_model),
                 "store": str(store),
                 "model": engine.loaded.model_id,
                 "stored_tokens": engine.prefix.length,

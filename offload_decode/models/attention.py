@@ -18,6 +18,7 @@ from offload_decode.kernels.dense import attend_dense
 from offload_decode.models.joint import JointLayer
 from offload_decode.models.latent import LatentHeads, latent_of
 from offload_decode.models.layers import LatentLayer, PrefixLayer, TailLayer, updated_layer
+from offload_decode.models.recorded import RecordedLayer
 from offload_decode.models.temperature import tuned_to
 from offload_decode.types import AttentionState
 
@@ -61,10 +62,13 @@ def prefix_attention(
     assert scaling is not None, "every served architecture states its scaling"
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
-    layer: TailLayer | JointLayer | None = getattr(key, "offload_layer", None)
+    layer: TailLayer | JointLayer | RecordedLayer | None = getattr(key, "offload_layer", None)
     latent = None if layer is not None else latent_of(module)
     if latent is not None:  # the keys were made of what came from the cache
         layer = updated_layer(module.layer_idx)  # type: ignore[arg-type]
+    if isinstance(layer, RecordedLayer):
+        _refuse_unknown(module, others)
+        return layer.attend(module, query, key, value, scaling, softcap, s_aux), None
     if layer is not None:
         if latent is not None:
             others.pop("indices", None)  # of the tokens that a model's own indexer would attend to

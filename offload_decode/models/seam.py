@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models.attention import NAME, pass_without_padding, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixCache
+from offload_decode.models.captured import capture
 from offload_decode.models.joint import JointCache
 from offload_decode.models.layers import forget_update
 from offload_decode.models.observed import cache_class
@@ -36,6 +37,7 @@ def activate(model: Any) -> None:
         decoder.register_forward_hook(_after, with_kwargs=True)
         run_rows_apart(decoder)
         hold_rotations(decoder)
+        capture(decoder)
 
 
 def _before(

@@ -13,6 +13,7 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Turn, run_turns
 from offload_decode.engine.sampler import Sampler
+from offload_decode.models import captured
 from offload_decode.models.loading import wrap
 from offload_decode.selectors import quest, registry
 from offload_decode.testing.card import stand_in
@@ -29,6 +30,12 @@ QUESTIONS = ["Who?", "What is it, and how often?", "Why"]
 def model(family: str = "llama"):
     changes = {"num_hidden_layers": LAYERS} if family == "llama" else {}
     return text_model(family=family, **changes)
+
+
+@pytest.fixture(autouse=True)
+def _plain_passes(monkeypatch):
+    """Bit by bit as on the host: tests/models/test_captured.py has those that are captured."""
+    monkeypatch.setattr(captured, "WORTH", 10**9)
 
 
 @pytest.fixture(scope="module")

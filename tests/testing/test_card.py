@@ -234,3 +234,57 @@ def test_a_thread_that_is_begun_there_has_the_device_too(card):
         thread.start()
         thread.join()
     assert seen == [True, True, True]
+
+
+def captured(act):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            return graph, act()
+        finally:
+            graph.capture_end()
+
+
+def test_what_a_graph_captures_is_done_when_it_is_replayed_and_not_before(card):
+    x, count = on_device(4), torch.zeros(4, device="cuda")
+
+    def act():
+        count.add_(x)
+        count[0] = 7.0
+        twice = (x * 2).view(2, 2)
+        return twice, twice[1] + torch.ones(2, device="cuda")
+
+    graph, (twice, more) = captured(act)
+    torch.cuda.synchronize()
+    assert count.tolist() == [0, 0, 0, 0]
+    assert bool(more.isnan().all())
+    for value in (1.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+        assert twice.tolist() == [[2 * value] * 2] * 2
+        assert more.tolist() == [2 * value + 1] * 2
+    assert count.tolist() == [7, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: on_device(3).sum().item(),
+        lambda: torch.ones(2, device="cuda").cpu(),
+        lambda: torch.ones(2).to("cuda"),
+        lambda: torch.ones(2, device="cuda").nonzero(),
+    ],
+)
+def test_nothing_is_waited_for_while_a_graph_is_captured(card, act):
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        captured(act)
+
+
+def test_a_graph_is_not_captured_on_the_default_stream_or_replayed_before(card):
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError):
+        graph.capture_begin()
+    with pytest.raises(RuntimeError):
+        graph.replay()

@@ -73,6 +73,8 @@ class Card:
         Raises for memory of the host that is not pinned, which no device can read.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            if self.order.graph is not None:
+                raise RuntimeError("the stand-in's graphs note no kernels")
             given = tensors(args)
             if not all(isinstance(part, DeviceTensor) or self.transfers.pinned(part) for part in given):
                 raise RuntimeError("a kernel was given a tensor that is neither on the device nor pinned")
@@ -107,7 +109,10 @@ class Card:
             if name in rules.SENT:
                 self._wait("sent", name)
             self._made(result, self.order.launch())
-        return _on_device(result) if away else result
+            result = _on_device(result)
+            if self.order.graph is not None:
+                self.order.graph.note(function, args, kwargs | {"device": CUDA}, result)
+        return result
 
     def _with_device(
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
@@ -153,6 +158,8 @@ class Card:
         if rules.waits(name, args, kwargs):
             self._wait("read", name)
         before = {address(part) for part in given}
+        if writes and self.order.graph is not None:
+            self.order.graph.keep(given[0])
         result = rules.WIDER.get(name, function)(*args, **kwargs)
         for part in given:
             if isinstance(part, DeviceTensor):
@@ -164,7 +171,12 @@ class Card:
             self._wrote(given[0], work)
         if name in rules.LIKE_FIRST:
             away = isinstance(given[0], DeviceTensor)
-        return _on_device(result) if away else result
+        result = _on_device(result) if away else result
+        if self.order.graph is not None and (
+            writes or any(address(o) not in before for o in tensors(result))
+        ):
+            self.order.graph.note(function, args, kwargs, result)
+        return result
 
     def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`to`, `cpu`, `cuda`."""

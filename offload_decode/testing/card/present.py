@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from offload_decode.testing.card.device import Card
+from offload_decode.testing.card.graphs import Graph
 from offload_decode.testing.card.streams import Event
 
 MEMORY = 1 << 40
@@ -88,6 +89,8 @@ def _functions(card: Card) -> dict[str, Any]:
         "device": lambda *_: nullcontext(),
         "Stream": lambda *_, **__: order.stream(),
         "Event": lambda *_, **__: Event(order),
+        "CUDAGraph": lambda *_: Graph(order, card.call),
+        "graph_pool_handle": object,
         "stream": lambda stream: nullcontext() if stream is None else stream,
         "current_stream": lambda *_: order.current,
         "default_stream": lambda *_: order.default,

@@ -41,6 +41,7 @@ class Order:
         self.when_waited = when_waited
         self.default = Stream(self)
         self.streams: list[Stream] = [self.default]
+        self.capturing: tuple[int, Any] | None = None  # the thread whose work a graph notes, and the graph
         self._chosen = threading.local()
         self.lock = threading.RLock()  # what one thread has waited for, others know at once, and look at
 
@@ -52,6 +53,12 @@ class Order:
     @current.setter
     def current(self, stream: Stream) -> None:
         self._chosen.stream = stream
+
+    @property
+    def graph(self) -> Any:
+        """What notes this thread's work, if a graph does."""
+        capturing = self.capturing
+        return capturing[1] if capturing is not None and capturing[0] == threading.get_ident() else None
 
     def stream(self) -> Stream:
         """One more stream."""
@@ -73,7 +80,9 @@ class Order:
             self.wait("joined", "synchronize", stream.seen)
 
     def wait(self, kind: str, function: str, seen: Seen) -> None:
-        """The host waits for all of `seen`."""
+        """The host waits for all of `seen`. Raises while a graph is captured, when nothing is being done."""
+        if self.graph is not None:
+            raise RuntimeError(f"{function}: operation not permitted when stream is capturing")
         frame: Any = sys._getframe(1)
         while any(part in frame.f_code.co_filename for part in _OUTSIDE) and frame.f_back:
             frame = frame.f_back

@@ -1,0 +1,186 @@
+"""Passes that are captured between their attentions give what plain ones give, or are not captured."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from offload_decode.engine.engine import Engine
+from offload_decode.engine.joint import Turn, run_turns
+from offload_decode.models import captured
+from offload_decode.models.captured import report
+from offload_decode.models.loading import wrap
+from prefill_jobs.job import Settings, prefill_tokens
+from tests.tiny import text_model, tiny_tokenizer
+
+N = 40
+SERVED = ["llama", "gemma2", "gemma3", "gpt-oss", "mistral", "mixtral", "olmo2", "qwen3"]
+OPTIONS = {"budget": "20", "dense_layers": ""}
+
+
+@pytest.fixture
+def opened(card, tmp_path, monkeypatch):
+    """An engine on the host, and one on the device that captures a shape that comes a second time."""
+    monkeypatch.setattr(captured, "WORTH", 2)
+
+    def opened(family: str, change=lambda model: None) -> tuple[Engine, Engine]:
+        ids = np.random.default_rng(0).integers(3, 250, N).astype(np.int32)
+        engines = []
+        for device in ("cpu", "cuda"):
+            model = text_model(family=family)
+            change(model)
+            loaded = wrap(model.to(device), tiny_tokenizer())
+            if device == "cpu":
+                prefill_tokens(loaded, ids, (), tmp_path / family, Settings(options={"chunk": 16}))
+            engines.append(Engine.open(tmp_path / family, loaded, selector="topk", options=OPTIONS))
+        engines[0].prefix.host.placement.attend = engines[1].prefix.host.placement.attend = "host"
+        return engines[0], engines[1]
+
+    return opened
+
+
+def passes(engine: Engine) -> dict:
+    return engine.loaded.model.base_model.forward.passes
+
+
+def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
+    """But for rounding: a window's keys are masked there, and left out here."""
+    torch.testing.assert_close(one, other.cpu(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_tokens_of_an_answer_are_captured_and_give_the_hosts_logits(opened, family):
+    on_host, on_device = opened(family)
+    for tokens in ([5, 6, 7], [8], [9], [10], [11, 12], [13], [14]):
+        assert_same(on_host.extend(tokens), on_device.extend(tokens))
+    assert report(on_device.loaded.model.base_model) == {"passes": [[1, 1]], "refused": None}
+    assert report(on_host.loaded.model.base_model) is None
+    (held,) = passes(on_device).values()
+    assert held.layers == list(range(on_host.loaded.model.config.num_hidden_layers))
+
+
+def test_a_captured_pass_runs_nothing_of_the_decoder(opened, monkeypatch):
+    _, engine = opened("llama")
+    for token in range(5, 9):
+        engine.extend([token])
+    monkeypatch.setattr(engine.loaded.model.base_model.norm, "forward", None)
+    engine.extend([9])
+    with pytest.raises(TypeError):
+        engine.extend([9, 10])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_packed_passes_are_captured_by_their_tokens(opened, family):
+    runs = []
+    for engine in opened(family):
+        forks = [engine.fork() for _ in range(3)]
+        rounds = [[[5, 6], [7], [8, 9, 10]], *([[n], [n + 1], [n + 2]] for n in range(11, 16))]
+        runs.append(
+            [
+                logits
+                for each in rounds
+                for logits in run_turns([Turn(*own) for own in zip(forks, each, strict=True)])
+            ]
+        )
+    for one, other in zip(*runs, strict=True):
+        assert_same(one, other)
+    assert list(passes(engine)) == [(1, 3, 1)]
+
+
+def test_padded_rows_and_beams_are_what_they_were(opened):
+    on_host, on_device = opened("llama")
+    questions = ["Who?", "What is it?"]
+    one, other = (engine.answer_many(questions, 5) for engine in (on_host, on_device))
+    assert [own.tokens for own in one] == [own.tokens for own in other]
+    out = [
+        engine.loaded.model.generate(**engine.inputs("Why"), max_new_tokens=5, do_sample=False, num_beams=2)
+        for engine in (on_host, on_device)
+    ]
+    assert out[0].tolist() == out[1].tolist()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "dbrx", "bamba", "llama4", "gemma3n"])
+def test_what_cannot_be_captured_runs_as_before(opened, family):
+    """Latents that the model unfolds, experts that the host looks up, states, chunks, shared keys."""
+    on_host, on_device = opened(family)
+    for tokens in ([5, 6, 7], *([token] for token in range(8, 13))):
+        assert_same(on_host.extend(tokens), on_device.extend(tokens))
+    assert not passes(on_device)
+
+
+def test_a_pass_that_depends_on_what_is_not_handed_over_is_refused(opened):
+    """A number that the host counts is in the graph what it was when that was captured."""
+
+    def counts(model):
+        decoder, count, layer = model.base_model, [0], type(model.base_model.layers[0]).forward
+
+        def forward(hidden_states, **given):
+            count[0] += 1
+            return layer(decoder.layers[0], hidden_states * (1 + count[0] % 7), **given)
+
+        decoder.layers[0].forward = forward
+
+    _, engine = opened("llama", counts)
+    for token in range(5, 10):
+        engine.extend([token])
+    assert not passes(engine)
+    assert "apart from a plain one" in report(engine.loaded.model.base_model)["refused"]
+
+
+def test_what_a_pass_waits_for_is_as_before(card, opened):
+    _, engine = opened("llama")
+    waited = []
+    for token in range(5, 12):
+        before = len(card.waits)
+        engine.extend([token])
+        waited.append(len(card.waits) - before)
+    assert passes(engine)
+    assert waited[-1] == waited[0]
+
+
+def test_a_copy_of_a_model_captures_its_own_weights(opened):
+    _, engine = opened("llama")
+    for token in range(5, 9):
+        engine.extend([token])
+    decoder = engine.loaded.model.base_model
+    other = copy.deepcopy(decoder)
+    assert other.forward.decoder is other
+    assert other.forward.__wrapped__.__self__ is other
+    assert not other.forward.passes
+
+
+def test_a_second_thread_does_not_wait(opened):
+    on_host, on_device = opened("llama")
+    for token in range(5, 9):
+        on_device.extend([token])
+    fork = on_device.fork()
+    decoder = on_device.loaded.model.base_model
+    with decoder.forward._busy:
+        logits = []
+        thread = threading.Thread(target=lambda: logits.append(fork.extend([9])))
+        thread.start()
+        thread.join(timeout=30)
+    on_host.extend([5, 6, 7, 8])
+    assert_same(on_host.extend([9]), logits[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_card(tmp_path, monkeypatch, family, dtype):
+    """The same tokens with graphs and without."""
+    model = text_model(family=family).to("cuda", getattr(torch, dtype))
+    loaded = wrap(model, tiny_tokenizer())
+    ids = np.random.default_rng(0).integers(3, 250, N).astype(np.int32)
+    prefill_tokens(loaded, ids, (), tmp_path / "s", Settings(options={"chunk": 16}))
+    logits = []
+    for worth in (10**9, 2):
+        monkeypatch.setattr(captured, "WORTH", worth)
+        engine = Engine.open(tmp_path / "s", loaded, selector="topk", options=OPTIONS, attend="host")
+        logits.append(torch.stack([engine.extend([token]) for token in range(5, 15)]))
+    assert report(model.base_model) == {"passes": [[1, 1]], "refused": None}
+    torch.testing.assert_close(*logits, rtol=2e-2, atol=2e-2 if dtype == "bfloat16" else 1e-4)
