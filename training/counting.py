@@ -1,4 +1,7 @@
-"""Lists in which some words come most often: RULER's common words and frequent coded words, of any size."""
+"""Lists in which some words come most often: RULER's common words and frequent coded words, of any size.
+
+A list is asked for its words many times, each time in another order: it is long, and an answer short.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ CODED_ASK = (
     "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
     "frequently appeared words in the above coded text?"
 )
+ASKED = 12  # questions for a list, as far as there is room
 CODED_PREFIX = " According to the coded text above, the three most frequently appeared words are:"
 
 
@@ -30,8 +34,9 @@ def numbered(
     rng: random.Random, names: Names, common: int, times: int, others: int, less: int
 ) -> tuple[str, list[str]]:
     """A shuffled numbered list, and its common words."""
-    # Made-up words in every third list: which words there are is to be read, not known.
-    draw = words.made_up if rng.random() < 0.3 else names.word
+    # Made-up words in every fourth list: which words there are is to be read, not known.
+    kind, listed_ = rng.random(), words.vocabulary(rng, "train")
+    draw = words.made_up if kind < 0.25 else names.word if kind < 0.6 else lambda _: next(listed_)
     chosen = words.distinct(lambda: draw(rng), common + others)
     listed = chosen[:common] * times + chosen[common:] * less
     rng.shuffle(listed)
@@ -47,7 +52,7 @@ def common_words(rng: random.Random, names: Names, room: int) -> Item:
     if room > 700 and rng.random() < 0.5:
         common = 10
     less = rng.choice([1, 2, 3, 3])
-    times = less * rng.choice([4, 6, 10])
+    times = less * rng.choice([4, 6, 10, 10])
     shown = ""
     if ruler and room > 900 and rng.random() < 0.6:
         example, answer = numbered(rng, names, common, 3, 10, 1)
@@ -70,10 +75,17 @@ def common_words(rng: random.Random, names: Names, room: int) -> Item:
     text, answer = numbered(rng, names, common, times, others, less)
     ask = COMMON_ASK.format(n=common)
     if ruler:
-        asks = [(f"{ask} Answer:{COMMON_PREFIX.format(n=common)}", Listed(tuple(answer), numbered=True))]
-        return Item([text], asks, far=False, before=shown + COMMON, after="\n")
+        begun, after = answer_begun(rng)
+        asked = (f"{ask}{begun}{COMMON_PREFIX.format(n=common)}", Listed(tuple(answer), numbered=True))
+        return Item([text], [asked] * ASKED, far=False, before=shown + COMMON, after=after)
     prefix = COMMON_PREFIX.format(n=common) if rng.random() < 0.5 else ""
-    return Item([text], [(f"{ask}\nAnswer:{prefix}", Listed(tuple(answer)))], far=False)
+    return Item([text], [(f"{ask}\nAnswer:{prefix}", Listed(tuple(answer)))] * ASKED, far=False)
+
+
+def answer_begun(rng: random.Random) -> tuple[str, str]:
+    """What stands between question and answer, and between text and question: as RULER has it, or as a
+    question is put to the models here."""
+    return (" Answer:", "\n") if rng.random() < 0.4 else ("\nAnswer:", "\n\n")
 
 
 def coded_words(rng: random.Random, names: Names, room: int) -> Item:
@@ -93,8 +105,9 @@ def coded_words(rng: random.Random, names: Names, room: int) -> Item:
     rng.shuffle(listed)
     answer = Listed(tuple(drawn[1:4] if dots else drawn[:3]))
     text = " ".join(listed)
-    if rng.random() < 0.6:
-        asks = [(f"{CODED_ASK} Answer:{CODED_PREFIX}", answer)]
-        return Item([text], asks, far=False, before=CODED, after="\n")
+    if rng.random() < 0.7:
+        begun, after = answer_begun(rng)
+        asked = (f"{CODED_ASK}{begun}{CODED_PREFIX}", answer)
+        return Item([text], [asked] * ASKED, far=False, before=CODED, after=after)
     prefix = CODED_PREFIX if rng.random() < 0.5 else ""
-    return Item([text], [(f"{CODED_ASK}\nAnswer:{prefix}", answer)], far=False)
+    return Item([text], [(f"{CODED_ASK}\nAnswer:{prefix}", answer)] * ASKED, far=False)

@@ -21,6 +21,7 @@ FAR_FACTS = 64  # and for facts with other keys
 FAR_SHARE = 0.6  # of the rows that may have far distractors
 LEAST_FAR = 300
 CROWD = 64
+CROWDED = 1 << 16  # tokens of the longest list that is simulated
 MOST_FACTS = 6e4  # tokens of facts: two thousand needles
 BOUND = 128  # values' tokens of a row that are led to the names they belong to
 FARTHEST = 1_200_000  # places of a rotary model in training
@@ -44,6 +45,7 @@ class Batch(NamedTuple):
     counted: np.ndarray
     bound: np.ndarray
     crowd: np.ndarray
+    branches: np.ndarray
     far_index: np.ndarray
     far_places: np.ndarray
     far_bias: np.ndarray
@@ -144,7 +146,8 @@ class Mixer:
         others = np.full((length, ALTERNATIVES), -1, np.int64)
         if kind == "several":
             made, belongs, lists = several.several(rng, length, self.words, self.common, self.rows.bos)
-            return Row(*made, made.ends, belongs, nothing, nothing, False, kind, lists)
+            none = np.zeros(length, np.int64)
+            return Row(*made, made.ends, belongs, nothing, nothing, False, none, kind, lists)
         hints = np.full((length, HINTS), -1, np.int64)
         if kind == "phrases":
             tokens, weights = synthetic.phrase_bank(rng, length, self.words)
@@ -157,7 +160,7 @@ class Mixer:
             return self.rows.row(random.Random(int(rng.integers(2**62))), length, kind)
         none = np.zeros(length, np.int64)
         taught = (tokens, weights, others, ~nothing, hints, none, tokens, none, NOTHING)
-        return Row(*taught, nothing, nothing, False, kind)
+        return Row(*taught, nothing, nothing, False, none, kind)
 
 
 class Steps(torch.utils.data.Dataset[list[Row]]):
@@ -209,10 +212,12 @@ def assembled(rng: np.random.Generator, rows: list[Row], far: float, rotary: boo
     if places is None or far_places is None:
         places = np.broadcast_to(np.arange(length), (len(rows), length)).copy()
         far_places = np.zeros(len(index), np.int64)
+    branches = np.stack([row.branches for row in rows])
+    places = side_by_side(places, branches)
     kinds = [row.kind for row in rows]
     crowd = np.stack([crowded(rng, row) for row in rows])
     so_far = np.stack([row.so_far for row in rows])
-    led = (guided, hints, opens, ends, origins, so_far, counted, bound, crowd)
+    led = (guided, hints, opens, ends, origins, so_far, counted, bound, crowd, branches)
     return Batch(tokens, places, picked, targets, weights, others, *led, index, far_places, bias, kinds)
 
 
@@ -220,7 +225,7 @@ def crowded(rng: np.random.Generator, row: Row) -> np.ndarray:
     """The logarithm of how many tokens each of a row stands for in the last layer, float32[T].
 
     That is one, but for a numbered list's tokens that are not of its common words: as if the list were up to
-    CROWD times as long, and the common words had come no more often.
+    CROWD times as long, or CROWDED tokens, and the common words had come no more often.
     """
     out = np.zeros(len(row.tokens), np.float32)
     if row.kind == "common":
@@ -235,8 +240,18 @@ def crowded(rng: np.random.Generator, row: Row) -> np.ndarray:
                 at -= 1
         rare = ~np.isin(row.so_far, list(common))
         rare[: listed[0]] = rare[listed[-1] + 1 :] = False
-        out[rare] = rng.uniform(0, np.log(CROWD))
+        out[rare] = rng.uniform(0, np.log(min(CROWD, CROWDED / len(row.tokens))))
     return out
+
+
+def side_by_side(places: np.ndarray, branches: np.ndarray) -> np.ndarray:
+    """Places int64[B, T] where each branch stands right behind what all of them see."""
+    places = places.copy()
+    for row, own in zip(places, branches, strict=True):
+        first = np.flatnonzero(np.diff(own, prepend=0))  # of each branch
+        for start, end in zip(first, [*first, len(own)][1:], strict=True):
+            row[start:end] += row[first[0]] - row[start]
+    return places
 
 
 def distractors(rng: np.random.Generator, rows: list[Row], far: float) -> tuple[np.ndarray, np.ndarray]:

@@ -53,6 +53,7 @@ class Trainee(nn.Module):
         counted: torch.Tensor,
         bound: torch.Tensor,
         crowd: torch.Tensor,
+        branches: torch.Tensor,
         far_index: torch.Tensor,
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
@@ -68,14 +69,16 @@ class Trainee(nn.Module):
         else itself; so_far int64[B, T]: which beginning of such a word has been read by then, or 0; counted
         int64[B, C]: some of these places; bound int64[B, R, 3]: a value's token, and
         the first and the last one of the name it belongs to, or -1; crowd float32[B, T]:
-        the logarithm of how many tokens each stands for in the last layer; far_index int64[N] into B * T: the
+        the logarithm of how many tokens each stands for in the last layer; branches int64[B, T]: 0 for what
+        all see, and a number for what only its own sees; far_index int64[N] into B * T: the
         sampled keys, far_places int64[N], and far_bias float32[B, N]: the logarithm of what each stands for,
         or -inf; softening: factor on the full layers' scores; eos: what ends an answer.
 
         Returns the weighted mean of -log of the probability of what is right; what is missed of what it is
         led to, float32[6] in the order of `guidance.LED`; and bool[B, P]: right predictions.
         """
-        x, paid, held = self.states(tokens, places, picked, crowd, far_index, far_places, far_bias, softening)
+        behind = (far_index, far_places, far_bias, softening)
+        x, paid, held = self.states(tokens, places, picked, crowd, branches, *behind)
         logits = self.logits(x).flatten(0, 1)
         accepted = torch.cat([targets[..., None], others], 2).flatten(0, 1)
         chosen = logits.gather(1, accepted.clamp(min=0)).masked_fill(accepted < 0, float("-inf"))
@@ -110,6 +113,7 @@ class Trainee(nn.Module):
         places: torch.Tensor,
         picked: torch.Tensor,
         crowd: torch.Tensor,
+        branches: torch.Tensor,
         far_index: torch.Tensor,
         far_places: torch.Tensor,
         far_bias: torch.Tensor,
@@ -144,7 +148,8 @@ class Trainee(nn.Module):
             query = self.split(attention.q_proj(normed), self.heads)
             window = self.windows[index]
             if window:
-                out, weights = banded(self.rotate(query, *turned), self.rotate(key, *near), value, window)
+                turned_, near_ = self.rotate(query, *turned), self.rotate(key, *near)
+                out, weights = banded(turned_, near_, value, window, branches)
             else:
                 taken, held = self.sample(key, far_index), self.sample(value, far_index)
                 if not self.parallel:
@@ -156,7 +161,8 @@ class Trainee(nn.Module):
                 key = torch.cat([key, taken.expand(batch, -1, -1, -1)], 2)
                 value = torch.cat([value, held.expand(batch, -1, -1, -1)], 2)
                 near_bias = crowd[:, None, :] if index == last else torch.zeros_like(crowd)[:, None, :]
-                seen = torch.where(order <= at[:, :, None], near_bias, float("-inf"))
+                shared = (branches[:, None] == 0) | (branches[:, None] == branches.gather(1, at)[:, :, None])
+                seen = torch.where((order <= at[:, :, None]) & shared, near_bias, float("-inf"))
                 beyond = far_bias[:, None, :].expand(-1, at.shape[1], -1)
                 bias = torch.cat([seen, beyond], 2)
                 out, weights = attend(query * softening, key, value, bias)
@@ -228,12 +234,13 @@ def attend(
 
 
 def banded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, branches: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sliding-window attention: each block of queries sees its own block of keys and the one before.
 
-    query [B, Hq, T, D], key and value [B, H, T, D] to [B, Hq, T, D], and the weights, [B, Hq, T, 2 * window];
-    T is a multiple of window, or smaller, and then that stands for it.
+    query [B, Hq, T, D], key and value [B, H, T, D], branches int64[B, T] (0 is seen by all, others by their
+    own) to [B, Hq, T, D], and the weights, [B, Hq, T, 2 * window]; T is a multiple of window, or smaller, and
+    then that stands for it.
     """
     batch, heads, length, dim = query.shape
     shared = key.shape[1]
@@ -248,9 +255,12 @@ def banded(
     column = torch.arange(2 * size, device=query.device)
     band = (column <= row) & (column > row - window)
     seen = band & ((torch.arange(blocks, device=query.device)[:, None, None] > 0) | (column >= size))
+    mine = branches.reshape(batch, blocks, size)
+    met = torch.cat([F.pad(mine, (0, 0, 1, 0))[:, :-1], mine], 2)[:, :, None]
+    seen = seen & ((met == 0) | (met == mine[..., None]))
     grouped = query.reshape(batch, shared, heads // shared, blocks, size, dim)
     scores = grouped @ with_previous(key).transpose(-1, -2) * dim**-0.5
-    weights: torch.Tensor = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights: torch.Tensor = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
     out = (weights @ with_previous(value)).reshape(batch, heads, length, dim)
     return out, weights.reshape(batch, heads, length, 2 * size)
 

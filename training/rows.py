@@ -34,7 +34,6 @@ SETTLED = 0.25  # weight of an answer's token that the two before it tell; of th
 REST = 0.2  # weight of the phrase bank behind the last question
 COUNTING = ("common", "coded")
 ALONE = (*COUNTING, "suite")  # nothing beside them: they write their whole text
-COUNTED = 3.0  # weight of an answer that was counted: a whole list is read for a few words
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class Row:
     from there; so_far int64[T]: which beginning of such a word has been read by then, or 0; belongs
     int64[R, 3]: tokens of values, with the first and the last one of the name that they belong to; background
     bool[T]: filler without answers; facts bool[T]: what is hidden there; far: whether tokens of other texts
-    may be simulated behind it; lists: the answers whose parts may come in any order."""
+    may be simulated behind it; branches int64[T]: 0 for what all see, and a number for each question that
+    sees that and itself alone; lists: the answers whose parts may come in any order."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -60,6 +60,7 @@ class Row:
     background: np.ndarray
     facts: np.ndarray
     far: bool
+    branches: np.ndarray
     kind: str
     lists: tuple[Said, ...] = ()
 
@@ -135,9 +136,9 @@ class Rows:
         if kind == "documents":
             return documents.documents(rng, names, length)
         if kind == "common":
-            return counting.common_words(rng, names, int(length * rng.uniform(0.5, 0.9)))
+            return counting.common_words(rng, names, int(length * rng.uniform(0.4, 0.8)))
         if kind == "coded":
-            return counting.coded_words(rng, names, int(length * rng.uniform(0.5, 0.9)))
+            return counting.coded_words(rng, names, int(length * rng.uniform(0.4, 0.8)))
         if kind == "suite":
             return suite.drawn(rng, self.tokenizer, self.fillers, length)
         raise ValueError(kind)
@@ -159,7 +160,9 @@ class Rows:
         if not found:
             return None
         rng.shuffle(found)
-        asks = [(after if i == 0 else "\n") + ask for i, (ask, _) in enumerate(found)]
+        # Questions about one list stand side by side, each right behind it.
+        beside = kind in COUNTING
+        asks = [(after if i == 0 or beside else "\n") + ask for i, (ask, _) in enumerate(found)]
         said = [spoken(rng, answer) for _, answer in found]
         (head,) = self.encode([before])
         answers = self.encode([answer for answer, _ in said])
@@ -172,7 +175,6 @@ class Rows:
         more = sum(len(a) + len(b) + 1 for a, b in zip(asked[1:], answers[1:], strict=True))
         wanted = min(more, length // 2)
         left = max(0, length - taken - wanted)
-        worth = COUNTED if kind in COUNTING else 1.0
         room = int(left * (1.0 if rng.random() < 0.5 else rng.random()))
         filler = (
             np.zeros(0, np.int64)
@@ -190,6 +192,7 @@ class Rows:
         hints = np.full((length, HINTS), -1, np.int64)
         named = [named for item in items for named in item.named]
         belongs: list[np.ndarray] = []
+        branches = np.zeros(length, np.int64)
         for i in range(len(asks)):
             question = asked[i]
             start = size + len(question)
@@ -197,7 +200,7 @@ class Rows:
             if end + 1 > length:
                 continue
             tokens += [question, answers[i], np.array([self.eos])]
-            weights += [np.zeros(len(question), np.float32), np.full(len(answers[i]) + 1, worth, np.float32)]
+            weights += [np.zeros(len(question), np.float32), np.ones(len(answers[i]) + 1, np.float32)]
             parts = self.encode([f" {part}" for part in said[i][1]])
             answer = found[i][1]
             if isinstance(answer, Listed):
@@ -218,8 +221,11 @@ class Rows:
             guided[start:end] = kind not in ALONE
             if kind in COUNTING:  # led to what comes often, but not from one place in the list to the next
                 guided[start:end] = inside(lists[-1])
+            if beside:
+                branches[size : end + 1] = i + 1
             size = end + 1
         if length > size:
+            branches[size:] = beside * (len(asks) + 1)
             bank, scores = phrase_bank(np.random.default_rng(rng.getrandbits(62)), length - size, self.words)
             tokens.append(bank)
             weights.append(np.float32(REST) * scores)
@@ -229,7 +235,7 @@ class Rows:
         far = all(item.far for item in items)
         whole, counted = np.concatenate(tokens), np.concatenate(weights)
         # Many tokens of an answer are copied in passing; what must be found or decided is to count.
-        plain = settled(whole) & (others < 0).all(1) & ~turns & (counted > REST)
+        plain = settled(whole, branches) & (others < 0).all(1) & ~turns & (counted > REST)
         counted = np.where(plain, np.minimum(counted, SETTLED), counted)
         ends, so_far, origins = *np.zeros((2, length), np.int64), whole.copy()
         if kind in COUNTING:
@@ -238,7 +244,7 @@ class Rows:
             ends[inside_list], origins[inside_list], so_far[inside_list] = in_list
         belongs += [behind + found for found in held(items, encoded[1], starts)]
         led = (guided, hints, ends, origins, so_far, np.concatenate([NOTHING, *belongs]))
-        return Row(whole, counted, others, *led, marked, told & far, far, kind, tuple(lists))
+        return Row(whole, counted, others, *led, marked, told & far, far, branches, kind, tuple(lists))
 
     def hidden(
         self,
@@ -289,12 +295,17 @@ def ids_of(encoding: Any) -> np.ndarray:
     return np.array(encoding.ids, np.int64)
 
 
-def settled(tokens: np.ndarray) -> np.ndarray:
-    """Which of tokens int64[T] alone have come behind the same two before them: bool[T]."""
+def settled(tokens: np.ndarray, branches: np.ndarray) -> np.ndarray:
+    """Which of tokens int64[T] alone have come behind the same two before them, as far as their branch sees:
+    bool[T].
+    """
     found = np.zeros(len(tokens), bool)
-    behind: dict[tuple[int, int], set[int]] = {}
+    shared: dict[tuple[int, int], set[int]] = {}
+    behind = shared
     listed = tokens.tolist()
     for i, both in enumerate(pairwise(listed[:-1]), 2):
+        if branches[i] != branches[i - 1]:
+            behind = {pair: set(those) for pair, those in shared.items()}
         known = behind.setdefault(both, set())
         found[i] = known == {listed[i]}
         known.add(listed[i])

@@ -24,10 +24,20 @@ def trainee() -> Trainee:
     return Trainee(network.create(network.config("demo", 500, 0, 1, 2)))
 
 
+def sure() -> Trainee:
+    """One whose logits are far apart."""
+    torch.manual_seed(0)
+    model = network.create(network.config("demo", 500, 0, 1, 2))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(200)
+    return Trainee(model)
+
+
 def drawn(seed: int) -> Row:
     made, belongs, lists = several(np.random.default_rng(seed), 128, WORDS, COMMON, BOS)
     nothing = np.zeros(128, bool)
-    return Row(*made, made.ends, belongs, nothing, nothing, False, "several", lists)
+    none = np.zeros(128, np.int64)
+    return Row(*made, made.ends, belongs, nothing, nothing, False, none, "several", lists)
 
 
 def test_another_order_has_the_same_parts_and_accepts_what_is_left() -> None:
@@ -49,7 +59,8 @@ def test_another_order_has_the_same_parts_and_accepts_what_is_left() -> None:
     assert (turned.tokens[outside] == row.tokens[outside]).all()
 
 
-def test_the_part_that_the_model_would_say_first_comes_first(trainee: Trainee) -> None:
+def test_the_part_that_the_model_would_say_first_comes_first() -> None:
+    trainee = sure()
     rows = [row for row in map(drawn, range(160)) if any(len(said.parts) > 1 for said in row.lists)]
     found = favourites_first(np.random.default_rng(0), rows, trainee, 1.0, "cpu")
     turned = falling = seen = 0
@@ -67,6 +78,15 @@ def test_the_part_that_the_model_would_say_first_comes_first(trainee: Trainee) -
     assert turned
     assert seen >= 30
     assert falling / seen > 0.6  # seven in ten lists, and some of the others by chance
+
+
+def test_what_the_model_likes_as_much_comes_in_any_order(trainee: Trainee) -> None:
+    row = next(r for r in map(drawn, range(99)) if any(len(said.parts) > 2 for said in r.lists))
+    orders = {
+        favourites_first(np.random.default_rng(seed), [row], trainee, 1.0, "cpu")[0].tokens.tobytes()
+        for seed in range(12)
+    }
+    assert len(orders) > 3
 
 
 def test_rows_without_lists_stay(trainee: Trainee) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from training import network
+from training.curriculum import side_by_side
 from training.forward import Trainee, attend, banded, of_queries, unbanded
 from training.guidance import LED, LONGER, SINKS
 
@@ -40,6 +41,7 @@ def arguments(far: int = 0) -> dict[str, torch.Tensor]:
         "counted": torch.zeros(2, 5, dtype=torch.long),
         "bound": torch.full((2, 4, 3), -1),
         "crowd": torch.zeros(2, LENGTH),
+        "branches": torch.zeros(2, LENGTH, dtype=torch.long),
         "far_index": torch.arange(far),
         "far_places": torch.zeros(far, dtype=torch.long),
         "far_bias": torch.full((2, far), float("-inf")),
@@ -62,6 +64,30 @@ def test_it_gives_the_loss_of_transformers(name: str) -> None:
     weights = given["weights"].flatten()
     torch.testing.assert_close(loss, (losses * weights).sum() / weights.sum())
     assert torch.equal(right, logits.argmax(-1) == given["targets"])
+
+
+@pytest.mark.parametrize("name", network.MODELS)
+def test_branches_are_as_if_each_stood_alone_behind_what_all_see(name: str) -> None:
+    model, given = small(name), arguments()
+    stem, first, second = 200, 30, 26
+    branches = torch.zeros(2, LENGTH, dtype=torch.long)
+    branches[:, stem:] = torch.tensor([1] * first + [2] * second)
+    given["branches"] = branches
+    given["places"] = torch.as_tensor(side_by_side(given["places"].numpy(), branches.numpy()))
+    given["picked"] = torch.arange(stem, stem + 40).expand(2, -1)
+    with torch.no_grad():
+        trainee = Trainee(model)
+        names = ("tokens", "places", "picked", "crowd", "branches", "far_index", "far_places", "far_bias")
+        states, *_ = trainee.states(*(given[name] for name in names), given["softening"])
+        logits = trainee.logits(states)
+        # transformers' windows count places by index: what follows stands where it is looked for.
+        alone = torch.cat([given["tokens"][:, :stem], given["tokens"][:, stem + first :]], 1)
+        true = model(given["tokens"][:, : stem + first]).logits[:, stem:]
+        torch.testing.assert_close(logits[:, :first], true, rtol=1e-4, atol=1e-4)
+        # A window ends where that of the row does, by index: the second branch sees less of the stem.
+        if all(window is None for window in trainee.windows):
+            true = model(alone).logits[:, stem : stem + 40 - first]
+            torch.testing.assert_close(logits[:, first:], true, rtol=1e-4, atol=1e-4)
 
 
 def test_a_token_as_right_as_the_target_counts_as_right() -> None:
@@ -96,7 +122,7 @@ def test_a_token_of_the_row_stands_for_many_in_the_last_layer_alone() -> None:
     crowd = torch.zeros(2, LENGTH)
     crowd[:, 3] = 2.0
     places = [given[name] for name in ("tokens", "places", "picked")]
-    behind = [given[name] for name in ("far_index", "far_places", "far_bias", "softening")]
+    behind = [given[name] for name in ("branches", "far_index", "far_places", "far_bias", "softening")]
     with torch.no_grad():
         _, paid, _ = trainee.states(*places, torch.zeros_like(crowd), *behind)
         _, more, _ = trainee.states(*places, crowd, *behind)
@@ -250,7 +276,7 @@ def test_what_is_read_where_a_word_ends_is_led_to_its_first_token(eager: Any) ->
 def test_attention_in_a_window_is_told_by_token(length: int) -> None:
     torch.manual_seed(3)
     query, key, value = torch.randn(2, 4, length, 8), *torch.randn(2, 2, 2, length, 8)
-    out, paid = banded(query, key, value, 16)
+    out, paid = banded(query, key, value, 16, torch.zeros(len(query), length, dtype=torch.long))
     picked = torch.stack([torch.randperm(length)[:7], torch.randint(0, length, (7,))])
     whole = unbanded(of_queries(paid, picked), picked, length)
     torch.testing.assert_close(whole.sum(-1), torch.ones(2, 4, 7))

@@ -218,9 +218,14 @@ def test_what_a_list_may_say_next_is_what_it_has_not_said() -> None:
 
 def test_a_token_is_settled_by_the_two_before_it_as_long_as_nothing_else_came_behind_them() -> None:
     #                       0  1  2  3  4  5  6  7  8  9 10 11
-    found = settled(np.array([1, 2, 3, 9, 1, 2, 3, 1, 2, 4, 1, 2]))
+    found = settled(np.array([1, 2, 3, 9, 1, 2, 3, 1, 2, 4, 1, 2]), np.zeros(12, int))
     assert found.nonzero()[0].tolist() == [6]
-    assert not settled(np.array([1, 2, 3, 1, 2, 4, 1, 2, 3])).any()
+    assert not settled(np.array([1, 2, 3, 1, 2, 4, 1, 2, 3]), np.zeros(9, int)).any()
+    # What another branch tells is not seen; what stands before all of them is.
+    branches = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
+    found = settled(np.array([1, 2, 3, 4, 5, 6, 4, 5, 6, 3]), branches)
+    assert not found.any()
+    assert settled(np.array([1, 2, 3, 9, 1, 2, 3]), np.array([0, 0, 0, 1, 1, 1, 1]))[-1]
 
 
 @pytest.mark.parametrize("kind", ["values", "common", "coded"])
