@@ -8,8 +8,6 @@ goes on with other candidates is not right for holding the right one somewhere.
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -50,7 +48,6 @@ _WORDS, _WORDS_EACH = 40, 20  # an answer has no more, and so many more for each
 _OTHERS, _OTHERS_EACH = 6, 6  # words that are neither the question's nor stand around answers
 _WORD_OF_A_SENTENCE = re.compile(r"(?<![\w-])[a-z]+(?![\w-])")
 _LEAST = re.compile(r"\b(?:least|rarest|fewest|less often|only once)\b", re.IGNORECASE)  # no listed words
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def score(question: Question, said: str) -> float:
@@ -137,32 +134,6 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
             rest = [word for word in rest if meant(word)]
         given.update(rest)
     return share(_lower(question.answers), given)
-
-
-def exact(answers: Sequence[str], said: str) -> float:
-    """Whether the whole of an answer is one of these, by SQuAD's normal form (arXiv 1606.05250); as it is
-    written where that leaves nothing of it, as of `**`.
-    """
-    given = LEAD.sub("", said)
-    return float(any((_normal(a) or a.strip()) == (_normal(given) or given.strip()) for a in answers))
-
-
-def token_f1(answers: Sequence[str], said: str) -> float:
-    """The best F1 of the answer's words and those of one of these, by SQuAD's normal form."""
-    return max(_f1(_normal(answer).split(), _normal(LEAD.sub("", said)).split()) for answer in answers)
-
-
-def _f1(expected: list[str], given: list[str]) -> float:
-    common = (Counter(expected) & Counter(given)).total()
-    if not expected or not given:
-        return float(expected == given)
-    return 2 * common / (len(expected) + len(given))
-
-
-def _normal(text: str) -> str:
-    """SQuAD's: small letters, no punctuation, no articles, single spaces."""
-    kept = "".join(c for c in plain(text).lower() if not unicodedata.category(c).startswith(("P", "S")))
-    return " ".join(_ARTICLES.sub(" ", kept).split())
 
 
 def _lower(texts: Sequence[str]) -> list[str]:

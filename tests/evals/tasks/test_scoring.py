@@ -9,7 +9,7 @@ import pytest
 
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack, Strand
-from offload_decode.evals.tasks import Question, scoring, words
+from offload_decode.evals.tasks import Question, scoring, squad, words
 from offload_decode.models.checkpoint import source_of
 from tests.tiny import tiny_tokenizer
 
@@ -375,5 +375,5 @@ def test_rulers_score_is_any_substring() -> None:
 )
 def test_squads_exact_match_and_f1(said: str, exact: float, f1: float) -> None:
     answers = ("Statue of Liberty", "Liberty Statue")
-    assert scoring.exact(answers, said) == exact
-    assert scoring.token_f1(answers, said) == pytest.approx(f1, abs=0.1)
+    assert squad.exact(answers, said) == exact
+    assert squad.token_f1(answers, said) == pytest.approx(f1, abs=0.1)

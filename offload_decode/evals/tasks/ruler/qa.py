@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals.tasks import scoring
+from offload_decode.evals.tasks import squad
 from offload_decode.evals.tasks.base import Context, Material, Question, Task, too_short
 from offload_decode.evals.tasks.ruler.qa_files import Asked, Questions, ours, read
 from offload_decode.evals.tasks.words import Split
@@ -116,8 +116,8 @@ class SingleHop(Task):
         return rng.choice(alike).answers[0] if alike else ""
 
     def score(self, question: Question, said: str) -> float:
-        """SQuAD's exact match; `scoring.token_f1` is its other measure."""
-        return scoring.exact(question.answers, said)
+        """SQuAD's exact match; `squad.token_f1` is its other measure."""
+        return squad.exact(question.answers, said)
 
     def ruler_score(self, question: Question, said: str) -> float:
         """RULER's `string_match_part`: whether any of the answers occurs anywhere in what was said."""

@@ -13,7 +13,7 @@ import pytest
 from offload_decode.errors import ConfigError, CorpusError
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack, Strand
-from offload_decode.evals.tasks import scoring
+from offload_decode.evals.tasks import squad
 from offload_decode.evals.tasks.ruler import qa, qa_files
 from offload_decode.evals.tasks.ruler.qa import MultiHop, SingleHop, read, task_of
 from tests.tiny import tiny_tokenizer
@@ -169,9 +169,9 @@ def test_every_question_of_ours_is_answered_by_its_documents(hops: int, least: i
     assert len({one.question for one in questions.asked}) == len(questions.asked)
     for one in questions.asked:
         assert len(one.needed) == hops, one.question
-        found = [scoring._normal(questions.documents[at]) for at in one.needed]
-        assert any(scoring._normal(answer) in text for answer in one.answers for text in found), one.question
-        assert scoring._normal(one.answers[0]) not in scoring._normal(one.question).split(), one.question
+        found = [squad.normal(questions.documents[at]) for at in one.needed]
+        assert any(squad.normal(answer) in text for answer in one.answers for text in found), one.question
+        assert squad.normal(one.answers[0]) not in squad.normal(one.question).split(), one.question
         if hops == 2:
             titles = {questions.documents[at].split("\n")[0] for at in one.needed}
             assert len(titles) == 2, one.question
