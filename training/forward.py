@@ -89,7 +89,16 @@ class Trainee(nn.Module):
         count = self.by_token(paid, -3, counted, length)
         led = [
             copied(
-                paid[-1][..., :length], tokens, picked, others, hints, opens, origins, weights * guided, eos
+                paid[-1][..., :length],
+                tokens,
+                picked,
+                others,
+                hints,
+                opens,
+                origins,
+                branches,
+                weights * guided,
+                eos,
             ),
             remembering(self.by_token(paid, -2, picked, length), picked, opens, weights),
             belonging(self.by_token(paid, -2, named, length), bound),

@@ -24,6 +24,7 @@ def copied(
     hints: torch.Tensor,
     opens: torch.Tensor,
     origins: torch.Tensor,
+    branches: torch.Tensor,
     weights: torch.Tensor,
     eos: int,
 ) -> torch.Tensor:
@@ -33,7 +34,7 @@ def copied(
     The arguments are those of `Trainee.forward`; weights float32[B, P].
     """
     begins = opened(opens, picked) > 0
-    wanted = sources(tokens, origins, picked, others, hints, begins, eos)
+    wanted = sources(tokens, origins, branches, picked, others, hints, begins, eos)
     together = (paid * wanted[:, None]).sum((1, 3))
     counts = (origins != tokens).any(1, keepdim=True) & begins
     mass = torch.where(counts, agreed(paid, tokens, origins, picked, others), together)
@@ -149,6 +150,7 @@ def missed(logs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def sources(
     tokens: torch.Tensor,
     origins: torch.Tensor,
+    branches: torch.Tensor,
     picked: torch.Tensor,
     others: torch.Tensor,
     hints: torch.Tensor,
@@ -159,12 +161,15 @@ def sources(
 
     That is where the same token can be had (origins, int64[B, T]: mostly of tokens, int64[B, T], itself),
     followed by the same two (or by any, behind an answer's end, and where alone, bool[B, P], says so); or one
-    of the others, int64[B, P, A], which would be as right. Where hints, int64[B, P, HINTS], name tokens, it
-    is those or the next: what stands in front of them is known there.
+    of the others, int64[B, P, A], which would be as right. Other branches, int64[B, T], are not seen. Where
+    hints, int64[B, P, HINTS], name tokens, it is those or the next: what stands in front of them is known
+    there.
     """
     length = tokens.shape[1]
     padded = F.pad(tokens, (0, 3), value=eos)
+    mine = branches.gather(1, picked)[:, :, None]
     before = torch.arange(length, device=tokens.device) <= picked[:, :, None]
+    before = before & ((branches[:, None] == 0) | (branches[:, None] == mine))
     found = before
     ended = torch.zeros_like(alone)
     for ahead in range(3):

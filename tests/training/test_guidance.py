@@ -20,25 +20,46 @@ def test_what_is_copied_stands_before_with_the_same_two_tokens_behind_it() -> No
     nothing = torch.full((1, 4, 2), -1)
     hints = torch.full((1, 4, 2), -1)
     alone = torch.zeros(1, 4, dtype=torch.bool)
-    found = sources(tokens, tokens, picked, nothing, hints, alone, eos)[0]
+    found = sources(tokens, tokens, torch.zeros_like(tokens), picked, nothing, hints, alone, eos)[0]
     # 5 6 7 is at 0 alone; 7 4 comes nowhere else; 4 ends the answer, but was not seen; 5 6 9 not either.
     assert [row.nonzero().flatten().tolist() for row in found] == [[0], [], [], []]
     ended = torch.tensor([[5, 6, 7, 8, 5, 4, 3, 5, eos, 6]])
     one = (hints[:, :1], alone[:, :1], eos)
-    found = sources(ended, ended, torch.tensor([[6]]), nothing[:, :1], *one)[0]
+    found = sources(ended, ended, torch.zeros_like(ended), torch.tensor([[6]]), nothing[:, :1], *one)[0]
     assert found[0].nonzero().flatten().tolist() == [0, 4]
-    found = sources(ended, ended, torch.tensor([[6]]), torch.tensor([[[3, 9]]]), *one)[0]
+    found = sources(
+        ended, ended, torch.zeros_like(ended), torch.tensor([[6]]), torch.tensor([[[3, 9]]]), *one
+    )[0]
     assert found[0].nonzero().flatten().tolist() == [0, 4, 6]
     # Where it is told elsewhere, it is found behind that alone.
     told = torch.tensor([[[2, 5]]])
-    found = sources(ended, ended, torch.tensor([[6]]), nothing[:, :1], told, alone[:, :1], eos)[0]
+    found = sources(
+        ended, ended, torch.zeros_like(ended), torch.tensor([[6]]), nothing[:, :1], told, alone[:, :1], eos
+    )[0]
     assert found[0].nonzero().flatten().tolist() == [2, 3, 5, 6]
     told[..., 1] = -1
-    found = sources(ended, ended, torch.tensor([[6]]), nothing[:, :1], told, alone[:, :1], eos)[0]
+    found = sources(
+        ended, ended, torch.zeros_like(ended), torch.tensor([[6]]), nothing[:, :1], told, alone[:, :1], eos
+    )[0]
     assert found[0].nonzero().flatten().tolist() == [2, 3]
     # A part of a list is the same whatever follows it: 5 6 9 has no like, 5 has two.
-    found = sources(tokens, tokens, torch.tensor([[7]]), nothing[:, :1], hints[:, :1], ~alone[:, :1], eos)[0]
+    found = sources(
+        tokens,
+        tokens,
+        torch.zeros_like(tokens),
+        torch.tensor([[7]]),
+        nothing[:, :1],
+        hints[:, :1],
+        ~alone[:, :1],
+        eos,
+    )[0]
     assert found[0].nonzero().flatten().tolist() == [0, 4]
+    # What stands in another branch is not seen.
+    branches = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2, 2]])
+    found = sources(ended, ended, branches, torch.tensor([[8]]), nothing[:, :1], hints[:, :1], ~one[1], eos)[
+        0
+    ]
+    assert found[0].nonzero().flatten().tolist() == [1]
 
 
 def test_a_counted_word_is_copied_from_where_it_ends() -> None:
@@ -48,10 +69,14 @@ def test_a_counted_word_is_copied_from_where_it_ends() -> None:
     origins = torch.tensor([[-1, 5, 3, -1, 5, 4, 5, eos]])
     nothing = torch.full((1, 1, 2), -1)
     alone = torch.ones(1, 1, dtype=torch.bool)
-    found = sources(tokens, origins, torch.tensor([[5]]), nothing, nothing, alone, eos)
+    found = sources(
+        tokens, origins, torch.zeros_like(tokens), torch.tensor([[5]]), nothing, nothing, alone, eos
+    )
     assert found[0, 0].nonzero().flatten().tolist() == [1, 4]
     others = torch.tensor([[[3, -1]]])
-    found = sources(tokens, origins, torch.tensor([[5]]), others, nothing, alone, eos)
+    found = sources(
+        tokens, origins, torch.zeros_like(tokens), torch.tensor([[5]]), others, nothing, alone, eos
+    )
     assert found[0, 0].nonzero().flatten().tolist() == [1, 2, 4]
 
 
@@ -59,7 +84,7 @@ def test_heads_together_find_what_is_copied_and_each_by_itself_what_is_counted()
     """Two heads, of which the second goes elsewhere: nothing is missed, or half."""
     eos = 1
     tokens = torch.tensor([[5, 6, 3, 5, 7, 4, 5, eos]])
-    nothing = torch.full((1, 1, 2), -1)
+    nothing, none = torch.full((1, 1, 2), -1), torch.zeros_like(tokens)
     opens = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 0]])
     paid = torch.zeros(1, 2, 1, 8)
     paid[0, 0, 0, 0] = paid[0, 0, 0, 1] = 0.5
@@ -67,7 +92,7 @@ def test_heads_together_find_what_is_copied_and_each_by_itself_what_is_counted()
 
     def missed(origins: torch.Tensor) -> float:
         at, weights = torch.tensor([[5]]), torch.ones(1, 1)
-        return float(copied(paid, tokens, at, nothing, nothing, opens, origins, weights, eos))
+        return float(copied(paid, tokens, at, nothing, nothing, opens, origins, none, weights, eos))
 
     # Copied from the 5 at 0, which is as much as the first head pays; then from any 5 or word that begins so.
     assert missed(tokens) == pytest.approx(-math.log(0.5))
