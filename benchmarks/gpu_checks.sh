@@ -2,10 +2,15 @@
 # Every check that needs a CUDA device: the tests marked `gpu`, the timing of Quest's kernels, prefill of an
 # 8B-shaped model, dense on the whole card, dense with streamed weights and sparse under a cap of 16 GiB, for five
 # minutes each at most, and decoding with one from 1M long-tailed tokens. Ends within half an hour: what is not done by
-# then has failed.
+# then has failed. Parts, to run some of them: tests quest prefill streamed sparse decode.
 # Runs with .venv/bin/python, or with the machine's own python; results go to ${OUT:-benchmarks/results}.
 set -uo pipefail
 readonly LIMIT=1780  # seconds
+readonly ALL="tests quest prefill streamed sparse decode"
+parts=${*:-$ALL}
+for part in $parts; do
+    [[ " $ALL " == *" $part "* ]] || { echo "no part is called '$part': there are $ALL" >&2; exit 2; }
+done
 cd "$(dirname "$0")/.."
 
 if [ -z "${PYTHON:-}" ]; then
@@ -31,33 +36,40 @@ print(*[name for name in ("zarr", "transformers", "faiss", "numba", "typer", "hy
 if [ -z "$missing" ]; then
     tests=tests
 else
-    tests=tests/pages/test_device.py
+    tests="tests/pages/test_device.py tests/kernels"
     echo "missing here: $missing. Only the kernels' own tests run."
 fi
 
-failed=()
-check() {  # a command, for as long as is left of the half hour
+failed=() skipped=()
+check() {  # a part and its command, for as long as is left of the half hour
+    local part=$1
+    shift
+    [[ " $parts " == *" $part "* ]] || return 0
     timeout --kill-after=10 $((SECONDS < LIMIT ? LIMIT - SECONDS : 1)) "$@" || failed+=("$*")
 }
-check "$PYTHON" -m pytest -m gpu -p no:cacheprovider -rs "$tests"
-check "$PYTHON" benchmarks/gpu_quest.py --out "$out"
+# A file that cannot be imported here counts as failed, but keeps none of the others from running.
+# shellcheck disable=SC2086
+check tests "$PYTHON" -m pytest -m gpu -p no:cacheprovider -rs --continue-on-collection-errors $tests
+check quest "$PYTHON" benchmarks/gpu_quest.py --out "$out"
 if [ -z "$missing" ]; then
     export PYTHONPATH=.
-    check "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out"
-    check "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --weights streamed
-    check "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --tokens 350000 \
+    check prefill "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out"
+    check streamed "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --weights streamed
+    check sparse "$PYTHON" benchmarks/gpu_prefill.py --minutes 5 --out "$out" --gpu-memory 16GiB --tokens 350000 \
         --method quoka -o budget=1024 -o chunk=256
-    if "$PYTHON" -c 'from importlib.util import find_spec as f; raise SystemExit(f("bitsandbytes") is None)'; then
-        check "$PYTHON" benchmarks/gpu_decode.py --out "$out"
-    else
-        echo "missing here: bitsandbytes. benchmarks/gpu_decode.py is skipped."
+    weights=int4
+    if ! "$PYTHON" -c 'from importlib.util import find_spec as f; raise SystemExit(f("bitsandbytes") is None)'; then
+        weights=auto
+        skipped+=("decoding with int4 weights, for bitsandbytes is missing: float16 instead")
     fi
+    check decode "$PYTHON" benchmarks/gpu_decode.py --weights $weights --out "$out"
 else
-    echo "missing here: $missing. benchmarks/gpu_prefill.py and benchmarks/gpu_decode.py are skipped."
+    skipped+=("all but the kernels' tests and gpu_quest.py, for these are missing: $missing")
 fi
+[ "${#skipped[@]}" -eq 0 ] || printf 'Skipped: %s.\n' "${skipped[@]}"
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf "FAILED, or not done when $LIMIT seconds were over: %s\n" "${failed[@]}" >&2
     exit 1
 fi
-echo "All GPU checks passed."
+echo "All GPU checks passed: $parts."

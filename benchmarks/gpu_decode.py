@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, replace
@@ -37,7 +38,7 @@ from benchmarks.gpu_prefill import EIGHT_BILLION, TINY
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals.made_with import made_with
-from offload_decode.models.captured import WORTH, CapturedForward
+from offload_decode.models.captured import WORTH, CapturedForward, report
 from offload_decode.models.fingerprints import weights_hash
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.models.quantised import check_weights, quantise
@@ -90,7 +91,7 @@ def model_of(config: dict[str, int], weights: str, device: str) -> LoadedModel:
     model = LlamaForCausalLM(LlamaConfig(**config))
     torch.set_default_dtype(torch.float32)
     known = weights_hash(model)
-    taken = model if weights == "auto" else quantise(model, weights, torch.device(device))
+    taken = model.to(device) if weights == "auto" else quantise(model, weights, torch.device(device))
     return wrap(taken, None, "random weights", known)
 
 
@@ -121,7 +122,7 @@ def written(path: Path, loaded: LoadedModel, given: Any, steps: int) -> tuple[KV
     for layer in range(distinct, len(shape.layers)):
         name, own = (f"layer-{number:03d}-" for number in (layer, layer % distinct))
         for file in report.folder.glob(own + "*"):
-            file.with_name(file.name.replace(own, name)).symlink_to(file.name)
+            os.link(file, file.with_name(file.name.replace(own, name)))
     store = SharedStore.open(path)
     store.distinct, store.manifest = distinct, replace(store.manifest, shape=shape)
     return store, torch.stack(queries).to(loaded.device), report
@@ -163,7 +164,7 @@ def main() -> int:
     parser.add_argument("--distinct", type=int, default=4, help="layers that are made, 32 at most")
     parser.add_argument("--decode", type=int, default=32, help="tokens that are timed, each way")
     parser.add_argument("--budget", type=int, default=1024, help="stored tokens for each query")
-    parser.add_argument("--weights", default="int4", choices=("int4", "int8"))
+    parser.add_argument("--weights", default="int4", choices=("int4", "int8", "auto"), help="auto: float16")
     parser.add_argument("--tiny", action="store_true", help="a small plain model and store, on the CPU")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the figures")
     given = parser.parse_args()
@@ -178,7 +179,8 @@ def main() -> int:
         ways["device, 2 GiB cached"] = ("device", 2 << 30)
         ways["pinned"] = ("pinned", 0)
         ways[PLAIN] = ("host", 0)
-        apply_caps(Caps(16 << 30, None), device)
+        if given.weights != "auto":  # 16 GB by themselves
+            apply_caps(Caps(16 << 30, None), device)
     check_weights(given.weights)
     loaded = model_of(TINY if given.tiny else EIGHT_BILLION, given.weights, device)
     depth = len(loaded.shape.layers)
@@ -191,7 +193,7 @@ def main() -> int:
     weights = sum(part.nbytes for part in loaded.model.parameters() if part is not table)
     with TemporaryDirectory(prefix="offload-decode-gpu-", dir=".") as folder:
         path, options = Path(folder).resolve() / "s", {"budget": str(given.budget), "index": "clusters"}
-        store, asked, report = written(path, loaded, given, steps)
+        store, asked, built = written(path, loaded, given, steps)
         found: dict[str, Any] = {}
         for name, (attend, cache) in ways.items():
             engine = Engine.open(store, loaded, options=options, attend=attend, device_cache=cache)
@@ -213,7 +215,7 @@ def main() -> int:
         "made_with": made_with(loaded),
         **machine.made_with(host),
         "bandwidths": asdict(rates),
-        "index": {"seconds": report.seconds, "recall": report.recall, "of the exact top-k's mass": mass},
+        "index": {"seconds": built.seconds, "recall": built.recall, "of the exact top-k's mass": mass},
         "weights_bytes": weights,
         "host_bytes_a_token": depth * (read.in_order + read.rows),
         "bytes_between_turns": given.distinct * (read.in_order + read.rows),

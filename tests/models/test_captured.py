@@ -63,6 +63,18 @@ def test_tokens_of_an_answer_are_captured_and_give_the_hosts_logits(opened, fami
     assert held.layers == list(range(on_host.loaded.model.config.num_hidden_layers))
 
 
+def test_half_precision_is_captured(opened):
+    _, engine = opened("llama", lambda model: model.bfloat16())
+    plain = engine.fork()
+    for token in range(5, 9):
+        engine.extend([token])
+    with_graphs = engine.extend([9])
+    engine.loaded.model.base_model.forward.refused = "compared"
+    assert_same(plain.extend([5, 6, 7, 8, 9])[None].argmax(-1).cpu(), with_graphs[None].argmax(-1))
+    engine.crop(engine.length - 1)
+    torch.testing.assert_close(engine.extend([9]).cpu(), with_graphs.cpu(), rtol=2e-2, atol=2e-2)
+
+
 def test_a_captured_pass_runs_nothing_of_the_decoder(opened, monkeypatch):
     _, engine = opened("llama")
     for token in range(5, 9):

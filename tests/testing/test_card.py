@@ -254,7 +254,7 @@ def test_what_a_graph_captures_is_done_when_it_is_replayed_and_not_before(card):
         count.add_(x)
         count[0] = 7.0
         twice = (x * 2).view(2, 2)
-        return twice, twice[1] + torch.ones(2, device="cuda")
+        return twice, (twice[1].to(torch.float16) + torch.ones(2, device="cuda")).to(torch.float64)
 
     graph, (twice, more) = captured(act)
     torch.cuda.synchronize()

@@ -184,8 +184,11 @@ class Card:
         here, (device, dtype, non_blocking) = isinstance(tensor, DeviceTensor), _target(name, args, kwargs)
         if device is None or device.type == ("cuda" if here else "cpu"):
             options = {key: kwargs[key] for key in ("copy", "memory_format") if key in kwargs}
-            to = tensor.to(dtype=dtype or tensor.dtype, **options)
-            return self._computed(lambda *_: to, "to", (tensor,), {}, [tensor]) if here else to
+
+            def cast(own: Tensor) -> Tensor:
+                return own.to(dtype=dtype or own.dtype, **options)
+
+            return self._computed(cast, "to", (tensor,), {}, [tensor]) if here else cast(tensor)
         if device.type not in ("cpu", "cuda"):
             return tensor.to(device, dtype)
         moved = torch.empty_like(tensor.as_subclass(Tensor), dtype=dtype)
