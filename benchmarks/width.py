@@ -87,10 +87,15 @@ def turns(ways: dict[str, Callable[[], Steps]], rounds: int) -> dict[str, list[S
     return found
 
 
+def weights_file(bench: Bench, folder: Path, kind: str) -> Path:
+    """Where the weights lie for llama.cpp."""
+    return folder / f"{bench.given.shape}-{len(bench.loaded.shape.layers)}-{kind}.gguf"
+
+
 @contextmanager
 def full_llama(bench: Bench, folder: Path, kind: str, flash: bool) -> Iterator[tuple[Llama, float]]:
     """llama.cpp with a full context, and seconds of its step where the context is empty."""
-    gguf = folder / f"{kind}.gguf"
+    gguf = weights_file(bench, folder, kind)
     if not gguf.exists():
         write_llama(gguf, bench.plain, kind)
     threads, log = torch.get_num_threads(), folder / "llama.log"
@@ -125,7 +130,7 @@ def compared(bench: Bench, folder: Path) -> tuple[list[Row], dict[str, Any]]:
         for kind, flash in product(given.gguf, (True, False)):
             name = f"llama.cpp, {kind}, flash attention {'on' if flash else 'off'}"
             with full_llama(bench, folder, kind, flash) as (llama, empty):
-                sizes[name] = (folder / f"{kind}.gguf").stat().st_size + bench.whole
+                sizes[name] = weights_file(bench, folder, kind).stat().st_size + bench.whole
                 after = torch.from_numpy(llama.logits([ASKED], folder))
                 found["logits"][name] = distance(after, expected)
                 table += rows(name, partial(llama.generated, ASKED, given.decode))
@@ -231,7 +236,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with TemporaryDirectory(prefix="offload-decode-width-", dir=".") as temporary, Peak() as peak:
         folder = (given.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        store, queries = stored(folder / f"{depth}x{given.tokens}.kv", loaded, given)
+        named = f"{given.shape}-{depth}x{given.tokens}-{given.decode}"
+        store, queries = stored(folder / f"{named}.kv", loaded, given)
         bench = Bench(loaded, plain, store, queries, given)
         rows, found = compared(bench, folder)
         kv_bytes = bench.whole

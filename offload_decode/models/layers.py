@@ -210,7 +210,8 @@ class WindowLayer(TailLayer):
         keys, values = self.tail.view()
         before = self.prefix.length - least
         if before > 0:
-            seeds = (part[:, :, part.shape[2] - before :] for part in self.seed)
+            rows = len(keys)
+            seeds = (part[:, :, part.shape[2] - before :].expand(rows, -1, -1, -1) for part in self.seed)
             keys, values = (torch.cat(pair, dim=2) for pair in zip(seeds, (keys, values), strict=True))
         else:
             keys, values = keys[:, :, -before:], values[:, :, -before:]

@@ -13,12 +13,13 @@ from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Turn, run_turns
 from offload_decode.models import captured
 from offload_decode.models.captured import report
+from offload_decode.models.captured_pass import CapturedPass
 from offload_decode.models.loading import wrap
 from prefill_jobs.job import Settings, prefill_tokens
 from tests.tiny import text_model, tiny_tokenizer
 
 N = 40
-SERVED = ["llama", "gemma2", "gemma3", "gpt-oss", "mistral", "mixtral", "olmo2", "qwen3"]
+SERVED = ["llama", "gemma2", "gemma3", "mistral", "olmo2", "qwen3"]
 OPTIONS = {"budget": "20", "dense_layers": ""}
 
 
@@ -27,11 +28,11 @@ def opened(card, tmp_path, monkeypatch):
     """An engine on the host, and one on the device that captures a shape that comes a second time."""
     monkeypatch.setattr(captured, "WORTH", 2)
 
-    def opened(family: str, change=lambda model: None) -> tuple[Engine, Engine]:
+    def opened(family: str, change=lambda model: None, **changes) -> tuple[Engine, Engine]:
         ids = np.random.default_rng(0).integers(3, 250, N).astype(np.int32)
         engines = []
         for device in ("cpu", "cuda"):
-            model = text_model(family=family)
+            model = text_model(family=family, **changes)
             change(model)
             loaded = wrap(model.to(device), tiny_tokenizer())
             if device == "cpu":
@@ -103,19 +104,21 @@ def test_packed_passes_are_captured_by_their_tokens(opened, family):
     assert list(passes(engine)) == [(1, 3, 1)]
 
 
-def test_padded_rows_and_beams_are_what_they_were(opened):
-    on_host, on_device = opened("llama")
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("gemma2", {"sliding_window": 36})])
+def test_beams_are_captured_and_padded_rows_run_as_before(opened, family, changes):
+    on_host, on_device = opened(family, **changes)
     questions = ["Who?", "What is it?"]
     one, other = (engine.answer_many(questions, 5) for engine in (on_host, on_device))
     assert [own.tokens for own in one] == [own.tokens for own in other]
     out = [
-        engine.loaded.model.generate(**engine.inputs("Why"), max_new_tokens=5, do_sample=False, num_beams=2)
+        engine.loaded.model.generate(**engine.inputs("Why"), max_new_tokens=6, do_sample=False, num_beams=2)
         for engine in (on_host, on_device)
     ]
     assert out[0].tolist() == out[1].tolist()
+    assert [2, 1] in report(on_device.loaded.model.base_model)["passes"]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "dbrx", "bamba", "llama4", "gemma3n"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "dbrx", "bamba", "llama4", "gemma3n"])
 def test_what_cannot_be_captured_runs_as_before(opened, family):
     """Latents that the model unfolds, experts that the host looks up, states, chunks, shared keys."""
     on_host, on_device = opened(family)
@@ -141,6 +144,82 @@ def test_a_pass_that_depends_on_what_is_not_handed_over_is_refused(opened):
         engine.extend([token])
     assert not passes(engine)
     assert "apart from a plain one" in report(engine.loaded.model.base_model)["refused"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_pass_that_forgets_its_places_is_refused(opened, monkeypatch, family):
+    run = CapturedPass.run
+    monkeypatch.setattr(
+        CapturedPass, "run", lambda self, ids, _, answers: run(self, ids, self._positions, answers)
+    )
+    _, engine = opened(family)
+    for token in range(5, 10):
+        engine.extend([token])
+    assert "apart from a plain one" in report(engine.loaded.model.base_model)["refused"]
+
+
+def hooked(decoder):
+    decoder.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+def replaced(decoder):
+    """As adapters do it."""
+    other = copy.deepcopy(decoder.layers[0].mlp.down_proj)
+    other.weight.data = other.weight.data * 2
+    decoder.layers[0].mlp.down_proj = torch.nn.Sequential(other)
+
+
+def moved(decoder):
+    for weight in decoder.parameters():
+        weight.data = weight.data.clone() * 0.9
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, moved])
+def test_what_changes_in_a_model_is_not_served_from_graphs_of_before(opened, change):
+    on_host, on_device = opened("llama")
+    for token in range(5, 9):
+        on_host.extend([token]), on_device.extend([token])
+    assert passes(on_device)
+    for engine in (on_host, on_device):
+        change(engine.loaded.model.base_model)
+    for token in range(9, 14):
+        assert_same(on_host.extend([token]), on_device.extend([token]))
+    assert passes(on_device), "captured anew"
+
+
+@pytest.mark.parametrize("asked", [{"output_hidden_states": True}, {"return_dict": False}])
+def test_what_is_asked_for_besides_is_given(opened, asked):
+    _, engine = opened("llama")
+    for token in range(5, 9):
+        engine.extend([token])
+    decoder, cache = engine.loaded.model.base_model, engine.new_cache()
+    with torch.no_grad():
+        given = decoder(torch.tensor([[7]]).to("cuda"), past_key_values=cache, use_cache=True, **asked)
+    assert type(given) is tuple if "return_dict" in asked else len(given.hidden_states) > 1
+
+
+def test_what_a_listener_keeps_of_a_token_stays(opened):
+    heard = []
+    _, engine = opened("llama")
+    begin = engine.prefix.begin
+
+    def listening(layer, query, *rest):
+        heard.append((query, query.clone()))
+        return begin(layer, query, *rest)
+
+    engine.prefix.begin = listening
+    for token in range(5, 12):
+        engine.extend([token])
+    assert passes(engine)
+    assert all(torch.equal(kept.cpu(), then.cpu()) for kept, then in heard)
+
+
+def test_the_last_places_of_a_table_are_captured(opened):
+    """Nothing of a proof stands beyond what a model has positions for."""
+    _, engine = opened("gpt2", n_positions=N + 6)
+    for token in range(5, 11):
+        engine.extend([token])
+    assert report(engine.loaded.model.base_model) == {"passes": [[1, 1]], "refused": None}
 
 
 def test_what_a_pass_waits_for_is_as_before(card, opened):

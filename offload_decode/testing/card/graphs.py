@@ -52,7 +52,7 @@ class Graph:
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A function that made `result`, or wrote to its first tensor."""
-        self._noted.append((function, args, kwargs, result))
+        self._noted.append((function, _at_their_places(args), _at_their_places(kwargs), result))
 
     def replay(self) -> None:
         """All that was noted, with the same tensors."""
@@ -64,3 +64,17 @@ class Graph:
                 for part, new in zip(tensors(result), tensors(again), strict=True):
                     if address(part) != address(new):
                         part.as_subclass(Tensor).copy_(new.as_subclass(Tensor))
+
+
+def _at_their_places(given: Any) -> Any:
+    """Arguments with tensors of the same memory in place of their own, which may move elsewhere."""
+    if isinstance(given, Tensor):
+        held = given.as_subclass(Tensor).detach()
+        return held if type(given) in (Tensor, torch.nn.Parameter) else held.as_subclass(type(given))
+    if isinstance(given, slice):
+        return slice(*map(_at_their_places, (given.start, given.stop, given.step)))
+    if isinstance(given, dict):
+        return {name: _at_their_places(part) for name, part in given.items()}
+    if isinstance(given, list | tuple) and not hasattr(given, "_fields"):
+        return type(given)(map(_at_their_places, given))
+    return given

@@ -107,6 +107,8 @@ def waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return isinstance(repeats, Tensor) and kwargs.get("output_size") is None
     if name == "where":
         return len(args) == 1
+    if name in ("grouped_mm", "_grouped_mm"):  # but for bfloat16 on some cards, its groups are looked up
+        return True
     if name == "__getitem__":
         return _masked(args[1])
     if name == "__setitem__":  # a mask that is filled with a number needs no places
