@@ -91,17 +91,17 @@ FACTS = {
 SIMPLE = {"pairs": 0.3, "needles": 0.2, "plain": 0.2, "records": 0.14, "documents": 0.1}
 MIXED = SYNTHETIC | FACTS
 LISTS = {
-    "common": 0.46,
-    "coded": 0.18,
-    "suite": 0.06,
-    "needles": 0.08,
-    "identifiers": 0.14,
-    "values": 0.08,
-    "tracking": 0.04,
+    "common": 0.36,
+    "coded": 0.14,
+    "suite": 0.05,
+    "needles": 0.16,
+    "identifiers": 0.1,
+    "values": 0.12,
+    "tracking": 0.05,
     "documents": 0.14,
 }
 
-WINDOWS = {256: 0.06, 512: 0.22, 1024: 0.2, 2048: 0.24, 4096: 0.28}
+WINDOWS = {256: 0.06, 512: 0.26, 1024: 0.2, 2048: 0.24, 4096: 0.24}
 SOFT = (1.0, 0.8, 0.65)
 
 STAGES = (
