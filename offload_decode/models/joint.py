@@ -19,7 +19,14 @@ from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.kernels.dense import attend_dense
 from offload_decode.kv.tail import Prefix
 from offload_decode.models.cache import PrefixCache
-from offload_decode.models.layers import KeylessLayer, LatentLayer, TailLayer, WindowLayer, note_update
+from offload_decode.models.layers import (
+    KeylessLayer,
+    LatentLayer,
+    PassLayer,
+    TailLayer,
+    WindowLayer,
+    note_update,
+)
 from offload_decode.types import AttentionState
 
 
@@ -129,15 +136,8 @@ def logits_after(output: Any, rows: Tensor) -> Tensor:
     return logits if len(logits) == len(rows) else logits[rows]
 
 
-class JointLayer:
+class JointLayer(PassLayer):
     """One layer of all conversations of a pass."""
-
-    is_compileable = False
-    is_croppable = False
-    is_sliding = False
-    is_initialized = True
-    supports_early_init = False
-    states = None
 
     def __init__(
         self, index: int, tails: Sequence[TailLayer], tokens: Sequence[int], blocks: Sequence[Block]
@@ -207,12 +207,6 @@ class JointLayer:
     def get_seq_length(self) -> int:
         """Of the longest conversation, before the pass or with all that is run in it."""
         return self._first + (self._new if self.updated else 0)
-
-    def get_max_cache_shape(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_length = get_max_cache_shape
 
 
 def _joined(index: int, segments: Sequence[Segment], blocks: Sequence[Block]) -> JointLayer | KeylessLayer:

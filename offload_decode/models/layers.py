@@ -246,6 +246,23 @@ class WindowLayer(TailLayer):
         self.reset()
 
 
+class PassLayer:
+    """What transformers asks of a layer whose cache is there for one pass."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    is_initialized = True
+    supports_early_init = False
+    states = None
+
+    def get_max_cache_shape(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_length = get_max_cache_shape
+
+
 class KeylessLayer(_Stateful):
     """A layer that keeps no keys: it is recurrent, or no attention, or reads those of another layer."""
 

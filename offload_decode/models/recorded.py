@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from offload_decode.errors import UnsupportedModel
-from offload_decode.models.layers import note_update
+from offload_decode.models.layers import PassLayer, note_update
 
 
 class Asked(NamedTuple):
@@ -49,15 +49,8 @@ class RecordedCache(Cache):  # type: ignore[misc]
         return self.layers[layer_idx].get_seq_length()  # type: ignore[no-any-return]
 
 
-class RecordedLayer:
+class RecordedLayer(PassLayer):
     """One layer of a `RecordedCache`: the model's attention comes to `attend` with what `update` gave it."""
-
-    is_compileable = False
-    is_croppable = False
-    is_sliding = False
-    is_initialized = True
-    supports_early_init = False
-    states = None
 
     def __init__(self, index: int, seen: int, answers: Answers):
         self.index = index
@@ -92,9 +85,3 @@ class RecordedLayer:
     def get_seq_length(self) -> int:
         """What is said."""
         return self.seen
-
-    def get_max_cache_shape(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_length = get_max_cache_shape
