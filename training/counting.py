@@ -26,8 +26,8 @@ CODED_ASK = (
     "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
     "frequently appeared words in the above coded text?"
 )
-ASKED = 12  # questions for a list, as far as there is room
 CODED_PREFIX = " According to the coded text above, the three most frequently appeared words are:"
+ASKED = 12  # questions for a list, as far as there is room
 
 
 def numbered(
@@ -35,8 +35,8 @@ def numbered(
 ) -> tuple[str, list[str]]:
     """A shuffled numbered list, and its common words."""
     # Made-up words in every fourth list: which words there are is to be read, not known.
-    kind, listed_ = rng.random(), words.vocabulary(rng, "train")
-    draw = words.made_up if kind < 0.25 else names.word if kind < 0.6 else lambda _: next(listed_)
+    kind, vocabulary = rng.random(), words.vocabulary(rng, "train")
+    draw = words.made_up if kind < 0.25 else names.word if kind < 0.6 else lambda _: next(vocabulary)
     chosen = words.distinct(lambda: draw(rng), common + others)
     listed = chosen[:common] * times + chosen[common:] * less
     rng.shuffle(listed)

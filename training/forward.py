@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from training.guidance import SINKS, beginning, belonging, copied, counting, reading, remembering
+from training.guidance import SINKS, beginning, belonging, copied, counting, reading, remembering, visible
 
 
 class Trainee(nn.Module):
@@ -157,8 +157,8 @@ class Trainee(nn.Module):
             query = self.split(attention.q_proj(normed), self.heads)
             window = self.windows[index]
             if window:
-                turned_, near_ = self.rotate(query, *turned), self.rotate(key, *near)
-                out, weights = banded(turned_, near_, value, window, branches)
+                query, key = self.rotate(query, *turned), self.rotate(key, *near)
+                out, weights = banded(query, key, value, window, branches)
             else:
                 taken, held = self.sample(key, far_index), self.sample(value, far_index)
                 if not self.parallel:
@@ -170,8 +170,8 @@ class Trainee(nn.Module):
                 key = torch.cat([key, taken.expand(batch, -1, -1, -1)], 2)
                 value = torch.cat([value, held.expand(batch, -1, -1, -1)], 2)
                 near_bias = crowd[:, None, :] if index == last else torch.zeros_like(crowd)[:, None, :]
-                shared = (branches[:, None] == 0) | (branches[:, None] == branches.gather(1, at)[:, :, None])
-                seen = torch.where((order <= at[:, :, None]) & shared, near_bias, float("-inf"))
+                met = visible(branches[:, None], branches.gather(1, at)[:, :, None])
+                seen = torch.where((order <= at[:, :, None]) & met, near_bias, float("-inf"))
                 beyond = far_bias[:, None, :].expand(-1, at.shape[1], -1)
                 bias = torch.cat([seen, beyond], 2)
                 out, weights = attend(query * softening, key, value, bias)
@@ -266,7 +266,7 @@ def banded(
     seen = band & ((torch.arange(blocks, device=query.device)[:, None, None] > 0) | (column >= size))
     mine = branches.reshape(batch, blocks, size)
     met = torch.cat([F.pad(mine, (0, 0, 1, 0))[:, :-1], mine], 2)[:, :, None]
-    seen = seen & ((met == 0) | (met == mine[..., None]))
+    seen = seen & visible(met, mine[..., None])
     grouped = query.reshape(batch, shared, heads // shared, blocks, size, dim)
     scores = grouped @ with_previous(key).transpose(-1, -2) * dim**-0.5
     weights: torch.Tensor = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)

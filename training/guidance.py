@@ -137,6 +137,11 @@ def reading(
     return missed(true, (ends.gather(1, counted) > 0).float())
 
 
+def visible(met: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Whether tokens of the branches met are seen from own: bool, broadcast."""
+    return (met == 0) | (met == own)
+
+
 def opened(opens: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
     """Of which list the next token begins a part, or 0: int64[B, P]."""
     return F.pad(opens, (0, 1)).gather(1, picked + 1)
@@ -169,7 +174,7 @@ def sources(
     padded = F.pad(tokens, (0, 3), value=eos)
     mine = branches.gather(1, picked)[:, :, None]
     before = torch.arange(length, device=tokens.device) <= picked[:, :, None]
-    before = before & ((branches[:, None] == 0) | (branches[:, None] == mine))
+    before = before & visible(branches[:, None], mine)
     found = before
     ended = torch.zeros_like(alone)
     for ahead in range(3):

@@ -225,7 +225,7 @@ class Rows:
                 branches[size : end + 1] = i + 1
             size = end + 1
         if length > size:
-            branches[size:] = beside * (len(asks) + 1)
+            branches[size:] = len(asks) + 1 if beside else 0
             bank, scores = phrase_bank(np.random.default_rng(rng.getrandbits(62)), length - size, self.words)
             tokens.append(bank)
             weights.append(np.float32(REST) * scores)

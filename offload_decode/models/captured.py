@@ -88,20 +88,22 @@ class CapturedForward:
                 return self.__wrapped__(**given)
             output = copy(held.output)
             output.past_key_values = cache
-            with self._in_turn():
+            with self._in_turn(ids.device):
                 output.last_hidden_state = held.run(ids, positions, functools.partial(_answered, cache))
             return output
         finally:
             self._busy.release()
 
     @contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def _in_turn(self, device: torch.device) -> Iterator[None]:
         """Behind what another stream was given of these passes, whose tensors are the same."""
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(device)
         if self._done is not None:
             stream.wait_event(self._done)
-        yield
-        self._done = stream.record_event(self._done)
+        try:
+            yield
+        finally:
+            self._done = stream.record_event(self._done)
 
     def _pass(self, ids: Tensor, positions: Tensor) -> CapturedPass | None:
         shape = (*ids.shape, len(positions))
