@@ -40,6 +40,7 @@ from offload_decode.evals.tasks.ruler.niah import ASK
 from offload_decode.kernels.rows import Rows, tensor_view
 from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.memory import total_memory
+from offload_decode.models.arguments import generate_name
 from offload_decode.models.attention import NAME, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixLayer
 from offload_decode.models.loading import LoadedModel, load
@@ -202,7 +203,7 @@ class Bench:
             mask[row, len(stored) : len(stored) + longest - len(own)] = 0
         cache = full_cache(self.store, self.plain.config, len(questions))
         out = self.plain.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=self.tokens, do_sample=False
+            ids, attention_mask=mask, **{generate_name(): cache}, max_new_tokens=self.tokens, do_sample=False
         )
         return [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
 

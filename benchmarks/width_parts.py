@@ -20,6 +20,7 @@ from benchmarks.decode import Clock, without_end
 from benchmarks.gpu_decode import Asked, written
 from offload_decode.attention.queries import Queries
 from offload_decode.engine.engine import Engine
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.types import StepStats
@@ -70,7 +71,11 @@ class Bench:
         stored, token = cache.get_seq_length(), ASKED
         with Clock(self.plain) as clock:
             for _ in range(self.given.decode + 2):
-                token = int(self.plain(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].argmax())
+                token = int(
+                    self.plain(torch.tensor([[token]]), **with_cache(self.plain, cache))
+                    .logits[0, -1]
+                    .argmax()
+                )
         cache.crop(stored - cache.get_seq_length())
         return clock.steps()
 
@@ -78,7 +83,7 @@ class Bench:
     def logits(self, cache: DynamicCache) -> torch.Tensor:
         """Transformers' after one token."""
         stored = cache.get_seq_length()
-        found = self.plain(torch.tensor([[ASKED]]), past_key_values=cache).logits[0, -1].float()
+        found = self.plain(torch.tensor([[ASKED]]), **with_cache(self.plain, cache)).logits[0, -1].float()
         cache.crop(stored - cache.get_seq_length())
         return found
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offload_decode.engine.engine import Engine
 from offload_decode.models import loading
+from offload_decode.models.arguments import generate_name, with_cache
 from offload_decode.models.gate import claimed_shape
 from offload_decode.types import Document
 from prefill_jobs.job import Settings, prefill_tokens
@@ -66,15 +67,15 @@ class Case:
     def logits(self, asked: Tensor) -> Tensor:
         """Of every token of a question behind the stored prefix."""
         with torch.inference_mode():
-            cache = self.engine.new_cache()
-            return self.engine.loaded.model(asked, past_key_values=cache).logits  # type: ignore[no-any-return]
+            model, cache = self.engine.loaded.model, self.engine.new_cache()
+            return model(asked, **with_cache(model, cache)).logits  # type: ignore[no-any-return]
 
     def answer(self, asked: Tensor) -> list[int]:
         """The greedy answer through `generate`, of the new ids and a mask that covers the stored ones."""
         out = self.engine.loaded.model.generate(
             asked,
             attention_mask=torch.ones(1, self.prefix + asked.shape[1], dtype=torch.bool),
-            past_key_values=self.engine.new_cache(),
+            **{generate_name(): self.engine.new_cache()},
             max_new_tokens=NEW,
             do_sample=False,
         )
@@ -82,9 +83,8 @@ class Case:
 
     def beams(self, asked: Tensor) -> list[int]:
         """The best of three beams, through `generate` with all ids."""
-        return self._best(
-            self.engine.loaded.model, self.whole(asked), past_key_values=self.engine.new_cache()
-        )
+        given = {generate_name(): self.engine.new_cache()}
+        return self._best(self.engine.loaded.model, self.whole(asked), **given)
 
     def plain_beams(self, ids: Tensor) -> list[int]:
         """transformers' own best of three beams."""
@@ -105,7 +105,7 @@ class Case:
         out = self.engine.loaded.model.generate(
             torch.cat(padded),
             attention_mask=mask,
-            past_key_values=self.engine.new_cache(),
+            **{generate_name(): self.engine.new_cache()},
             max_new_tokens=NEW,
             do_sample=False,
         )

@@ -23,6 +23,7 @@ from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack, Strand, python_topics
 from offload_decode.evals.intervals import wilson
 from offload_decode.evals.tasks import Task
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.checkpoint import source_of
 
 CHUNK = 1024  # tokens of context a forward
@@ -52,7 +53,7 @@ def prefill(model: PreTrainedModel, tokenizer: Any, context: str) -> DynamicCach
     ids = torch.tensor([tokenizer(context)["input_ids"]])
     cache = DynamicCache(config=model.config)
     for at in range(0, ids.shape[1], CHUNK):
-        model(ids[:, at : at + CHUNK], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, at : at + CHUNK], **with_cache(model, cache), logits_to_keep=1)
     return cache
 
 
@@ -63,7 +64,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, cache: DynamicCache, question
     tokens = tokenizer("\n\n" + question, add_special_tokens=False)["input_ids"]
     out: list[int] = []
     while len(out) < limit:
-        logits = model(torch.tensor([tokens]), past_key_values=cache, logits_to_keep=1).logits
+        logits = model(torch.tensor([tokens]), **with_cache(model, cache), logits_to_keep=1).logits
         tokens = [int(logits[0, -1].argmax())]
         if tokens[0] == tokenizer.eos_token_id:
             break

@@ -19,6 +19,7 @@ from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
 from offload_decode.kv.placement import check_placement
+from offload_decode.models.arguments import generate_name
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.latent import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load, wrap
@@ -73,7 +74,9 @@ class Engine(Conversation):
         return cls(loaded, opened, StoredPrefix.over(host, loaded.shape, config.selector, config.options))
 
     def new_cache(self) -> PrefixCache:
-        """An empty tail behind the stored prefix, for `generate(past_key_values=…)` or a loop of your own."""
+        """An empty tail behind the stored prefix, for a loop of your own or `generate(cache=…)`, which is
+        `past_key_values=` before transformers 5.24.
+        """
         return self._cache_behind(self.prefix.fresh())
 
     def inputs(self, question: str) -> dict[str, Any]:
@@ -86,7 +89,7 @@ class Engine(Conversation):
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "past_key_values": self.new_cache(),
+            generate_name(): self.new_cache(),
             "use_cache": True,
         }
 

@@ -24,8 +24,8 @@ Layer = PrefixLayer | WindowLayer | KeylessLayer
 
 
 class PrefixCache(RecurrentCache):
-    """A transformers cache behind a prefix; hand it to `generate(past_key_values=...)` or to a model's
-    forward.
+    """A transformers cache behind a prefix; hand it to `generate` or to a model's forward, as `cache`
+    or, before transformers 5.24, as `past_key_values`.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from offload_decode.models.arguments import CACHE_NAMES, cache_in, cache_name, with_cache
 from offload_decode.models.attention import prefix_attention
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.captured_pass import CapturedPass, passed
@@ -41,7 +42,7 @@ _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
 Shape = tuple[int, int, int]
 """Rows, tokens, rows of positions."""
-_PLAIN = ("input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict")
+_PLAIN = ("input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", *CACHE_NAMES)
 
 
 class CapturedForward:
@@ -82,12 +83,12 @@ class CapturedForward:
         if not self._busy.acquire(blocking=False):
             return self.__wrapped__(**given)
         try:
-            ids, positions, cache = (given[name] for name in ("input_ids", "position_ids", "past_key_values"))
+            ids, positions, cache = given["input_ids"], given["position_ids"], cache_in(given)
             held = self._pass(ids, positions)
             if held is None or held.layers != [layer.index for layer in cache.tails]:
                 return self.__wrapped__(**given)
             output = copy(held.output)
-            output.past_key_values = cache
+            setattr(output, cache_name(type(self.decoder)), cache)  # type: ignore[arg-type]
             with self._in_turn(ids.device):
                 output.last_hidden_state = held.run(ids, positions, functools.partial(_answered, cache))
             return output
@@ -104,6 +105,9 @@ class CapturedForward:
             yield
         finally:
             self._done = stream.record_event(self._done)
+
+    def _forward(self, *, cache: RecordedCache, **given: Any) -> Any:
+        return self.__wrapped__(**given, **with_cache(self.decoder, cache))
 
     def _pass(self, ids: Tensor, positions: Tensor) -> CapturedPass | None:
         shape = (*ids.shape, len(positions))
@@ -133,8 +137,8 @@ class CapturedForward:
             try:
                 # Once before anything is captured, so that libraries have what they take at their first call.
                 seen = int(positions.max())
-                passed(self.__wrapped__, ids, positions, RecordedCache(layers, seen, _stand_in))
-                captured = CapturedPass(self.__wrapped__, layers, ids, positions, self._pool)
+                passed(self._forward, ids, positions, RecordedCache(layers, seen, _stand_in))
+                captured = CapturedPass(self._forward, layers, ids, positions, self._pool)
                 self.refused = self._difference(captured, ids, positions, layers)
             except Exception as error:  # noqa: BLE001  # whatever a model does with a cache it does not know
                 self.refused = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -152,7 +156,7 @@ class CapturedForward:
         """
         others, places = ids // 2, positions // 2
         cache = RecordedCache(layers, int(places.max()), _stand_in)
-        true = passed(self.__wrapped__, others, places, cache).last_hidden_state.float()
+        true = passed(self._forward, others, places, cache).last_hidden_state.float()
         replayed = captured.run(others, places, _stand_in).float()
         apart = float(((true - replayed).norm(dim=-1) / true.norm(dim=-1)).max())
         if apart <= _ROUNDING.get(captured.output.last_hidden_state.dtype, 0.0):
@@ -190,7 +194,7 @@ def _serves(config: Any, given: dict[str, Any]) -> bool:
     """Whether a pass is one of those that are captured, as far as its shape is: few tokens, each of which
     sees all of its conversation, and of which nothing but the last states is asked for.
     """
-    cache, ids, positions = (given.get(name) for name in ("past_key_values", "input_ids", "position_ids"))
+    cache, ids, positions = cache_in(given), given.get("input_ids"), given.get("position_ids")
     if torch.is_grad_enabled() or ids is None or positions is None or ids.numel() > TOKENS:
         return False
     # Autocast casts weights into memory that it gives back.

@@ -77,6 +77,4 @@ def passed(forward: Callable[..., Any], ids: Tensor, positions: Tensor, cache: R
     """What `forward` gives for `ids [B, T]` at `positions [B or 1, T]` behind a cache that is not one."""
     # A prepared mask is handed on as it is, and no attention looks at it.
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    return forward(
-        input_ids=ids, position_ids=positions, attention_mask=seen, past_key_values=cache, use_cache=True
-    )
+    return forward(input_ids=ids, position_ids=positions, attention_mask=seen, cache=cache, use_cache=True)

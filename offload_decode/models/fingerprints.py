@@ -48,7 +48,7 @@ _CANNOT_MATTER = frozenset(
 # What releases of transformers that have no such field compute with.
 _BEFORE_THE_FIELD: dict[str, dict[str, Any]] = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}
 
-# Fields of the served architectures in transformers 5.5 to 5.23. One that a later release adds counts where
+# Fields of the served architectures in transformers 5.5 to 5.24. One that a later release adds counts where
 # it is not what that release takes by default.
 _KNOWN = frozenset(
     [

@@ -15,6 +15,7 @@ from offload_decode.attention.transfers import to_device
 from offload_decode.config import STREAMED
 from offload_decode.errors import ConfigError, ModelError
 from offload_decode.memory import lifted
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.checkpoint import (
     CONFIG,
@@ -153,11 +154,11 @@ class LoadedModel:
         with torch.inference_mode():
             return module(
                 input_ids=to_device(tokens, self.device),
-                past_key_values=cache,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=True,
                 output_attentions=False,
+                **with_cache(module, cache),
                 **more,
             )
 

@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_decode.errors import UnsupportedModel
+from offload_decode.models.arguments import cache_name, with_cache
 from offload_decode.models.devices import DTYPES
 from offload_decode.models.latent import latent_of
 from offload_decode.models.remembered import keep, recall
@@ -113,9 +114,9 @@ def _observed(text: Any) -> ModelShape:
             model = text_model(text, attn_implementation=_NAME)
             cache = _cache(text, model.base_model)
             with _WithoutData():  # type: ignore[no-untyped-call]
-                model.base_model(
-                    input_ids=torch.zeros(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True
-                )
+                decoder = model.base_model
+                ids = torch.zeros(1, 2, dtype=torch.long)
+                decoder(input_ids=ids, use_cache=True, **with_cache(decoder, cache))
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (_NAME,):
             raise UnsupportedModel(_OWN_CODE.format(which="", name=name)) from error
@@ -147,7 +148,7 @@ def cache_class(decoder: Any) -> Any:
     """
     from transformers import Cache, DynamicCache
 
-    asked = inspect.signature(decoder.forward).parameters.get("past_key_values")
+    asked = inspect.signature(decoder.forward).parameters.get(cache_name(decoder))
     stated = [] if asked is None else [asked.annotation, *get_args(asked.annotation)]
     kinds = [kind for kind in stated if isinstance(kind, type) and issubclass(kind, Cache)]
     return next((kind for kind in kinds if hasattr(kind, "get_linear_cache")), DynamicCache)
@@ -259,7 +260,7 @@ def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], 
 
 def _is_chunked(text: Any, types: list[str], index: int) -> bool:
     if types:
-        return bool(types[index] == "chunked_attention")
+        return types[index : index + 1] == ["chunked_attention"]  # a looped model's cache has more layers
     return getattr(text, "sliding_window", None) is None
 
 

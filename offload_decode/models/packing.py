@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.joint import JointCache, Segment, logits_after
 from offload_decode.models.proof import PREFIX, Trial, prove
 
@@ -38,7 +39,10 @@ class Packed(Trial):
             packed = [ids[row, start : start + length] for row, start, length in places]
             last = torch.tensor(lengths).cumsum(0) - 1
             output = self.model(
-                input_ids=torch.cat(packed)[None], past_key_values=cache, use_cache=True, logits_to_keep=last
+                input_ids=torch.cat(packed)[None],
+                use_cache=True,
+                logits_to_keep=last,
+                **with_cache(self.model, cache),
             )
             self.check(
                 [own[None] for own in logits_after(output, last)],

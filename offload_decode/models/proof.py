@@ -23,6 +23,7 @@ from torch import Tensor
 from offload_decode.errors import OffloadDecodeError, UnsupportedModel
 from offload_decode.kernels.dense import attend_dense
 from offload_decode.kv.tail import TailKV
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.observed import shape_of, text_config
 from offload_decode.models.positions import lengths_of
@@ -237,7 +238,7 @@ class Trial:
         positions = self.lengths.chosen(PREFIX, _QUESTION + _TURN)
         cache = PrefixCache.over(held, self.shape, windows, positions=positions)
         for part in torch.split(prefix, list(_CHUNKS), dim=1) if prefix.numel() else ():
-            self.model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+            self.model.base_model(input_ids=part, use_cache=True, **with_cache(self.model.base_model, cache))
             for layer in cache.tails:
                 held.append(layer.index, *layer.tail.view())
             held.length += part.shape[1]
@@ -277,10 +278,10 @@ class Trial:
         positions = None if mask is None else (mask.long().cumsum(-1) - 1)[:, -ids.shape[1] :]
         logits = self.model(
             input_ids=ids,
-            past_key_values=cache,
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
+            **with_cache(self.model, cache),
         ).logits
         own = [logits[row, -tokens:] for row, (_, _, tokens) in enumerate(places)]
         self.check(own, places, lambda: self._where(places))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.layers import KeylessLayer
 from offload_decode.models.states import States
@@ -172,8 +173,7 @@ def _run(module: Any, inputs: Tensor, probe: Probe) -> Any:
     """What a mixer gives, with nothing but a cache beside its inputs."""
     _, *others = inspect.signature(module.forward).parameters.values()
     given = {own.name: None for own in others if own.default is own.empty and own.kind is not own.VAR_KEYWORD}
-    name = next(name for name in ("cache_params", "past_key_values") if name in {own.name for own in others})
-    return _in_sequence(module, inputs, **{**given, name: probe})
+    return _in_sequence(module, inputs, **{**given, **with_cache(module, probe)})
 
 
 class Probe(PrefixCache):

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from offload_decode.errors import ConfigError, UnsupportedModel
+from offload_decode.models.arguments import cache_in, in_its_name
 from offload_decode.models.attention import NAME, pass_without_padding, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.captured import capture
@@ -45,10 +46,12 @@ def _before(
 ) -> tuple[tuple[()], dict[str, Any]] | None:
     names = inspect.signature(decoder.forward).parameters if args else ()
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    cache = given.get("past_key_values")
+    cache = cache_in(given)
     rotate_for(None)
     forget_update()
     pass_without_padding(False)
+    if isinstance(cache, PrefixCache | JointCache):
+        given = in_its_name(decoder, given)
     if isinstance(cache, JointCache):
         _begin_joint(decoder, given, cache)
         return (), given
@@ -99,7 +102,7 @@ def _before(
 def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     rotate_for(None)
     pass_without_padding(False)
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, PrefixCache):
         embeds = kwargs.get("inputs_embeds")
         tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
@@ -129,7 +132,7 @@ def _begin_joint(decoder: torch.nn.Module, given: dict[str, Any], cache: JointCa
 def _check_kept(decoder: torch.nn.Module, given: dict[str, Any]) -> None:
     """Phi-3's own `generate` drops a cache where its rotation would change within the answer."""
     ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    if ids is None or given.get("past_key_values") is not None:
+    if ids is None or cache_in(given) is not None:
         return
     if not any(map(depends_on_length, decoder.modules())):
         return

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import decode, store
 from offload_decode.engine.engine import Engine
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
@@ -40,7 +41,7 @@ def test_the_baseline_attends_to_all_that_is_stored(loaded: LoadedModel, path: P
     cache = decode.full_cache(KVStore.open(path), plain.config, 2)
     question = torch.arange(500, 509)[None].expand(2, -1)
     with torch.inference_mode():
-        expected = plain(question, past_key_values=cache).logits[:, -1]
+        expected = plain(question, **with_cache(plain, cache)).logits[:, -1]
     for row in expected:
         torch.testing.assert_close(ours.fork().extend(question[0]), row, atol=1e-3, rtol=0)
 

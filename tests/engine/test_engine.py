@@ -13,6 +13,7 @@ from offload_decode.engine import step as prefix
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.sampler import Sampler
 from offload_decode.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.devices import pick_device
 from offload_decode.models.fingerprints import config_hash, weights_hash
 from offload_decode.models.loading import load, wrap
@@ -252,7 +253,7 @@ def test_lost_keys_are_noticed(engine):
     with pytest.raises(UnsupportedModel, match="without its stored prefix"):
         engine.extend([5])
     with pytest.raises(UnsupportedModel, match="without its stored prefix"):
-        engine.loaded.model(torch.tensor([[5]]), past_key_values=engine.new_cache())
+        engine.loaded.model(torch.tensor([[5]]), **with_cache(engine.loaded.model, engine.new_cache()))
     engine.loaded.model.set_attn_implementation("offload_decode")
     torch.testing.assert_close(engine.extend([5]), expected, atol=0, rtol=0)
 

@@ -10,6 +10,7 @@ import torch
 from offload_decode.engine import batch
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
+from offload_decode.models.arguments import cache_in
 from offload_decode.models.loading import LoadedModel
 from offload_decode.selectors import quest
 from prefill_jobs.job import Settings, prefill
@@ -183,7 +184,7 @@ def test_a_cache_of_ones_own_is_not_cropped(engine):
     inputs = engine.inputs(QUESTIONS[0])
     engine.loaded.model(**inputs)
     with pytest.raises(ConfigError, match="new cache"):
-        inputs["past_key_values"].crop(-1)
+        cache_in(inputs).crop(-1)
 
 
 def test_a_conversation_that_may_be_paged_is_asked_one_by_one(folder, monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+from offload_decode.models.arguments import generate_name
 from tests.families import dense, experts, latent, learned, recurrent
 from tests.families.common import VOCAB, Family
 
@@ -58,7 +59,7 @@ FAMILIES = _installed()
 # values made anew of what the cache returned (diffllama, jetmoe), scores of more than queries and keys (doge,
 # inkling), caches or states of their own (deepseek_v4, qwen4_exp, recurrent_gemma), or no keys (mamba).
 REFUSED = {
-    *("falcon", "falcon-alibi", "gpt_neo", "gptj", "codegen", "gpt_neox_japanese", "xglm", "bloom", "mpt"),
+    *("falcon", "falcon-alibi", "gpt_neo", "gpt_neox_japanese", "xglm", "bloom", "mpt"),
     *("opt", "diffllama", "jetmoe", "doge", "inkling", "inkling2"),
     *("deepseek_v4", "recurrent_gemma", "mamba", "mamba2"),
     "qwen4_exp",
@@ -67,12 +68,18 @@ REFUSED = {
 # of blocks whose first tokens depend on how many follow (Nemotron-H, Zamba2), and an indexer that keeps its
 # keys outside the cache.
 _REFUSED_IN_5_5 = {"nemotron", "olmo_hybrid", "nemotron_h", "zamba2", "glm_moe_dsa"}
+# They attend in code of their own before 5.24.
+_REFUSED_IN_5_23 = {"gptj", "codegen"}
 
 
 def _served() -> list[str]:
     from transformers.cache_utils import Cache
 
-    refused = REFUSED if hasattr(Cache, "get_recurrent_state") else REFUSED | _REFUSED_IN_5_5
+    refused = set(REFUSED)
+    if not hasattr(Cache, "get_recurrent_state"):
+        refused |= _REFUSED_IN_5_5
+    if generate_name() != "cache":
+        refused |= _REFUSED_IN_5_23
     return [name for name in FAMILIES if name not in refused]
 
 

@@ -192,4 +192,16 @@ FAMILIES: dict[str, Family] = {
             "ffn_hidden_size": 48,
         },
     ),
+    # Its middle layers run twice, each time with keys of their own.
+    "dory": usual(
+        "dory",
+        **HEADS,
+        num_hidden_layers=4,
+        n_input_layers=1,
+        n_output_layers=1,
+        sliding_window=7,
+        layer_types=[SLIDING, FULL, SLIDING, FULL],
+    ),
+    "exaone": usual("exaone", **HEADS),
+    "apertus1p5": usual("apertus1p5_text", **HEADS, rope_parameters=PLAIN_ROPE, output_vocab_size=90),
 }

@@ -160,4 +160,5 @@ FAMILIES: dict[str, Family] = {
         final_logit_softcapping=5.0,
     ),
     "hy_v3": usual("hy_v3", **HEADS, **ROUTED, num_shared_experts=1),
+    "sarvam_moe": usual("sarvam_moe", **HEADS, **GROUPED),
 }

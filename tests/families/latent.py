@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.families.common import GROUPED, INDEXED, LATENT, SLIDING, YARN, Family, usual
+from tests.families.common import GROUPED, INDEXED, LATENT, PLAIN_ROPE, SLIDING, YARN, Family, usual
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": usual("deepseek_v2", **LATENT, **GROUPED),
@@ -73,4 +73,5 @@ FAMILIES: dict[str, Family] = {
         index_head_dim=16,
         index_topk=8,
     ),
+    "sarvam_mla": usual("sarvam_mla", **LATENT, **GROUPED, rope_parameters=PLAIN_ROPE),
 }

@@ -233,4 +233,12 @@ FAMILIES: dict[str, Family] = {
         unpadded_vocab_size=131,
         log_scaling_n_floor=16,
     ),
+    "lara_mini": usual(
+        "lara_mini",
+        **HEADS,
+        **{**DELTA, "num_hidden_layers": 4, "layer_types": [LINEAR, SLIDING, LINEAR, FULL]},
+        **ROUTED,
+        shared_expert_intermediate_size=24,
+        sliding_window=7,
+    ),
 }

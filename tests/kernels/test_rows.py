@@ -12,6 +12,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.kernels import rows
 from offload_decode.kernels.host_gather import unite
 from offload_decode.kernels.rows import Rows
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.pages.bounds import stored_bounds
 from offload_decode.pages.dispatch import gather_pages
@@ -138,7 +139,7 @@ def test_the_engine_over_a_compressed_store_is_attention_to_what_it_stands_for(t
     question = [5, 6, 7, 8]
     plain = tiny_model("llama")
     with torch.no_grad():
-        expected = plain(torch.tensor([question]), past_key_values=cache).logits[0, -1]
+        expected = plain(torch.tensor([question]), **with_cache(plain, cache)).logits[0, -1]
     found = Engine.open(store, loaded, selector=selector, options={"budget": "100%"}).extend(question)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     dense = plain(torch.tensor([[*ids.tolist(), *question]])).logits[0, -1]

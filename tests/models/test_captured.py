@@ -12,6 +12,7 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Turn, run_turns
 from offload_decode.models import captured
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.captured import report
 from offload_decode.models.captured_pass import CapturedPass
 from offload_decode.models.loading import wrap
@@ -194,7 +195,7 @@ def test_what_is_asked_for_besides_is_given(opened, asked):
         engine.extend([token])
     decoder, cache = engine.loaded.model.base_model, engine.new_cache()
     with torch.no_grad():
-        given = decoder(torch.tensor([[7]]).to("cuda"), past_key_values=cache, use_cache=True, **asked)
+        given = decoder(torch.tensor([[7]]).to("cuda"), **with_cache(decoder, cache), use_cache=True, **asked)
     assert type(given) is tuple if "return_dict" in asked else len(given.hidden_states) > 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload_decode.models.arguments import generate_name
 from tests.exactness import NEW, Case
 from tests.families import KINDS, SERVED
 
@@ -57,7 +58,7 @@ def test_answer_to_one_token(case: Case) -> None:
 def test_generate_with_the_full_ids(case: Case) -> None:
     full = case.whole(case.question(0, 9))
     out = case.engine.loaded.model.generate(
-        full, past_key_values=case.engine.new_cache(), max_new_tokens=NEW, do_sample=False
+        full, **{generate_name(): case.engine.new_cache()}, max_new_tokens=NEW, do_sample=False
     )
     assert out[0, full.shape[1] :].tolist() == case.plain_answer(full)
 

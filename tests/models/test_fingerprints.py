@@ -23,7 +23,7 @@ from prefill_jobs.job import prefill_tokens
 from tests.families import PLAIN
 from tests.tiny import tiny_model, tiny_tokenizer
 
-# The same under transformers 5.5 and 5.23. A change of any of them makes every store of that family another
+# The same under transformers 5.5 and 5.24. A change of any of them makes every store of that family another
 # model's, and is a new FINGERPRINT_VERSION.
 FROZEN = {
     "llama": "2:56b6b24cfb40",

@@ -9,6 +9,7 @@ from offload_decode.engine.corpusless import without_corpus
 from offload_decode.engine.joint import Turn, join_key, run_turns
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models import joint, proof
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.joint import JointCache, JointLayer, Segment
 from offload_decode.models.loading import wrap
 from offload_decode.models.observed import shape_of
@@ -42,7 +43,7 @@ def cache_of(talks, *tokens):
 def run(talks, cache, tokens, **more):
     ids = torch.arange(3, 3 + tokens)[None]
     with torch.inference_mode():
-        return talks[0].loaded.model(input_ids=ids, past_key_values=cache, **more).logits
+        return talks[0].loaded.model(input_ids=ids, **with_cache(talks[0].loaded.model, cache), **more).logits
 
 
 def lengths(talks):
@@ -108,7 +109,9 @@ def test_rows_that_are_padded_and_another_model_are_refused(talks):
     padded = talks[0].fork()
     given = {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
     with torch.inference_mode():
-        padded.loaded.model(torch.tensor([[0, 5, 6], [5, 6, 7]]), past_key_values=padded.cache, **given)
+        padded.loaded.model(
+            torch.tensor([[0, 5, 6], [5, 6, 7]]), **with_cache(padded.loaded.model, padded.cache), **given
+        )
     assert join_key(padded) is None
     with pytest.raises(ConfigError, match="padded"):
         run(talks, cache_of([talks[0], padded], 1, 1), 2)

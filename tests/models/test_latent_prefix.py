@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import OffloadDecodeWarning
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.latent import latent_of
 from offload_decode.models.loading import wrap
 from offload_decode.selectors import quest
@@ -46,19 +47,19 @@ def engine_over(folder: Path, model=None, kv: str = "auto", **options: object) -
 
 def logits_of(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        return engine.loaded.model(ids, past_key_values=engine.new_cache()).logits
+        return engine.loaded.model(ids, **with_cache(engine.loaded.model, engine.new_cache())).logits
 
 
 def plain_logits(model: torch.nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
     with torch.inference_mode():
-        return model(ids, past_key_values=DynamicCache(config=model.config)).logits[:, N:]
+        return model(ids, **with_cache(model, DynamicCache(config=model.config))).logits[:, N:]
 
 
 def test_the_store_keeps_what_the_model_caches_once(tmp_path, plain):
     engine = engine_over(tmp_path)
     cache = DynamicCache(config=plain.config)
     with torch.inference_mode():
-        plain(IDS[:, :N], past_key_values=cache)
+        plain(IDS[:, :N], **with_cache(plain, cache))
     shape = engine.store.manifest.shape
     assert (shape.kv_heads, shape.head_dim, shape.latent, shape.group) == (1, 32, True, 4)
     for layer, held in enumerate(cache.layers):
@@ -113,8 +114,8 @@ def test_a_long_conversation_is_attended_to_by_pages(tmp_path, plain, monkeypatc
     engine = Engine.open(tmp_path / "store", served, selector="quest", options={"budget": "100%"})
     cache = engine.new_cache()
     with torch.inference_mode():
-        served.model(IDS[:, N:-1], past_key_values=cache)
-        last = served.model(IDS[:, -1:], past_key_values=cache).logits
+        served.model(IDS[:, N:-1], **with_cache(served.model, cache))
+        last = served.model(IDS[:, -1:], **with_cache(served.model, cache)).logits
     assert chosen[-1] == (1, 4, 32), "an absorbed query of each head"
     torch.testing.assert_close(last, plain_logits(plain)[:, -1:], **CLOSE)
 
@@ -139,7 +140,7 @@ def test_an_interrupted_pass_leaves_nothing_to_the_next(tmp_path, plain, monkeyp
         with pytest.raises(KeyboardInterrupt):
             logits_of(engine, IDS[:, N:])
     with torch.inference_mode():
-        alone = model(IDS[:, N:], past_key_values=DynamicCache(config=model.config)).logits
+        alone = model(IDS[:, N:], **with_cache(model, DynamicCache(config=model.config))).logits
         torch.testing.assert_close(alone, plain(IDS[:, N:]).logits, **CLOSE)
     torch.testing.assert_close(logits_of(engine, IDS[:, N:]), plain_logits(plain), **CLOSE)
 

@@ -87,7 +87,7 @@ def test_what_asks_its_tensors_for_numbers_is_observed_too(family):
     ("family", "changes", "reason"),
     [
         ("mamba", {}, "in none of its layers"),
-        ("gptj", {}, "code of its own"),
+        ("falcon", {}, "code of its own"),
         ("bloom", {}, "layer 0 .* code of its own"),
         ("gemma", {"num_attention_heads": 3}, "3 query heads for 2 KV heads"),
         ("longcat_flash", {"head_dim": 16}, "does not run behind a cache"),

@@ -15,6 +15,7 @@ import torch
 
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, StoreMismatch, UnsupportedModel
+from offload_decode.models.arguments import generate_name, with_cache
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.models.positions import Lengths, Positions, told_of
 from offload_decode.store.reader import KVStore
@@ -91,7 +92,9 @@ def test_every_token_is_rotated_as_in_one_pass_over_all_of_the_text(
     engine = stored(wrap(model_of(name)), tmp_path / "store", length - PREFIX)
     asked = text(PREFIX + QUESTION)
     with torch.inference_mode():
-        ours = engine.loaded.model(asked[:, PREFIX:], past_key_values=engine.new_cache()).logits
+        ours = engine.loaded.model(
+            asked[:, PREFIX:], **with_cache(engine.loaded.model, engine.new_cache())
+        ).logits
     torch.testing.assert_close(ours, in_one_pass(name, asked, length)[:, PREFIX:], **CLOSE)
     # A second turn, token by token, stands in the same text.
     turn = engine.fork()
@@ -161,7 +164,10 @@ def test_padding_takes_no_position(tmp_path: Path) -> None:
     positions = (mask[:, PREFIX:].cumsum(-1) - 1 + PREFIX).clamp(min=0)
     with torch.inference_mode():
         logits = engine.loaded.model(
-            ids, attention_mask=mask, position_ids=positions, past_key_values=engine.new_cache()
+            ids,
+            attention_mask=mask,
+            position_ids=positions,
+            **with_cache(engine.loaded.model, engine.new_cache()),
         ).logits
     torch.testing.assert_close(
         logits[0, -1], in_one_pass("dynamic", asked, PREFIX + QUESTION)[0, -1], **CLOSE
@@ -183,7 +189,7 @@ def test_generate_that_drops_the_cache_is_refused(tmp_path: Path) -> None:
         engine.loaded.model.generate(
             asked[:, PREFIX:],
             attention_mask=torch.ones_like(asked),
-            past_key_values=engine.new_cache(),
+            **{generate_name(): engine.new_cache()},
             max_new_tokens=2,
         )
     logits = engine.fork().extend(asked[0, PREFIX:])

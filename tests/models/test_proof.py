@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from offload_decode.errors import UnsupportedModel
 from offload_decode.models import observed, proof
+from offload_decode.models.arguments import cache_in
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.checkpoint import read_config
 from offload_decode.models.gate import shape_of
@@ -76,13 +77,13 @@ def test_an_attention_that_depends_on_its_pass_is_refused(afresh, monkeypatch):
 
 
 def test_an_attention_that_never_calls_the_registered_function_is_refused(afresh, monkeypatch):
-    def own(self, hidden_states, position_embeddings, past_key_values=None, **_):
+    def own(self, hidden_states, position_embeddings, **given):
         keys, values = (
             part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in (self.k_proj, self.v_proj)
         )
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        if (cache := cache_in(given)) is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
         return self.o_proj(self.q_proj(hidden_states)), None
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", own)
@@ -109,10 +110,10 @@ def test_a_mixer_that_forgets_its_state_is_refused(afresh, monkeypatch):
     mixer = transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet
     run = mixer.forward
 
-    def forgetful(self, hidden_states, cache_params=None, **kwargs):
-        out = run(self, hidden_states, cache_params=cache_params, **kwargs)
-        if isinstance(cache_params, PrefixCache):
-            states = cache_params.layers[self.layer_idx].states
+    def forgetful(self, hidden_states, **kwargs):
+        out, cache = run(self, hidden_states, **kwargs), cache_in(kwargs)
+        if isinstance(cache, PrefixCache):
+            states = cache.layers[self.layer_idx].states
             states.put("recurrent0", torch.zeros_like(states.held["recurrent0"]))
         return out
 
@@ -134,10 +135,10 @@ def test_a_model_that_looks_at_no_earlier_token_proves_nothing(afresh, monkeypat
 def test_what_fails_within_a_pass_is_told_with_the_layer(afresh, monkeypatch):
     attend = modeling_llama.LlamaAttention.forward
 
-    def failing(self, hidden_states, *args, past_key_values=None, **kwargs):
+    def failing(self, hidden_states, *args, **kwargs):
         if self.layer_idx == 1 and len(hidden_states) == 2:
             raise RuntimeError("no batches")
-        return attend(self, hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        return attend(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", failing)
     refused("llama", r"in a padded batch, LlamaAttention of layer 1: RuntimeError: no batches")

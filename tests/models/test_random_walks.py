@@ -13,6 +13,7 @@ import torch
 
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import OffloadDecodeError
+from offload_decode.models.arguments import generate_name, with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
 from prefill_jobs.job import Settings, prefill_tokens
@@ -175,7 +176,7 @@ def run(rows, dice):
     ids, shown = rows.more(dice, 9)
     given = rows.given(dice, ids, shown)
     with torch.inference_mode(dice.random() < 0.5):
-        logits = rows.world.model(ids, past_key_values=rows.cache, **given).logits
+        logits = rows.world.model(ids, **with_cache(rows.world.model, rows.cache), **given).logits
     rows.add(ids, shown)
     rows.check(logits.detach())
 
@@ -188,7 +189,7 @@ def generate(rows, dice):
     out = rows.world.model.generate(
         ids,
         attention_mask=mask.long(),
-        past_key_values=rows.cache,
+        **{generate_name(): rows.cache},
         max_new_tokens=new,
         do_sample=False,
         pad_token_id=0,
@@ -243,10 +244,10 @@ def wrong(rows, dice):
         if not bool(rows.shown.all()):
             ways.append({"attention_mask": None, "position_ids": None})
     with pytest.raises(OffloadDecodeError):
-        rows.world.model(ids, past_key_values=rows.cache, **{**given, **dice.choice(ways)})
+        rows.world.model(ids, **with_cache(rows.world.model, rows.cache), **{**given, **dice.choice(ways)})
     if held:
         with pytest.raises(OffloadDecodeError):
-            rows.world.model(torch.full((len(ids) + 1, 2), 5), past_key_values=rows.cache)
+            rows.world.model(torch.full((len(ids) + 1, 2), 5), **with_cache(rows.world.model, rows.cache))
     assert rows.cache.tail_length == held
 
 

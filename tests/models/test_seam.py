@@ -12,6 +12,7 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models import attention
+from offload_decode.models.arguments import CACHE_NAMES, generate_name, with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
 from prefill_jobs.job import prefill_tokens
@@ -75,7 +76,9 @@ def mask(*hidden, length):
 
 def run(engine, ids, cache, **arguments):
     with torch.inference_mode():
-        return engine.loaded.model(torch.tensor([ids]), past_key_values=cache, **arguments).logits[0]
+        return engine.loaded.model(
+            torch.tensor([ids]), **with_cache(engine.loaded.model, cache), **arguments
+        ).logits[0]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,9 @@ def test_a_second_turn_in_a_loop_of_ones_own(engine):
     expected = plain(engine, ASKED + NEXT)[len(ASKED) :]
     torch.testing.assert_close(run(engine, NEXT, copy.deepcopy(cache)), expected, **CLOSE)
     # Outside inference mode, in which the first turn ran.
-    found = engine.loaded.model(torch.tensor([NEXT]), past_key_values=copy.deepcopy(cache)).logits[0]
+    found = engine.loaded.model(
+        torch.tensor([NEXT]), **with_cache(engine.loaded.model, copy.deepcopy(cache))
+    ).logits[0]
     torch.testing.assert_close(found, expected, **CLOSE)
     whole = mask(length=len(ASKED + NEXT))
     torch.testing.assert_close(run(engine, NEXT, cache, attention_mask=whole), expected, **CLOSE)
@@ -130,7 +135,7 @@ def test_a_second_turn_of_generate_with_a_mask_over_the_first(engine):
     model, cache = engine.loaded.model, engine.new_cache()
     run(engine, ASKED, cache)
     whole = mask(length=len(ASKED + NEXT))
-    out = model.generate(torch.tensor([NEXT]), attention_mask=whole, past_key_values=cache, **GREEDY)
+    out = model.generate(torch.tensor([NEXT]), attention_mask=whole, **{generate_name(): cache}, **GREEDY)
     assert out[0, len(NEXT)] == plain(engine, ASKED + NEXT)[-1].argmax()
 
 
@@ -141,7 +146,7 @@ def test_a_second_turn_that_leaves_the_first_out_is_refused(engine, padded):
     without = mask(*range(len(ASKED)), length=len(ASKED + NEXT)) if padded else mask(length=len(NEXT))
     for call in (model, partial(model.generate, **GREEDY)):
         with pytest.raises(ConfigError):
-            call(torch.tensor([NEXT]), attention_mask=without, past_key_values=cache)
+            call(torch.tensor([NEXT]), attention_mask=without, **{generate_name(): cache})
     assert cache.tail_length == len(ASKED), "nothing was appended"
 
 
@@ -149,7 +154,7 @@ def test_a_second_turn_that_leaves_the_first_out_is_refused(engine, padded):
 def test_generate_with_the_questions_ids_and_no_mask_is_refused(engine, ids):
     """It takes them for the whole sequence, and cuts as many off as are in the cache."""
     with pytest.raises(ConfigError):
-        engine.loaded.model.generate(torch.tensor([ids]), past_key_values=engine.new_cache(), **GREEDY)
+        engine.loaded.model.generate(torch.tensor([ids]), **{generate_name(): engine.new_cache()}, **GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +203,9 @@ def test_rows_that_were_padded_may_be_picked_and_cropped(engine):
     seen = torch.cat([torch.ones(3, N, dtype=torch.long), (ids > 0).long()], dim=1)
     positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, N:]
     with torch.inference_mode():
-        engine.loaded.model(ids, attention_mask=seen, position_ids=positions, past_key_values=cache)
+        engine.loaded.model(
+            ids, attention_mask=seen, position_ids=positions, **with_cache(engine.loaded.model, cache)
+        )
     cache.batch_select_indices(torch.tensor([1]))
     torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, [5, 6, 7, 8, *NEXT])[4:], **CLOSE)
     cache.crop(-5)
@@ -208,10 +215,10 @@ def test_rows_that_were_padded_may_be_picked_and_cropped(engine):
 def test_a_batch_keeps_its_number_of_rows(engine):
     cache, ids = engine.new_cache(), torch.tensor([ASKED] * 3)
     with torch.inference_mode():
-        engine.loaded.model(ids, past_key_values=cache)
+        engine.loaded.model(ids, **with_cache(engine.loaded.model, cache))
         for rows in (1, 2, 4):
             with pytest.raises(ConfigError, match="holds 3 rows, and"):
-                engine.loaded.model(ids[:1].expand(rows, -1), past_key_values=cache)
+                engine.loaded.model(ids[:1].expand(rows, -1), **with_cache(engine.loaded.model, cache))
     cache.crop(-len(ASKED))
     torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, NEXT), **CLOSE)
 
@@ -257,7 +264,7 @@ def test_what_has_not_the_shape_of_a_pass_is_refused(engine, named, says):
     if "attention_mask" in named or "position_ids" in named:
         named = {"input_ids": torch.tensor([ASKED]), **named}
     with pytest.raises(ConfigError, match=says):
-        engine.loaded.model(past_key_values=engine.new_cache(), **named)
+        engine.loaded.model(**with_cache(engine.loaded.model, engine.new_cache()), **named)
 
 
 @pytest.mark.parametrize("width", [len(ASKED), N + len(ASKED)])
@@ -299,7 +306,7 @@ def test_prompt_lookup_is_refused(engine):
     ids = torch.arange(3, 3 + N + 4)[None]
     with pytest.raises(ConfigError):  # by its own sentence, or up to transformers 5.8 by that of the mask
         engine.loaded.model.generate(
-            ids, past_key_values=engine.new_cache(), prompt_lookup_num_tokens=2, max_new_tokens=20
+            ids, **{generate_name(): engine.new_cache()}, prompt_lookup_num_tokens=2, max_new_tokens=20
         )
 
 
@@ -307,25 +314,27 @@ def test_another_model_does_not_run_behind_the_prefix(engine):
     """It would append to the cache and attend without the prefix."""
     other = text_model(family=engine.loaded.model.config.model_type)
     with pytest.raises(UnsupportedModel, match=r"run engine\.loaded\.model"):
-        other(torch.tensor([ASKED]), past_key_values=engine.new_cache())
+        other(torch.tensor([ASKED]), **with_cache(other, engine.new_cache()))
     wrap(other)
     with pytest.raises(ConfigError, match="belongs to another model"):
-        other(torch.tensor([ASKED]), past_key_values=copy.deepcopy(engine.new_cache()))
+        other(torch.tensor([ASKED]), **with_cache(other, copy.deepcopy(engine.new_cache())))
+
+
+def without_cache(named):
+    return {name: one for name, one in named.items() if name not in CACHE_NAMES}
 
 
 def test_a_layer_that_leaves_the_cache_out_is_noticed(engine, monkeypatch):
     layer = engine.loaded.model.base_model.layers[1]
     forward = layer.forward
-    monkeypatch.setattr(
-        layer, "forward", lambda *given, **named: forward(*given, **{**named, "past_key_values": None})
-    )
+    monkeypatch.setattr(layer, "forward", lambda *given, **named: forward(*given, **without_cache(named)))
     with pytest.raises(UnsupportedModel, match="layer 1 attended without its stored prefix"):
         run(engine, ASKED, engine.new_cache())
 
 
 def test_gradients_are_refused_and_not_wrong(engine):
     model = engine.loaded.model
-    logits = model(torch.tensor([ASKED]), past_key_values=engine.new_cache()).logits
+    logits = model(torch.tensor([ASKED]), **with_cache(model, engine.new_cache())).logits
     with pytest.raises(ConfigError, match="no gradients"):
         logits.sum().backward()
 

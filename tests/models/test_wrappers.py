@@ -65,12 +65,26 @@ def of_text(name: str) -> bool:
     return "language_model" in name
 
 
+def run_whole(whole: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits by transformers alone, where it can run the model."""
+    try:
+        with torch.inference_mode():
+            return whole(input_ids=ids).logits
+    except AttributeError as error:
+        if "image_outputs" not in str(error):
+            raise
+        pytest.skip(
+            "transformers 5.24 asks Llama 4's text for what it saw, and runs without an image no more"
+        )
+
+
 def test_text_is_read_as_by_the_whole_model(name: str, tmp_path: Path) -> None:
     whole = tiny_wrapper(name)
     model = text_alone(saved(whole, tmp_path))
     ids = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
+    expected = run_whole(whole, ids)
     with torch.inference_mode():
-        torch.testing.assert_close(model(ids).logits, whole(input_ids=ids).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=0)
     own = sum(weight.numel() for weight in model.parameters())
     assert own <= sum(weight.numel() for weight in whole.parameters())
     assert not [path for path, _ in model.named_modules() if "vision" in path or "audio" in path]
@@ -99,6 +113,7 @@ def test_a_store_of_the_one_is_opened_by_the_other(family: str, tmp_path: Path) 
     tokenizer, prompt = served.known_tokenizer, served.prompt
     ids = [token for part in prompt.corpus(tokenizer, [TEXT]) for token in part]
     ids += prompt.first(tokenizer, question)
+    run_whole(whole, torch.tensor([ids]))
     out = whole.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
     expected = [token for token in out[0, len(ids) :].tolist() if token != 2]
     assert {name: list(tokens) for name, tokens in answers.items()} == dict.fromkeys(answers, expected)

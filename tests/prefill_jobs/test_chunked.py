@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, LayerKind
@@ -45,7 +46,7 @@ def test_chunked_equals_unchunked(family, chunk, tmp_path, monkeypatch):
     store = prefilled(tiny_model(family), tmp_path / "store", chunk=chunk)
     cache = DynamicCache(config=plain.config)
     with torch.inference_mode():
-        plain(torch.from_numpy(corpus()).long()[None], past_key_values=cache)
+        plain(torch.from_numpy(corpus()).long()[None], **with_cache(plain, cache))
     for layer, own in enumerate(store.manifest.shape.layers):
         expected = cache.layers[layer]
         if own.kind is LayerKind.SLIDING:

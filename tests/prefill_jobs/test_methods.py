@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from offload_decode.errors import ConfigError
+from offload_decode.models.arguments import with_cache
 from offload_decode.testing import MethodContract
 from offload_decode.testing.method_contract import CHUNK, SHAPE, TOKENS, Written, asked, prefilled
 from offload_decode.testing.tiny import tiny_llama
@@ -108,7 +109,11 @@ def test_a_chunk_attends_to_itself_and_to_what_was_chosen(method, tmp_path, monk
     cache = DynamicCache(config=plain.config)
     with torch.inference_mode():
         added = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-        plain(torch.from_numpy(store.tokens.copy()).long()[None], attention_mask=added, past_key_values=cache)
+        plain(
+            torch.from_numpy(store.tokens.copy()).long()[None],
+            attention_mask=added,
+            **with_cache(plain, cache),
+        )
     for stored, expected in ((store.keys, cache.layers[1].keys), (store.values, cache.layers[1].values)):
         for head in range(2):
             np.testing.assert_allclose(stored(1, head), expected[0, head], atol=2e-5)

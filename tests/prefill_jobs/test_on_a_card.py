@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from offload_decode.errors import StoreError
 from offload_decode.kv.card import RESERVE
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import Committed, partial_path
@@ -95,7 +96,7 @@ def test_its_keys_and_values_are_those_of_transformers(family, tmp_path):
     plain.set_attn_implementation("eager")
     cache = DynamicCache(config=plain.config)
     with torch.inference_mode():
-        plain(torch.from_numpy(TOKENS).long()[None], past_key_values=cache)
+        plain(torch.from_numpy(TOKENS).long()[None], **with_cache(plain, cache))
     for layer, own in enumerate(store.manifest.shape.layers):
         if own.kind is LayerKind.FULL:
             for head in range(own.kv_heads):

@@ -9,6 +9,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host import HostKV
 from offload_decode.kv.tail import TailKV
+from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.pages.bounds import GrowingBounds
 from offload_decode.pages.reference import page_scores, page_tokens
@@ -156,9 +157,10 @@ def test_padding_in_a_long_conversation_is_not_attended(folder, monkeypatch):
         mask[:, stored : stored + padding] = False
         position = (stored + mask[:, stored:].cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
-            model(input_ids=ids, attention_mask=mask, past_key_values=cache, position_ids=position)
+            model(input_ids=ids, attention_mask=mask, **with_cache(model, cache), position_ids=position)
             mask = torch.cat([mask, mask[:, -1:]], dim=1)
-            given = {"attention_mask": mask, "past_key_values": cache, "position_ids": position[:, -1:] + 1}
+            given = {"attention_mask": mask, "position_ids": position[:, -1:] + 1}
+            given |= with_cache(model, cache)
             return model(input_ids=torch.tensor([[6]]), **given).logits[0, -1]
 
     torch.testing.assert_close(last_logits(20), last_logits(0), atol=1e-5, rtol=0)
