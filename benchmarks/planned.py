@@ -1,15 +1,19 @@
-"""What `plan` expects of a layer's step, beside what the step takes: `python -m benchmarks.planned`.
+"""What `plan` expects of a step, beside what the step takes: `python -m benchmarks.planned`.
 
-Made-up long-tailed keys and values, searched and attended to as the engine does; what is expected comes of
-the planner's own measurement in a smaller layer of random ones.
+A layer's, of made-up long-tailed keys and values, searched and attended to as the engine does; what is
+expected comes of the planner's own measurement in a smaller layer of random ones. With `--model 1B` a whole
+token's, of a model with real widths and random weights (`benchmarks.width`), through the engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -17,25 +21,32 @@ import torch
 from benchmarks import tables
 from benchmarks.layers import Float32, Layer, long_tailed
 from benchmarks.ways import MemoryLayer, all_way, index_way
+from benchmarks.width_parts import SHAPES, Bench, made, stored
+from offload_decode.engine.engine import Engine
+from offload_decode.models.outline import outline_of
 from offload_decode.planning.bandwidth import measure
 from offload_decode.planning.request import Workload
-from offload_decode.planning.traffic import LayerTraffic, layer_traffic
+from offload_decode.planning.traffic import LayerTraffic, layer_traffic, speed, traffic
 from offload_decode.selectors.registry import create
 
 RATES = {"pages": "pages", "scanned": "search", "gathered": "rows", "attended": "dense"}
 WAYS = ("clusters", "flat", "quest", "dense")
 
 
-def expected(memory: MemoryLayer, way: str, tokens: int, k: int) -> float:
-    """Seconds of a step, as `plan` reckons them."""
-    dtype = memory.layer.keys[0].dtype.name
-    request = Workload(
+def requested(way: str, tokens: int, k: int) -> Workload:
+    """What `plan` is told of a way."""
+    return Workload(
         tokens=tokens,
         selector="topk" if way in ("clusters", "flat") else way,
         index=way if way in ("clusters", "flat") else "clusters",
         budget="100%" if way == "dense" else str(k),
         dense_layers="",
     )
+
+
+def expected(memory: MemoryLayer, way: str, tokens: int, k: int) -> float:
+    """Seconds of a step, as `plan` reckons them."""
+    dtype, request = memory.layer.keys[0].dtype.name, requested(way, tokens, k)
     rates = measure(memory.shape, dtype, request, "cpu")
     moved = layer_traffic(memory.shape, dtype, request, tokens, None if way == "dense" else k)
     parts = zip(LayerTraffic._fields, moved, strict=True)
@@ -65,6 +76,33 @@ def seconds(work: Callable[[Float32], Float32], layer: Layer, least: float) -> f
     return float(np.median(taken))
 
 
+def engine_of(bench: Bench, request: Workload) -> Engine:
+    """One that asks as was planned."""
+    options = {"budget": request.budget, "dense_layers": ""}
+    if request.selector == "topk":
+        options["index"] = request.index
+    if request.selector == "dense":
+        options = {}
+    return Engine.open(bench.store, bench.loaded, selector=request.selector, options=options)
+
+
+def whole(given: argparse.Namespace, folder: Path) -> list[list[str]]:
+    """Tokens a second of every way, expected and had: the median step of one turn."""
+    loaded, plain = made(given.model, None)
+    given.k, given.decode = [given.k], 2 if given.quick else 12
+    store, queries = stored(folder / f"{given.model}-{given.tokens}.kv", loaded, given)
+    bench = Bench(loaded, plain, store, queries, given)
+    outline = outline_of(loaded.model, given.model, loaded.shape)
+    lines = []
+    for way in WAYS:
+        request = requested(way, given.tokens, given.k[0])
+        rates = measure(loaded.shape, loaded.dtype, request, "cpu")
+        told = speed(traffic(outline, request, on_gpu=False), rates).tokens_per_second
+        took = statistics.median(seconds for seconds, _ in bench.asked(engine_of(bench, request)))
+        lines.append([way, f"{told:.2f}", f"{1 / took:.2f}", f"{max(told * took, 1 / (told * took)):.2f}x"])
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -74,10 +112,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--k", type=int, default=1024, help="tokens of each query head")
     parser.add_argument("--seconds", type=float, default=2.0, help="at least, of each way")
+    parser.add_argument("--model", choices=list(SHAPES), help="its tokens a second, and not a layer's step")
+    parser.add_argument("--folder", type=Path, help="keeps what is made of a model; about 5 GB for 1B")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.tokens, arguments.heads, arguments.k, arguments.seconds = 4096, 1, 64, 0.0
+    if arguments.model:
+        with TemporaryDirectory(prefix="offload-decode-planned-", dir=".") as temporary:
+            folder = (arguments.folder or Path(temporary)).resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = whole(arguments, folder)
+        print(tables.table(["way", "expected, tokens/s", "measured, tokens/s", "apart by"], lines))
+        return
     memory = MemoryLayer(long_tailed(arguments.tokens, heads=arguments.heads, steps=32))
     lines = []
     with torch.inference_mode():

@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from indexes import arrays, files, verified
 from indexes.approximate import ApproximateIndex
-from indexes.base import FROM_KEYS, Costs, Hits, RecallRecord, StrPath, VectorIndex, check_heads
+from indexes.base import FROM_KEYS, Costs, Hits, RecallRecord, StrPath, VectorIndex, check_heads, joined_hits
+from indexes.cell_scan import STEP_BYTES
 from indexes.cells import KEYS_PER_CELL, Cells, build, check, joined, made_up
 from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, Keys, check_count, check_queries
-from indexes.pruned_scan import STEP_BYTES, Best, Heads, candidates_for, search_layer
+from indexes.pruned_scan import Best, Heads, candidates_for, search_layer
 from indexes.rows import pool, scan
 from indexes.rows.addresses import Share
 from indexes.rows.encodings import row_size
@@ -36,6 +37,7 @@ _OF_MANY = "recall_of_many"
 _NEARLY_ALL = 64.0
 _EXACT = 1000.0
 _ROWS = 64  # of one head, searched together: they share what they scan
+_CELLS_OF_A_PART = 1024  # of a head, at least: to search fewer takes hardly longer than to share the work
 _CANDIDATES = 1 << 22  # of these rows, in memory at once
 _MAGIC = 0x534C4C4543  # "CELLS"
 _CHECKED = "cells, check 1"  # counted up when `cells.check` asks for more
@@ -238,9 +240,10 @@ def _scanned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
 
 
 def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviations: Sequence[float]) -> Hits:
-    """The k best of every head's keys for its `queries [H, R, D]`: ids and scores `[H, R, k]`."""
+    """The k best of every head's keys for its `queries [H, R, D]`: ids and scores `[H, R, k]`. Where there
+    are threads that heads and rows leave without work, a head's cells are searched in parts.
+    """
     count, rows, _ = queries.shape
-    found, scores = np.full((count, rows, k), -1, np.int64), np.full((count, rows, k), np.nan, np.float32)
     natives = [head._native for head in heads]
     for native in natives:
         if native.mapped is not None and native.mapped.shrank:
@@ -257,13 +260,28 @@ def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviati
         layout=natives[0].layout,
     )
     per_task = min(_rows_of_a_task(k), max(QUERIES, ceil(count * rows / pool.THREADS)))
-    threads = min(pool.THREADS, count * -(-rows // per_task))
-    best = Best(found, scores)
+    tasks = count * -(-rows // per_task)
+    parts = max(1, min(pool.THREADS // tasks, int(together.sizes[:, 0].min()) // _CELLS_OF_A_PART))
+    best = _in_parts(together, queries, k, per_task, parts)
+    if parts > 1 and (best.seen.sum(axis=0) < candidates_for(k)).any():
+        # What was foretold is not there: a floor is looked for in all of a head's cells.
+        best = _in_parts(together, queries, k, per_task, 1)
+    hits = joined_hits(best.ids, best.scores, np.minimum(best.seen, k))
+    if not np.isfinite(hits.scores).all():
+        raise InvalidIndexInput(NOT_FINITE)
+    return hits
+
+
+def _in_parts(heads: Heads, queries: Float32, k: int, per_task: int, parts: int) -> Best:
+    """What is found in each part of the heads' cells, `[parts, H, R, k]`, on all threads."""
+    count, rows, _ = queries.shape
+    shape = (parts, count, rows)
+    ids, scores = np.full((*shape, k), -1, np.int64), np.full((*shape, k), np.nan, np.float32)
+    best = Best(ids, scores, np.zeros(shape, np.int64))
+    threads = min(pool.THREADS, parts * count * -(-rows // per_task))
 
     def search(first: int) -> None:
-        search_layer(together, queries, k, Share(per_task, first, threads), best)
+        search_layer(heads, queries, k, Share(per_task, first, threads), best)
 
     pool.run(search, range(threads))
-    if not np.isfinite(scores).all():
-        raise InvalidIndexInput(NOT_FINITE)
-    return Hits(found, scores)
+    return best

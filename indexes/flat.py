@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from indexes import files
-from indexes.base import Costs, Hits, StrPath, VectorIndex, check_recall_options
+from indexes.base import Costs, Hits, StrPath, VectorIndex, check_heads, check_recall_options, joined_hits
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_keys, check_more, float32_blocks, keys_digest
 from indexes.rows import pool, scan
@@ -19,6 +20,7 @@ NOT_FINITE = (
     "store must be prefilled again."
 )
 _BLOCK_ROWS = 2048  # a widened block of D = 128 is 1 MiB and stays in the second-level cache
+_KEYS_OF_A_PART = 1 << 16  # of a head, at least: to read fewer takes hardly longer than to share the work
 _GROUP_ROWS = 256  # queries that share one pass over the keys; bounds the candidates' memory
 
 
@@ -41,7 +43,7 @@ class FlatIndex(VectorIndex):
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
         # Candidates, and as many again twice while the best of them are told apart.
         kept = 3 * 8 * min(_GROUP_ROWS, rows) * min(n, 2 * (k + _BLOCK_ROWS))
-        return min(pool.THREADS, heads) * kept
+        return min(pool.THREADS, heads * max(1, n // _KEYS_OF_A_PART)) * kept
 
     @classmethod
     def build(
@@ -65,6 +67,26 @@ class FlatIndex(VectorIndex):
         """It holds nothing that could be taken over."""
         check_more(self.keys, keys)
         return type(self)(keys, digest)
+
+    @classmethod
+    def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
+        """As `VectorIndex.search_heads`; where threads would idle, a head's keys are read in parts."""
+        check_heads(heads, queries)
+        parts = pool.THREADS // max(1, len(heads))
+        parts = min(parts, min((len(head) for head in heads), default=0) // _KEYS_OF_A_PART)
+        if parts < 2:
+            return super().search_heads(heads, queries, k)
+        bounds = [[len(head) * part // parts for part in range(parts + 1)] for head in heads]
+        own = [
+            cls(head.keys[bounds[at][part] : bounds[at][part + 1]], head.digest)
+            for part in range(parts)
+            for at, head in enumerate(heads)
+        ]
+        found = super().search_heads(own, np.concatenate([queries] * parts), k)
+        shape = (parts, len(heads), *found.ids.shape[1:])
+        first = np.array([ends[:-1] for ends in bounds]).T[:, :, None, None]
+        counts = (found.ids >= 0).sum(axis=-1).reshape(shape[:-1])
+        return joined_hits(found.ids.reshape(shape) + first, found.scores.reshape(shape), counts)
 
     def _search(self, queries: Float32, k: int) -> Hits:
         hits = Hits.empty(len(queries), k)

@@ -74,6 +74,24 @@ def sort(best: Any, places: Any, found: Any, scores: Any) -> None:
         scores[j], found[j] = score_and_row(~done[j])
 
 
+@njit(nogil=True, cache=True)
+def join(ids: Any, scores: Any, counts: Any, found: Any, joined: Any) -> None:
+    """What was found in P parts of a head's keys, `ids` and `scores [P, H, R, k]` of which `counts [P, H, R]`
+    are there, as one search gives it: to `found` and `joined [H, R, k]`.
+    """
+    parts, heads, rows, k = ids.shape
+    best, places = np.empty(parts * k, np.float32), np.empty(parts * k, np.int32)
+    for head in range(heads):
+        for row in range(rows):
+            fill = 0
+            for part in range(parts):
+                count = counts[part, head, row]
+                best[fill : fill + count] = scores[part, head, row, :count]
+                places[fill : fill + count] = ids[part, head, row, :count]
+                fill += count
+            sort(best[:fill], places[:fill], found[head, row], joined[head, row])
+
+
 @njit(nogil=True, cache=True, inline="always")
 def _digit(turned: Any, place: int) -> Any:
     return (turned >> np.uint64(32 + _DIGIT * place)) & np.uint64(_MASK)

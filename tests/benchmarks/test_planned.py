@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from benchmarks import planned, scanned
 from indexes.clusters import ClusteredIndex, share_read
 
 
-def test_the_planners_expectation_stands_beside_what_was_measured(capsys):
-    planned.main(["--quick"])
+@pytest.mark.parametrize("of", [[], ["--model", "tiny"]])
+def test_the_planners_expectation_stands_beside_what_was_measured(of, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    planned.main(["--quick", *of])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == list(planned.WAYS)
     for line in lines[2:]:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from numba import njit
 
-from indexes import cells, dots, get
+from indexes import cells, clusters, dots, get, pruned_scan
 from indexes.clusters import ClusteredIndex
 from indexes.errors import InvalidIndexInput
-from indexes.rows import encodings
+from indexes.rows import encodings, pool
 from offload_decode.testing.index_contract import (
     DIM,
     DTYPES,
@@ -155,6 +155,51 @@ def test_a_row_finds_the_same_alone_and_among_others() -> None:
         alone = index.search(queries[row : row + 1], 40)
         np.testing.assert_array_equal(together.ids[row], alone.ids[0])
         np.testing.assert_array_equal(together.scores[row], alone.scores[0])
+
+
+@pytest.mark.parametrize("threads", [2, 3, 16])
+@pytest.mark.parametrize("made", ["clustered", "repeated", "outlier"])
+def test_a_heads_cells_are_searched_in_parts_where_threads_would_idle(
+    made: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = clustered_keys(12_000, np.float32)
+    if made == "repeated":
+        keys[:2000] = np.repeat(keys[:40], 50, axis=0)
+    elif made == "outlier":
+        keys[5] *= 300  # no floor can be foretold
+    heads = [get("clusters").build(keys[:last], k=16) for last in (12_000, 7000)]
+    assert all(isinstance(head, ClusteredIndex) for head in heads)
+    queries = foreign_queries(6, seed=8).reshape(2, 3, DIM)
+    ks = (1, 16, 300, 2000)
+    monkeypatch.setattr(pool, "THREADS", 1)
+    expected = [ClusteredIndex.search_heads(heads, queries, k) for k in ks]
+    monkeypatch.setattr(pool, "THREADS", threads)
+    monkeypatch.setattr(clusters, "_CELLS_OF_A_PART", 8)
+    ran, run = [], clusters._in_parts
+
+    def in_parts(*given: Any) -> Any:
+        ran.append(given[-1])
+        return run(*given)
+
+    monkeypatch.setattr(clusters, "_in_parts", in_parts)
+    for k, whole in zip(ks, expected, strict=True):
+        for some in (slice(2), slice(1)):
+            hits = ClusteredIndex.search_heads(heads[some], queries[some], k)
+            np.testing.assert_array_equal(hits.ids, whole.ids[some])
+            np.testing.assert_array_equal(hits.scores, whole.scores[some])
+    most = min(threads // 2, 27 // 8)
+    assert most in ran
+    assert max(ran) == min(threads, 46 // 8)
+
+
+def test_no_cell_is_left_to_no_part() -> None:
+    starts = np.cumsum([0, 3, 1, 40, 2, 2, 9])
+    for listed in ([0, 2, 3, 5], [2], []):
+        chosen = np.array(listed, np.int64)
+        for parts in (1, 2, 3, 7):
+            own = [list(pruned_scan._own_part(chosen, starts, part, parts)) for part in range(parts)]
+            assert [cell for part in own for cell in part] == listed
+    assert list(pruned_scan._own_part(np.arange(6), starts, 1, 3)) == [2], "parts are of like size"
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-20, 1, 1e20])

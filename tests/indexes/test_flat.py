@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexes import flat, get
+from indexes.base import VectorIndex
 from indexes.errors import InvalidIndexInput
 from indexes.flat import FlatIndex
-from indexes.rows import encodings
+from indexes.rows import encodings, pool
 from offload_decode.testing.index_contract import (
+    DIM,
     DTYPES,
     ENCODINGS,
     IndexContract,
@@ -148,3 +150,28 @@ def test_an_overflowing_score_is_refused() -> None:
     keys = np.full((3, 2), 3e38, np.float32)
     with pytest.raises(InvalidIndexInput, match="overflows"):
         get("flat").build(keys).search(np.full((1, 2), 3e38, np.float32), 1)
+
+
+@pytest.mark.parametrize("k", [1, 100, 3000])
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_a_heads_keys_are_read_in_parts_where_threads_would_idle(
+    k: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = clustered_keys(2500, np.float16)
+    keys[1200:1300] = keys[7]  # equal scores in several parts
+    heads = [get("flat").build(keys[:last]) for last in (2500, 2200)]
+    queries = foreign_queries(6, seed=8).reshape(2, 3, DIM)
+    monkeypatch.setattr(pool, "THREADS", threads)
+    monkeypatch.setattr(flat, "_KEYS_OF_A_PART", 500)
+    searched = []
+    search = VectorIndex.search
+    monkeypatch.setattr(
+        VectorIndex, "search", lambda self, *given: (searched.append(len(self)), search(self, *given))[1]
+    )
+    for some in (slice(2), slice(1)):
+        hits = FlatIndex.search_heads(heads[some], queries[some], k)
+        for head, found, scores, own in zip(heads[some], hits.ids, hits.scores, queries[some], strict=True):
+            whole = search(head, own, k)
+            np.testing.assert_array_equal(found, whole.ids)
+            np.testing.assert_array_equal(scores, whole.scores)
+    assert len(searched) == 2 * max(1, min(threads // 2, 4)) + min(threads, 5)
