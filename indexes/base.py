@@ -14,7 +14,6 @@ import numpy.typing as npt
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_count, check_keys, check_queries
 from indexes.rows import encodings, pool
-from indexes.rows.ordering import join
 
 StrPath = str | os.PathLike[str]
 
@@ -193,17 +192,6 @@ class VectorIndex(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of memory held beyond the keys themselves."""
-
-
-def joined_hits(ids: npt.NDArray[np.int64], scores: Float32, counts: npt.NDArray[np.int64]) -> Hits:
-    """What was found in P parts of each head's keys, `[P, H, R, k]` of which `counts [P, H, R]` are there, as
-    one search gives it.
-    """
-    if len(ids) == 1:
-        return Hits(ids[0], scores[0])
-    hits = Hits(np.full(ids.shape[1:], -1), np.full(ids.shape[1:], -np.inf, np.float32))
-    join(ids, scores, counts, hits.ids, hits.scores)
-    return hits
 
 
 def check_heads(heads: Sequence[VectorIndex], queries: npt.NDArray[Any]) -> None:

@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from indexes import arrays, files, verified
 from indexes.approximate import ApproximateIndex
-from indexes.base import FROM_KEYS, Costs, Hits, RecallRecord, StrPath, VectorIndex, check_heads, joined_hits
+from indexes.base import FROM_KEYS, Costs, Hits, RecallRecord, StrPath, VectorIndex, check_heads
 from indexes.cell_scan import STEP_BYTES
 from indexes.cells import KEYS_PER_CELL, Cells, build, check, joined, made_up
 from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, Keys, check_count, check_queries
+from indexes.parts import joined_hits
 from indexes.pruned_scan import Best, Heads, candidates_for, search_layer
 from indexes.rows import pool, scan
 from indexes.rows.addresses import Share

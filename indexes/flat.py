@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from indexes import files
-from indexes.base import Costs, Hits, StrPath, VectorIndex, check_heads, check_recall_options, joined_hits
+from indexes.base import Costs, Hits, StrPath, VectorIndex, check_heads, check_recall_options
 from indexes.errors import InvalidIndexInput
 from indexes.keys import Float32, Keys, check_keys, check_more, float32_blocks, keys_digest
+from indexes.parts import joined_hits
 from indexes.rows import pool, scan
 from indexes.rows.encodings import row_size
 
