@@ -68,14 +68,11 @@ class Bench:
     @torch.inference_mode()
     def generated(self, cache: DynamicCache) -> Steps:
         """A turn of transformers'; the cache is then as it was."""
-        stored, token = cache.get_seq_length(), ASKED
+        stored, token, given = cache.get_seq_length(), ASKED, with_cache(self.plain, cache)
         with Clock(self.plain) as clock:
             for _ in range(self.given.decode + 2):
-                token = int(
-                    self.plain(torch.tensor([[token]]), **with_cache(self.plain, cache))
-                    .logits[0, -1]
-                    .argmax()
-                )
+                logits = self.plain(torch.tensor([[token]]), **given).logits
+                token = int(logits[0, -1].argmax())
         cache.crop(stored - cache.get_seq_length())
         return clock.steps()
 
