@@ -11,7 +11,10 @@ from training.items import Ask, Item, Named
 from training.names import Names
 
 ALIKE = 0.2  # of the fields, whose value is an earlier document's
-LONGEST_ASKED = 90  # letters of a value: links are read, not asked for
+LONGEST_ASKED = 150  # letters of a value: histories are read, not asked for
+WRITERS = (1, 1, 1, 2, 2, 3, 4)
+PARTICLES = ("van", "von", "de", "della", "J.", "M.", "St.")
+SMALL_WORDS = ("a", "the", "of", "for", "to", "in", "and", "with", "or", "from", "is", "on", "by", "as")
 ASKED_IN_WORDS = {
     "Author": ("Who is the author of {n}?", "Who wrote {n}?"),
     "Editor": ("Who is the editor of {n}?",),
@@ -38,7 +41,7 @@ def documents(rng: random.Random, names: Names, length: int) -> Item:
     ending = rng.choice(["", ".txt", ".md", ".rst"])
     padded = rng.random() < 0.5
     stems = words.distinct(lambda: start + digits(rng, padded), count) if number else names.keys(rng, count)
-    titles = words.distinct(lambda: title(rng, "train"), count)
+    titles = words.distinct(lambda: headline(rng, names), count)
     facts: list[str] = []
     asks: list[Ask] = []
     named: list[Named] = []
@@ -49,6 +52,8 @@ def documents(rng: random.Random, names: Names, length: int) -> Item:
     for stem, called in zip(stems, titles, strict=True):
         name = stem + ending
         drawn = fields(rng, "train") if long else {f: field_value(rng, names, f) for f in chosen}
+        if "Author" in drawn and rng.random() < 0.5:
+            drawn["Author"] = ", ".join(writer(rng, names) for _ in range(rng.choice(WRITERS)))
         for f, value in drawn.items():  # one person writes several documents
             if f in known and rng.random() < ALIKE:
                 drawn[f] = rng.choice(known[f])
@@ -72,6 +77,49 @@ def documents(rng: random.Random, names: Names, length: int) -> Item:
             prefix = f" The {f.lower()} of {whom} is" if rng.random() < 0.4 else ""
             asks.append((f"{ask}\nAnswer:{prefix}", f" {lines[f]}"))
     return Item(facts, asks, ordered=True, named=named if head else ())
+
+
+def headline(rng: random.Random, names: Names) -> str:
+    """A title as people write them: words of the texts, with small words, marks and hyphens between."""
+    if rng.random() < 0.4:
+        return title(rng, "train")
+    drawn = [names.word(rng) for _ in range(rng.choice([1, 2, 3, 3, 4, 4, 5, 6, 7]))]
+    for at in range(len(drawn)):
+        kind = rng.random()
+        if kind < 0.08:
+            drawn[at] = f"{drawn[at]}-{names.word(rng)}"
+        elif kind < 0.14:
+            drawn[at] = drawn[at].upper()[: rng.randint(2, 5)]
+        elif kind < 0.19 and at + 1 < len(drawn):
+            drawn[at] += rng.choice([",", ":", "'s", "/", " -", "."])
+        elif kind < 0.22:
+            drawn[at] = rng.choice(["``{}``", '"{}"', "({})", "{}()", "__{}__"]).format(drawn[at])
+        elif kind < 0.25:
+            drawn[at] = f"{rng.randint(1, 9)}.{rng.randint(0, 19)}"
+    for _ in range(rng.randint(0, len(drawn) // 2)):
+        drawn.insert(rng.randint(0, len(drawn)), rng.choice(SMALL_WORDS))
+    case = rng.random()
+    if case < 0.5:
+        drawn = [w if w in SMALL_WORDS and i else w[:1].upper() + w[1:] for i, w in enumerate(drawn)]
+    elif case < 0.9:
+        drawn[0] = drawn[0][:1].upper() + drawn[0][1:]
+    return " ".join(drawn)
+
+
+def writer(rng: random.Random, names: Names) -> str:
+    """A name of two or three parts from the texts, with an address or none."""
+    parts = [rng.choice([names.word(rng).capitalize(), words.made_up(rng).capitalize()]) for _ in range(2)]
+    if rng.random() < 0.2:
+        parts.insert(1, rng.choice(PARTICLES))
+    if rng.random() < 0.4:
+        return " ".join(parts)
+    local = rng.choice(
+        [parts[0], parts[-1], f"{parts[0]}.{parts[-1]}", parts[0][0] + parts[-1], names.word(rng)]
+    )
+    host = rng.choice([names.word(rng), "python", "gmail", "users.github", words.made_up(rng)])
+    return (
+        f"{' '.join(parts)} <{local.lower()}@{host}.{rng.choice(['org', 'com', 'net', 'us', 'io', 'co.uk'])}>"
+    )
 
 
 def spans(at: int, lines: Mapping[str, str]) -> list[tuple[int, int]]:

@@ -16,8 +16,7 @@ from offload_decode.evals.tasks import words
 from training import curriculum, documents, needles
 from training.curriculum import FACTS, STAGES, Mixer, Stage
 from training.fillers import Fillers
-from training.items import ALTERNATIVES, alternatives, inside, listed, turning
-from training.names import Names
+from training.items import ALTERNATIVES, Item, alternatives, inside, listed, turning
 from training.rows import REST, Rows, settled
 
 LENGTH = 512
@@ -147,11 +146,22 @@ def test_words_that_are_not_common_stand_for_more_in_the_last_layer(rows: Rows, 
 
 def test_facts_that_nothing_is_asked_of_make_no_row(rows: Rows) -> None:
     """As where the one field of every document has a value too long to be asked for."""
-    ends = ("aren", "olim", "uter", "ester", "ingo", "onda")
-    names = Names([start + end for start in "bcdfghjk" for end in ends])
-    drawn = documents.documents(random.Random(8679), names, 256)
-    assert not drawn.asks
-    assert rows.fitted(random.Random(1), [drawn], 256, "documents") is None
+    history = "Post-History: " + ", ".join(["01-Jan-2020"] * 20)
+    assert len(history) > documents.LONGEST_ASKED
+    assert (
+        rows.fitted(random.Random(1), [Item([f"Document: a\n\n{history}\n"], [])], 256, "documents") is None
+    )
+
+
+def test_titles_and_writers_are_lines_short_and_long(rows: Rows) -> None:
+    """As in real headers, where a title may have twelve words and a writer none but a name."""
+    rng = random.Random(3)
+    for drawn in (documents.headline, documents.writer):
+        made = [drawn(rng, rows.names) for _ in range(300)]
+        assert all(line and line == " ".join(line.split()) for line in made)
+        sizes = [len(tokens) for tokens in rows.encode(made)]
+        assert max(sizes) >= 4 * min(sizes)
+        assert max(map(len, made)) <= documents.LONGEST_ASKED
 
 
 def test_targets_are_the_tokens_behind_the_picked_ones(tokenizer: Any, fillers: Fillers) -> None:
