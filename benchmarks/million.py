@@ -1,4 +1,4 @@
-"""A million tokens on a small machine (tier T1, the shipped model): `python benchmarks/million.py TEXT`.
+"""A million tokens on a small machine (tier T1): `python benchmarks/million.py TEXT`.
 
 Ten needles are hidden in TEXT, at depths from 5 % to 95 %. It is prefilled with QuoKA by the command line,
 and so is TEXT as it is, the control. Every needle is then asked for in both stores, with attention to ten
@@ -64,13 +64,13 @@ def drawn(seed: int) -> dict[str, str]:
     return dict(zip(keys, numbers, strict=True))
 
 
-def prefill(text: Path, store: Path, options: list[str]) -> dict[str, Any]:
+def prefill(text: Path, store: Path, model: str, options: list[str]) -> dict[str, Any]:
     """Run `offload-decode prefill`, which goes on where it was stopped, and keeps a store that is whole. The
     report of the run that finished it stays beside it.
     """
     saved = store.with_suffix(".json")
     tool = Path(sys.executable).with_name("offload-decode")
-    command = [str(tool), "prefill", str(text), "--model", "demo", "--out", str(store)]
+    command = [str(tool), "prefill", str(text), "--model", model, "--out", str(store)]
     command += ["--method", "quoka", "--json", *(part for option in options for part in ("-o", option))]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     report: dict[str, Any] = json.loads(ran.stdout)
@@ -111,6 +111,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("text", type=Path, metavar="TEXT", help="a text file of a million tokens or more")
+    parser.add_argument("--model", default="demo", help="a model that was trained on such questions")
     parser.add_argument("--out", type=Path, default=Path("million"), help="folder for texts and stores")
     parser.add_argument("--tokens", type=int, help="use so many tokens of the text; default: all")
     parser.add_argument("-s", "--selector", default="quoka", help="how stored tokens are chosen")
@@ -127,7 +128,7 @@ def main() -> int:
     split_pairs(options)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    loaded, text = load("demo"), arguments.text.read_text()
+    loaded, text = load(arguments.model), arguments.text.read_text()
     if arguments.tokens:
         text = Haystack(arguments.text.name, text).cut(loaded.tokenizer, arguments.tokens)
     numbers = drawn(arguments.seed)
@@ -141,7 +142,7 @@ def main() -> int:
             corpus.write_text(content)
         elif corpus.read_text() != content:
             parser.error(f"{corpus} is of another text or seed: choose another --out, or remove it")
-        reports[name] = prefill(corpus, arguments.out / f"{name}.kv", options)
+        reports[name] = prefill(corpus, arguments.out / f"{name}.kv", arguments.model, options)
         print(f"{name} needles: {described(reports[name])}", flush=True)
 
     way = arguments.selector, arguments.budget
