@@ -43,7 +43,7 @@ _PATTERN = 4096  # rows that are repeated
 @dataclass(frozen=True)
 class Bandwidths:
     """Bytes a second, as `planning.traffic` counts them; None for what the request does not do. `weights`: a
-    model's weights in one token's forward pass, on the device. `pages`: bounds of pages, scored on the host.
+    model's weights in one token's forward pass, and `pages`: bounds of pages that are scored, on the device.
     `search`: what a search of the request's index reads. `rows`: chosen tokens or pages, attended to on the
     host. `dense`: keys and values attended to whole. `bus`: pinned memory to the GPU.
     """
@@ -64,7 +64,7 @@ def measure(shape: ModelShape, dtype: str, request: Workload, device: str) -> Ba
     if device.startswith("cuda"):
         found["bus"] = bus_rate(torch.device(device))
     with torch.inference_mode():
-        layer = _Layer(shape, dtype, request)
+        layer = _Layer(shape, dtype, request, torch.device(device))
         if None in budgets:
             found["dense"] = layer.dense()
         if chosen := [k for k in budgets if k is not None]:
@@ -74,10 +74,12 @@ def measure(shape: ModelShape, dtype: str, request: Workload, device: str) -> Ba
 
 
 class _Layer:
-    """The keys and values of one layer: `n` rows in each KV head, and queries of a token `[Hkv, G, D]`."""
+    """The keys and values of one layer: `n` rows in each KV head, and queries of a token `[Hkv, G, D]`, on
+    the host; bounds of pages lie on the device.
+    """
 
-    def __init__(self, shape: ModelShape, dtype: str, request: Workload):
-        self.shape, self.dtype, self.request = shape, dtype, request
+    def __init__(self, shape: ModelShape, dtype: str, request: Workload, device: torch.device):
+        self.shape, self.dtype, self.request, self.device = shape, dtype, request, device
         pair = pair_bytes(shape, request.kv, dtype)
         self.n = max(1, min(request.tokens, COPIED // pair // shape.kv_heads))
         stored = stored_types(request.kv, dtype, shape)
@@ -120,8 +122,9 @@ class _Layer:
         count, wanted = max(1, self.n // size), max(1, k // size)
         bounds, taken = self._bounds()
         steps = cycle([query.unsqueeze(1) for query in self.queries])
+        asking = cycle([query.unsqueeze(1).to(self.device) for query in self.queries])
         keys, values = self._rows()
-        scored = seconds(lambda: top_pages(page_scores(next(steps), bounds), wanted))
+        scored = seconds(lambda: top_pages(page_scores(next(asking), bounds), wanted), self.device)
         heads = self.shape.kv_heads
         drawn = torch.rand(_STEPS, heads, 1, count, generator=_generator()).argsort(dim=-1)[..., :wanted]
         limit = torch.full((heads,), min(wanted, count) * size)
@@ -139,7 +142,7 @@ class _Layer:
         upper = some.to(torch.int8 if request.metadata == "int8" else torch.float16)
         scale = torch.ones(shape.kv_heads, -(-pages // SCALE_PAGES), shape.head_dim)
         bounds = PageBounds(-upper, upper, scale if request.metadata == "int8" else None)
-        return bounds, bounds_bytes(shape.kv_heads, pages, shape.head_dim, request.metadata)
+        return bounds.to(self.device), bounds_bytes(shape.kv_heads, pages, shape.head_dim, request.metadata)
 
     def dense(self) -> float:
         """Attention to all rows of every KV head."""

@@ -40,7 +40,7 @@ def measure_prefill(outline: Outline, request: Workload, device: str, folder: Pa
     place = torch.device(device)
     with torch.inference_mode():
         given = outline, place
-        rates = _matmul(*given), _attention(*given), _write(outline, request, folder)
+        rates = _matmul(*given), _attention(*given, request.kv), _write(outline, request, folder)
         if place.type != "cuda":
             return Rates(*rates)
         return Rates(*rates, _fill(), bus_rate(place))
@@ -56,8 +56,10 @@ def _matmul(outline: Outline, device: torch.device) -> float:
     return 2 * rows * into * out / seconds(lambda: torch.nn.functional.linear(x, weight), device)
 
 
-def _attention(outline: Outline, device: torch.device) -> float:
-    """Operations a second of attention to earlier keys: of one KV head on a CPU, of all on a card."""
+def _attention(outline: Outline, device: torch.device, kv: str) -> float:
+    """Operations a second of attention to earlier keys: of one KV head on a CPU, of all on a card. What is
+    stored in another dtype than the model's is attended to in float32 on a CPU.
+    """
     shape, on_card = outline.shape, device.type == "cuda"
     heads = shape.kv_heads if on_card else 1
     rows, keys = (_CARD_ROWS, _CARD_KEYS) if on_card else (_ROWS, _KEYS)
@@ -66,9 +68,10 @@ def _attention(outline: Outline, device: torch.device) -> float:
         (heads, keys, shape.head_dim),
         (heads, keys, shape.value_dim),
     )
+    plain = set(stored_types(kv, outline.dtype, shape).values()) == {outline.dtype}
+    dtype = DTYPES[outline.dtype] if on_card or plain else torch.float32
     query, key, value = (
-        torch.randn(1, *size, generator=torch.Generator().manual_seed(0)).to(device, DTYPES[outline.dtype])
-        for size in sizes
+        torch.randn(1, *size, generator=torch.Generator().manual_seed(0)).to(device, dtype) for size in sizes
     )
     took = seconds(lambda: attend_dense(query, key, value, shape.head_dim**-0.5), device)
     return 2 * len(query[0]) * rows * keys * (shape.head_dim + shape.value_dim) / took

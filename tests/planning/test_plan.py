@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import indexes.registry
 from offload_decode.errors import ConfigError
 from offload_decode.models.outline import Outline
+from offload_decode.planning import bandwidth
 from offload_decode.planning.bandwidth import Bandwidths, measure, measure_disk
 from offload_decode.planning.nearest import (
     changes,
@@ -291,6 +292,22 @@ def test_the_search_that_is_timed_is_that_of_the_index_that_is_asked_for(monkeyp
     searched.clear()
     measure(shape, "float16", Workload(50_000, budget="100", index="flat"), "cpu")
     assert set(searched) == {("flat", 2, (2, 4, 64), 100)}
+
+
+def test_bounds_of_pages_are_scored_on_the_card(card, monkeypatch):
+    """As `quest` does; chosen pages are attended to on the host."""
+    scored, attended = set(), set()
+    score, attend = bandwidth.page_scores, bandwidth.attend_pages
+    monkeypatch.setattr(
+        bandwidth, "page_scores", lambda *given: (scored.add(given[1].lower.device.type), score(*given))[1]
+    )
+    monkeypatch.setattr(
+        bandwidth, "attend_pages", lambda *given: (attended.add(given[0].device.type), attend(*given))[1]
+    )
+    shape = ModelShape.uniform((LayerKind.FULL,) * 3, 4, 2, 64)
+    rates = measure(shape, "float16", Workload(3000, selector="quest", budget="64"), "cuda")
+    assert (scored, attended) == ({"cuda"}, {"cpu"})
+    assert min(rates.pages, rates.rows, rates.bus) > 0
 
 
 def test_a_disks_speed_is_measured_and_nothing_stays(tmp_path):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from offload_decode.kernels import dense, half_products
 from offload_decode.kv.card import BLOCK_TOKENS
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import Machine, Medium, chosen_chunk, plan
 from offload_decode.planning.prefill_rates import measure_prefill
 from offload_decode.planning.prefill_time import Rates, expected_prefill, prefill_time
 from offload_decode.planning.request import Workload
-from offload_decode.types import LayerKind, LayerShape, ModelShape
+from offload_decode.types import AttentionState, LayerKind, LayerShape, ModelShape
 from tests.planning.outlines import llama_8b
 
 GIB = 1 << 30
@@ -110,10 +113,21 @@ def test_a_cpu_has_the_chunk_of_a_cpu():
     assert chosen_chunk(llama_8b(), Workload(1000), Machine(None, GIB, GIB, 0)) == sizes.CPU_CHUNK
 
 
-def test_the_functions_that_run_are_timed(tmp_path: Path):
+def test_the_functions_that_run_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Products of bfloat16 for what is stored in it alone, as in `prefill_jobs.staged`."""
+    halves: list[torch.dtype] = []
+
+    def noted(query: torch.Tensor, *given: Any) -> AttentionState:
+        halves.append(query.dtype)
+        return half_products.attend_half(query, *given)
+
+    monkeypatch.setattr(half_products, "has_half_products", lambda: True)
+    monkeypatch.setattr(dense, "attend_half", noted)
     outline = replace(llama_8b(), hidden=64, intermediate=128, dtype="bfloat16", shape=ModelShape(KINDS, 4))
     for kv in ("auto", "int8"):
+        halves.clear()
         rates = measure_prefill(outline, Workload(64, chunk=16, kv=kv), "cpu", tmp_path)
         assert min(rates.matmul, rates.attention, rates.write) > 0
         assert rates.bus is None
+        assert bool(halves) is (kv == "auto")
     assert not [*tmp_path.iterdir()]
