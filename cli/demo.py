@@ -78,9 +78,11 @@ def demo(
     say: Say = (lambda text: None) if as_json else output.answer
     say("Five facts are hidden in the Python documentation. Can they be found again from disk?")
 
+    from cli.compiling import tell_of_compiling
     from offload_decode.models.loading import load
     from prefill_jobs.demo import hide_facts
 
+    tell_of_compiling()
     loaded = load(model, device)
     hidden = hide_facts(loaded.tokenizer, count)
     folder = out or Path(mkdtemp(prefix="offload-decode-demo-"))

@@ -215,12 +215,14 @@ def _gpu() -> str:
 
 def _self_test() -> str:
     """Prefill a text with a fact in it, index it, and ask for the fact."""
+    from cli.compiling import tell_of_compiling
     from offload_decode.engine.engine import Engine
     from offload_decode.models.loading import load
     from prefill_jobs.build import build_indexes
     from prefill_jobs.corpus import TextDocument
     from prefill_jobs.job import prefill_texts
 
+    tell_of_compiling()
     loaded = load("demo", "cpu")
     began = time.monotonic()
     filler = " ".join(f"Line {n} says nothing of interest." for n in range(40))

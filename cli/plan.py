@@ -154,9 +154,11 @@ def _speed(planned: Plan) -> Speed:
     """Expected with the bandwidths of this machine; of a GPU that is not here only the host's part."""
     import torch
 
+    from cli.compiling import tell_of_compiling
     from offload_decode.planning.bandwidth import measure, measure_disk
     from offload_decode.planning.traffic import speed
 
+    tell_of_compiling()
     outline = planned.outline
     device = "cuda" if planned.machine.gpu and torch.cuda.is_available() else "cpu"
     measured = measure(outline.shape, outline.dtype, planned.request, device)

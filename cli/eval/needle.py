@@ -75,6 +75,7 @@ def needle(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
+    from cli.compiling import tell_of_compiling
     from cli.eval.stores import PrefilledStores
     from indexes import durable
     from offload_decode.evals.needle_grid import GridPlan, measure
@@ -84,6 +85,7 @@ def needle(
     from prefill_jobs.job import Settings
 
     check_matplotlib()
+    tell_of_compiling()
     haystack = read_haystack(text)
     chosen = checked_selector(selector, options)
     loaded = load(model, device)

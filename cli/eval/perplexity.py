@@ -100,6 +100,7 @@ def perplexity(
     The table shows the negative log-likelihood (NLL) of a token in nats and the perplexity, and how much more
     NLL that is than with dense attention, with a 95 % interval over blocks of 32 tokens.
     """
+    from cli.compiling import tell_of_compiling
     from cli.eval.stores import PrefilledStores
     from offload_decode.errors import ConfigError
     from offload_decode.evals.perplexity import Perplexity, PerplexityPlan
@@ -110,6 +111,7 @@ def perplexity(
     counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
     if sliding and len(counts) > 1:
         raise ConfigError("with --sliding, --lengths is one number, the length of the whole text")
+    tell_of_compiling()
     contenders = contenders_of(selector, budgets, option)
     settings = prefill_settings(prefill)
     haystack = read_haystack(text)

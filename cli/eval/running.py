@@ -205,11 +205,13 @@ def ask_all(wanted: Wanted, tasks: Sequence[Task]) -> None:
 
 def measured(wanted: Wanted, tasks: Sequence[Task], evaluated: type[Answering]) -> Results:
     """The results of asking every question of the tasks."""
+    from cli.compiling import tell_of_compiling
     from cli.eval.stores import PrefilledStores
     from offload_decode.evals.answering import AnswerPlan
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
 
+    tell_of_compiling()
     lengths = tuple(dict.fromkeys(map(token_count, wanted.lengths.split(","))))
     settings = prefill_settings(wanted.prefill)
     haystack = read_haystack(wanted.text)
