@@ -164,16 +164,19 @@ def load(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[dic
     """
     body, file = check(path, expected, suffix)
     if file is not None:
-        own = body["native"]["sha256"]
-        if not verified.holds(file, f"sha256 {own}", lambda: _has_bytes(file, own)):
-            raise _changed(file)
+        _compare(file, body["native"]["sha256"])
     return body, file
 
 
 def read_whole(path: StrPath, expected: dict[str, Any], suffix: str = "") -> None:
-    """As `check`, with every byte of the native file compared to what was written, whatever is known."""
+    """As `load`, but every byte is read, whatever is known."""
     body, file = check(path, expected, suffix)
-    if file is not None and not _has_bytes(file, body["native"]["sha256"]):
+    if file is not None:
+        _compare(file, body["native"]["sha256"], anew=True)
+
+
+def _compare(file: Path, sha256: str, anew: bool = False) -> None:
+    if not verified.holds(file, f"sha256 {sha256}", lambda: _has_bytes(file, sha256), anew):
         raise _changed(file)
 
 

@@ -23,17 +23,19 @@ _SETTLED_S = 2.0  # a file that was written just now may be written once more wi
 Identity = list[str | int]
 
 
-def holds(file: Path, what: str, check: Callable[[], bool]) -> bool:
+def holds(file: Path, what: str, check: Callable[[], bool], anew: bool = False) -> bool:
     """`check()`, which reads a file; True at once where `what`, which names the check, held for it before
-    and it has not changed since. A cache that cannot be read or written is done without.
+    and it has not changed since, unless it is to be done `anew`. A cache that cannot be read or written is
+    done without.
     """
     before = identity(file)
     known = _known_of(file)
     line = hashlib.sha256(json.dumps([what, before]).encode()).hexdigest()
-    if before is not None and line in _read(known):
+    there = before is not None and line in _read(known)
+    if there and not anew:
         return True
     right = check()
-    if right and before is not None and before == identity(file) and settled(before):
+    if right and not there and before is not None and before == identity(file) and settled(before):
         with suppress(OSError):
             _add(known, line)
     return right

@@ -57,6 +57,14 @@ def test_a_link_is_the_file_that_it_leads_to(asked: Asked, tmp_path: Path) -> No
     assert asked.times == 1
 
 
+def test_what_is_done_anew_is_known_from_then_on(asked: Asked) -> None:
+    for times in (1, 2):
+        assert holds(asked.file, "whole", asked.check, anew=True)
+        assert asked.times == times
+    assert asked()
+    assert asked.times == 2
+
+
 def test_what_was_wrong_is_read_again(asked: Asked) -> None:
     asked.file.write_text("wrong")
     assert not asked()
@@ -185,9 +193,11 @@ def test_who_reads_all_relies_on_nothing_that_is_known(
     """As a disk might lose a bit without a write."""
     path, keys = saved
     native = path.with_name("i.cells")
-    damage(native)
-    monkeypatch.setattr(verified, "holds", lambda *_: True)
+    seen = verified.identity(native)
+    monkeypatch.setattr(verified, "identity", lambda _: seen)
     identity = files.identity("clusters", keys, "d")
+    files.load(path, identity, ".cells")
+    damage(native)
     files.load(path, identity, ".cells")
     with pytest.raises(IndexDamaged, match="not those that were written"):
         files.read_whole(path, identity, ".cells")
