@@ -49,6 +49,7 @@ def attend_dense(
         return _placed(query, key, value, scaling, places, softcap)
     if not on_cpu or softcap is not None or key.shape[2] == 0:
         step = (SCORES if on_cpu else DEVICE_SCORES) // (batch * heads * keys)
+        key, value = key.float(), value.float()  # once, and not for each part
         return _in_parts(
             lambda rows, seen: attend(rows, key, value, scaling, seen, softcap), query, mask, step
         )
