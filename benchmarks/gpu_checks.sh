@@ -49,7 +49,7 @@ check() {  # a part and its command, for as long as is left of the half hour
 }
 # A file that cannot be imported here counts as failed, but keeps none of the others from running.
 # shellcheck disable=SC2086
-check tests "$PYTHON" -m pytest -m gpu -p no:cacheprovider -rs --continue-on-collection-errors $tests
+check tests "$PYTHON" -m pytest -m gpu -p no:cacheprovider -rs --junitxml="$out/gpu_tests.xml" --continue-on-collection-errors $tests
 check quest "$PYTHON" benchmarks/gpu_quest.py --out "$out"
 if [ -z "$missing" ]; then
     export PYTHONPATH=.

@@ -27,14 +27,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return run
 
 
-@pytest.mark.slow
 def test_a_tiny_model_is_decoded_on_the_host(run: Any) -> None:
     found = run(gpu_decode.main, "--tiny")
     assert found["ways"]["host"]["tokens"] == 1
     assert found["index"]["of the exact top-k's mass"] > 0.99
 
 
-@pytest.mark.slow
 def test_every_way_of_decoding_runs_on_a_device(
     run: Any, card: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,8 +46,7 @@ def test_every_way_of_decoding_runs_on_a_device(
     assert json.loads((tmp_path / "out" / "gpu_decode.json").read_text()) == found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["auto", "streamed"])
+@pytest.mark.parametrize("weights", [pytest.param("auto", marks=pytest.mark.slow), "streamed"])
 def test_a_tiny_model_is_prefilled_on_a_device(run: Any, card: Any, weights: str) -> None:
     asked = ("--tiny", "--tokens", "2048", "--gpu-memory", "16GiB", "--weights", weights)
     assert run(gpu_prefill.main, *asked)["card"] == "a stand-in"
