@@ -29,6 +29,19 @@ _DENIED_AFTER = re.compile(
     r"\s+(?:key|one|question|name|person)\b)",
     re.IGNORECASE,
 )
+# What takes back whatever was said before it: `12. No, that is a mistake`.
+_RETRACTED = re.compile(
+    r"(?:\A|[.!?;:,\n(\u2013\u2014-])\W*(?:(?:wait|sorry|oops|hmm|oh|ah|actually|hold on|but|and)\b\W*)*"
+    rf"(?:(?:no|nope)\b(?=\s*(?:[^\w\s]|\Z)|\s+(?:that|this|it|i)\b)|(?:{_WRONG}|not\s+(?:true|right|correct)|rejected)\b)"
+    r"|\b(?:that|this|it|which|what|all|these|those|they|above|answer|list|i)"
+    r"(?:'s|'re|'m|\s+(?:is|was|are|were|am|has|have|had|said|gave|wrote|been)\b)*\s+"
+    rf"(?:(?:all|quite|just|\w+ly)\s+)*(?:(?:the|an?)\s+)?(?:{_WRONG}|rejected)\b"
+    r"|(?:\bnot|n't)\s+(?:(?:quite|all|\w+ly)\s+)?(?:right|true|correct)\b"
+    r"|\b(?:made|making)\s+(?:\w+\s+){0,2}up\b|\b(?:scratch|strike)\s+(?:that|this|it|all)\b|\bnever\s*mind\b"
+    r"|\b(?:ignore|disregard|forget)\s+(?:that|this|it|these|them|the\s+above)\b|\bI\s+(?:lied|was\s+lying)\b"
+    r"|\btake\s+(?:that|this|it)\s+back\b",
+    re.IGNORECASE,
+)
 # What denies a whole list that follows: `none of these: 1, 2`, `all but 1 and 2`, `they are not: 1, 2`.
 _ALL_DENIED = re.compile(
     rf"(?:\b(?:none|neither of|except|excluding|{_WRONG}"
@@ -38,7 +51,7 @@ _ALL_DENIED = re.compile(
 )
 _UNSURE = re.compile(
     r"\b(?:maybe|perhaps|probably|possibly|presumably|supposedly|apparently|plausible|likely|might|may|could|"
-    r"seems?|unsure|uncertain|unclear|unknown|guess|suppose|kidding|joking)\b"
+    r"seems?|unsure|uncertain|unclear|unknown|guess(?:ing|ed)?|suppose|hopefully|kidding|joking)\b"
     r"|\b(?:(?:not|never)\s+|\w+n't\s+)(?:\w+\s+)?(?:sure|certain|know)\b|\bno\s+idea\b"
     r"|\bor\s+not\b|\bor\s+(?:an|some\s*)?(?:other|something|somewhere|someone)\b|\bhypothetical",
     re.IGNORECASE,
@@ -82,8 +95,21 @@ _OR = re.compile(r"[\s\"'(),;*]*\bor\b[\s\"'(*]*", re.IGNORECASE)
 
 
 def denied(said: str, match: re.Match[str]) -> bool:
-    """Whether it is said not to be so: by `not`, `except` and the like shortly before, `is not` after it."""
-    return bool(_DENIED_BEFORE.search(said, 0, match.start()) or _DENIED_AFTER.match(said, match.end()))
+    """Whether it is said not to be so: by `not`, `except` and the like shortly before, `is not` after it, or
+    by what takes back all that was said.
+    """
+    return bool(
+        _DENIED_BEFORE.search(said, 0, match.start())
+        or _DENIED_AFTER.match(said, match.end())
+        or _RETRACTED.search(said[match.end() :])
+    )
+
+
+def disowned(before: str, after: str) -> bool:
+    """Whether what stands `before` and `after` an answer says that it is none."""
+    return (
+        withheld(f"{before} {after}") or all_denied(before) or bool(_RETRACTED.search(f"{before}; {after}"))
+    )
 
 
 def all_denied(before: str) -> bool:

@@ -45,7 +45,7 @@ _FOR = re.compile(r"\bfor\s+(?:the\s+)?(?:key\s+)?[\"'(]*$", re.IGNORECASE)
 _HAS = re.compile(r"[a-z]+[\"')]*\s*(?:=|\b(?:is|has)\b)", re.IGNORECASE)
 _BREAK = re.compile(r"[\n,;:.!?|/()\[\]{}\u2022-]|\d+[.)]?|\band\b", re.IGNORECASE)
 _WORDS, _WORDS_EACH = 40, 20  # an answer has no more, and so many more for each thing that was asked for
-_OTHERS, _OTHERS_EACH = 6, 6  # words that are neither the question's nor stand around answers
+_OTHERS, _OTHERS_EACH = 3, 3  # words that are neither the question's nor stand around answers
 _WORD_OF_A_SENTENCE = re.compile(r"(?<![\w-])[a-z]+(?![\w-])")
 _LEAST = re.compile(r"\b(?:least|rarest|fewest|less often|only once)\b", re.IGNORECASE)  # no listed words
 

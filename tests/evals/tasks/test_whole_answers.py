@@ -134,6 +134,9 @@ def test_the_number_in_other_scripts_and_behind_what_was_thought(said: str) -> N
             "Lilydale belongs to Elsa Lampsen. So home late, having drunk much wine, and to bed.",
             0,
         ),
+        ("filter-records", BAKERS, "Leo Clockwell is a baker in Vasedale; Clara Otterson is one in Oxham", 0),
+        ("filter-records", BAKERS, "Leo Clockwell and Clara Otterson are bakers in Lilydale", 1),
+        ("filter-records", BAKERS, "Leo Clockwell is a weaver, and so is Clara Otterson", 0),
         ("every-record", RECORDS, f"<think>[1]</think>{json.dumps(SALES)}", 1),
     ],
 )
@@ -165,6 +168,51 @@ def test_no_task_takes_a_denial_for_an_answer(task: str, said: str) -> None:
 def test_every_task_reads_what_stands_around_answers(task: str, said: str) -> None:
     question = RESPONSES[task]
     assert get(task).score(question, said.format(question.response)) == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "{}. No, that is a mistake.",
+        "{}. That is wrong.",
+        "{}. Wait, no.",
+        "{}. I made that up.",
+        "{}: incorrect",
+        "{}. That's not right.",
+        "{}\nThe above is not correct.",
+        "{} - scratch that",
+        "{}. Sorry, ignore that.",
+        "I'm guessing {}",
+        "{}, hopefully",
+    ],
+)
+@pytest.mark.parametrize("task", RESPONSES)
+def test_no_task_takes_what_is_taken_back(task: str, said: str) -> None:
+    question = RESPONSES[task]
+    assert get(task).score(question, said.format(question.response)) == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["{}. There is no other.", "{}, and no more.", "{}. That is right.", "{}. There is no doubt about it."],
+)
+def test_what_is_confirmed_is_not_taken_back(said: str) -> None:
+    for question, task in ((ONE, "niah_single_2"), (COUNT, "count-mentions"), (TOWN, "join-story")):
+        assert get(task).score(question, said.format(question.response)) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("Here they are:\n```json\n{}\n```\nI hope this helps!", 1),
+        ("These are wrong:\n```json\n{}\n```", 0),
+        ("```json\n{}\n```\nThe list above is not right.", 0),
+        ("```\n{}\n```\nProbably.", 0),
+        ("```\n{}\n```\n```\n{}\n```", 0),
+    ],
+)
+def test_what_stands_around_a_block_of_json_counts(said: str, score: float) -> None:
+    assert get("every-record").score(RECORDS, said.replace("{}", json.dumps(SALES))) == score
 
 
 @pytest.mark.parametrize("task", [*RESPONSES, "every-record"])

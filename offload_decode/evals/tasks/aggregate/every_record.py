@@ -11,10 +11,11 @@ from math import sqrt
 from typing import Any, ClassVar
 
 from offload_decode import plain_json
+from offload_decode.evals.tasks import hedges
 from offload_decode.evals.tasks.aggregate import names, reading
 from offload_decode.evals.tasks.aggregate.spread import Draw, Fact, SpreadFacts, around
 from offload_decode.evals.tasks.base import Material, Question
-from offload_decode.evals.tasks.plain_answers import answered
+from offload_decode.evals.tasks.plain_answers import answered, plain
 from offload_decode.evals.tasks.words import Split
 
 _RATE = 0.55  # records asked for, for each square root of all records
@@ -133,7 +134,8 @@ class EveryRecord(SpreadFacts):
         """The right records, of all there are or of all that were given where these are more.
 
         A record is right with all of its fields and no others, whatever the case and spaces; one that is
-        given twice counts once. What is no JSON list, alone or in one fenced block, scores nothing.
+        given twice counts once. What is no JSON list, alone or in one fenced block, scores nothing, nor
+        does a block that is denied or taken back beside it.
         """
         given = parsed(said)
         if given is None:
@@ -144,13 +146,16 @@ class EveryRecord(SpreadFacts):
 
 
 def parsed(said: str) -> list[Any] | None:
-    """The JSON list of an answer, from its one fenced block or the whole of it; None where there is none."""
-    said = answered(said)
-    blocks = _FENCE.findall(said)
-    if len(blocks) > 1:
+    """The JSON list of an answer, from its one fenced block or the whole of it; None where there is none, and
+    where what stands around the block disowns it.
+    """
+    before, block, after, *more = [*_FENCE.split(answered(said)), None, ""][:4]
+    if more and more[0] is not None:
+        return None
+    if block is not None and hedges.disowned(plain(before), plain(after)):
         return None
     try:
-        value = plain_json.parse(blocks[0] if blocks else said.strip())
+        value = plain_json.parse(before.strip() if block is None else block)
     except ValueError:
         return None
     return value if isinstance(value, list) else None

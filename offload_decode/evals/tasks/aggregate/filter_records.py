@@ -23,6 +23,7 @@ _TRADES = (
     *("baker", "carpenter", "teacher", "nurse", "gardener"),
     *("weaver", "miller", "clerk", "printer", "glazier"),
 )
+_TRADE = re.compile(rf"\b(?:{'|'.join(_TRADES)})(?=s?\b)")  # in small letters: some are surnames, too
 _RECORDS = (
     "{name}, {age}, is a {trade} in {town}.",
     "{name} works as a {trade} in {town} and is {age} years old.",
@@ -96,6 +97,7 @@ class FilterRecords(SpreadFacts):
             scoring.rambles(question, said)
             or hedges.unsure(said)
             or scoring.none_of(question, said, question.answers)
+            or _of_others(question, said)
         ):
             return 0.0
         right, others = 0, 0
@@ -111,6 +113,14 @@ class FilterRecords(SpreadFacts):
             extra |= {match.group().lower() for match in kind.finditer(said)}
             said = kind.sub(";", said)
         return reading.overlap(right, question.answers, right + others + len(extra))
+
+
+def _of_others(question: Question, said: str) -> bool:
+    """Whether another trade or town is named than those that are asked for."""
+    about = [
+        set(reading.named(kind, text)) for text in (said, question.text) for kind in (_TRADE, names.TOWN)
+    ]
+    return bool((about[0] - about[2]) | (about[1] - about[3]))
 
 
 def _record(rng: random.Random, name: str, pair: tuple[str, str]) -> str:
