@@ -11,7 +11,7 @@ from cli import output
 from cli.options import Json, Quiet
 
 if TYPE_CHECKING:
-    from offload_decode.evals.compare import Change, Comparison
+    from offload_decode.evals.compare import Change, Comparison, Mean
 
 
 def compare(
@@ -25,7 +25,8 @@ def compare(
     And whether it is more than noise. Both are runs of one evaluation, with other models, selectors or
     versions. Cells are compared by task, length and way
     of answering: question by question where both runs asked the same questions of the same texts, else as two
-    groups. The p-values are corrected for all cells.
+    groups. The p-values are corrected for all cells. The means over all tasks stand first; there p-values are
+    of texts, and are corrected for these means alone.
     """
     from offload_decode.evals import results
     from offload_decode.evals.compare import compare, sentence
@@ -34,7 +35,7 @@ def compare(
     if as_json:
         output.answer_json(_plain(found) | {"verdict": sentence(found)})
         return
-    output.answer(output.table([_HEADING, *map(_row, found.changes)]))
+    output.answer(output.table([_HEADING, *map(_mean, found.means), *map(_row, found.changes)]))
     output.answer(sentence(found))
     for line in _notes(found):
         output.note(line, quiet)
@@ -44,14 +45,24 @@ _HEADING = ["task", "tokens", "way", "before", "after", "change in points", "95 
 
 
 def _row(change: Change) -> list[str]:
+    scores = change.before.score.mean, change.after.score.mean
+    asked = f"{change.pairs:,} the same" if change.pairs else "others"
+    return _cells(change.task, change, scores, asked)
+
+
+def _mean(mean: Mean) -> list[str]:
+    asked = f"{mean.pairs:,} the same texts" if mean.pairs else "others"
+    return _cells(f"mean of {mean.tasks} tasks", mean, (mean.before, mean.after), asked)
+
+
+def _cells(task: str, of: Change | Mean, scores: tuple[float, float], asked: str) -> list[str]:
     from offload_decode.evals.lengths import label
 
-    span = f"{100 * change.change.low:+.0f} to {100 * change.change.high:+.0f}"
-    asked = f"{change.pairs:,} the same" if change.pairs else "others"
-    scores = [f"{100 * cell.score.mean:.1f}" for cell in (change.before, change.after)]
-    told = "more than noise" if change.more_than_noise else ""
-    where = [change.task, label(change.length), change.way]
-    return [*where, *scores, f"{100 * change.change.mean:+.1f}", span, f"{change.p:.2g}", asked, told]
+    span = f"{100 * of.change.low:+.0f} to {100 * of.change.high:+.0f}"
+    told = "more than noise" if of.more_than_noise else ""
+    both = [f"{100 * score:.1f}" for score in scores]
+    where = [task, label(of.length), of.way]
+    return [*where, *both, f"{100 * of.change.mean:+.1f}", span, f"{of.p:.2g}", asked, told]
 
 
 def _notes(found: Comparison) -> list[str]:
@@ -89,7 +100,23 @@ def _plain(found: Comparison) -> dict[str, Any]:
         }
         for change in found.changes
     ]
+    means = [
+        {
+            "tasks": mean.tasks,
+            "length": mean.length,
+            "way": mean.way,
+            "before": mean.before,
+            "after": mean.after,
+            "change": mean.change.mean,
+            "interval": [mean.change.low, mean.change.high],
+            "p": mean.p,
+            "texts": mean.pairs,
+            "more_than_noise": mean.more_than_noise,
+        }
+        for mean in found.means
+    ]
     return {
+        "means": means,
         "changes": changes,
         "only_in_first": found.only[0],
         "only_in_second": found.only[1],

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals.intervals import CONFIDENCE, Difference, difference, paired_difference
+from offload_decode.evals.intervals import CONFIDENCE, Difference, difference, paired_difference, wilson
 from offload_decode.evals.records import QUESTION, Asked
 from offload_decode.evals.results import Results
 from offload_decode.evals.significance import holm, paired, unpaired
 from offload_decode.evals.summary import Cell, summarize
 
+Key = tuple[str, int]
+"""A text (its unit) and the number of a question."""
 _MACHINE = ("processor", "device")
 """What speed depends on, of what a run was made with."""
 
@@ -41,12 +43,35 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The cells that two runs share, largest change first; those that only one has; what else differs, by its
-    name, in the first and in the second run; and the sizes of the second's costs over the first's: `bytes`,
-    and `seconds` where both ran on the same machine, else None.
+class Mean:
+    """One way of answering at one length over all `tasks` that both runs asked: mean scores of their texts
+    `before` and `after`, the difference with its interval, and p, in which a text counts once, however many
+    questions share it, corrected for all means (Holm). `pairs`: as of a `Change`, but texts.
     """
 
+    tasks: int
+    length: int
+    way: str
+    before: float
+    after: float
+    change: Difference
+    pairs: int
+    p: float
+
+    @property
+    def more_than_noise(self) -> bool:
+        """Whether so large a change is unlikely where nothing changed."""
+        return self.p < 1 - CONFIDENCE
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The means over several tasks, and the cells that two runs share, largest change first; those that only
+    one has; what else differs, by its name, in the first and in the second run; and the sizes of the second's
+    costs over the first's: `bytes`, and `seconds` where both ran on the same machine, else None.
+    """
+
+    means: tuple[Mean, ...]
     changes: tuple[Change, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
     differs: Mapping[str, tuple[Any, Any]]
@@ -70,12 +95,13 @@ def compare(first: Results, second: Results) -> Comparison:
         )
     texts = _texts(first), _texts(second)
     both = [(before.by_place[place], after.by_place[place]) for place in places]
-    raw = []
+    raw, shared_by = [], []
     for one, other in both:
         shared = [key for key in one.scores if texts[0][key] == texts[1].get(key)]
         # Runs that share a few questions by chance are two groups: pairs need most of both.
         if 2 * len(shared) <= max(len(one.scores), len(other.scores)):
             shared = []
+        shared_by.append(shared)
         raw.append(_tested(one, other, shared))
     corrected = holm([p for _, _, p in raw])
     changes = [
@@ -90,6 +116,7 @@ def compare(first: Results, second: Results) -> Comparison:
     differs = dict(_differences(first, second))
     same_machine = not any(name.split(".")[0] in _MACHINE for name in differs)
     return Comparison(
+        tuple(_means(both, shared_by)),
         tuple(changes),
         (only[0], only[1]),
         differs,
@@ -100,7 +127,22 @@ def compare(first: Results, second: Results) -> Comparison:
 
 def sentence(comparison: Comparison) -> str:
     """The whole comparison in a sentence or two."""
-    found = comparison.changes
+    return f"{_of_means(comparison.means)}{_of_cells(comparison.changes)}"
+
+
+def _of_means(means: Sequence[Mean]) -> str:
+    """What changed over all tasks; nothing where no two were asked."""
+    told = [
+        f"{mean.way} {mean.change.mean * 100:+.1f} points at {mean.length:,} tokens"
+        for mean in means
+        if mean.more_than_noise
+    ]
+    if not told:
+        return "Over all tasks no change is more than noise. " if means else ""
+    return f"Over all tasks, by more than noise: {'; '.join(told)}. "
+
+
+def _of_cells(found: Sequence[Change]) -> str:
     better = [change for change in found if change.more_than_noise and change.change.mean > 0]
     worse = [change for change in found if change.more_than_noise and change.change.mean < 0]
     cells = "the one cell" if len(found) == 1 else f"the {len(found):,} cells"
@@ -114,7 +156,40 @@ def sentence(comparison: Comparison) -> str:
     return f"Of {cells}, {' and '.join(parts)} by more than noise (p < 0.05, corrected for all cells)."
 
 
-def _tested(one: Cell, other: Cell, shared: list[tuple[str, int]]) -> tuple[Difference, int, float]:
+def _means(both: Sequence[tuple[Cell, Cell]], shared: Sequence[list[Key]]) -> Iterator[Mean]:
+    """Of every way and length of which there is more than one task."""
+    groups: dict[tuple[int, str], list[tuple[Cell, Cell, list[Key]]]] = {}
+    for (one, other), keys in zip(both, shared, strict=True):
+        groups.setdefault((one.length, one.way), []).append((one, other, keys))
+    several = {place: cells for place, cells in groups.items() if len(cells) > 1}
+    tested = {place: _tested_together(cells) for place, cells in several.items()}
+    corrected = holm([p for *_, p in tested.values()])
+    for ((length, way), (old, new, change, pairs, _)), p in zip(tested.items(), corrected, strict=True):
+        yield Mean(len(several[length, way]), length, way, old, new, change, pairs, p)
+
+
+def _tested_together(
+    cells: Sequence[tuple[Cell, Cell, list[Key]]],
+) -> tuple[float, float, Difference, int, float]:
+    if all(keys for _, _, keys in cells):
+        old = _by_text((one, keys) for one, _, keys in cells)
+        new = _by_text((other, keys) for _, other, keys in cells)
+        return fmean(old), fmean(new), paired_difference(new, old), len(old), paired(new, old)
+    old = _by_text((one, list(one.scores)) for one, _, _ in cells)
+    new = _by_text((other, list(other.scores)) for _, other, _ in cells)
+    return fmean(old), fmean(new), difference(wilson(new), wilson(old)), 0, unpaired(new, old)
+
+
+def _by_text(cells: Iterable[tuple[Cell, list[Key]]]) -> list[float]:
+    """Mean scores of texts: whoever fails at a text often fails at all its questions."""
+    texts: dict[str, list[float]] = {}
+    for cell, keys in cells:
+        for unit, question in keys:
+            texts.setdefault(unit, []).append(cell.scores[unit, question])
+    return [fmean(scores) for scores in texts.values()]
+
+
+def _tested(one: Cell, other: Cell, shared: list[Key]) -> tuple[Difference, int, float]:
     if shared:
         old, new = [one.scores[key] for key in shared], [other.scores[key] for key in shared]
         return paired_difference(new, old), len(shared), paired(new, old)

@@ -93,9 +93,31 @@ def test_a_change_is_found_in_pairs_and_named(tmp_path: Path) -> None:
     assert found.changes[: len(noisy)] == tuple(noisy)
     assert all(change.pairs == 60 for change in found.changes)
     assert all(change.change.low <= change.change.mean <= change.change.high < 0 for change in noisy)
-    assert sentence(found).startswith("Of the 30 cells, 2 worse by more than noise")
+    assert "Of the 30 cells, 2 worse by more than noise" in sentence(found)
+    together = [mean for mean in found.means if mean.more_than_noise]
+    assert {mean.way for mean in together} == {"topk:budget=64"}
+    assert all(mean.change.low <= mean.change.mean <= mean.change.high < 0 for mean in together)
+    assert all((mean.tasks, mean.pairs) == (3, 180) for mean in found.means)
     assert found.differs == {"versions.torch": ("2.13.0", "3.0")}
     assert found.bytes_ratio == found.seconds_ratio == 1.0
+
+
+@pytest.mark.parametrize("luck", [0, 1])
+def test_few_questions_of_many_tasks_tell_together(tmp_path: Path, luck: int) -> None:
+    """Four a task never do by themselves: 2 / 2**4 of all signs are as far off."""
+    asked = {"questions": 4, "lengths": [2048], "ways": WAYS[:1]}
+    found = two(tmp_path, 1.0, 0.0, asked, asked | {"luck": luck})
+    assert not [change for change in found.changes if luck == 0 and change.more_than_noise]
+    (mean,) = found.means
+    assert (mean.before, mean.after, mean.pairs) == (1, 0, 0 if luck else 12)
+    assert mean.p == pytest.approx(2 / 2**12) if luck == 0 else mean.p < 1e-4
+    assert "Over all tasks, by more than noise: dense -100.0 points at 2,048 tokens" in sentence(found)
+
+
+def test_one_task_has_no_mean(tmp_path: Path) -> None:
+    found = two(tmp_path, 0.9, 0.9, {"tasks": ["vt"]}, {"tasks": ["vt"]})
+    assert not found.means
+    assert sentence(found).startswith("No change")
 
 
 def test_pairs_need_the_same_questions_of_the_same_text(tmp_path: Path) -> None:

@@ -149,13 +149,17 @@ def parsed(said: str) -> list[Any] | None:
     """The JSON list of an answer, from its one fenced block or the whole of it; None where there is none, and
     where what stands around the block disowns it.
     """
-    before, block, after, *more = [*_FENCE.split(answered(said)), None, ""][:4]
-    if more and more[0] is not None:
+    said = answered(said).strip()
+    blocks = list(_FENCE.finditer(said))
+    if len(blocks) > 1:
         return None
-    if block is not None and hedges.disowned(plain(before), plain(after)):
-        return None
+    if blocks:
+        around = plain(said[: blocks[0].start()]), plain(said[blocks[0].end() :])
+        if hedges.disowned(*around):
+            return None
+        said = blocks[0].group(1)
     try:
-        value = plain_json.parse(before.strip() if block is None else block)
+        value = plain_json.parse(said)
     except ValueError:
         return None
     return value if isinstance(value, list) else None

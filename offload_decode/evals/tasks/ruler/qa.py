@@ -23,7 +23,6 @@ _TELL = (
 _INSTRUCTION = f"{_TELL}\n\nThe following are given documents.\n\n"
 _NAME = r"(?<!\S)[A-Z0-9][^\s,]*"
 _MISSES = 200  # documents that are tried for what is left of the room
-_ENOUGH = 0.97  # of the room: what documents must fill, where there are no more
 
 
 @dataclass(frozen=True)
@@ -72,24 +71,30 @@ class SingleHop(Task):
         costs = _Costs(material, files.documents)
         chosen: list[Asked] = []
         needed: set[int] = set()
-        for one in rng.sample(files.asked, len(files.asked)):
-            together = needed | set(one.needed)
-            if len(chosen) < self.asked and sum(map(costs.of, together)) <= 0.9 * room:
-                chosen.append(one)
-                needed = together
-            elif len(chosen) == self.asked:
-                break
-        if len(chosen) < min(self.asked, len(files.asked)):
+        order = rng.sample(files.asked, len(files.asked))
+        for asked in (order, sorted(order, key=lambda one: costs.total(one.needed))):
+            chosen, needed = [], set()
+            for one in asked:
+                if len(chosen) == self.asked:
+                    break
+                together = needed | set(one.needed)
+                if costs.total(together) <= 0.9 * room:
+                    chosen.append(one)
+                    needed = together
+            if len(chosen) >= min(self.asked, len(files.asked)):
+                break  # else those whose documents are the shortest, so that no draw decides what fits
+        else:
             raise too_short(self, material.tokens)
         near = sorted({at for one in chosen for at in one.near} - needed)
         others = sorted(set(range(len(files.documents))) - needed - set(near))
-        order = [*rng.sample(near, len(near)), *rng.sample(others, len(others))]
-        taken = costs.fill(sorted(needed), order, room)
-        instead = costs.fill([], order, room)
-        if len(instead) == len(order) and costs.total(instead) < _ENOUGH * room:
+        around = [*rng.sample(near, len(near)), *rng.sample(others, len(others))]
+        taken = costs.fill(sorted(needed), around, room)
+        instead = costs.fill([], around, room)
+        every = costs.total(instead) + costs.total(needed)
+        if len(instead) == len(around) and every < room:
             raise ConfigError(
-                f"without those that answer, all documents of {files.name} come to {costs.total(instead):,} "
-                f"tokens, fewer than {material.tokens:,}: name a larger file, or take a shorter text"
+                f"all documents of {files.name} come to {every:,} tokens, fewer than {material.tokens:,}: "
+                "name a larger file, or take a shorter text"
             )
         rng.shuffle(taken)
         rng.shuffle(instead)
