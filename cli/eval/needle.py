@@ -149,7 +149,11 @@ def _rows(grid: NeedleGrid) -> list[list[str]]:
 
 def _notes(grid: NeedleGrid, out: Path, quiet: bool) -> None:
     from offload_decode.evals.lengths import label
+    from offload_decode.evals.verdict import of_needles
 
+    ways = [[getattr(cell, panel).score for cell in grid.cells] for panel in ("dense", "selected", "control")]
+    for sentence in of_needles(ways[:2], ways[2]):
+        output.note(sentence, quiet)
     if repeated := grid.configuration["text_repeated_at"]:
         lengths = ", ".join(map(label, repeated))
         output.note(f"the text is shorter than {lengths} tokens and was repeated there", quiet)

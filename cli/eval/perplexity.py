@@ -148,12 +148,13 @@ def perplexity(
 def _text(results: Results) -> str:
     """The table of all ways, what share is the tail's, and in the sliding fashion NLL by position."""
     from offload_decode.evals.contender import DENSE
-    from offload_decode.evals.perplexity_report import likelihoods
+    from offload_decode.evals.perplexity_report import at_chance, likelihoods
 
     rows = [["way", "stored", "NLL", "perplexity", "more than dense", "interval", "attended", "tokens"]]
     notes = []
     sliding = results.header.configuration.get("fashion") == "sliding"
-    for line in likelihoods(results):
+    found = likelihoods(results)
+    for line in found:
         rows.append(
             [
                 line.way,
@@ -170,7 +171,7 @@ def _text(results: Results) -> str:
                 f"behind {'up to ' if sliding else ''}{line.length:,} tokens, {line.tail_share:.1%} of dense "
                 "attention goes to the chunk itself, which all selectors attend to whole"
             )
-    parts = [output.table(rows), *notes]
+    parts = [output.table(rows), *notes, *at_chance(found)]
     if sliding:
         parts += ["", output.table(_curve(results))]
     return "\n".join(parts)

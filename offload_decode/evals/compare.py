@@ -127,33 +127,32 @@ def compare(first: Results, second: Results) -> Comparison:
 
 def sentence(comparison: Comparison) -> str:
     """The whole comparison in a sentence or two."""
-    return f"{_of_means(comparison.means)}{_of_cells(comparison.changes)}"
+    of_cells = _of_cells(comparison)
+    if not comparison.means:
+        return of_cells
+    of_means = _told(comparison.means, "mean over all tasks", "means over all tasks")
+    return f"{of_means} {of_cells}"
 
 
-def _of_means(means: Sequence[Mean]) -> str:
-    """What changed over all tasks; nothing where no two were asked."""
-    told = [
-        f"{mean.way} {mean.change.mean * 100:+.1f} points at {mean.length:,} tokens"
-        for mean in means
-        if mean.more_than_noise
-    ]
-    if not told:
-        return "Over all tasks no change is more than noise. " if means else ""
-    return f"Over all tasks, by more than noise: {'; '.join(told)}. "
+def _of_cells(comparison: Comparison) -> str:
+    told = _told(comparison.changes, "cell", "cells")
+    if any(change.more_than_noise for change in comparison.changes):
+        return told
+    widest = max(max(abs(each.change.low), abs(each.change.high)) for each in comparison.changes)
+    return (
+        f"{told} That is not to say that there is none: changes of up to {100 * widest:.0f} points would fit "
+        "these runs."
+    )
 
 
-def _of_cells(found: Sequence[Change]) -> str:
-    better = [change for change in found if change.more_than_noise and change.change.mean > 0]
-    worse = [change for change in found if change.more_than_noise and change.change.mean < 0]
-    cells = "the one cell" if len(found) == 1 else f"the {len(found):,} cells"
+def _told(found: Sequence[Change | Mean], one: str, several: str) -> str:
+    better = [each for each in found if each.more_than_noise and each.change.mean > 0]
+    worse = [each for each in found if each.more_than_noise and each.change.mean < 0]
+    every = f"the one {one}" if len(found) == 1 else f"the {len(found):,} {several}"
     if not better and not worse:
-        widest = max(max(abs(change.change.low), abs(change.change.high)) for change in found)
-        return (
-            f"No change in {cells} is more than noise. That is not to say that there is none: changes of up "
-            f"to {100 * widest:.0f} points would fit these runs."
-        )
+        return f"No change in {every} is more than noise."
     parts = [f"{len(some):,} {name}" for some, name in ((worse, "worse"), (better, "better")) if some]
-    return f"Of {cells}, {' and '.join(parts)} by more than noise (p < 0.05, corrected for all cells)."
+    return f"Of {every}, {' and '.join(parts)} by more than noise (p < 0.05, corrected for all {several})."
 
 
 def _means(both: Sequence[tuple[Cell, Cell]], shared: Sequence[list[Key]]) -> Iterator[Mean]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE, Contender
@@ -23,6 +24,8 @@ from offload_decode.models.prompt import opening_of
 from offload_decode.store.reader import KVStore
 
 NLL = "nll"
+UNIGRAM = "unigram"
+"""The way that is no model: how often a token has come in the text so far, each one once more."""
 DECIMALS = 5  # nats that are kept of a token: far more than the rounding of float16 weights
 
 
@@ -82,6 +85,7 @@ class Perplexity:
         tokenizer = loaded.known_tokenizer
         self._opening = list(opening_of(tokenizer))
         self._texts = _texts(plan, self._opening, encode_text(tokenizer, plan.haystack.text))
+        self._vocabulary = max(len(tokenizer), *(int(text.max()) + 1 for text in self._texts))
         self._steps = {step.key: step for step in _steps(plan)}
 
     def configuration(self) -> Mapping[str, Any]:
@@ -126,6 +130,7 @@ class Perplexity:
         for window in self._plan.windows:
             seen = self._window(text[: step.stored], window)
             ways[f"window:{window}"] = behind_window(self._loaded, seen, tokens)
+        ways[UNIGRAM] = Forced(unigram(text[: step.end], step.stored + 1, self._vocabulary), 0.0)
         return [self._record(step, way, forced) for way, forced in ways.items()]
 
     @property
@@ -150,9 +155,21 @@ class Perplexity:
             "stored_tokens": step.stored,
             "first": step.stored + 1,
             "nll": [round(value, DECIMALS) for value in forced.nll.tolist()],
-            "attended": None if way.startswith("window:") else forced.attended,
+            "attended": None if way == UNIGRAM or way.startswith("window:") else forced.attended,
             "tail_share": forced.tail_share,
         }
+
+
+def unigram(text: Tokens, first: int, vocabulary: int) -> npt.NDArray[np.float64]:
+    """Nats of the tokens from `first` on, each by how often it and all others have come before it, of
+    `vocabulary` tokens each once more (Laplace's rule of succession).
+    """
+    counts = np.bincount(text[:first], minlength=vocabulary) + 1
+    found = np.empty(len(text) - first)
+    for place, token in enumerate(text[first:]):
+        found[place] = np.log((first + place + vocabulary) / counts[token])
+        counts[token] += 1
+    return found
 
 
 def _steps(plan: PerplexityPlan) -> list[_Step]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE
-from offload_decode.evals.perplexity import NLL
+from offload_decode.evals.perplexity import NLL, UNIGRAM
 from offload_decode.evals.resampling import Estimate, block_mean
 from offload_decode.evals.results import Record, Results
 
@@ -71,6 +71,18 @@ def likelihoods(results: Results) -> list[Likelihood]:
                 )
             )
     return found
+
+
+def at_chance(found: Sequence[Likelihood]) -> list[str]:
+    """A sentence where dense attention predicts no better than how often each token has come before."""
+    lost = [each.length for each in found if each.way == UNIGRAM and (each.more.low or 0.0) <= 0]
+    if not lost:
+        return []
+    at = ", ".join(f"{length:,}" for length in lost)
+    return [
+        f"At {at} tokens this model predicts the text no better than counts of its tokens do ({UNIGRAM}): "
+        "nothing here says anything about a selector."
+    ]
 
 
 def curve(results: Results, points: int = 32) -> list[Point]:

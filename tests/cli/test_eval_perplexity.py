@@ -33,12 +33,16 @@ def test_perplexity_prints_a_line_for_each_way(home: Path, text: Path, tmp_path:
     assert ran.code == 0, ran.err
     heading, *lines = ran.out.splitlines()
     assert heading.split()[:5] == ["way", "stored", "NLL", "perplexity", "more"]
-    assert [line.split()[:2] for line in lines[:3]] == [
+    assert [line.split()[:2] for line in lines[:4]] == [
         ["dense", "100"],
         ["topk:budget=8", "100"],
         ["window:20", "100"],
+        ["unigram", "100"],
     ]
-    assert lines[3].startswith("behind 100 tokens, ")
+    assert lines[4].startswith("behind 100 tokens, ")
+    assert lines[5].startswith(
+        "At 100 tokens this model predicts the text no better than counts of its tokens"
+    )
     assert "demo model" not in ran.err
     before = out.read_bytes()
     assert run(*asked).out == ran.out

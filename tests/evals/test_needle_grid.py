@@ -24,6 +24,7 @@ from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredT
 from offload_decode.evals.plot import save_png
 from offload_decode.evals.runs import Stores
 from offload_decode.evals.tasks.scoring import says
+from offload_decode.evals.verdict import of_needles
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Answer, StepStats
@@ -231,3 +232,14 @@ def test_without_matplotlib_the_way_out_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'offload-decode\[eval\]'"):
         save_png(_grid([1.0] * 8), tmp_path / "grid.png")
+
+
+def test_a_model_that_finds_nothing_is_said_to() -> None:
+    nothing, all_ = [0.0] * 12, [1.0] * 12
+    assert of_needles([all_, nothing], nothing) == []
+    assert of_needles([nothing, all_], nothing) == []
+    (said,) = of_needles([nothing, nothing], nothing)
+    assert "nothing here says anything about a selector" in said
+    assert of_needles([all_, all_], all_), "the control is answered as well"
+    (few,) = of_needles([[1.0], [1.0]], [0.0])
+    assert "Hide more" in few

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from offload_decode.evals import runs
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.perplexity import NLL, Perplexity, PerplexityPlan
+from offload_decode.evals.perplexity_report import Likelihood, at_chance, likelihoods
+from offload_decode.evals.resampling import Estimate
 from offload_decode.evals.results import Record, Results
 from offload_decode.evals.teacher_forced import behind_store
 from offload_decode.models.loading import LoadedModel, wrap
@@ -123,6 +126,25 @@ def test_a_window_is_the_plain_model_that_sees_no_more(continued: Results) -> No
     assert short["nll"] == pytest.approx(plain(seen)[30:].tolist(), abs=2e-5)
     assert long["nll"] == pytest.approx(of(continued, "dense")[0]["nll"], abs=2e-5)
     assert (short["attended"], short["tail_share"]) == (None, None)
+
+
+def test_counts_are_no_model(slid: Results) -> None:
+    """Laplace's rule of succession: of n tokens so far, c of which were this one, (c + 1) / (n + V)."""
+    found = [value for record in of(slid, "unigram") for value in record["nll"]]
+    whole, vocabulary = ids()[:90], len(tiny_tokenizer())
+    wanted = [math.log((n + vocabulary) / (whole[:n].count(token) + 1)) for n, token in enumerate(whole) if n]
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert {record["attended"] for record in of(slid, "unigram")} == {None}
+    assert [line for line in at_chance(likelihoods(slid)) if "no better than counts" in line]
+
+
+def test_a_model_that_foretells_more_than_counts_is_not_at_chance() -> None:
+    def line(way: str, more: float) -> Likelihood:
+        return Likelihood(way, 90, 89, 1.0, math.e, Estimate(more, more - 0.1, more + 0.1), None, None)
+
+    assert at_chance([line("dense", 0.0), line("unigram", 0.5)]) == []
+    assert at_chance([line("dense", 0.0), line("unigram", 0.05)])
+    assert at_chance([line("dense", 0.0), line("unigram", -0.5)])
 
 
 def test_no_token_chooses_by_what_comes_after_it(loaded: LoadedModel, tmp_path: Path) -> None:

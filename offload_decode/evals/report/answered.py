@@ -30,7 +30,7 @@ CHANCE = tag("abbr", "†", title="no better than chance")
 def opening(summary: Summary) -> Markup:
     """What must be said first, and the worst task and the mean of every way."""
     return join(
-        [_warnings(verdict(summary), len(at_chance(summary)) == len(summary.tasks)), _headline(summary)]
+        [warnings(verdict(summary), len(at_chance(summary)) == len(summary.tasks)), _headline(summary)]
     )
 
 
@@ -50,7 +50,8 @@ def sections(results: Results, summary: Summary) -> list[tuple[str, Markup]]:
     return [(title, part) for title, part in parts if part]
 
 
-def _warnings(sentences: Sequence[str], grave: bool) -> Markup | None:
+def warnings(sentences: Sequence[str], grave: bool) -> Markup | None:
+    """What has to be said before any figure; None where there is nothing."""
     if not sentences:
         return None
     return tag(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.lengths import label
-from offload_decode.evals.perplexity_report import Likelihood, curve, likelihoods
+from offload_decode.evals.perplexity_report import Likelihood, at_chance, curve, likelihoods
 from offload_decode.evals.report import plot
 from offload_decode.evals.report.html import Markup, Part, join, tag
 from offload_decode.evals.report.numbers import count, signed
@@ -31,6 +31,11 @@ def parts(results: Results) -> list[tuple[str, Markup]]:
     return [(title, part) for title, part in titled if part]
 
 
+def verdict(results: Results) -> list[str]:
+    """Whether the likelihoods mean anything."""
+    return at_chance(likelihoods(results))
+
+
 def _table(found: Sequence[Likelihood], sliding: bool) -> Markup:
     behind = "behind up to " if sliding else "behind "
     groups: list[tuple[Part, list[list[Part]]]] = []
@@ -46,7 +51,8 @@ def _table(found: Sequence[Likelihood], sliding: bool) -> Markup:
     note = (
         "Negative log-likelihood of the text’s own next tokens, and how much more of it there is than with "
         "dense attention on the same tokens; intervals from draws of blocks of neighbours. "
-        "“window:512” is the bare model, which sees the 512 tokens before the chunk and nothing else."
+        "“window:512” is the bare model, which sees the 512 tokens before the chunk and nothing else; "
+        "“unigram” is no model: how often each token has come so far."
     )
     whole = table(None, [*heading, "tokens predicted"], groups, "Likelihood by way")
     shares = [

@@ -12,6 +12,7 @@ from offload_decode.evals.report.depths import grid_cell
 from offload_decode.evals.report.html import Markup, Part, join, tag
 from offload_decode.evals.report.numbers import interval, percent
 from offload_decode.evals.report.tables import table
+from offload_decode.evals.verdict import of_needles
 
 TITLE = "needle in a haystack"
 _WAYS = ("dense", "selected", "control")
@@ -27,6 +28,12 @@ def parts(found: Mapping[str, Any]) -> list[tuple[str, Markup]] | None:
         raise ConfigError(
             f"this is no needle.json of this release: its cells are not whole ({error!r:.80})"
         ) from error
+
+
+def verdict(found: Mapping[str, Any]) -> list[str]:
+    """Whether the needles found mean anything, of a file that `parts` could show."""
+    scores = {way: [float(cell[way]["score"]) for cell in found["cells"]] for way in _WAYS}
+    return of_needles([scores["dense"], scores["selected"]], scores["control"])
 
 
 def _grids(cells: list[Mapping[str, Any]], configuration: Mapping[str, Any]) -> Markup:

@@ -74,12 +74,13 @@ def _run(path: Path) -> _Run:
         return _of_results(path, found)
     for reader in (needle, fidelity):
         if (parts := reader.parts(found)) is not None:
+            opening = answered.warnings(needle.verdict(found), True) if reader is needle else None
             model = str(found["configuration"].get("model", "?"))
             parts.append(("Measured with", measured(found["configuration"], {"file": path.name})))
             return _Run(
                 reader.TITLE,
                 _lead(found["configuration"], model, path.name),
-                None,
+                opening,
                 parts,
                 _short(model),
                 path.name,
@@ -97,6 +98,7 @@ def _of_results(path: Path, found: Results) -> _Run:
     if found.of(SPARSITY):
         parts = sparse.parts(found) + parts
     if found.of(NLL):
+        opening = opening or answered.warnings(likelihood.verdict(found), True)
         parts += likelihood.parts(found)
     if not parts:
         raise ConfigError(f"{path} holds nothing that could be shown yet: let a part of the run finish first")
