@@ -71,6 +71,7 @@ def ablation(
     chosen = [known.get(name) for name in tasks_named(tasks, known.names())]
     wanted = Wanted(
         "ablation",
+        tasks,
         model,
         text,
         lengths,

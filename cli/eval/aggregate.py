@@ -54,6 +54,7 @@ def aggregate(
     chosen = [known.get(name) for name in tasks_named(tasks, SUITE)]
     wanted = Wanted(
         "aggregate",
+        tasks,
         model,
         text,
         lengths,

@@ -46,6 +46,7 @@ def passkey(
 
     wanted = Wanted(
         "passkey",
+        "passkey",
         model,
         None,
         lengths,

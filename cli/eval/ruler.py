@@ -77,6 +77,7 @@ def ruler(
     chosen = [own.get(name) or known.get(name) for name in names]
     wanted = Wanted(
         "ruler",
+        tasks,
         model,
         text,
         lengths,

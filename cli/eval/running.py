@@ -133,6 +133,7 @@ class Wanted:
     """What the options of a command say; each field is the option of its name."""
 
     suite: str
+    tasks: str | None
     model: str
     text: str | None
     lengths: str
@@ -235,7 +236,15 @@ def measured(wanted: Wanted, tasks: Sequence[Task], evaluated: type[Answering]) 
     rehearse(wanted.contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
     evaluation = evaluated(plan, tasks, loaded, haystack, stores)
     with Progress(wanted.quiet) as progress:
-        evaluation.check(lambda done, total: progress("draw texts", done, total))
+        unfit = evaluation.unfit(lambda done, total: progress("draw texts", done, total))
+        if unfit and (wanted.tasks is not None or len(unfit) == len(tasks)):
+            raise next(iter(unfit.values()))
+        for name, why in unfit.items():
+            output.note(f"{name} is left out: {why}")
+        if unfit:
+            evaluation = evaluated(
+                plan, [task for task in tasks if task.name not in unfit], loaded, haystack, stores
+            )
         return run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
 
 

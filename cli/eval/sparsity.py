@@ -76,6 +76,7 @@ def sparsity(
     counts = sorted({token_count(budget) for budget in budgets.split(",")})
     wanted = Wanted(
         "sparsity",
+        tasks,
         model,
         text,
         lengths,

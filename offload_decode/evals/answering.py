@@ -96,15 +96,21 @@ class Answering:
             Unit(key, place.length * (2 if place.controlled else 1)) for key, place in self._places.items()
         ]
 
-    def check(self, report: Callable[[int, int], None]) -> None:
-        """Draw a text of every task and length, so that what cannot be asked shows before anything long.
+    def unfit(self, report: Callable[[int, int], None]) -> Mapping[str, ConfigError]:
+        """The tasks that cannot be asked at one of the lengths, by name, and why: a text of every task and
+        length is drawn, so that this shows before anything long.
 
-        `report` is told how many are drawn, of how many. Raises `ConfigError`.
+        `report` is told how many are drawn, of how many.
         """
         first = {(place.task.name, place.length): place for place in reversed(self._places.values())}
+        found: dict[str, ConfigError] = {}
         for done, place in enumerate(first.values(), 1):
-            self._drawn(place)
+            try:
+                self._drawn(place)
+            except ConfigError as error:
+                found.setdefault(place.task.name, error)
             report(done, len(first))
+        return found
 
     def measure(self, unit: Unit, report: Callable[[int], None]) -> Sequence[Record]:
         """Every question of one text, by every way; every so often also to the control, densely."""

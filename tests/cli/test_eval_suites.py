@@ -30,6 +30,19 @@ def test_ruler_asks_what_is_named(home: Path, tmp_path: Path) -> None:
     assert "could not be told from chance" in ran.out  # one question is too few
 
 
+def test_tasks_that_do_not_fit_are_left_out_unless_they_are_named(home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    small = ("--lengths", "400", "--limit", "1", "--budgets", "8", "--out", out)
+    ran = run("eval", "ruler", "--model", home / "model", *small)
+    assert ran.code == 0, ran.err
+    assert "qa_2 is left out: 400 tokens do not hold the facts" in ran.err
+    asked = read(out).header.configuration["tasks"]
+    assert "niah_single_2" in asked
+    assert "qa_2" not in asked
+    named = ("eval", "ruler", "--model", home / "model", *small[:-1], tmp_path / "none", "--tasks", "vt,qa_2")
+    assert "400 tokens do not hold the facts" in refused(2, *named)
+
+
 def test_passkey_asks_at_the_lengths_that_are_given(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
     small = ("--lengths", "700", "--limit", "1", "--budgets", "16", "-q")

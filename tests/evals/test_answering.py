@@ -150,10 +150,11 @@ def test_an_answer_that_is_begun_goes_on_from_there(loaded: LoadedModel, tmp_pat
 def test_what_cannot_be_asked_shows_before_anything_is_prefilled(loaded: LoadedModel) -> None:
     short = evaluation(loaded, dataclasses.replace(PLAN, lengths=(300, 10)))
     told: list[tuple[int, int]] = []
-    with pytest.raises(ConfigError, match="10 tokens do not hold"):
-        short.check(lambda *now: told.append(now))
-    assert set(told) <= {(1, 4), (2, 4), (3, 4)}
-    evaluation(loaded).check(lambda *now: told.append(now))
+    unfit = short.unfit(lambda *now: told.append(now))
+    assert unfit.keys() == {task.name for task in short.tasks}
+    assert all("10 tokens do not hold" in str(why) for why in unfit.values())
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert evaluation(loaded).unfit(lambda *now: told.append(now)) == {}
     assert told[-1] == (2, 2)
 
 

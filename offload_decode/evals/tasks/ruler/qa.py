@@ -72,7 +72,7 @@ class SingleHop(Task):
         chosen: list[Asked] = []
         needed: set[int] = set()
         order = rng.sample(files.asked, len(files.asked))
-        for asked in (order, sorted(order, key=lambda one: costs.total(one.needed))):
+        for asked in (order, sorted(files.asked, key=lambda one: costs.total(one.needed))):
             chosen, needed = [], set()
             for one in asked:
                 if len(chosen) == self.asked:
