@@ -2,20 +2,20 @@
 
 RULER's needles at 8K and 32K tokens, and its harder tasks at 8K. Tasks that hide something in prose are asked
 over every text (--text is repeatable), with the same number of questions each; the others have texts of their
-own. Prints one table in Markdown; stopped and started again, it goes on.
+own. Prints one table in Markdown, with a column for each of several models; started again, it goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.evaluated import TEXTS, TOPICS, Run, named, run_all, shown
 from benchmarks.tables import table
-from offload_decode.evals.intervals import Share, wilson
+from offload_decode.evals.intervals import Share, wilson, wilson_of
 from offload_decode.evals.summary import Cell, Summary
 
 
@@ -57,6 +57,110 @@ def runs(texts: Sequence[str], lengths: str, short: str, limit: int) -> list[Run
     return found
 
 
+@dataclass(frozen=True)
+class Scored:
+    """One task at one length, all texts together, beside its aim; `each`: the share of each text by name."""
+
+    task: str
+    length: int
+    aim: float
+    scores: tuple[float, ...]
+    each: tuple[tuple[str, float], ...]
+    control: float | None
+
+    @property
+    def share(self) -> Share:
+        """Of right answers."""
+        return wilson(self.scores)
+
+
+def scored(summaries: dict[str, Summary]) -> list[Scored]:
+    """Of one model, in the order of the aims."""
+    found = []
+    for aim in (NEEDLES, SEVERAL, COUNTED):
+        for task in (*aim.in_prose, *aim.others):
+            of = [(name, c) for name, summary in summaries.items() for c in summary.cells if c.task == task]
+            for length in sorted({cell.length for _, cell in of}):
+                here = [(name, cell) for name, cell in of if cell.length == length]
+                found.append(_scored(aim.share, task, length, here))
+    return found
+
+
+def _scored(aim: float, task: str, length: int, of: list[tuple[str, Cell]]) -> Scored:
+    control = [cell.control.mean for _, cell in of if cell.control]
+    return Scored(
+        task,
+        length,
+        aim,
+        tuple(score for _, cell in of for score in cell.scores.values()),
+        tuple((name.partition("-")[2], cell.score.mean) for name, cell in of),
+        fmean(control) if control else None,
+    )
+
+
+def rows(found: Sequence[Scored]) -> list[list[str]]:
+    """The worst task and the mean of all; then a row for each task and length, all texts together, and then
+    each text by itself.
+    """
+    worst = min(found, key=lambda one: one.share.mean)
+    every = [score for one in found for score in one.scores]
+    return [
+        [
+            f"worst: {worst.task}",
+            f"{worst.length:,}",
+            str(len(worst.scores)),
+            shown(worst.share),
+            "",
+            "",
+            "",
+            "",
+        ],
+        [f"mean of {len(found)}", "", str(len(every)), _mean(found), "", "", "", ""],
+        *(
+            [
+                one.task,
+                f"{one.length:,}",
+                str(len(one.scores)),
+                shown(one.share),
+                ", ".join(f"{text} {100 * mean:.0f}" for text, mean in one.each if len(one.each) > 1),
+                "-" if one.control is None else f"{100 * one.control:.0f}",
+                f"{100 * one.aim:.0f}",
+                verdict(one.aim, one.share),
+            ]
+            for one in found
+        ),
+    ]
+
+
+def side_by_side(models: Mapping[str, Sequence[Scored]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of one table of several models: the worst task, the mean, and all tasks and lengths."""
+    by_place = {name: {(one.task, one.length): one for one in found} for name, found in models.items()}
+    aims = {place: one.aim for found in by_place.values() for place, one in found.items()}
+    worst = [min(found, key=lambda one: one.share.mean) for found in models.values()]
+    heads = ["task", "tokens", *models, "aim"]
+    return heads, [
+        ["worst", "", *(f"{one.task} {shown(one.share)}" for one in worst), ""],
+        ["mean", "", *map(_mean, models.values()), ""],
+        *(
+            [
+                task,
+                f"{length:,}",
+                *(
+                    shown(one.share) if (one := found.get((task, length))) else ""
+                    for found in by_place.values()
+                ),
+                f"{100 * aim:.0f}",
+            ]
+            for (task, length), aim in aims.items()
+        ),
+    ]
+
+
+def _mean(found: Sequence[Scored]) -> str:
+    """Of the tasks' means, with the interval of as many answers."""
+    return shown(wilson_of(fmean(one.share.mean for one in found), sum(len(one.scores) for one in found)))
+
+
 def verdict(aim: float, score: Share) -> str:
     """Whether the aim is reached, as far as so few questions tell."""
     if score.mean >= aim:
@@ -64,50 +168,28 @@ def verdict(aim: float, score: Share) -> str:
     return "not told apart" if score.high >= aim else "missed"
 
 
-def rows(summaries: dict[str, Summary]) -> list[list[str]]:
-    """A row for each task and length, all texts together, and then each text by itself."""
-    found = []
-    for aim in (NEEDLES, SEVERAL, COUNTED):
-        for task in (*aim.in_prose, *aim.others):
-            of = [(name, c) for name, summary in summaries.items() for c in summary.cells if c.task == task]
-            for length in sorted({cell.length for _, cell in of}):
-                found.append(_row(aim, task, length, [(n, c) for n, c in of if c.length == length]))
-    return found
-
-
-def _row(aim: Aim, task: str, length: int, of: list[tuple[str, Cell]]) -> list[str]:
-    cells = [cell for _, cell in of]
-    score = wilson([score for cell in cells for score in cell.scores.values()])
-    control = [cell.control.mean for cell in cells if cell.control]
-    each = [f"{name.partition('-')[2]} {100 * cell.score.mean:.0f}" for name, cell in of if len(of) > 1]
-    return [
-        task,
-        f"{length:,}",
-        str(score.count),
-        shown(score),
-        ", ".join(each),
-        f"{100 * fmean(control):.0f}" if control else "-",
-        f"{100 * aim.share:.0f}",
-        verdict(aim.share, score),
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", action="append", help="repeatable: models side by side; default: demo")
     parser.add_argument("--text", action="append", help=TEXTS)
     parser.add_argument("--lengths", default=LENGTHS, help="tokens, for the needles")
     parser.add_argument("--short", default=SHORT, help="tokens, for the other tasks")
     parser.add_argument("--limit", type=int, default=100, help="questions for each task and length")
     parser.add_argument("--folder", type=Path, default=Path("aims"), help="where results are kept")
     given = parser.parse_args()
-    folder = given.folder / named(given.model)
     asked = runs(given.text or [TOPICS], given.lengths, given.short, given.limit)
-    summaries = run_all(asked, given.model, folder)
+    models = {
+        named(model): scored(run_all(asked, model, given.folder / named(model)))
+        for model in given.model or ["demo"]
+    }
+    if len(models) > 1:
+        print(table(*side_by_side(models)))
+        return
+    (found,) = models.values()
     heads = ["task", "tokens", "questions", "right in %, 95 %", "by text", "control", "aim", ""]
-    print(table(heads, rows(summaries)))
+    print(table(heads, rows(found)))
 
 
 if __name__ == "__main__":

@@ -88,6 +88,18 @@ def sparse_by(results: Results, key: Callable[[Record], KeyT], part: str = ANSWE
     return {name: _sparse(records) for name, records in groups.items()}
 
 
+def entropy_by_head(results: Results) -> dict[tuple[str, int], list[float]]:
+    """For each task and layer the mean entropy of every query head in nats, while an answer is written."""
+    found: dict[tuple[str, int], list[Sequence[float]]] = {}
+    for record in _records(results):
+        if record["part"] == ANSWERING:
+            found.setdefault((record["task"], record["layer"]), []).append(record["entropy"]["mean"])
+    try:
+        return {place: [fmean(head) for head in zip(*heads, strict=True)] for place, heads in found.items()}
+    except ValueError as error:
+        raise ConfigError(f"{results.path} was changed: a layer has another number of heads") from error
+
+
 def questions(results: Results) -> list[Question]:
     """Every question with the tokens that it needed."""
     attention: dict[tuple[str, int], list[Record]] = {}

@@ -57,10 +57,28 @@ def made_up(path: Path, *args: Any, **kwargs: Any) -> Summary:
 def test_an_aim_is_judged_by_all_texts_together(tmp_path: Path) -> None:
     one = made_up(tmp_path / "a", 1.0, tasks=("niah_single_2",), lengths=(8192,), ways=(DENSE,))
     two = made_up(tmp_path / "b", 0.0, tasks=("niah_single_2",), lengths=(8192,), ways=(DENSE,))
-    (row,) = aims.rows({"needles-a": one, "needles-b": two})
+    found = aims.scored({"needles-a": one, "needles-b": two})
+    worst, mean, row = aims.rows(found)
+    assert (worst[0], mean[0]) == ("worst: niah_single_2", "mean of 1")
+    assert worst[3] == mean[3] == row[3]
     assert row[:3] == ["niah_single_2", "8,192", "40"]
     assert row[3].startswith("50 (")
     assert row[4:] == ["a 100, b 0", "0", "99", "missed"]
+
+
+def test_models_stand_side_by_side(tmp_path: Path) -> None:
+    def model(name: str, **right: float) -> list[aims.Scored]:
+        given = {"tasks": tuple(right), "lengths": (8192,), "ways": (DENSE,), "questions": 10}
+        return aims.scored({"several": made_up(tmp_path / name, lambda task, *_: right[task], **given)})
+
+    heads, rows = aims.side_by_side({"one": model("a", vt=1.0, cwe=0.0), "two": model("b", vt=0.0)})
+    assert heads == ["task", "tokens", "one", "two", "aim"]
+    assert [row[0] for row in rows] == ["worst", "mean", "vt", "cwe"]
+    assert rows[0][2].startswith("cwe 0 (")
+    assert rows[0][3].startswith("vt 0 (")
+    assert rows[1][2].startswith("50 (")
+    assert [row[-1] for row in rows] == ["", "", "90", "80"]
+    assert rows[3][3] == ""
 
 
 def test_too_few_questions_miss_no_aim() -> None:

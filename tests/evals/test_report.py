@@ -18,10 +18,12 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, sync_playwright
 
 from offload_decode.errors import ConfigError
+from offload_decode.evals import results
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText
 from offload_decode.evals.report import plot
 from offload_decode.evals.report.html import Markup, cut, tag
 from offload_decode.evals.report.page import page
+from offload_decode.evals.sparsity_report import entropy_by_head
 from tests.evals.made_up import MADE_WITH, WAYS, budget, write_likelihoods, write_run, write_sparsity
 from tests.server.http.test_page import CHROMIUM, FLAGS
 
@@ -174,6 +176,8 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
         "Does entropy foretell the budget?",
         "mean entropy, over questions",
         "Keys by layer",
+        "Entropy of each query head’s attention",
+        "layer 4",
     ):
         assert said in read.text
     drawn = [ElementTree.fromstring(one) for one in re.findall(r"<svg.*?</svg>", text, re.S)]
@@ -183,6 +187,10 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
     layers = next(one for one in drawn if one.findtext("title") == "Keys by layer")
     assert [at.text for at in layers.iter("text") if at.get("class") == "tick mid"] == ["2", "4"]
     assert "nothing to foretell" not in read.text
+    entropies = entropy_by_head(results.read(runs[2]))
+    assert {layer for _, layer in entropies} == {2, 4}
+    for heads in entropies.values():
+        assert "".join(f"{nats:.2f}" for nats in heads) in read.text.replace("\n", "")
 
 
 def test_where_every_question_needs_the_same_there_is_nothing_to_foretell(tmp_path: Path) -> None:

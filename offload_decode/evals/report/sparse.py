@@ -12,7 +12,14 @@ from offload_decode.evals.report.numbers import count
 from offload_decode.evals.report.tables import table
 from offload_decode.evals.resampling import Estimate
 from offload_decode.evals.results import Results
-from offload_decode.evals.sparsity_report import NAMES, left_out, predictions, questions, sparse_by
+from offload_decode.evals.sparsity_report import (
+    NAMES,
+    entropy_by_head,
+    left_out,
+    predictions,
+    questions,
+    sparse_by,
+)
 
 
 def parts(results: Results) -> list[tuple[str, Markup]]:
@@ -40,7 +47,7 @@ def _keys(results: Results) -> Markup:
         "its answer: means over layers, heads and questions."
     )
     whole = table(None, heading, [(None, rows)], "Keys that hold the attention, by task")
-    return join([tag("p", note, class_="note"), whole, _layers(results)])
+    return join([tag("p", note, class_="note"), whole, _layers(results), _heads(results)])
 
 
 def _layers(results: Results) -> Markup | None:
@@ -67,6 +74,18 @@ def _layers(results: Results) -> Markup | None:
         "By layer, on a logarithmic scale: the mean, and a bar from the median head to the 95th percentile."
     )
     return join([tag("p", note, class_="note"), legend, tag("figure", picture)])
+
+
+def _heads(results: Results) -> Markup:
+    """The entropy of every head, by task and layer."""
+    found = entropy_by_head(results)
+    groups: dict[Part, list[list[Part]]] = {}
+    for (task, layer), heads in found.items():
+        groups.setdefault(task, []).append([f"layer {layer}", *(f"{nats:.2f}" for nats in heads)])
+    heading: list[Part] = ["nats", *map(str, range(max(map(len, found.values()))))]
+    note = "Entropy of each query head’s attention to stored tokens, in nats, by task and layer."
+    drawn = table(None, heading, list(groups.items()), "Entropy by layer and head")
+    return join([tag("p", note, class_="note"), drawn])
 
 
 def _entropy(results: Results) -> Markup:
