@@ -136,6 +136,8 @@ def test_the_number_in_other_scripts_and_behind_what_was_thought(said: str) -> N
         ),
         ("filter-records", BAKERS, "Leo Clockwell is a baker in Vasedale; Clara Otterson is one in Oxham", 0),
         ("filter-records", BAKERS, "Leo Clockwell and Clara Otterson are bakers in Lilydale", 1),
+        ("filter-records", BAKERS, "Leo Clockwell, Clara Otterson. No others are from Lilydale.", 1),
+        ("filter-records", BAKERS, "Leo Clockwell, Clara Otterson. The others are not from Lilydale.", 1),
         ("filter-records", BAKERS, "Leo Clockwell is a weaver, and so is Clara Otterson", 0),
         ("every-record", RECORDS, f"<think>[1]</think>{json.dumps(SALES)}", 1),
     ],

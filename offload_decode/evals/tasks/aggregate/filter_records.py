@@ -116,11 +116,10 @@ class FilterRecords(SpreadFacts):
 
 
 def _of_others(question: Question, said: str) -> bool:
-    """Whether another trade or town is named than those that are asked for."""
-    about = [
-        set(reading.named(kind, text)) for text in (said, question.text) for kind in (_TRADE, names.TOWN)
-    ]
-    return bool((about[0] - about[2]) | (about[1] - about[3]))
+    """Whether another trade or town is named than those that are asked for, and not denied."""
+    named = [name for kind in (_TRADE, names.TOWN) for name in reading.named(kind, said)]
+    asked = question.text.lower()
+    return any(not name.startswith("!") and name not in asked for name in named)
 
 
 def _record(rng: random.Random, name: str, pair: tuple[str, str]) -> str:
