@@ -38,6 +38,8 @@ _NOT_IN_WORD, _WORD_ENDS = rf"(?<![^\W{_SPACELESS}])", rf"(?![^\W{_SPACELESS}])"
 _SEPARATED = re.compile(r"(?<!\w)(?<!\d[.,])\d{1,3}(?:(?:[,.' ]\d{3})+|(?:,\d{2})+,\d{3})(?!\d)")
 _GLUED = re.compile(r"(?<!\w)\d+(?:[-/]\d+|,\d{3}(?!\d))+(?!\w)")
 _WORD = re.compile(r"(?<![\w-])(?<!\w')[^\W\d_]+(?![\w-])(?!'\w)")
+_NAME = re.compile(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])", re.IGNORECASE)
+_ITEM = re.compile(r"(?:^|(?<=[,\n])|(?<=\d[.)]))\s*[a-z]+(?=\s*(?:[,\n]|\d+[.)]|$))", re.IGNORECASE)
 _KEY = re.compile(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])")
 _HALVES = [(frozenset(words.ADJECTIVES[half]), frozenset(words.NOUNS[half])) for half in words.ADJECTIVES]
 _PAIR = re.compile(r"(?<![\w-])([a-z]+)( ?- ?| )(?=([a-z]+)(?![\w-]))", re.IGNORECASE)
@@ -65,12 +67,13 @@ def score(question: Question, said: str) -> float:
         return 0.0
     text = _joined(text, answers)
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
-    found = [m for m in find(text, answers, asked) if not denied(text, m)]
-    if unsure(text) or any(vague(text, m) or _FOR.search(text, 0, m.start()) for m in found):
+    bare = _without(_NAME, text, question.text.lower())
+    found = [m for m in find(text, answers, asked) if not denied(bare, m)]
+    if unsure(bare) or any(vague(bare, m) or _FOR.search(text, 0, m.start()) for m in found):
         return 0.0
-    if len(answers) == 1 and refused(text):
+    if len(answers) == 1 and refused(bare):
         return 0.0
-    if none_of(question, text, [*question.keys, *answers, *(match.group() for match in found)]):
+    if none_of(question, text, [*question.keys, *answers, *(match.group() for match in found)], bare):
         return 0.0
     if find is _variables and _of_another_value(text, asked):
         return 0.0
@@ -114,9 +117,10 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
     of the lists.
     """
     text = LEAD.sub("", plain(said))
-    if _too_long(text, question.answers) or unsure(text, words.KNOWN):
+    bare = _without(_ITEM, text)
+    if _too_long(text, question.answers) or unsure(bare, words.KNOWN):
         return 0.0
-    if none_of(question, text, question.answers) or _LEAST.search(text):
+    if none_of(question, text, question.answers, bare) or _LEAST.search(bare):
         return 0.0
     asked = frozenset(re.findall(r"\w+", (question.text + question.answer_prefix).lower()))
 
@@ -127,13 +131,26 @@ def words_score(question: Question, said: str, looks: re.Pattern[str] | None = N
     breaks = [*_BREAK.finditer(text)]
     begins, ends = [0, *(m.end() for m in breaks)], [*(m.start() for m in breaks), len(text)]
     for begin, end in zip(begins, ends, strict=True):
-        piece = [m for m in _WORD.finditer(text, begin, end) if not denied(text, m)]
+        piece = [m for m in _WORD.finditer(text, begin, end) if not denied(bare, m)]
         drawn = [m.group().lower() for m in piece]
         rest = [word for word in drawn if word not in AROUND and word not in asked]
         if len(rest) < len(drawn):
             rest = [word for word in rest if meant(word)]
         given.update(rest)
     return share(_lower(question.answers), given)
+
+
+def _without(names: re.Pattern[str], text: str, asked: str = "") -> str:
+    """The text, where words that are drawn or `asked` for and not said (`plausible-otter`, `2. wrong`) are
+    letters that mean nothing, as many.
+    """
+
+    def blank(match: re.Match[str]) -> str:
+        name = match.group().lower()
+        drawn = name in asked or set(re.findall(r"[a-z]+", name)) <= words.KNOWN
+        return re.sub(r"[^\W\d_]|-", "x", match.group()) if drawn else match.group()
+
+    return names.sub(blank, text)
 
 
 def _lower(texts: Sequence[str]) -> list[str]:
@@ -158,10 +175,17 @@ def _first(text: str, said: Iterable[str]) -> int:
     return min((at for each in said if (at := small.find(each.lower())) >= 0), default=len(text))
 
 
-def none_of(question: Question, text: str, said: Iterable[str]) -> bool:
-    """Whether a list of these is refused or denied as a whole, before it begins (and not by the question)."""
-    before = text.replace(plain(question.text), "")
-    before = before[: _first(before, said)]
+def none_of(question: Question, text: str, said: Iterable[str], bare: str | None = None) -> bool:
+    """Whether a list of these is refused or denied as a whole, before it begins (and not by the question).
+    `bare`: the text without names, letter by letter.
+    """
+    bare, asked = bare or text, plain(question.text)
+    at = text.find(asked)
+    while asked and at >= 0:
+        behind = at + len(asked)
+        text, bare = (f"{each[:at]}{' ' * len(asked)}{each[behind:]}" for each in (text, bare))
+        at = text.find(asked, behind)
+    before = bare[: _first(text, said)]
     return refused(before) or all_denied(before)
 
 

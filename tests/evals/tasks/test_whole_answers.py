@@ -146,6 +146,26 @@ def test_the_whole_answer_counts(task: str, question: Question, said: str, score
     assert get(task).score(question, said) == pytest.approx(score)
 
 
+@pytest.mark.parametrize("key", ["plausible-otter", "wrong-lamp", "brisk-lie", "guess-might", "old-mistake"])
+def test_a_key_is_no_hedge(key: str) -> None:
+    asked = Question(
+        f"What is the special magic number for {key} mentioned in the provided text?", "", ("7654321",)
+    )
+    for said in ("The special magic number for {} is: 7654321.", "7654321 for {}", "{}: 7654321"):
+        assert get("niah_single_2").score(asked, said.format(key)) == 1
+    assert get("niah_single_2").score(asked, f"The special magic number for {key} is not 7654321.") == 0
+    assert get("niah_single_2").score(asked, f"{key}: 7654321. That is wrong.") == 0
+
+
+@pytest.mark.parametrize(
+    "said", ["1. lantern 2. wrong 3. guess", "lantern, wrong, guess", "lantern\nwrong\nguess"]
+)
+def test_a_listed_word_denies_nothing(said: str) -> None:
+    listed = Question("What are the 3 most common words?", "", ("lantern", "wrong", "guess"))
+    assert get("cwe").score(listed, said) == 1
+    assert get("cwe").score(listed, f"{said}. That is wrong.") <= 1 / 3, "the last word may be one more item"
+
+
 @pytest.mark.parametrize("said", ["It isn't {}", "They are not {}", "Not {}", "{} or not"])
 @pytest.mark.parametrize("task", RESPONSES)
 def test_no_task_takes_a_denial_for_an_answer(task: str, said: str) -> None:
