@@ -90,14 +90,20 @@ def whole(given: argparse.Namespace, folder: Path) -> list[list[str]]:
     """Tokens a second of every way, expected and had: the median step of one turn."""
     loaded, plain = made(given.model, None)
     given.k, given.decode = [given.k], 2 if given.quick else 12
+    outline = outline_of(loaded.model, given.model, loaded.shape)
+    requests = {way: requested(way, given.tokens, given.k[0]) for way in WAYS}
+    # Before a store of gigabytes is on its way to the disk, as `plan` does.
+    foretold = {
+        way: speed(
+            traffic(outline, request, on_gpu=False), measure(loaded.shape, loaded.dtype, request, "cpu")
+        ).tokens_per_second
+        for way, request in requests.items()
+    }
     store, queries = stored(folder / f"{given.model}-{given.tokens}.kv", loaded, given)
     bench = Bench(loaded, plain, store, queries, given)
-    outline = outline_of(loaded.model, given.model, loaded.shape)
     lines = []
-    for way in WAYS:
-        request = requested(way, given.tokens, given.k[0])
-        rates = measure(loaded.shape, loaded.dtype, request, "cpu")
-        told = speed(traffic(outline, request, on_gpu=False), rates).tokens_per_second
+    for way, request in requests.items():
+        told = foretold[way]
         took = statistics.median(seconds for seconds, _ in bench.asked(engine_of(bench, request)))
         lines.append([way, f"{told:.2f}", f"{1 / took:.2f}", f"{max(told * took, 1 / (told * took)):.2f}x"])
     return lines
