@@ -102,7 +102,7 @@ def rows(found: Sequence[Scored]) -> list[list[str]]:
     """The worst task and the mean of all; then a row for each task and length, all texts together, and then
     each text by itself.
     """
-    worst = min(found, key=lambda one: one.share.mean)
+    worst = _worst(found)
     every = [score for one in found for score in one.scores]
     return [
         [
@@ -136,7 +136,7 @@ def side_by_side(models: Mapping[str, Sequence[Scored]]) -> tuple[list[str], lis
     """Heads and rows of one table of several models: the worst task, the mean, and all tasks and lengths."""
     by_place = {name: {(one.task, one.length): one for one in found} for name, found in models.items()}
     aims = {place: one.aim for found in by_place.values() for place, one in found.items()}
-    worst = [min(found, key=lambda one: one.share.mean) for found in models.values()]
+    worst = map(_worst, models.values())
     heads = ["task", "tokens", *models, "aim"]
     return heads, [
         ["worst", "", *(f"{one.task} {shown(one.share)}" for one in worst), ""],
@@ -154,6 +154,10 @@ def side_by_side(models: Mapping[str, Sequence[Scored]]) -> tuple[list[str], lis
             for (task, length), aim in aims.items()
         ),
     ]
+
+
+def _worst(found: Sequence[Scored]) -> Scored:
+    return min(found, key=lambda one: one.share.mean)
 
 
 def _mean(found: Sequence[Scored]) -> str:

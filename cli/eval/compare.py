@@ -84,6 +84,15 @@ def _notes(found: Comparison) -> list[str]:
     return lines
 
 
+def _tested(of: Change | Mean) -> dict[str, Any]:
+    return {
+        "change": of.change.mean,
+        "interval": [of.change.low, of.change.high],
+        "p": of.p,
+        "more_than_noise": of.more_than_noise,
+    }
+
+
 def _plain(found: Comparison) -> dict[str, Any]:
     changes = [
         {
@@ -92,11 +101,8 @@ def _plain(found: Comparison) -> dict[str, Any]:
             "way": change.way,
             "before": change.before.score.mean,
             "after": change.after.score.mean,
-            "change": change.change.mean,
-            "interval": [change.change.low, change.change.high],
-            "p": change.p,
+            **_tested(change),
             "pairs": change.pairs,
-            "more_than_noise": change.more_than_noise,
         }
         for change in found.changes
     ]
@@ -107,11 +113,8 @@ def _plain(found: Comparison) -> dict[str, Any]:
             "way": mean.way,
             "before": mean.before,
             "after": mean.after,
-            "change": mean.change.mean,
-            "interval": [mean.change.low, mean.change.high],
-            "p": mean.p,
+            **_tested(mean),
             "texts": mean.pairs,
-            "more_than_noise": mean.more_than_noise,
         }
         for mean in found.means
     ]

@@ -20,8 +20,17 @@ _MACHINE = ("processor", "device")
 """What speed depends on, of what a run was made with."""
 
 
+class _Tested:
+    p: float
+
+    @property
+    def more_than_noise(self) -> bool:
+        """Whether so large a change is unlikely where nothing changed, all considered that p is for."""
+        return self.p < 1 - CONFIDENCE
+
+
 @dataclass(frozen=True)
-class Change:
+class Change(_Tested):
     """One way of answering one task at one length in two runs: `before` and `after`, the difference of their
     scores with its interval, and p, corrected for all cells (Holm). `pairs`: how many questions both runs
     asked; 0 where they asked others, and are compared as two groups. `more_than_noise`: p < 0.05.
@@ -36,14 +45,9 @@ class Change:
     pairs: int
     p: float
 
-    @property
-    def more_than_noise(self) -> bool:
-        """Whether so large a change is unlikely where nothing changed, all cells considered."""
-        return self.p < 1 - CONFIDENCE
-
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(_Tested):
     """One way of answering at one length over all `tasks` that both runs asked: mean scores of their texts
     `before` and `after`, the difference with its interval, and p, in which a text counts once, however many
     questions share it, corrected for all means (Holm). `pairs`: as of a `Change`, but texts.
@@ -57,11 +61,6 @@ class Mean:
     change: Difference
     pairs: int
     p: float
-
-    @property
-    def more_than_noise(self) -> bool:
-        """Whether so large a change is unlikely where nothing changed."""
-        return self.p < 1 - CONFIDENCE
 
 
 @dataclass(frozen=True)

@@ -230,8 +230,7 @@ def _codes(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.
 
 
 def _compounds(text: str, answers: Sequence[str], asked: frozenset[str]) -> list[re.Match[str]]:
-    found = re.finditer(r"(?<![\w-])[a-z]+-[a-z]+(?![\w-])", text, re.IGNORECASE)
-    parts = [(m, set(m.group().lower().split("-"))) for m in found]
+    parts = [(m, set(m.group().lower().split("-"))) for m in _NAME.finditer(text)]
     return [m for m, both in parts if both <= words.KNOWN and not both <= asked]
 
 
