@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.lengths import label
-from offload_decode.evals.perplexity_report import Likelihood, at_chance, curve, likelihoods
+from offload_decode.evals.perplexity_report import Likelihood, curve
 from offload_decode.evals.report import plot
 from offload_decode.evals.report.html import Markup, Part, join, tag
 from offload_decode.evals.report.numbers import count, signed
@@ -16,11 +16,10 @@ from offload_decode.evals.results import Results
 from offload_decode.evals.summary import without_budget
 
 
-def parts(results: Results) -> list[tuple[str, Markup]]:
+def parts(results: Results, found: Sequence[Likelihood]) -> list[tuple[str, Markup]]:
     """Likelihood by way and length, against tokens attended to, and by position where the text was gone
     through.
     """
-    found = likelihoods(results)
     sliding = results.header.configuration.get("fashion") == "sliding"
     titled: list[tuple[str, Markup | None]] = [
         ("Likelihood by selector and budget", _table(found, sliding)),
@@ -29,11 +28,6 @@ def parts(results: Results) -> list[tuple[str, Markup]]:
     if sliding:
         titled.append(("Likelihood by position", _by_position(results)))
     return [(title, part) for title, part in titled if part]
-
-
-def verdict(results: Results) -> list[str]:
-    """Whether the likelihoods mean anything."""
-    return at_chance(likelihoods(results))
 
 
 def _table(found: Sequence[Likelihood], sliding: bool) -> Markup:

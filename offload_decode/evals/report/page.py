@@ -12,6 +12,7 @@ from typing import Any
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals.perplexity import NLL
+from offload_decode.evals.perplexity_report import at_chance, likelihoods
 from offload_decode.evals.records import ANSWER
 from offload_decode.evals.report import answered, fidelity, likelihood, needle, sparse
 from offload_decode.evals.report.html import Markup, join, tag
@@ -98,8 +99,9 @@ def _of_results(path: Path, found: Results) -> _Run:
     if found.of(SPARSITY):
         parts = sparse.parts(found) + parts
     if found.of(NLL):
-        opening = opening or answered.warnings(likelihood.verdict(found), True)
-        parts += likelihood.parts(found)
+        foretold = likelihoods(found)
+        opening = opening or answered.warnings(at_chance(foretold), True)
+        parts += likelihood.parts(found, foretold)
     if not parts:
         raise ConfigError(f"{path} holds nothing that could be shown yet: let a part of the run finish first")
     model = str(header.made_with.get("model", "?"))

@@ -69,21 +69,12 @@ class SingleHop(Task):
         files = self.questions
         room = material.tokens - material.count(_INSTRUCTION)
         costs = _Costs(material, files.documents)
-        chosen: list[Asked] = []
-        needed: set[int] = set()
-        order = rng.sample(files.asked, len(files.asked))
-        for asked in (order, sorted(files.asked, key=lambda one: costs.total(one.needed))):
-            chosen, needed = [], set()
-            for one in asked:
-                if len(chosen) == self.asked:
-                    break
-                together = needed | set(one.needed)
-                if costs.total(together) <= 0.9 * room:
-                    chosen.append(one)
-                    needed = together
-            if len(chosen) >= min(self.asked, len(files.asked)):
-                break  # else those whose documents are the shortest, so that no draw decides what fits
-        else:
+        wanted = min(self.asked, len(files.asked))
+        chosen, needed = costs.chosen(rng.sample(files.asked, len(files.asked)), wanted, room)
+        if len(chosen) < wanted:  # those whose documents are the shortest: no draw decides what fits
+            shortest = sorted(files.asked, key=lambda one: costs.total(one.needed))
+            chosen, needed = costs.chosen(shortest, wanted, room)
+        if len(chosen) < wanted:
             raise too_short(self, material.tokens)
         near = sorted({at for one in chosen for at in one.near} - needed)
         others = sorted(set(range(len(files.documents))) - needed - set(near))
@@ -157,6 +148,19 @@ class _Costs:
 
     def total(self, taken: Iterable[int]) -> int:
         return sum(map(self.of, taken))
+
+    def chosen(self, asked: Iterable[Asked], count: int, room: int) -> tuple[list[Asked], set[int]]:
+        """The first `count` questions whose documents fit together, and these documents."""
+        chosen: list[Asked] = []
+        needed: set[int] = set()
+        for one in asked:
+            if len(chosen) == count:
+                break
+            together = needed | set(one.needed)
+            if self.total(together) <= 0.9 * room:
+                chosen.append(one)
+                needed = together
+        return chosen, needed
 
     def fill(self, taken: list[int], others: Iterable[int], room: int) -> list[int]:
         """As many of the others besides as there is room for."""
