@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,7 +91,8 @@ def whole(given: argparse.Namespace, folder: Path) -> list[list[str]]:
     """Tokens a second of every way, expected and had: the median step of one turn."""
     loaded, plain = made(given.model, None)
     given.k, given.decode = [given.k], 2 if given.quick else 12
-    outline = outline_of(loaded.model, given.model, loaded.shape)
+    # Its config, which is of no checkpoint, does not say the dtype.
+    outline = replace(outline_of(loaded.model, given.model, loaded.shape), dtype=loaded.dtype)
     requests = {way: requested(way, given.tokens, given.k[0]) for way in WAYS}
     # Before a store of gigabytes is on its way to the disk, as `plan` does.
     foretold = {

@@ -23,6 +23,7 @@ from offload_decode.models.captured import capture
 from offload_decode.models.joint import JointCache
 from offload_decode.models.layers import forget_update
 from offload_decode.models.observed import cache_class
+from offload_decode.models.one_row import read_in_place
 from offload_decode.models.rotation import UNSAID, depends_on_length, hold_rotations, rotate_for
 from offload_decode.models.rows_apart import run_rows_apart
 
@@ -38,6 +39,7 @@ def activate(model: Any) -> None:
         decoder.register_forward_hook(_after, with_kwargs=True)
         run_rows_apart(decoder)
         hold_rotations(decoder)
+        read_in_place(model)
         capture(decoder)
 
 

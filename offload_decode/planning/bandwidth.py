@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ import numpy.typing as npt
 import torch
 
 import indexes.registry
+from indexes.arrays import aligned
 from indexes.rows import encodings
 from offload_decode.kernels.host_dense import attend_all
 from offload_decode.kernels.host_tokens import attend_tokens
 from offload_decode.kernels.rows import Rows, numpy_view
 from offload_decode.models.devices import DTYPES
+from offload_decode.models.one_row import read_in_place
 from offload_decode.pages.bounds import bounds_bytes
 from offload_decode.pages.dispatch import attend_pages, page_scores, top_pages
 from offload_decode.pages.reference import SCALE_PAGES, PageBounds
@@ -35,7 +38,8 @@ from offload_decode.types import ModelShape
 
 COPIED = 1 << 27  # bytes: beyond the caches of a core
 _DISK_BYTES = 64 << 20
-_SECONDS = 0.04  # a measurement is repeated for so long, and the best counts
+_SECONDS = 0.1  # a measurement is repeated for so long, and the median counts
+_LEAST = 5  # times it is repeated at least
 _STEPS = 4  # of other queries each, so that chosen rows are not in the caches
 _PATTERN = 4096  # rows that are repeated
 
@@ -93,8 +97,9 @@ class _Layer:
         some = torch.randn(min(count, _PATTERN), dim, generator=_generator())
         plain = numpy_view(some.to(DTYPES[self.dtype]))
         pattern = plain if stored == self.dtype else encodings.encode(plain, stored)
-        rows = np.resize(pattern, (count, *pattern.shape[1:]))
-        return np.split(rows, self.shape.kv_heads)
+        times = -(-count // len(pattern))
+        rows = aligned(np.broadcast_to(pattern, (times, *pattern.shape)))  # as a store's are
+        return np.split(rows.reshape(-1, *pattern.shape[1:])[:count], self.shape.kv_heads)
 
     def tokens(self, k: int) -> dict[str, float]:
         """The search of the request's index, and attention to the k tokens of each row that it finds."""
@@ -174,11 +179,14 @@ def measure_disk(folder: Path) -> float | None:
 
 
 def _weights(dtype: str, device: torch.device) -> float:
-    width = 2048
-    weight = torch.zeros(COPIED // width // DTYPES[dtype].itemsize, width, dtype=DTYPES[dtype], device=device)
-    row = torch.zeros(1, width, dtype=DTYPES[dtype], device=device)
+    width, kind = 2048, DTYPES[dtype]
+    layer = torch.nn.Linear(width, COPIED // width // kind.itemsize, bias=False, device="meta", dtype=kind)
+    layer.to_empty(device=device)
+    read_in_place(layer)
     with torch.inference_mode():
-        return weight.nbytes / seconds(lambda: torch.nn.functional.linear(row, weight), device)
+        layer.weight.zero_()
+        row = torch.zeros(1, width, dtype=kind, device=device)
+        return layer.weight.nbytes / seconds(lambda: layer(row), device)
 
 
 def bus_rate(device: torch.device) -> float:
@@ -193,7 +201,9 @@ def _generator() -> torch.Generator:
 
 
 def seconds(move: Callable[[], object], device: torch.device | None = None) -> float:
-    """How long a call takes at best, on a card with all that it gave it to do."""
+    """How long a call takes in the median, on a card with all that it gave it to do: the best of many is of
+    what the caches kept, or of a moment when nobody else used the memory.
+    """
 
     def timed() -> float:
         began = time.perf_counter()
@@ -203,7 +213,7 @@ def seconds(move: Callable[[], object], device: torch.device | None = None) -> f
         return time.perf_counter() - began
 
     timed()
-    best, until = timed(), time.perf_counter() + _SECONDS
-    while time.perf_counter() < until:
-        best = min(best, timed())
-    return best
+    taken, until = list[float](), time.perf_counter() + _SECONDS
+    while len(taken) < _LEAST or time.perf_counter() < until:
+        taken.append(timed())
+    return median(taken)

@@ -1,0 +1,92 @@
+"""Products of one row of bfloat16 on a CPU: the same numbers, without oneDNN, and nothing else without it."""
+
+from __future__ import annotations
+
+from threading import Barrier, Thread
+
+import pytest
+import torch
+
+from offload_decode.models.one_row import read_in_place
+from offload_decode.models.seam import activate
+from tests.tiny import text_model
+
+BRAIN = torch.bfloat16
+
+
+class Seen:
+    """A layer's forward, and whether oneDNN was switched on in each of its calls."""
+
+    def __init__(self, layer: torch.nn.Linear):
+        self.plain, self.on = layer.forward, list[bool]()
+        layer.forward = self  # type: ignore[method-assign,assignment]
+        read_in_place(layer)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        self.on.append(torch.backends.mkldnn.enabled)
+        return self.plain(states)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_row_is_multiplied_as_before(bias: bool) -> None:
+    layer = torch.nn.Linear(96, 40, bias=bias).to(BRAIN)
+    row = torch.randn(1, 1, 96).to(BRAIN)
+    exact = torch.nn.functional.linear(
+        row.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
+    )
+    read_in_place(layer)
+    assert layer(row).dtype is BRAIN
+    assert layer(row).shape == (1, 1, 40)
+    assert (layer(row) - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+def test_onednn_is_switched_off_for_one_row_of_bfloat16_alone() -> None:
+    for dtype, rows, on in ((BRAIN, 1, False), (BRAIN, 2, True), (torch.float32, 1, True)):
+        layer = torch.nn.Linear(8, 8).to(dtype)
+        seen = Seen(layer)
+        layer(torch.ones(1, rows, 8, dtype=dtype))
+        assert seen.on == [on]
+        assert torch.backends.mkldnn.enabled
+
+
+def test_it_is_switched_on_again_when_a_product_fails_and_only_if_it_was_on() -> None:
+    layer = torch.nn.Linear(8, 8).to(BRAIN)
+    read_in_place(layer)
+    with pytest.raises(RuntimeError):
+        layer(torch.ones(1, 7, dtype=BRAIN))
+    assert torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    try:
+        layer(torch.ones(1, 8, dtype=BRAIN))
+        assert not torch.backends.mkldnn.enabled
+    finally:
+        torch.backends.mkldnn.enabled = True
+
+
+def test_the_last_of_several_threads_switches_it_on() -> None:
+    layer, meet = torch.nn.Linear(8, 8).to(BRAIN), Barrier(2)
+    plain, on = layer.forward, list[bool]()
+
+    def together(states: torch.Tensor) -> torch.Tensor:
+        meet.wait(10)  # both are within
+        on.append(torch.backends.mkldnn.enabled)
+        return plain(states)
+
+    layer.forward = together  # type: ignore[method-assign]
+    read_in_place(layer)
+    threads = [Thread(target=layer, args=(torch.ones(1, 8, dtype=BRAIN),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert on == [False, False]
+    assert torch.backends.mkldnn.enabled
+
+
+def test_a_model_that_is_served_reads_its_weights_so() -> None:
+    for dtype, so in ((BRAIN, True), (torch.float32, False)):
+        model = text_model().to(dtype)
+        activate(model)
+        linear = [part for part in model.modules() if type(part) is torch.nn.Linear]
+        assert linear
+        assert all(("forward" in part.__dict__) is so for part in linear)
