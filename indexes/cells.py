@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from math import ceil
 from typing import IO, Any, NamedTuple
@@ -15,12 +16,14 @@ from indexes import arrays
 from indexes.dots import BLOCK, GROUP, WORD
 from indexes.errors import InvalidIndexInput
 from indexes.key_groups import MAX_KEYS
-from indexes.keys import Float32, Keys, drawn, float32_blocks
+from indexes.keys import Float32, Keys, check_finite, drawn, float32_blocks
 from indexes.kmeans import lloyd, nearest
 from indexes.rows import encodings, pool, scan
 
 KEYS_PER_CELL = 256  # smaller cells are bounded tighter, and cost more to build and to bound
 SEGMENT = 1 << 18  # keys that are clustered among themselves, so that building is linear beyond
+_TRAINED = 1024  # training keys for each centroid that tells segments apart
+_LABELLED = 1 << 16  # keys at a time
 SAMPLE = 64  # training keys a cell
 ITERATIONS = 4
 _CHECKED = 1024  # cells at a time
@@ -86,7 +89,8 @@ def _blocks(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 def build(keys: Keys) -> Cells:
     """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite.
 
-    Beyond a segment they lie in temporary files, so that the memory taken does not grow with the keys.
+    Beyond a segment they lie in temporary files, so that the memory taken does not grow with the keys, but
+    for 12 bytes of each key.
     """
     if len(keys) > MAX_KEYS:
         raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
@@ -95,16 +99,38 @@ def build(keys: Keys) -> Cells:
     with ExitStack() as open_:
         files = {name: open_.enter_context(tempfile.TemporaryFile()) for name in Cells._fields}
         blocks = 0
-        for first in range(0, len(keys), SEGMENT):
-            own = _of_a_segment(keys[first : first + SEGMENT])
+        for segment in _segments(keys, np.arange(len(keys), dtype=np.int32)):
+            own = _of_a_segment(keys[segment])
             moved = own._replace(
-                starts=blocks + own.starts[1 if first else 0 :],
-                ids=np.where(own.ids < 0, -1, own.ids + np.int32(first)),
+                starts=blocks + own.starts[1 if blocks else 0 :],
+                ids=np.where(own.ids < 0, -1, segment[own.ids]),
             )
             for name, part in zip(Cells._fields, moved, strict=True):
                 files[name].write(np.ascontiguousarray(part).data)
             blocks += int(own.starts[-1])
         return Cells(**{name: _mapped(files[name], part) for name, part in own._asdict().items()})
+
+
+def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.int32]]:
+    """The keys `ids` in segments of such as are alike, wherever in the text they stand: as many cells bound
+    them tighter than where each stretch of the text has cells of its own.
+    """
+    if len(ids) <= SEGMENT:
+        yield ids
+        return
+    rng, count = np.random.default_rng(0), 2 * ceil(len(ids) / SEGMENT)
+    sample = encodings.decode(keys[np.sort(rng.choice(ids, min(len(ids), _TRAINED * count), replace=False))])
+    check_finite(sample)
+    centroids = lloyd(sample, sample[np.sort(rng.choice(len(sample), count, replace=False))], ITERATIONS)
+    labels = np.empty(len(ids), np.int32)
+    for first in range(0, len(ids), _LABELLED):
+        part = slice(first, first + _LABELLED)
+        labels[part] = nearest(encodings.decode(keys[ids[part]]), centroids)[0]
+    groups = [ids[labels == label] for label in np.unique(labels)]
+    if len(groups) == 1:  # they are all alike
+        groups = np.array_split(ids, count)
+    for group in groups:
+        yield from _segments(keys, group)
 
 
 def _mapped(file: IO[bytes], like: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -228,16 +227,41 @@ def test_a_key_far_above_all_others_hides_none_of_them(sink: float) -> None:
 
 def test_more_keys_than_a_segment_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "SEGMENT", 1000)
-    keys = clustered_keys(3003)
-    own = cells.build(keys)
-    assert (np.sort(own.ids[own.ids >= 0]) == np.arange(3003)).all()
+    for keys in (
+        clustered_keys(3003),
+        np.ones((3003, 8), np.float16),
+        clustered_keys(3003)[:1].repeat(3003, 0),
+    ):
+        own = cells.build(keys)
+        cells.check(own, 3003)
+        assert (np.sort(own.ids[own.ids >= 0]) == np.arange(3003)).all()
+
+
+def test_keys_that_are_alike_share_cells_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two places, each with its keys in every segment of the text: no cell has keys of both."""
+    monkeypatch.setattr(cells, "SEGMENT", 1024)
+    place = np.arange(4096) % 2
+    far = np.where(place[:, None] == 1, 50, -50) + np.random.default_rng(0).standard_normal((4096, 16))
+    own = cells.build(far.astype(np.float16))
     of = np.repeat(np.arange(len(own.counts)), np.diff(own.starts) * dots.BLOCK)
+    spans = []
     for c in range(len(own.counts)):
         ids = own.ids[(of == c) & (own.ids >= 0)]
-        assert len(set((ids // 1000).tolist())) == 1, "a cell is of one segment"
-    parts = [cells.build(keys[first : first + 1000]) for first in range(0, 3003, 1000)]
-    for mine, joined in zip(own, functools.reduce(cells.joined, parts), strict=True):
-        np.testing.assert_array_equal(mine, joined, strict=True)
+        assert len(set(place[ids].tolist())) == 1
+        spans.append(np.ptp(ids))
+    assert np.median(spans) > 3000, "a cell's keys are of the whole text"
+    for c, mean in enumerate(own.means):
+        ids = own.ids[(of == c) & (own.ids >= 0)]
+        np.testing.assert_allclose(mean, far[ids].mean(0), atol=0.1)
+
+
+def test_a_key_that_is_not_finite_is_refused_in_any_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "SEGMENT", 1000)
+    for at in (0, 1500, 3002):
+        keys = clustered_keys(3003)
+        keys[at, 3] = np.nan
+        with pytest.raises(InvalidIndexInput, match="NaN"):
+            cells.build(keys)
 
 
 @pytest.mark.parametrize("at", [1, 1500, 3002])
