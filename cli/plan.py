@@ -161,7 +161,8 @@ def _speed(planned: Plan) -> Speed:
     tell_of_compiling()
     outline = planned.outline
     device = "cuda" if planned.machine.gpu and torch.cuda.is_available() else "cpu"
-    measured = measure(outline.shape, outline.dtype, planned.request, device)
+    weights = planned.traffic.weights
+    measured = measure(outline.shape, outline.dtype, planned.request, device, weights)
     disk = measure_disk(Path.cwd()) if planned.from_disk else None
     return speed(planned.traffic, measured, planned.from_disk, disk)
 

@@ -189,7 +189,7 @@ def _moved(planned: Plan, speed: Speed, prefill: PrefillTime | None) -> str:
                 *(
                     (f"{names[name]}", f"{output.size(amount)} a token")
                     for name, amount in moved.items()
-                    if amount
+                    if amount and name in names
                 ),
                 ("expected", f"{speed.tokens_per_second:.3g} tokens/s; most of it {speed.limit} ({spent})"),
                 *([("prefill", _lasting(prefill))] if prefill else []),

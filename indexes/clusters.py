@@ -26,7 +26,16 @@ from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, Keys, check_count, check_queries
 from indexes.parts import joined_hits
-from indexes.pruned_scan import Best, Heads, candidates_for, search_layer
+from indexes.pruned_scan import (
+    NOTHING,
+    Best,
+    Foretold,
+    Heads,
+    candidates_for,
+    foretell_floors,
+    foretell_moments,
+    search_layer,
+)
 from indexes.rows import pool, scan
 from indexes.rows.addresses import Share
 from indexes.rows.encodings import row_size
@@ -71,10 +80,11 @@ class ClusteredIndex(ApproximateIndex):
         if not _sparse(n, k):
             return super().search_bytes(n, k, heads, rows)
         # A score and an id for each candidate, of which there is room for twice as many, and a thread's to
-        # sort; for each cell two floats and a flag, of four rows at least, and what a thread counts there.
+        # sort; for each cell two floats and a flag, of four rows at least, and what a thread counts there;
+        # half of the floats again where threads share what is foretold.
         cells = -(-n // KEYS_PER_CELL)
         own = min(_rows_of_a_task(k), rows)
-        of_rows = own * (16 * candidates_for(k) + cells) + 8 * cells * (own + -own % QUERIES)
+        of_rows = own * (16 * candidates_for(k) + cells) + 12 * cells * (own + -own % QUERIES)
         return pool.THREADS * (STEP_BYTES + 32 * candidates_for(k) + 16 * cells + of_rows)
 
     @classmethod
@@ -278,11 +288,15 @@ def _in_parts(heads: Heads, queries: Float32, k: int, per_task: int, parts: int)
     count, rows, _ = queries.shape
     shape = (parts, count, rows)
     ids, scores = np.full((*shape, k), -1, np.int64), np.full((*shape, k), np.nan, np.float32)
-    best = Best(ids, scores, np.zeros(shape, np.int64))
+    best, told = Best(ids, scores, np.zeros(shape, np.int64)), NOTHING
     threads = min(pool.THREADS, parts * count * -(-rows // per_task))
+    if parts > 1:  # they share what is foretold, which would take each as long as it takes one
+        told = Foretold.room(heads, rows)
+        pool.run(lambda part: foretell_moments(heads, queries, part, threads, told), range(threads))
+        pool.run(lambda part: foretell_floors(heads, queries, k, part, threads, told), range(threads))
 
     def search(first: int) -> None:
-        search_layer(heads, queries, k, Share(per_task, first, threads), best)
+        search_layer(heads, queries, k, Share(per_task, first, threads), told, best)
 
     pool.run(search, range(threads))
     return best

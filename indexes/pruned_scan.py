@@ -58,6 +58,25 @@ class HeadKeys(NamedTuple):
     layout: int
 
 
+class Foretold(NamedTuple):
+    """What is foretold of every head's R rows and C cells, see `indexes.pruning`: near and inverse float32
+    `[H, R, C]`, R a multiple of four, and floors `[H, R]`. Of no heads, where each task foretells its own.
+    """
+
+    near: Float32
+    inverse: Float32
+    floors: Float32
+
+    @classmethod
+    def room(cls, heads: Heads, rows: int) -> Foretold:
+        """Where the threads that search heads in parts write it."""
+        shape = (len(heads.sizes), rows + -rows % QUERIES, int(heads.sizes[:, 0].max()))
+        return cls(*(np.empty(some, np.float32) for some in (shape, shape, shape[:2])))
+
+
+NOTHING = Foretold(*(np.empty((0,) * axes, np.float32) for axes in (3, 3, 2)))
+
+
 class Best(NamedTuple):
     """What was found for some rows: ids int64 and scores float32 `[..., R, k]`, and how many were `seen`,
     int64 `[..., R]`: those that were scored exactly.
@@ -69,31 +88,55 @@ class Best(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def search_layer(heads: Any, queries: Any, k: int, share: Any, best: Any) -> None:
+def foretell_moments(heads: Any, queries: Any, part: int, parts: int, told: Any) -> None:
+    """Near and inverse of a part of each head's cells."""
+    dim = queries.shape[2]
+    for head in range(len(queries)):
+        cells = _cells(heads, head, dim)
+        first, after = len(cells.counts) * part // parts, len(cells.counts) * (part + 1) // parts
+        own = moments(cells.means[first:after], cells.variances[first:after], _scaled(queries[head])[0])
+        told.near[head, :, first:after], told.inverse[head, :, first:after] = own
+
+
+@njit(nogil=True, cache=True)
+def foretell_floors(heads: Any, queries: Any, k: int, part: int, parts: int, told: Any) -> None:
+    """The floors of a part of all rows."""
+    rows, dim = queries.shape[1:]
+    for task in range(part, len(queries) * rows, parts):
+        head, r = task // rows, task % rows
+        counts = _cells(heads, head, dim).counts
+        near, inverse = told.near[head, r, : len(counts)], told.inverse[head, r, : len(counts)]
+        told.floors[head, r] = floor_of(near, inverse, counts, AIMED * _candidates_for(k))
+
+
+@njit(nogil=True, cache=True)
+def search_layer(heads: Any, queries: Any, k: int, share: Any, told: Any, best: Any) -> None:
     """A share of the tasks: the k best keys of every head for its `queries [H, R, D]`, to `best`, whose first
-    dimension is the parts that a head's cells are searched in.
+    dimension is the parts that a head's cells are searched in. What is foretold is told where they are many.
     """
     rows, dim = queries.shape[1:]
     parts, tasks = len(best.ids), -(-rows // share.rows)
     for task in range(share.first, parts * len(queries) * tasks, share.step):
         part, head, group = task % parts, task // parts // tasks, task // parts % tasks
         own = slice(group * share.rows, min((group + 1) * share.rows, rows))
-        address = heads.parts[head]
-        count, blocks, keys = heads.sizes[head, 0], heads.sizes[head, 1], heads.sizes[head, 2]
-        cells = Cells(
-            carray(at(address[0]), (count + 1,), np.int64),
-            carray(at(address[1]), (count,), np.int32),
-            carray(at(address[2]), (count, dim), _BITS),
-            carray(at(address[3]), (count, dim), _BITS),
-            carray(at(address[4]), (blocks * -(-dim // GROUP) * WORD,), np.uint8),
-            carray(at(address[5]), (blocks * BLOCK,), np.float32),
-            carray(at(address[6]), (blocks * BLOCK,), np.int32),
-        )
-        bits = carray(at(address[7]), (keys, heads.like.shape[1]), heads.like.dtype)
+        cells = _cells(heads, head, dim)
+        bits = carray(at(heads.parts[head, 7]), (heads.sizes[head, 2], heads.like.shape[1]), heads.like.dtype)
+        scaled, size = _scaled(queries[head, own])
+        if len(told.floors):
+            count = len(cells.counts)
+            near, inverse = told.near[head, own, :count].copy(), told.inverse[head, own, :count].copy()
+            floors = told.floors[head, own]
+        else:
+            near, inverse = moments(cells.means, cells.variances, scaled)
+            floors = np.empty(len(size), np.float32)
+            for r in range(len(size)):
+                floors[r] = floor_of(near[r], inverse[r], cells.counts, AIMED * _candidates_for(k))
         search_rows(
             cells,
             HeadKeys(bits, heads.layout),
             queries[head, own],
+            (scaled, size),
+            (near, inverse, floors),
             k,
             heads.deviations[head],
             part,
@@ -102,20 +145,54 @@ def search_layer(heads: Any, queries: Any, k: int, share: Any, best: Any) -> Non
         )
 
 
+@njit(nogil=True, cache=True)
+def _cells(heads: Any, head: int, dim: int) -> Any:
+    """The cells of a head. Their moments come as their bits."""
+    address, count, blocks = heads.parts[head], heads.sizes[head, 0], heads.sizes[head, 1]
+    return Cells(
+        carray(at(address[0]), (count + 1,), np.int64),
+        carray(at(address[1]), (count,), np.int32),
+        carray(at(address[2]), (count, dim), _BITS),
+        carray(at(address[3]), (count, dim), _BITS),
+        carray(at(address[4]), (blocks * -(-dim // GROUP) * WORD,), np.uint8),
+        carray(at(address[5]), (blocks * BLOCK,), np.float32),
+        carray(at(address[6]), (blocks * BLOCK,), np.int32),
+    )
+
+
+@njit(nogil=True, cache=True)
+def _scaled(queries: Any) -> Any:
+    """Queries of a size that can be squared, their number padded, and what they were divided by; what is
+    exact is scored with the query itself.
+    """
+    rows, dim = queries.shape
+    scaled, size = np.zeros((-(-rows // QUERIES) * QUERIES, dim), np.float32), np.empty(rows, np.float32)
+    for r in range(rows):
+        size[r] = max(np.abs(queries[r]).max(), np.float32(1e-38))
+        scaled[r] = queries[r] / size[r]
+    return scaled, size
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
 def search_rows(
-    cells: Any, keys: Any, queries: Any, k: int, deviations: float, part: int, parts: int, found: Any
+    cells: Any,
+    keys: Any,
+    queries: Any,
+    scaled: Any,
+    told: Any,
+    k: int,
+    deviations: float,
+    part: int,
+    parts: int,
+    found: Any,
 ) -> None:
-    """The k best of the keys for each of `queries [R, D]`, by descending score. Moments in `cells` come as
-    their bits. Of several parts, those of the part's own cells above what is foretold for all.
+    """The k best of the keys for each of `queries [R, D]`, by descending score. Of several parts, those of
+    the part's own cells above what is foretold for all.
     """
     rows, dim = queries.shape
     counts = cells.counts
-    padded, size = np.zeros((-(-rows // QUERIES) * QUERIES, dim), np.float32), np.empty(rows, np.float32)
-    for r in range(rows):  # of a size that can be squared; what is exact is scored with the query itself
-        size[r] = max(np.abs(queries[r]).max(), np.float32(1e-38))
-        padded[r] = queries[r] / size[r]
-    near, inverse = moments(cells.means, cells.variances, padded)
+    padded, size = scaled
+    near, inverse, floors = told
     words = coded(padded, -(-dim // GROUP))
     wanted = _candidates_for(k)
     candidates = Candidates(
@@ -124,10 +201,9 @@ def search_rows(
         np.zeros(rows, np.int64),
         np.zeros(rows, np.int64),
     )
-    floors, asked = np.empty(rows, np.float32), np.empty((rows, len(counts)), np.bool_)
+    asked = np.empty((rows, len(counts)), np.bool_)
     upper = inverse  # in its place: it is read once more
     for r in range(rows):
-        floors[r] = floor_of(near[r], inverse[r], counts, AIMED * wanted)
         for c in range(len(counts)):
             upper[r, c] = near[r, c] + deviations / inverse[r, c]
             asked[r, c] = not upper[r, c] < floors[r]

@@ -1,5 +1,8 @@
-"""What this machine moves a second, measured on the spot in well under a second by the functions that run: in
-a layer of made-up keys and values, more than caches hold but no more than the request has.
+"""What this machine moves a second, measured on the spot in about a second by the functions that run: in a
+layer of made-up keys and values, more than caches hold but no more than the request has.
+
+The stages of a token take turns, as they do in a token: what one of them reads pushes out of the caches what
+another one read before.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +35,13 @@ from offload_decode.pages.dispatch import attend_pages, page_scores, top_pages
 from offload_decode.pages.reference import SCALE_PAGES, PageBounds
 from offload_decode.planning.request import Workload
 from offload_decode.planning.sizes import pair_bytes
-from offload_decode.planning.traffic import layer_traffic
+from offload_decode.planning.traffic import CALLS, layer_traffic
 from offload_decode.store.format import stored_types
 from offload_decode.types import ModelShape
 
 COPIED = 1 << 27  # bytes: beyond the caches of a core
 _DISK_BYTES = 64 << 20
-_SECONDS = 0.1  # a measurement is repeated for so long, and the median counts
+_SECONDS = 0.1  # a measurement is repeated for so long, for each stage, and the median counts
 _LEAST = 5  # times it is repeated at least
 _STEPS = 4  # of other queries each, so that chosen rows are not in the caches
 _PATTERN = 4096  # rows that are repeated
@@ -49,7 +52,8 @@ class Bandwidths:
     """Bytes a second, as `planning.traffic` counts them; None for what the request does not do. `weights`: a
     model's weights in one token's forward pass, and `pages`: bounds of pages that are scored, on the device.
     `search`: what a search of the request's index reads. `rows`: chosen tokens or pages, attended to on the
-    host. `dense`: keys and values attended to whole. `bus`: pinned memory to the GPU.
+    host. `dense`: keys and values attended to whole. `bus`: pinned memory to the GPU. And `calls`: how many
+    of torch, that move next to nothing, are made in a second.
     """
 
     weights: float
@@ -58,23 +62,47 @@ class Bandwidths:
     rows: float | None = None
     dense: float | None = None
     bus: float | None = None
+    calls: float | None = None
+
+
+class _Stage(NamedTuple):
+    """What moves so many bytes, or makes so many calls, and the device that is at it."""
+
+    bytes: int
+    work: Callable[[], object]
+    device: torch.device | None = None
 
 
 @lru_cache(maxsize=8)
-def measure(shape: ModelShape, dtype: str, request: Workload, device: str) -> Bandwidths:
-    """Measured with keys of the model's shape, stored, searched and attended to as the request says."""
-    budgets = set(request.budgets(shape).values())
-    found: dict[str, float] = {"weights": _weights(dtype, torch.device(device))}
-    if device.startswith("cuda"):
-        found["bus"] = bus_rate(torch.device(device))
+def measure(
+    shape: ModelShape, dtype: str, request: Workload, device: str, weights: int = COPIED
+) -> Bandwidths:
+    """Measured with keys of the model's shape, stored, searched and attended to as the request says.
+    `weights`: bytes of those that a token reads.
+    """
+    budgets, on = set(request.budgets(shape).values()), torch.device(device)
+    bus = bus_rate(on) if on.type == "cuda" else None
     with torch.inference_mode():
-        layer = _Layer(shape, dtype, request, torch.device(device))
+        layer = _Layer(shape, dtype, request, on)
+        stages = {"weights": _weights(dtype, on, min(weights, COPIED)), "calls": _calls(on)}
         if None in budgets:
-            found["dense"] = layer.dense()
+            stages["dense"] = layer.dense()
         if chosen := [k for k in budgets if k is not None]:
             k = min(max(chosen), layer.n)
-            found |= layer.pages(k) if request.selector == "quest" else layer.tokens(k)
-    return Bandwidths(**found)
+            stages |= layer.pages(k) if request.selector == "quest" else layer.tokens(k)
+        return Bandwidths(bus=bus, **_in_turns(stages))
+
+
+def _in_turns(stages: dict[str, _Stage]) -> dict[str, float]:
+    """What each moves a second, in the median of many turns."""
+    taken: dict[str, list[float]] = {name: [] for name in stages}
+    for stage in stages.values():
+        _timed(stage.work, stage.device)  # what is compiled at first is not counted
+    until = time.perf_counter() + _SECONDS * len(stages)
+    while len(taken["weights"]) < _LEAST or time.perf_counter() < until:
+        for name, stage in stages.items():
+            taken[name].append(_timed(stage.work, stage.device))
+    return {name: stage.bytes / median(taken[name]) for name, stage in stages.items()}
 
 
 class _Layer:
@@ -101,13 +129,12 @@ class _Layer:
         rows = aligned(np.broadcast_to(pattern, (times, *pattern.shape)))  # as a store's are
         return np.split(rows.reshape(-1, *pattern.shape[1:])[:count], self.shape.kv_heads)
 
-    def tokens(self, k: int) -> dict[str, float]:
+    def tokens(self, k: int) -> dict[str, _Stage]:
         """The search of the request's index, and attention to the k tokens of each row that it finds."""
         kind = indexes.registry.get(self.request.index)
         built = [kind.made_up(keys, k) for keys in self.keys]
         n = len(built[0])
         queries = cycle([query.numpy() for query in self.queries])
-        search = seconds(lambda: kind.search_heads(built, next(queries), min(k, n)))
         found = [kind.search_heads(built, query.numpy(), min(k, n)) for query in self.queries]
         ids = [torch.from_numpy(hits.ids) for hits in found]
         scores = [torch.from_numpy(hits.scores) if kind.exact_scores else None for hits in found]
@@ -119,9 +146,12 @@ class _Layer:
             attend_tokens(query, keys, values, own, known, 1.0)
 
         moved = layer_traffic(self.shape, self.dtype, self.request, n, min(k, n))
-        return {"search": moved.scanned / search, "rows": moved.gathered / seconds(attend)}
+        return {
+            "search": _Stage(moved.scanned, lambda: kind.search_heads(built, next(queries), min(k, n))),
+            "rows": _Stage(moved.gathered, attend),
+        }
 
-    def pages(self, k: int) -> dict[str, float]:
+    def pages(self, k: int) -> dict[str, _Stage]:
         """The bounds of all pages, scored, and attention to pages of k tokens."""
         size = min(self.request.page_size, self.n)
         count, wanted = max(1, self.n // size), max(1, k // size)
@@ -129,14 +159,17 @@ class _Layer:
         steps = cycle([query.unsqueeze(1) for query in self.queries])
         asking = cycle([query.unsqueeze(1).to(self.device) for query in self.queries])
         keys, values = self._rows()
-        scored = seconds(lambda: top_pages(page_scores(next(asking), bounds), wanted), self.device)
         heads = self.shape.kv_heads
         drawn = torch.rand(_STEPS, heads, 1, count, generator=_generator()).argsort(dim=-1)[..., :wanted]
         limit = torch.full((heads,), min(wanted, count) * size)
         places = cycle(drawn)
-        attended = seconds(lambda: attend_pages(next(steps), keys, values, next(places), size, limit, 1.0))
         moved = layer_traffic(self.shape, self.dtype, self.request, self.n, int(limit[0])).gathered
-        return {"pages": taken / scored, "rows": moved / attended}
+        return {
+            "pages": _Stage(taken, lambda: top_pages(page_scores(next(asking), bounds), wanted), self.device),
+            "rows": _Stage(
+                moved, lambda: attend_pages(next(steps), keys, values, next(places), size, limit, 1.0)
+            ),
+        }
 
     def _bounds(self) -> tuple[PageBounds, int]:
         """Bounds of as many pages as make `COPIED` of them, or as the request has, and their bytes."""
@@ -149,12 +182,12 @@ class _Layer:
         bounds = PageBounds(-upper, upper, scale if request.metadata == "int8" else None)
         return bounds.to(self.device), bounds_bytes(shape.kv_heads, pages, shape.head_dim, request.metadata)
 
-    def dense(self) -> float:
+    def dense(self) -> _Stage:
         """Attention to all rows of every KV head."""
         keys, values = self._rows()
         queries = cycle(self.queries)
         moved = layer_traffic(self.shape, self.dtype, self.request, self.n, None)
-        return moved.attended / seconds(lambda: attend_all(next(queries), keys, values, 1.0))
+        return _Stage(moved.attended, lambda: attend_all(next(queries), keys, values, 1.0))
 
     def _rows(self) -> tuple[list[Rows], list[Rows]]:
         return [Rows(own) for own in self.keys], [Rows(own) for own in self.values]
@@ -178,15 +211,25 @@ def measure_disk(folder: Path) -> float | None:
         return None
 
 
-def _weights(dtype: str, device: torch.device) -> float:
+def _weights(dtype: str, device: torch.device, size: int) -> _Stage:
     width, kind = 2048, DTYPES[dtype]
-    layer = torch.nn.Linear(width, COPIED // width // kind.itemsize, bias=False, device="meta", dtype=kind)
-    layer.to_empty(device=device)
+    rows = max(1, size // width // kind.itemsize)
+    layer = torch.nn.Linear(width, rows, bias=False, device="meta", dtype=kind).to_empty(device=device)
     read_in_place(layer)
-    with torch.inference_mode():
-        layer.weight.zero_()
-        row = torch.zeros(1, width, dtype=kind, device=device)
-        return layer.weight.nbytes / seconds(lambda: layer(row), device)
+    layer.weight.zero_()
+    row = torch.zeros(1, width, dtype=kind, device=device)
+    return _Stage(layer.weight.nbytes, lambda: layer(row), device)
+
+
+def _calls(device: torch.device) -> _Stage:
+    """Of a few kinds on a token's states, as many as a layer makes."""
+    states = torch.zeros(32, 64, device=device)
+
+    def work() -> None:
+        for _ in range(CALLS // 5):
+            torch.cat([(states * states).to(torch.bfloat16), states.transpose(0, 1).reshape(32, 64)])
+
+    return _Stage(CALLS, work, device)
 
 
 def bus_rate(device: torch.device) -> float:
@@ -201,19 +244,20 @@ def _generator() -> torch.Generator:
 
 
 def seconds(move: Callable[[], object], device: torch.device | None = None) -> float:
-    """How long a call takes in the median, on a card with all that it gave it to do: the best of many is of
-    what the caches kept, or of a moment when nobody else used the memory.
+    """How long a call takes in the median: the best of many is of what the caches kept, or of a moment when
+    nobody else used the memory.
     """
-
-    def timed() -> float:
-        began = time.perf_counter()
-        move()
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
-
-    timed()
+    _timed(move, device)
     taken, until = list[float](), time.perf_counter() + _SECONDS
     while len(taken) < _LEAST or time.perf_counter() < until:
-        taken.append(timed())
+        taken.append(_timed(move, device))
     return median(taken)
+
+
+def _timed(move: Callable[[], object], device: torch.device | None) -> float:
+    """Seconds of a call, on a card with all that it gave it to do."""
+    began = time.perf_counter()
+    move()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began

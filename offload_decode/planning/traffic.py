@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from offload_decode.planning.bandwidth import Bandwidths
 
 
+CALLS = 150
+"""Calls of torch that a token makes in a layer, whatever they move: 130 to 200 were counted of a Llama."""
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Bytes for each generated token. `weights`: read on the device. `pages`: bounds read there. `scanned`:
     what a search of the indexes reads in host memory. `gathered`: rows fetched from all over it, the most
     that the query heads of a group can want. `attended`: rows read one after another for dense layers.
-    `bus`: what of these goes to a GPU; 0 without one.
+    `bus`: what of these goes to a GPU; 0 without one. And `calls`, which are no bytes: those of torch.
     """
 
     weights: int
@@ -34,6 +38,7 @@ class Traffic:
     gathered: int
     attended: int
     bus: int
+    calls: int
 
     @property
     def host(self) -> int:
@@ -73,6 +78,7 @@ def traffic(outline: Outline, request: Workload, on_gpu: bool) -> Traffic:
     return Traffic(
         weights=active_weights_bytes(outline, request.weights, on_gpu),
         bus=whole.gathered + whole.attended if on_gpu else 0,
+        calls=CALLS * len(outline.shape.layers),
         **whole._asdict(),
     )
 
@@ -101,6 +107,7 @@ def speed(moved: Traffic, measured: Bandwidths, from_disk: float = 0.0, disk: fl
         ("chosen rows", moved.gathered, measured.rows),
         ("dense layers", moved.attended, measured.dense),
         ("bus", moved.bus, measured.bus),
+        ("calls", moved.calls, measured.calls),
     )
     seconds = {name: size / rate for name, size, rate in stages if size and rate}
     if from_disk and disk:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from indexes import cells, clusters, dots, get, pruned_scan
+from indexes import cells, clusters, dots, get, pruned_scan, pruning
 from indexes.clusters import ClusteredIndex
 from indexes.errors import InvalidIndexInput
 from indexes.rows import encodings, pool
@@ -189,6 +189,41 @@ def test_a_heads_cells_are_searched_in_parts_where_threads_would_idle(
     most = min(threads // 2, 27 // 8)
     assert most in ran
     assert max(ran) == min(threads, 46 // 8)
+
+
+def test_threads_share_what_is_foretold_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = [get("clusters").build(clustered_keys(count, np.float32), k=16) for count in (12_000, 7000)]
+    queries = foreign_queries(10, seed=8).reshape(2, 5, DIM)
+    shared, search = [], clusters.search_layer
+
+    def seen(*given: Any) -> None:
+        shared.append(given[4])
+        search(*given)
+
+    monkeypatch.setattr(clusters, "search_layer", seen)
+    monkeypatch.setattr(pool, "THREADS", 12)
+    monkeypatch.setattr(clusters, "_CELLS_OF_A_PART", 8)
+    ClusteredIndex.search_heads(heads, queries, 16)
+    told = shared[0]
+    for number, (head, own) in enumerate(zip(heads, queries, strict=True)):
+        assert isinstance(head, ClusteredIndex)
+        counts = head.cells.counts
+        scaled = np.zeros((8, DIM), np.float32)
+        scaled[:5] = own / np.abs(own).max(axis=1, keepdims=True)
+        near, inverse = (
+            np.sqrt(scaled**2 @ head.cells.variances.T) if squared else scaled @ head.cells.means.T
+            for squared in (False, True)
+        )
+        np.testing.assert_allclose(told.near[number, :, : len(counts)], near, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(1 / told.inverse[number, :5, : len(counts)], inverse[:5], rtol=1e-3)
+        for r in range(5):
+            floor = pruning.floor_of(
+                told.near[number, r, : len(counts)],
+                told.inverse[number, r, : len(counts)],
+                counts,
+                pruned_scan.AIMED * pruned_scan.candidates_for(16),
+            )
+            assert told.floors[number, r] == floor
 
 
 def test_no_cell_is_left_to_no_part() -> None:

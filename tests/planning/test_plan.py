@@ -23,7 +23,7 @@ from offload_decode.planning.nearest import (
 )
 from offload_decode.planning.plan import Machine, Medium, card_room, chosen_chunk, plan
 from offload_decode.planning.request import KV, SELECTORS, WEIGHTS, Workload, weights_given
-from offload_decode.planning.traffic import speed
+from offload_decode.planning.traffic import CALLS, speed
 from offload_decode.types import PAGE_METADATA, LayerKind, ModelShape
 from tests.planning.outlines import llama_8b
 
@@ -243,6 +243,9 @@ def test_speed_is_the_sum_of_what_is_moved():
     assert 1 / expected.tokens_per_second == pytest.approx(everything / 1e9)
     assert expected.limit == "model weights"
     assert speed(moved, even, from_disk=1e12, disk=1e9).limit == "disk"
+    slow = speed(moved, replace(even, calls=1e3))
+    assert slow.seconds["calls"] == 32 * CALLS / 1e3
+    assert 1 / slow.tokens_per_second == pytest.approx(everything / 1e9 + slow.seconds["calls"])
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,7 @@ def test_what_a_request_does_is_what_is_measured(request_, stages):
     asked = Workload(**{"tokens": 100_000} | request_)
     found = asdict(measure(shape, "float32", asked, "cpu"))
     measured = {name: rate for name, rate in found.items() if rate is not None}
-    assert measured.keys() == {"weights"} | stages
+    assert measured.keys() == {"weights", "calls"} | stages
     assert all(1e4 < rate < 1e13 for rate in measured.values()), found
     # A stage that moves bytes has a rate: nothing that a token does is left out of its time.
     moved = plan(replace(llama_8b(), shape=shape, dtype="float32"), asked, Machine(None, GIB, GIB, 0)).traffic
