@@ -88,7 +88,7 @@ def engine_of(bench: Bench, request: Workload) -> Engine:
 
 
 def whole(given: argparse.Namespace, folder: Path) -> list[list[str]]:
-    """Tokens a second of every way, expected and had: the median step of one turn."""
+    """Tokens a second of every way, expected and had: the median step of the second of two turns."""
     loaded, plain = made(given.model, None)
     given.k, given.decode = [given.k], 2 if given.quick else 12
     # Its config, which is of no checkpoint, does not say the dtype.

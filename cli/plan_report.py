@@ -180,8 +180,8 @@ def _moved(planned: Plan, speed: Speed, prefill: PrefillTime | None) -> str:
     measured = "from bandwidths measured on this machine just now: an expectation, not a measurement"
     if planned.machine.gpu and "bus" not in speed.seconds:
         measured += (
-            ";\nno GPU is here: weights and page bounds count at this CPU's speed, and the bus not at all, "
-            "nor is it known how long a prefill takes there"
+            ";\nno GPU is here: weights, page bounds and calls count at this CPU's speed, and the bus not "
+            "at all, nor is it known how long a prefill takes there"
         )
     return (
         output.facts(

@@ -90,7 +90,7 @@ def build(keys: Keys) -> Cells:
     """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite.
 
     Beyond a segment they lie in temporary files, so that the memory taken does not grow with the keys, but
-    for 12 bytes of each key.
+    for eight bytes of each.
     """
     if len(keys) > MAX_KEYS:
         raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
@@ -129,6 +129,7 @@ def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np
     groups = [ids[labels == label] for label in np.unique(labels)]
     if len(groups) == 1:  # they are all alike
         groups = np.array_split(ids, count)
+    del sample, labels  # what is yielded is long at work
     for group in groups:
         yield from _segments(keys, group)
 

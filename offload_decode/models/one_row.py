@@ -1,17 +1,17 @@
 """Linear layers of one token in bfloat16 on a CPU, whose weights are all that such a product reads.
 
 torch hands products of bfloat16 to oneDNN, which packs the weights anew in every call: of one row it reads
-them at half the speed of memory or less. torch's own product of a matrix and a vector reads them where they
-lie, and sums in float32 as well; it is what is taken where oneDNN is switched off. For more rows oneDNN is
-faster.
+them at half to two thirds of the speed of memory. torch's own product of a matrix and a vector reads them
+where they lie, and sums in float32 as well; it is what is taken where oneDNN is switched off. For more rows
+oneDNN is many times faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from threading import Lock
+from threading import Condition
 from typing import Any
 
 import torch
@@ -29,34 +29,52 @@ def read_in_place(model: Any) -> None:
                 layer.forward = partial(_multiply, layer.forward)  # type: ignore[method-assign]
 
 
-class _WithoutOneDNN(AbstractContextManager[None]):
-    """oneDNN is switched off for the whole process, so that the last of several threads switches it on, if it
-    was on before the first.
+class _Turns:
+    """Who multiplies: oneDNN is switched on and off for the whole process, so that products of one row, which
+    do without, and those of several, which need it, do not run at the same time.
     """
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._before = Lock(), 0, True
+        self._changed = Condition()
+        self._single, self._several = 0, 0  # products under way; of several rows those that wait too
+        self._before = True
 
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = _FLAGS.enabled
-                _FLAGS.enabled = False
-            self._inside += 1
+    @contextmanager
+    def single(self) -> Iterator[None]:
+        """Without oneDNN, unless somebody needs it now."""
+        with self._changed:
+            off = not self._several
+            if off and not self._single:
+                self._before, _FLAGS.enabled = _FLAGS.enabled, False
+            self._single += off
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._single -= off
+                if off and not self._single:
+                    _FLAGS.enabled = self._before
+                    self._changed.notify_all()
 
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                _FLAGS.enabled = self._before
+    @contextmanager
+    def several(self) -> Iterator[None]:
+        """With oneDNN: waits for the product of one row that is under way."""
+        with self._changed:
+            self._several += 1
+            self._changed.wait_for(lambda: not self._single)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._several -= 1
 
 
-_without_onednn = _WithoutOneDNN()
+_turns = _Turns()
 
 
-def _multiply(forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """A layer's `forward` of `states [..., D]`."""
-    if states.numel() != states.shape[-1] or states.device.type != "cpu":
-        return forward(states)
-    with _without_onednn:
-        return forward(states)
+def _multiply(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    """A layer's `forward` of its `input [..., D]`."""
+    if input.device.type != "cpu":
+        return forward(input)
+    with _turns.single() if input.numel() == input.shape[-1] else _turns.several():
+        return forward(input)

@@ -99,7 +99,9 @@ def _in_turns(stages: dict[str, _Stage]) -> dict[str, float]:
     for stage in stages.values():
         _timed(stage.work, stage.device)  # what is compiled at first is not counted
     until = time.perf_counter() + _SECONDS * len(stages)
-    while len(taken["weights"]) < _LEAST or time.perf_counter() < until:
+    turns = 0
+    while turns < _LEAST or time.perf_counter() < until:
+        turns += 1
         for name, stage in stages.items():
             taken[name].append(_timed(stage.work, stage.device))
     return {name: stage.bytes / median(taken[name]) for name, stage in stages.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ def test_one_row_is_multiplied_as_before(bias: bool) -> None:
     read_in_place(layer)
     assert layer(row).dtype is BRAIN
     assert layer(row).shape == (1, 1, 40)
+    assert torch.equal(layer(input=row), layer(row))
     assert (layer(row) - exact).abs().max() <= 2**-7 * exact.abs().max()
 
 
@@ -81,6 +82,43 @@ def test_the_last_of_several_threads_switches_it_on() -> None:
         thread.join()
     assert on == [False, False]
     assert torch.backends.mkldnn.enabled
+
+
+def test_several_rows_wait_for_one_and_one_row_lets_several_have_onednn() -> None:
+    """A product of several rows takes many times as long without oneDNN, whichever thread switched it off."""
+    layer = torch.nn.Linear(8, 8).to(BRAIN)
+    plain, seen, within, leave = layer.forward, list[tuple[int, bool]](), Event(), Event()
+
+    def held(states: torch.Tensor) -> torch.Tensor:
+        within.set()
+        assert leave.wait(10)
+        seen.append((len(states), torch.backends.mkldnn.enabled))
+        return plain(states)
+
+    def begin(rows: int) -> Thread:
+        thread = Thread(target=layer, args=(torch.ones(rows, 8, dtype=BRAIN),))
+        thread.start()
+        return thread
+
+    layer.forward = held  # type: ignore[method-assign]
+    read_in_place(layer)
+    for first, then, expected in (
+        (1, 2, [(1, False), (2, True)]),  # the second waits
+        (2, 1, [(1, True), (2, True)]),  # the second goes on with oneDNN
+    ):
+        seen.clear()
+        within.clear()
+        leave.clear()
+        one = begin(first)
+        assert within.wait(10)
+        within.clear()
+        other = begin(then)
+        assert within.wait(0.2) is (first == 2), "it has begun, or waits"
+        leave.set()
+        one.join()
+        other.join()
+        assert sorted(seen) == expected
+        assert torch.backends.mkldnn.enabled
 
 
 def test_a_model_that_is_served_reads_its_weights_so() -> None:
