@@ -90,7 +90,7 @@ def build(keys: Keys) -> Cells:
     """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite.
 
     Beyond a segment they lie in temporary files, so that the memory taken does not grow with the keys, but
-    for eight bytes of each.
+    for twelve bytes of each before the first segment and four from then on.
     """
     if len(keys) > MAX_KEYS:
         raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
@@ -129,9 +129,9 @@ def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np
     groups = [ids[labels == label] for label in np.unique(labels)]
     if len(groups) == 1:  # they are all alike
         groups = np.array_split(ids, count)
-    del sample, labels  # what is yielded is long at work
-    for group in groups:
-        yield from _segments(keys, group)
+    del ids, sample, labels  # a segment that is yielded is at work for long
+    while groups:
+        yield from _segments(keys, groups.pop())
 
 
 def _mapped(file: IO[bytes], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
