@@ -18,6 +18,9 @@ QUESTION = "What is the special magic number for brisk-lantern mentioned in the 
 
 def main(store: str, selector: str, *options: str) -> None:
     began = time.perf_counter()
+    from offload_decode.models.lean import import_lean
+
+    import_lean()  # as the commands do
     from offload_decode.config import split_pairs
     from offload_decode.engine.engine import Engine
     from offload_decode.pages import host  # noqa: F401 (numba, which selectors import when they search)

@@ -9,9 +9,10 @@ imports the engine as a library has transformers as it is.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -21,6 +22,7 @@ LIBRARIES = ("psutil", "scipy", "sklearn")
 """Of batches over devices, losses of detectors, and checks of drafts."""
 FLAGS = ("is_torch_distributed_available", "is_torch_flex_attn_available")
 _ASKED = "transformers.utils.import_utils"
+_PATTERNS = "transformers.core_model_loading"
 _DYNAMO = "torch._dynamo"
 _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
 
@@ -81,12 +83,12 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name in _KNOWN or name == _ASKED:
+        if name in _KNOWN or name in _CHANGES:
             spec = PathFinder.find_spec(name, path)
             if spec is None or spec.loader is None:
                 return None
-            if name == _ASKED:
-                spec.loader = _Changed(spec.loader)
+            if change := _CHANGES.get(name):
+                spec.loader = _Changed(spec.loader, change)
                 return spec
             package = spec.submodule_search_locations is not None
             return ModuleSpec(name, _Made(_StandIn(name, spec)), is_package=package)
@@ -111,25 +113,66 @@ class _Made(Loader):
 
 
 class _Changed(Loader):
-    """Loads `transformers.utils.import_utils`, and changes what it says."""
+    """Loads a module of transformers, and changes what it says."""
 
-    def __init__(self, loader: Loader):
-        self._loader = loader
+    def __init__(self, loader: Loader, change: Callable[[ModuleType], None]):
+        self._loader, self._change = loader, change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        for flag in FLAGS:
-            setattr(module, flag, lambda: False)
-        known = vars(module)
-        if found := known.get("_is_package_available"):
-            known["_is_package_available"] = lambda name, *how, **more: (
-                (False, None) if name in LIBRARIES else found(name, *how, **more)
-            )
-        # Each of its 1,600 files it reads twice for the names in them: once will do, from their line on.
-        if listed := known.get("fetch__all__"):
-            known["fetch__all__"] = lambda text: listed(last_list(text))
-        if walked := known.get("create_import_structure_from_path"):
-            known["create_import_structure_from_path"] = lru_cache(None)(walked.__wrapped__)
+        self._change(module)
+
+
+def _without_libraries(module: ModuleType) -> None:
+    for flag in FLAGS:
+        setattr(module, flag, lambda: False)
+    known = vars(module)
+    if found := known.get("_is_package_available"):
+        known["_is_package_available"] = lambda name, *how, **more: (
+            (False, None) if name in LIBRARIES else found(name, *how, **more)
+        )
+    # Each of its 1,600 files it reads twice for the names in them: once will do, from their line on.
+    if listed := known.get("fetch__all__"):
+        known["fetch__all__"] = lambda text: listed(last_list(text))
+    if walked := known.get("create_import_structure_from_path"):
+        known["create_import_structure_from_path"] = lru_cache(None)(walked.__wrapped__)
+
+
+def _compiling_late(module: ModuleType) -> None:
+    """It prepares a thousand patterns, for the names of weights of every architecture, and needs a few."""
+    if vars(module).get("re") is re:
+        vars(module)["re"] = _LateRe("re")
+
+
+class _LateRe(ModuleType):
+    """`re`, whose patterns are compiled when they are first asked."""
+
+    compile = staticmethod(lambda pattern, flags=0: LatePattern(pattern, flags))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re, name)
+
+
+class LatePattern:
+    """A pattern that is compiled when something is asked of it."""
+
+    def __init__(self, pattern: str, flags: int = 0):
+        self._given = pattern, flags
+
+    @cached_property
+    def _compiled(self) -> re.Pattern[str]:
+        return re.compile(*self._given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copies are made of what was given
+            raise AttributeError(name)
+        return getattr(self._compiled, name)
+
+
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    _ASKED: _without_libraries,
+    _PATTERNS: _compiling_late,
+}

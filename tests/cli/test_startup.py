@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from transformers.utils.import_utils import fetch__all__
 
 from offload_decode.models import observed, proof
-from offload_decode.models.lean import last_list
+from offload_decode.models.lean import LatePattern, last_list
 from tests.cli.conftest import run
 
 ASKING = """
@@ -49,6 +51,23 @@ assert sys.modules["torch._dynamo"] is torch._dynamo
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).sum() == 4
 """
 
+LATE = """
+import re
+from offload_decode.models.lean import LatePattern, import_lean
+import_lean()
+import transformers.core_model_loading
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+transforms = get_checkpoint_conversion_mapping("mixtral")
+assert transforms
+late = [own.compiled_sources for own in transforms]
+assert all(type(pattern) is LatePattern for pattern in late)
+assert not any("_compiled" in vars(pattern) for pattern in late), "nothing was asked yet"
+for pattern in late:
+    own = re.compile(pattern.pattern)
+    assert dict(pattern.groupindex) == dict(own.groupindex)
+    assert pattern.search("nothing of theirs") is None
+"""
+
 
 def test_ask_imports_nothing_that_it_does_not_need_and_answers_as_with_all(
     store: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,6 +87,21 @@ def test_ask_imports_nothing_that_it_does_not_need_and_answers_as_with_all(
 @pytest.mark.slow
 def test_stand_ins_give_way_to_the_compiler() -> None:
     subprocess.run([sys.executable, "-c", GIVING_WAY], check=True)
+
+
+def test_patterns_of_all_architectures_are_compiled_when_they_are_asked() -> None:
+    subprocess.run([sys.executable, "-c", LATE], check=True)
+
+
+def test_a_late_pattern_is_the_pattern() -> None:
+    late, pattern = LatePattern(r"(?P<layer>layers\.\d+)\.w", re.IGNORECASE), r"(?P<layer>layers\.\d+)\.w"
+    for own in (late, copy.copy(late), copy.deepcopy(late)):
+        found = own.search("model.LAYERS.3.w")
+        assert found is not None
+        assert found.group("layer") == "LAYERS.3"
+        assert (own.pattern, own.groupindex) == (pattern, {"layer": 1})
+    with pytest.raises(re.error):
+        LatePattern("(").search("")
 
 
 def test_a_file_of_transformers_exports_the_same_names_read_from_its_last_list_on() -> None:
