@@ -16,7 +16,7 @@ from indexes import arrays
 from indexes.dots import BLOCK, GROUP, WORD
 from indexes.errors import InvalidIndexInput
 from indexes.key_groups import MAX_KEYS
-from indexes.keys import Float32, Keys, check_finite, drawn, float32_blocks
+from indexes.keys import Float32, Keys, drawn, float32_blocks
 from indexes.kmeans import lloyd, nearest
 from indexes.rows import encodings, pool, scan
 
@@ -119,9 +119,7 @@ def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np
         yield ids
         return
     rng, count = np.random.default_rng(0), 2 * ceil(len(ids) / SEGMENT)
-    sample = encodings.decode(keys[np.sort(rng.choice(ids, min(len(ids), _TRAINED * count), replace=False))])
-    check_finite(sample)
-    centroids = lloyd(sample, sample[np.sort(rng.choice(len(sample), count, replace=False))], ITERATIONS)
+    centroids = _centroids(drawn(keys, _TRAINED * count, rng, ids), count, rng)
     labels = np.empty(len(ids), np.int32)
     for first in range(0, len(ids), _LABELLED):
         part = slice(first, first + _LABELLED)
@@ -129,7 +127,7 @@ def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np
     groups = [ids[labels == label] for label in np.unique(labels)]
     if len(groups) == 1:  # they are all alike
         groups = np.array_split(ids, count)
-    del ids, sample, labels  # a segment that is yielded is at work for long
+    del ids, labels  # a segment that is yielded is at work for long
     while groups:
         yield from _segments(keys, groups.pop())
 
@@ -195,10 +193,13 @@ def _labels(keys: Keys) -> npt.NDArray[np.int64]:
         return np.zeros(0, np.int64)
     count = max(1, round(len(keys) / KEYS_PER_CELL))
     rng = np.random.default_rng(0)
-    sample = drawn(keys, SAMPLE * count, rng)
-    begin = sample[np.sort(rng.choice(len(sample), count, replace=False))]
-    centroids = lloyd(sample, begin, ITERATIONS)
+    centroids = _centroids(drawn(keys, SAMPLE * count, rng), count, rng)
     return np.concatenate([nearest(block, centroids)[0] for _, block in float32_blocks(keys)])
+
+
+def _centroids(sample: Float32, count: int, rng: np.random.Generator) -> Float32:
+    """As many centroids, which begin as some of the sample."""
+    return lloyd(sample, sample[np.sort(rng.choice(len(sample), count, replace=False))], ITERATIONS)
 
 
 def _moments(

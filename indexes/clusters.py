@@ -25,17 +25,8 @@ from indexes.dots import BLOCK, GROUP, QUERIES, WORD
 from indexes.errors import IndexDamaged, InvalidIndexInput
 from indexes.flat import NOT_FINITE, FlatIndex
 from indexes.keys import Float32, Keys, check_count, check_queries
-from indexes.parts import joined_hits
-from indexes.pruned_scan import (
-    NOTHING,
-    Best,
-    Foretold,
-    Heads,
-    candidates_for,
-    foretell_floors,
-    foretell_moments,
-    search_layer,
-)
+from indexes.parts import foretold, joined_hits
+from indexes.pruned_scan import NOTHING, Best, Heads, candidates_for, search_layer
 from indexes.rows import pool, scan
 from indexes.rows.addresses import Share
 from indexes.rows.encodings import row_size
@@ -289,12 +280,9 @@ def _in_parts(heads: Heads, queries: Float32, k: int, per_task: int, parts: int)
     count, rows, _ = queries.shape
     shape = (parts, count, rows)
     ids, scores = np.full((*shape, k), -1, np.int64), np.full((*shape, k), np.nan, np.float32)
-    best, told = Best(ids, scores, np.zeros(shape, np.int64)), NOTHING
+    best = Best(ids, scores, np.zeros(shape, np.int64))
     threads = min(pool.THREADS, parts * count * -(-rows // per_task))
-    if parts > 1:  # they share what is foretold, which would take each as long as it takes one
-        told = Foretold.room(heads, rows)
-        pool.run(lambda part: foretell_moments(heads, queries, part, threads, told), range(threads))
-        pool.run(lambda part: foretell_floors(heads, queries, k, part, threads, told), range(threads))
+    told = foretold(heads, queries, k, threads) if parts > 1 else NOTHING
 
     def search(first: int) -> None:
         search_layer(heads, queries, k, Share(per_task, first, threads), told, best)

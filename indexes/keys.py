@@ -83,12 +83,17 @@ def float32_blocks(keys: Keys) -> Iterator[tuple[int, Float32]]:
         yield first, block
 
 
-def drawn(keys: Keys, count: int, rng: np.random.Generator) -> Float32:
-    """`count` of the keys, or all if there are fewer, in their order, as float32 and checked to be finite.
+def drawn(
+    keys: Keys, count: int, rng: np.random.Generator, ids: npt.NDArray[np.int32] | None = None
+) -> Float32:
+    """`count` of the keys, or of those that `ids` name, or all if there are fewer, in their order, as float32
+    and checked to be finite.
 
     At random and not strided: rotary keys repeat with the position's period.
     """
-    rows = np.sort(rng.choice(len(keys), min(len(keys), count), replace=False))
+    among = len(keys) if ids is None else len(ids)
+    rows = rng.choice(among, min(among, count), replace=False)
+    rows = np.sort(rows if ids is None else ids[rows])
     sample = encodings.decode(keys[rows])
     check_finite(sample)
     return sample

@@ -1,4 +1,6 @@
-"""A head's keys searched in parts by several threads: what they found, as one search gives it."""
+"""A head's keys searched in parts by several threads: what they foretell together, and what they found, as
+one search gives it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,19 @@ import numpy.typing as npt
 
 from indexes.base import Hits
 from indexes.keys import Float32
+from indexes.pruned_scan import Foretold, Heads, foretell_floors, foretell_moments
+from indexes.rows import pool
 from indexes.rows.ordering import join
+
+
+def foretold(heads: Heads, queries: Float32, k: int, threads: int) -> Foretold:
+    """What is foretold of the heads for `queries [H, R, D]`, by so many threads: it would take each as long
+    as it takes one.
+    """
+    told = Foretold.room(heads, queries.shape[1])
+    pool.run(lambda part: foretell_moments(heads, queries, part, threads, told), range(threads))
+    pool.run(lambda part: foretell_floors(heads, queries, k, part, threads, told), range(threads))
+    return told
 
 
 def joined_hits(ids: npt.NDArray[np.int64], scores: Float32, counts: npt.NDArray[np.int64]) -> Hits:

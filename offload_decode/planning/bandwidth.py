@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle
@@ -90,21 +90,21 @@ def measure(
         if chosen := [k for k in budgets if k is not None]:
             k = min(max(chosen), layer.n)
             stages |= layer.pages(k) if request.selector == "quest" else layer.tokens(k)
-        return Bandwidths(bus=bus, **_in_turns(stages))
+        took = _in_turns(list(stages.values()))
+    rates = {name: stages[name].bytes / seconds for name, seconds in zip(stages, took, strict=True)}
+    return Bandwidths(bus=bus, **rates)
 
 
-def _in_turns(stages: dict[str, _Stage]) -> dict[str, float]:
-    """What each moves a second, in the median of many turns."""
-    taken: dict[str, list[float]] = {name: [] for name in stages}
-    for stage in stages.values():
-        _timed(stage.work, stage.device)  # what is compiled at first is not counted
-    until = time.perf_counter() + _SECONDS * len(stages)
-    turns = 0
-    while turns < _LEAST or time.perf_counter() < until:
-        turns += 1
-        for name, stage in stages.items():
-            taken[name].append(_timed(stage.work, stage.device))
-    return {name: stage.bytes / median(taken[name]) for name, stage in stages.items()}
+def _in_turns(stages: Sequence[_Stage]) -> list[float]:
+    """How long each takes, in the median of many turns: the best of many is of what the caches kept, or of a
+    moment when nobody else used the memory.
+    """
+    for stage in stages:
+        _timed(stage)  # what is compiled at first is not counted
+    turns, until = list[list[float]](), time.perf_counter() + _SECONDS * len(stages)
+    while len(turns) < _LEAST or time.perf_counter() < until:
+        turns.append([_timed(stage) for stage in stages])
+    return [median(taken) for taken in zip(*turns, strict=True)]
 
 
 class _Layer:
@@ -246,20 +246,14 @@ def _generator() -> torch.Generator:
 
 
 def seconds(move: Callable[[], object], device: torch.device | None = None) -> float:
-    """How long a call takes in the median: the best of many is of what the caches kept, or of a moment when
-    nobody else used the memory.
-    """
-    _timed(move, device)
-    taken, until = list[float](), time.perf_counter() + _SECONDS
-    while len(taken) < _LEAST or time.perf_counter() < until:
-        taken.append(_timed(move, device))
-    return median(taken)
+    """How long a call takes that takes no turns with others."""
+    return _in_turns([_Stage(0, move, device)])[0]
 
 
-def _timed(move: Callable[[], object], device: torch.device | None) -> float:
+def _timed(stage: _Stage) -> float:
     """Seconds of a call, on a card with all that it gave it to do."""
     began = time.perf_counter()
-    move()
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
+    stage.work()
+    if stage.device is not None and stage.device.type == "cuda":
+        torch.cuda.synchronize(stage.device)
     return time.perf_counter() - began

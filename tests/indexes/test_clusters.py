@@ -272,6 +272,18 @@ def test_more_keys_than_a_segment_are_all_there(monkeypatch: pytest.MonkeyPatch)
         assert (np.sort(own.ids[own.ids >= 0]) == np.arange(3003)).all()
 
 
+def test_joined_cells_are_those_of_either_part() -> None:
+    keys = clustered_keys(3003)
+    parts = [cells.build(keys[:2000]), cells.build(keys[2000:])]
+    whole = cells.joined(*parts)
+    cells.check(whole, 3003)
+    for name in ("counts", "means", "variances", "codes", "scales"):
+        both = np.concatenate([getattr(part, name) for part in parts])
+        np.testing.assert_array_equal(getattr(whole, name), both, strict=True)
+    later = whole.ids[len(parts[0].ids) :]
+    np.testing.assert_array_equal(np.where(later < 0, -1, later - 2000), parts[1].ids)
+
+
 def test_keys_that_are_alike_share_cells_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two places, each with its keys in every segment of the text: no cell has keys of both."""
     monkeypatch.setattr(cells, "SEGMENT", 1024)
