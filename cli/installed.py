@@ -15,7 +15,6 @@ OPTIONAL = (
     "pypdf",
     "python-docx",
     "obstore",
-    "cryptography",
     "ray",
     "bitsandbytes",
     "accelerate",

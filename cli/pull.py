@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from cli import output
 from cli.options import Json, Quiet, a_path
 from cli.progress import Progress
 from cli.push import summary, summary_of_all
-
-if TYPE_CHECKING:
-    from prefill_jobs.buckets.signatures import Verifier
 
 
 def pull(
@@ -35,54 +32,34 @@ def pull(
             parser=a_path,
         ),
     ],
-    verify: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="KEY",
-            help="Fetch only what was signed: KEY is the signer's public one, "
-            "openssl pkey -in PRIVATE -pubout -out KEY.",
-            show_default=False,
-            parser=a_path,
-        ),
-    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Fetch a store, or a collection, from a bucket.
 
     The indexes in URL.indexes/ come along, to STORE.indexes/. Every byte is checked as it arrives, and STORE
-    appears when all of it is there. `ask` and `batch` take the URL of a collection too, and fetch the stores
-    that they ask. The same command resumes a pull that was interrupted, and keeps a store that is there as
-    it is in the bucket. Needs pip install 'offload-decode[buckets]', and [signatures] with --verify;
-    credentials and endpoints come from AWS_... and GOOGLE_... variables.
+    appears when all of it is there. `ask` and `batch` take the URL of a collection too, and fetch the
+    stores that they ask. The same command resumes a pull that was interrupted, and keeps a store that is
+    there as it is in the bucket. Needs pip install 'offload-decode[buckets]'; credentials and endpoints
+    come from AWS_... and GOOGLE_... variables.
     """
     from prefill_jobs.buckets.collections import pull_collection
     from prefill_jobs.buckets.far_collection import lies_at
 
     if lies_at(url):
-        verifies = _verifier(verify)
         with Progress(quiet) as progress:
-            all_moved = pull_collection(url, store, progress, verifies)
+            all_moved = pull_collection(url, store, progress)
         if as_json:
-            output.answer_json(
-                {"url": url, "collection": str(store), "verified": verify is not None} | asdict(all_moved)
-            )
+            output.answer_json({"url": url, "collection": str(store)} | asdict(all_moved))
         told = summary_of_all(all_moved, "fetched")
         output.note(f'{store}: {told}\nask it something: offload-decode ask {store} "…"', quiet)
         return
     from prefill_jobs.buckets import pull as run
 
-    verifies = _verifier(verify)
     with Progress(quiet) as progress:
-        moved = run(url, store, verifier=verifies, progress=progress)
+        moved = run(url, store, progress=progress)
     if as_json:
-        output.answer_json({"url": url, "store": str(store), "verified": verify is not None} | asdict(moved))
+        output.answer_json({"url": url, "store": str(store)} | asdict(moved))
     output.note(
         f'{store}: {summary(moved, "fetched")}\nask it something: offload-decode ask {store} "…"', quiet
     )
-
-
-def _verifier(key: Path | None) -> Verifier | None:
-    from prefill_jobs.buckets import verifier
-
-    return None if key is None else verifier(key)

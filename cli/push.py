@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import output
-from cli.options import Json, Quiet, StoreOrCollection, a_path
+from cli.options import Json, Quiet, StoreOrCollection
 from cli.progress import Progress
 
 if TYPE_CHECKING:
     from prefill_jobs.buckets import Transfer
     from prefill_jobs.buckets.collections import Moved
-    from prefill_jobs.buckets.signatures import Signer
 
 
 def push(
@@ -28,16 +26,6 @@ def push(
             show_default=False,
         ),
     ],
-    sign: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="KEY",
-            help="Sign what is pushed, with the private key in this file: "
-            "openssl genpkey -algorithm ed25519 -out KEY.",
-            show_default=False,
-            parser=a_path,
-        ),
-    ] = None,
     drop: Annotated[
         bool,
         typer.Option(
@@ -50,22 +38,19 @@ def push(
     """Put a store, or a collection, into a bucket.
 
     The indexes beside it go to URL.indexes/. What is already there and unchanged is not sent again: the same
-    command resumes a push that was interrupted, and renews a collection; what the collection no longer has is
-    removed there. Needs pip install 'offload-decode[buckets]', and [signatures] with --sign; credentials and
-    endpoints come from AWS_... and GOOGLE_... variables.
+    command resumes a push that was interrupted, and renews a collection; what the collection no longer
+    has is removed there. Needs pip install 'offload-decode[buckets]'; credentials and endpoints come from
+    AWS_... and GOOGLE_... variables.
     """
     from offload_decode.collections.collection import is_collection
 
     if is_collection(store):
         from prefill_jobs.buckets.collections import push_collection
 
-        signs = _signer(sign)
         with Progress(quiet) as progress:
-            all_moved = push_collection(store, url, progress, drop, signs)
+            all_moved = push_collection(store, url, progress, drop)
         if as_json:
-            output.answer_json(
-                {"collection": str(store), "url": url, "signed": sign is not None} | asdict(all_moved)
-            )
+            output.answer_json({"collection": str(store), "url": url} | asdict(all_moved))
         output.note(
             f'{url}: {summary_of_all(all_moved, "sent")}\nask it something: offload-decode ask {url} "…"',
             quiet,
@@ -73,19 +58,11 @@ def push(
         return
     from prefill_jobs.buckets import push as run
 
-    signs = _signer(sign)
     with Progress(quiet) as progress:
-        moved = run(store, url, signer=signs, progress=progress)
+        moved = run(store, url, progress=progress)
     if as_json:
-        output.answer_json({"store": str(store), "url": url, "signed": sign is not None} | asdict(moved))
-    verify = "" if sign is None else " --verify KEY.pub"
-    output.note(f"{url}: {summary(moved, 'sent')}\nfetch it: offload-decode pull {url} STORE{verify}", quiet)
-
-
-def _signer(key: Path | None) -> Signer | None:
-    from prefill_jobs.buckets import signer
-
-    return None if key is None else signer(key)
+        output.answer_json({"store": str(store), "url": url} | asdict(moved))
+    output.note(f"{url}: {summary(moved, 'sent')}\nfetch it: offload-decode pull {url} STORE", quiet)
 
 
 def summary(moved: Transfer, verb: str) -> str:

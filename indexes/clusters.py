@@ -224,8 +224,7 @@ def _sparse(n: int, k: int) -> bool:
 
 def share_read(n: int, k: int) -> float:
     """The share of its codes that a query row reads, about: fitted to long-tailed keys, of which it was 0.06
-    for 64 and 0.18 for 1,024 of 131,072, 0.58 for 1,024 of 16,384 and 0.03 of four million
-    (`python -m benchmarks.scanned`).
+    for 64 and 0.18 for 1,024 of 131,072, 0.58 for 1,024 of 16,384 and 0.03 of four million.
     """
     return float(min(1.0, 2.25 * np.sqrt(k / n)))
 

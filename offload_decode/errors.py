@@ -16,7 +16,6 @@
         ├── StoreForeign          not a store, or of a format version this release cannot read
         ├── StoreDamaged          truncated, changed or missing bytes
         ├── StoreBusy             another process writes it
-        ├── StoreUntrusted        not signed, not by the key that was given, or not what was signed
         └── StoreMismatch         of another model, tokenizer or configuration
 
 `OffloadDecodeWarning` is no error.
@@ -82,10 +81,6 @@ class StoreDamaged(StoreError):
 
 class StoreBusy(StoreError):
     """Another process writes this store."""
-
-
-class StoreUntrusted(StoreError):
-    """Not signed, not by the key that was given, or not what was signed."""
 
 
 class StoreMismatch(StoreError):

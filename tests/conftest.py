@@ -12,7 +12,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from offload_decode.testing.card import Card
+    from tests.card import Card
 
 # Without a CUDA device Triton's kernels run under its interpreter. Triton reads this as it is first imported,
 # and transformers may be the first to import it.
@@ -38,10 +38,19 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 @pytest.fixture
 def card() -> Iterator["Card"]:
     """A stand-in for a CUDA device, with the host's arithmetic."""
-    from offload_decode.testing.card import references, stand_in
+    from tests.card import references, stand_in
 
     with references(), stand_in() as card:
         yield card
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _suites_try_the_stand_in() -> None:
+    """What the suites try on a device runs on the stand-in, with the host's arithmetic."""
+    from offload_decode.testing import devices
+    from tests.card import references, stand_in
+
+    devices.on_device, devices.beside_device = stand_in, references
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-NAMES = ("demo", "demo-rope")
+NAMES = ("demo",)
 QUOTED = " or ".join(f"'{name}'" for name in NAMES)
 
 

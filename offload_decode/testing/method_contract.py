@@ -18,7 +18,7 @@ from offload_decode.errors import ConfigError, StoreMismatch
 from offload_decode.kernels.rows import Rows
 from offload_decode.models.loading import wrap
 from offload_decode.store.reader import KVStore
-from offload_decode.testing.card import Card, references, stand_in
+from offload_decode.testing import devices
 from offload_decode.testing.tiny import VOCAB, tiny_llama
 from offload_decode.types import Document, LayerKind, ModelShape
 from prefill_jobs.job import Settings, prefill_tokens
@@ -58,9 +58,9 @@ def prefilled(
     method: str = "dense",
     options: Mapping[str, object] | None = None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
+    device: str = "cpu",
 ) -> KVStore:
-    """A store of a random Llama and random tokens, in chunks of 16; on a stand-in where there is one."""
-    device = "cpu" if Card.present is None else "cuda"
+    """A store of a random Llama and random tokens, in chunks of 16, on `device`."""
     tokens = np.random.default_rng(2).integers(3, VOCAB, TOKENS).astype(np.int32)
     settings = Settings(method, {"chunk": CHUNK, **(options or {})})
     prefill_tokens(
@@ -152,10 +152,10 @@ class MethodContract:
     def test_on_a_device_it_writes_what_it_writes_on_the_host_bit_for_bit(self, tmp_path: Path) -> None:
         """Host and device do not mix, and numpy does not read what is on a device: docs/extensions.md."""
         options = {**self.options, **self.budgets("20%")[0]}
-        with references():
+        with devices.beside_device():
             expected = prefilled(tmp_path / "host", self.name, options)
-            with stand_in():
-                assert_same_rows(prefilled(tmp_path / "device", self.name, options), expected)
+            with devices.on_device():
+                assert_same_rows(prefilled(tmp_path / "device", self.name, options, device="cuda"), expected)
 
     def test_the_store_says_how_it_was_made(self, tmp_path: Path) -> None:
         options = {**self.options, **self.budgets("20%")[0]}

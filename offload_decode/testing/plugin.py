@@ -1,7 +1,7 @@
-"""The pytest plugin: `pytest --offload-decode-selector NAME` runs the suite of what has that name.
+"""The pytest plugin: `pytest -p offload_decode.testing.plugin --offload-decode-selector NAME` runs its suite.
 
-pytest imports this file in every run of every project beside which offload-decode is installed. It imports
-nothing but pytest, adds three options, and does nothing until one of them is given.
+It is loaded by `-p` alone. It imports nothing but pytest, adds three options, and does nothing until one of
+them is given.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from offload_decode.pages.reference import page_tokens
 from offload_decode.selection.budgeted import Budgeted
 from offload_decode.selectors.registry import create, get
 from offload_decode.store.base import Store
-from offload_decode.testing.card import Card, references, stand_in
+from offload_decode.testing import devices
 from offload_decode.testing.stores import STORES, WIDTHS, of_parameter
 from offload_decode.types import PageSelection, Selection, StepStats
 
@@ -61,9 +61,9 @@ class SelectorContract:
         """A store of every shape, plain and in fewer bits."""
         return of_parameter(request.param)
 
-    def make(self, store: Store, **options: object) -> Budgeted:
-        """The selector over a store, held to its budgets; on a device, where there is a stand-in."""
-        host = HostKV(store, torch.device("cpu" if Card.present is None else "cuda"))
+    def make(self, store: Store, device: str = "cpu", **options: object) -> Budgeted:
+        """The selector over a store, held to its budgets, for a model on `device`."""
+        host = HostKV(store, torch.device(device))
         return create(self.name, {**self.options, **options}, host, store.manifest.shape)
 
     def queries(self, store: Store, seed: int = 6) -> Queries:
@@ -189,11 +189,11 @@ class SelectorContract:
     def test_on_a_device_it_chooses_what_it_chooses_on_the_host(self, store: Store) -> None:
         """Host and device do not mix, and numpy does not read what is on a device: docs/extensions.md."""
         queries = self.queries(store)
-        with references():
+        with devices.beside_device():
             expected = selected_ids(self.make(store, budget="7"), queries)
-            with stand_in():
+            with devices.on_device():
                 there = dataclasses.replace(queries, rows=queries.rows.to("cuda")).sent()
-                ids = selected_ids(self.make(store, budget="7"), there)
+                ids = selected_ids(self.make(store, "cuda", budget="7"), there)
                 assert_same(None if ids is None else ids.cpu(), expected)
 
     def test_an_unknown_option_is_refused(self, store: Store) -> None:

@@ -4,7 +4,6 @@ URL/…                     the files of the store; SHA256SUMS, then SHA256SUMS.
 URL/PUSHING               while a push is at work: the seal of the store that is pushed
 URL.indexes/KIND/…        the indexes beside the store
 URL.indexes/SHA256SUMS    their checksums, put when all of them are there
-URL.signed                what was signed of these lists, with the signature in URL.signed.sig
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from prefill_jobs.buckets.bucket import is_url
 from prefill_jobs.buckets.pull import pull
 from prefill_jobs.buckets.push import check_writable, exists, push
-from prefill_jobs.buckets.signatures import signer, verifier
 from prefill_jobs.buckets.transfer import Transfer
 
-__all__ = ["Transfer", "check_writable", "exists", "is_url", "pull", "push", "signer", "verifier"]
+__all__ = ["Transfer", "check_writable", "exists", "is_url", "pull", "push"]

@@ -40,8 +40,6 @@ from prefill_jobs.buckets.bucket import CLAIM, Bucket
 from prefill_jobs.buckets.far_collection import Watch, fetch_list, lists_at
 from prefill_jobs.buckets.pull import check_room, pull, pulling_path
 from prefill_jobs.buckets.push import push, send
-from prefill_jobs.buckets.signatures import Signer, Verifier, is_signed
-from prefill_jobs.buckets.signed_collections import OfCollection, check_kept, check_lists, digests
 from prefill_jobs.buckets.transfer import Item, Meter, Transfer, in_parallel
 
 _STORE = re.compile(r"([0-9a-f]{32}\.kv)(?:\.indexes)?")
@@ -67,15 +65,12 @@ class Moved:
         self.bytes += store.bytes
 
 
-def push_collection(
-    path: Path, url: str, progress: Watch, drop: bool = False, signer: Signer | None = None
-) -> Moved:
+def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -> Moved:
     """Make what lies at `url` the collection at `path`: stores and indexes that are not there are put, then
     the lists, and stores that no document has are removed. The same call resumes.
 
     ConfigError where most of what is there would be removed, unless `drop`; StoreExists where anything else
-    lies there, or it is signed and there is no `signer`; StoreUntrusted where the `signer` would sign indexes
-    that are not here; StoreMismatch where it is a collection of another model, StoreBusy while the collection
+    lies there, StoreMismatch where it is a collection of another model, StoreBusy while the collection
     is changed or pushed; also `StoreError`, `BucketError`.
     """
     began, moved = time.perf_counter(), Moved()
@@ -87,8 +82,6 @@ def push_collection(
         bucket = Bucket(url)
         if not drop:
             _check_dropped(bucket, stores)
-        if signer is None and is_signed(bucket):
-            raise StoreExists(f"{bucket.url} is signed, and what is pushed would not be: give --sign too.")
         with _claimed(bucket, path):
             there = _whole(bucket, stores)
             for number, entry in enumerate(entries):
@@ -102,8 +95,6 @@ def push_collection(
                     moved.add(sent)
                 else:
                     moved.kept += 1
-            if signer is not None:
-                signer.sign_all(bucket, digests(bucket, path, stores))
             # A word too many is not looked at, a document without is not found.
             for name in (WORDS, DOCUMENTS):
                 _put(bucket, path, name)
@@ -112,19 +103,17 @@ def push_collection(
     return moved
 
 
-def pull_collection(url: str, path: Path, progress: Watch, verifier: Verifier | None = None) -> Moved:
+def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
     """Fetch the collection at `url` with all its stores to `path`; the same call resumes.
 
-    StoreUntrusted where it is not what the `verifier` says, of a store before it is fetched; StoreExists
-    where `path` is taken, StoreBusy where another process pulls it; also `StoreError`, `BucketError`,
-    `ConfigError`.
+    StoreExists where `path` is taken, StoreBusy where another process pulls it; also `StoreError`,
+    `BucketError`, `ConfigError`.
     """
     began, moved = time.perf_counter(), Moved()
     path = Path(os.path.abspath(path))
     refuse_existing(path, pulling_path(path))
     bucket, partial = Bucket(url), pulling_path(path)
     lists = lists_at(bucket)
-    signed = None if verifier is None else OfCollection(bucket, verifier.said(bucket))
     with surfaced(partial, "what was pulled", "pull"), locked(partial):
         refuse_existing(path)
         root = partial / STORE
@@ -135,19 +124,15 @@ def pull_collection(url: str, path: Path, progress: Watch, verifier: Verifier | 
         check_room(partial, sum(found.size for found in lists.values()))
         for name in lists:
             fetch_list(bucket, lists[name], name, root)
-        if signed is not None:
-            check_lists(signed, root)
         collection = Collection(root)
         for number, entry in enumerate(collection.entries):
             progress("pull documents", number, len(collection.entries), entry.name)
             store = collection.store(entry)
             if store.exists():
-                if signed is not None:  # it may have been fetched without
-                    check_kept(signed, store, entry.store)
                 moved.kept += 1
             else:
                 durable.make_folders(store.parent)
-                moved.add(pull(f"{bucket.url}/{entry.store}", store, verifier=signed))
+                moved.add(pull(f"{bucket.url}/{entry.store}", store))
         Changing(root).sweep({entry.store for entry in collection.entries})  # it may have been begun earlier
         refuse_existing(path)
         durable.rename(root, path)

@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from indexes import durable
@@ -25,7 +25,6 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, surfaced
 from prefill_jobs.buckets.bucket import Bucket
 from prefill_jobs.buckets.lists import parse_sums, store_sums
-from prefill_jobs.buckets.signatures import Checks
 from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
 
 PARTS = "parts"
@@ -40,7 +39,6 @@ def pull(
     url: str,
     store: Path,
     *,
-    verifier: Checks | None = None,
     progress: Progress = lambda stage, done, total: None,
     admit: Callable[[int], None] = lambda size: None,
 ) -> Transfer:
@@ -48,8 +46,7 @@ def pull(
     that is there already, it is kept. `admit` is told the bytes of all before any is fetched, and may raise.
 
     StoreExists where `store` is taken, StoreBusy where another process pulls it, StoreDamaged with the names
-    of objects that are missing or changed, StoreUntrusted, before anything is fetched, where they are not
-    what the `verifier` says; also `StoreNotFound`, `BucketError`, `ConfigError`.
+    of objects that are missing or changed; also `StoreNotFound`, `BucketError`, `ConfigError`.
     """
     began = time.perf_counter()
     path = Path(os.path.abspath(store))
@@ -59,8 +56,6 @@ def pull(
     bucket = Bucket(url)
     sums, listed = store_sums(bucket)
     found = bucket.read(f"{bucket.indexes}/{SUMS}")
-    if verifier is not None:
-        verifier.check(bucket, listed, found)
     index_sums = parse_sums(bucket, found) if found else {}
     partial = pulling_path(path)
     if is_store:
@@ -76,9 +71,7 @@ def pull(
         items = _items(bucket, bucket.name, root, sums)
         items += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
         admit(size_of(items))
-        # What lies beside no store is nobody's, and nobody signed it.
-        unsigned = [] if verifier is None else [indexes_folder(path)]
-        _clear(partial, {item.path for item in items}, [root, *unsigned])
+        _clear(partial, {item.path for item in items}, root)
         there = _there(items, progress)
         rest = [item for item in items if item not in there]
         done, total = size_of(list(there)), size_of(items)
@@ -118,15 +111,14 @@ def _damaged(bucket: Bucket, keys: list[str], what: str) -> StoreDamaged:
     )
 
 
-def _clear(partial: Path, wanted: set[Path], tops: Sequence[Path]) -> None:
-    """Leave below `tops` only what may belong to the store: it may have been begun for another."""
+def _clear(partial: Path, wanted: set[Path], root: Path) -> None:
+    """Leave below `root` only what may belong to the store: it may have been begun for another."""
     remove(partial / PARTS)
     (partial / PARTS).mkdir()
-    for top in tops:
-        for folder, _, files in os.walk(top):
-            for name in files:
-                if (path := Path(folder, name)) not in wanted:
-                    path.unlink()
+    for folder, _, files in os.walk(root):
+        for name in files:
+            if (path := Path(folder, name)) not in wanted:
+                path.unlink()
 
 
 def _there(items: list[Item], progress: Progress) -> set[Item]:

@@ -18,7 +18,6 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
 from prefill_jobs.buckets.bucket import CLAIM, PART, Bucket
 from prefill_jobs.buckets.lists import parse_sums
-from prefill_jobs.buckets.signatures import Signer, is_signed
 from prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
 
 
@@ -47,13 +46,11 @@ def push(
     store: Path,
     url: str,
     *,
-    signer: Signer | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> Transfer:
     """Put the store at `store` and the indexes beside it under `url`; the same call resumes.
 
-    Raises `StoreError`, `StoreExists` where another store is there, `StoreUntrusted` where the `signer` would
-    sign indexes that are neither here nor signed, `BucketError`, `ConfigError`.
+    Raises `StoreError`, `StoreExists` where another store is there, `BucketError`, `ConfigError`.
     """
     began = time.perf_counter()
     root = KVStore.open(store).path
@@ -61,7 +58,7 @@ def push(
     bucket = Bucket(url)
     with _claimed(bucket, seal_of(render(sums))) as whole:
         own = index_sums(root, progress)
-        index_list = _index_list(bucket, whole, render(sums), own, signer)
+        index_list = _index_list(bucket, whole, own)
         items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, own)
         there = _there(bucket, items, progress)
         rest = [item for item in items if item not in there]
@@ -69,8 +66,6 @@ def push(
         in_parallel(
             rest, lambda item, meter: send(bucket, item, meter), lambda n: progress("push", done + n, total)
         )
-        if signer is not None:
-            signer.sign(bucket, render(sums), index_list)
         if index_list:
             _put_list(bucket, f"{bucket.indexes}/{SUMS}", index_list)
         _put_list(bucket, f"{bucket.name}/{SUMS}", render(sums))
@@ -202,20 +197,10 @@ def _put_list(bucket: Bucket, key: str, data: bytes) -> None:
         bucket.put(key, data, hashlib.sha256(data).hexdigest(), len(data))
 
 
-def _index_list(
-    bucket: Bucket, whole: bool, sums: bytes, index_sums: dict[str, str], signer: Signer | None
-) -> bytes | None:
+def _index_list(bucket: Bucket, whole: bool, index_sums: dict[str, str]) -> bytes | None:
     """The list of all indexes that will lie beside this store; None where there are none. Where the store is
     `whole` there, those that lie there already stay.
     """
     before = bucket.read(f"{bucket.indexes}/{SUMS}")
     kept = parse_sums(bucket, before) if before and (whole or not index_sums) else {}
-    after = render(kept | index_sums) if index_sums else before
-    if signer is not None and kept.keys() - index_sums.keys():  # nobody signs what was never here
-        verifier = signer.verifier
-        # A push that was cut off has signed what it had not listed yet.
-        if not (verifier.signed(bucket, sums, before) or verifier.signed(bucket, sums, after)):
-            verifier.check(bucket, sums, before)
-    if signer is None and after != before and is_signed(bucket):
-        raise StoreExists(f"{bucket.url} is signed, and the new indexes would not be: give --sign too.")
-    return after
+    return render(kept | index_sums) if index_sums else before

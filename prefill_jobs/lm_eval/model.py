@@ -36,7 +36,6 @@ from offload_decode.models.names import find_tokenizer
 from offload_decode.models.rendered import TemplateRefuses, rendered
 from prefill_jobs.lm_eval.answers import Score, Scoring, Writing, answers, scores
 from prefill_jobs.lm_eval.prefixes import Tokens, groups
-from prefill_jobs.lm_eval.registration import NAME
 from prefill_jobs.lm_eval.settings import Settings
 from prefill_jobs.lm_eval.stores import Stores
 
@@ -46,6 +45,9 @@ MAX_GEN_TOKS = 256
 logger = logging.getLogger("lm_eval.offload_decode")  # below lm-eval's own, which alone are shown
 
 Run = Callable[[Conversation, int, list[int]], Iterator[tuple[int, Any]]]
+
+NAME = "offload-decode"
+"""What `lm_eval --model` calls it."""
 
 
 @register_model(NAME)

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from benchmarks.clients import ask, client, load, quantile
 from benchmarks.serve import Row, Seen, show
 from benchmarks.servers import free_port
-from benchmarks.soak import in_half
+from tests.server.soak import in_half
 
 TOKENS = 4
 

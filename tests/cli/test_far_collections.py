@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import boto3
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.words import WORDS
-from offload_decode.errors import StoreError
-from offload_decode.store.checksums import SEAL, render
-from prefill_jobs.buckets import collections as far
+from offload_decode.store.checksums import SEAL
 from prefill_jobs.buckets.cache import user_cache
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
-from tests.store.test_refusals import edit
 
 
 @pytest.fixture(scope="module")
@@ -276,95 +269,3 @@ def test_refusals(collection: Path, home: Path, store: Path, tmp_path: Path, url
     (other / WORDS).unlink()
     assert "collect again, then push" in refused(1, "push", other, url + "3")
     assert "this one lies here" in refused(2, "ask", collection, "Which?", "--cache", "1GiB")
-
-
-@pytest.fixture
-def keys_of(tmp_path: Path) -> tuple[Path, Path]:
-    """A private key in a file, and the public one."""
-    key = Ed25519PrivateKey.generate()
-    private, public = tmp_path / "me.key", tmp_path / "me.pub"
-    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    return private, public
-
-
-def test_a_collection_is_signed_as_a_whole(
-    collection: Path, url: str, keys_of: tuple[Path, Path], tmp_path: Path
-) -> None:
-    private, public = keys_of
-    back = tmp_path / "back"
-    assert run("push", collection, url).code == 0
-    assert "is not signed" in refused(1, "pull", url, back, "--verify", public)
-    assert json.loads(run("push", collection, url, "--sign", private, "--json").out)["signed"]
-    assert "give --sign too" in refused(1, "push", collection, url)
-    assert json.loads(run("pull", url, back, "--verify", public, "--json").out)["moved"] == 3
-    assert content(back) == content(collection)
-    place = Path(url.removeprefix("file://"))
-    said = (place.parent / "texts.signed").read_text().splitlines()
-    for line in said:  # as `sha256sum -c` would
-        assert hashlib.sha256((place.parent / line[66:]).read_bytes()).hexdigest() == line[:64]
-    assert len(said) == 3 + 3
-
-
-@pytest.mark.parametrize("what", ["list", "store", "exchanged", "index", "name", "kept"])
-def test_what_was_not_signed_of_a_collection_is_not_pulled(
-    what: str, collection: Path, url: str, keys_of: tuple[Path, Path], tmp_path: Path, monkeypatch: Any
-) -> None:
-    """Checksums that fit, as a stranger makes them, prove nothing."""
-    private, public = keys_of
-    assert run("push", collection, url, "--sign", private).code == 0
-    place, back = Path(url.removeprefix("file://")), tmp_path / "back"
-    stores = sorted(place.glob("stores/*/*.kv"))
-    if what == "list":
-        documents = place / "documents.jsonl"
-        documents.write_text(documents.read_text().replace("alpha", "delta"))
-    elif what == "store":
-        edit(stores[0], "zarr.json", software="another")
-    elif what == "exchanged":
-        shutil.rmtree(stores[0])
-        shutil.copytree(stores[1], stores[0])
-    elif what == "index":
-        run("index", stores[0])
-        names = sorted(Path(f"{stores[0]}.indexes").rglob("*.json"))
-        sums = {str(p.relative_to(f"{stores[0]}.indexes")): "0" * 64 for p in names}
-        Path(f"{stores[0]}.indexes/SHA256SUMS").write_bytes(render(sums))
-    elif what == "name":
-        for end in ("", ".signed", ".signed.sig"):
-            os.rename(f"{place}{end}", f"{place}2{end}")
-        url += "2"
-    else:  # fetched before the owner mended it, without --verify
-        edit(stores[0], "zarr.json", software="another")
-        monkeypatch.setattr(far, "refuse_existing", stop_before_the_name(back))
-        assert "stopped" in refused(1, "pull", url, back)
-        monkeypatch.undo()
-        shutil.rmtree(stores[0])
-        assert run("push", collection, url, "--sign", private).code == 0
-    assert "is not what was signed" in refused(1, "pull", url, back, "--verify", public)
-    assert not back.exists()
-
-
-def stop_before_the_name(path: Path) -> Any:
-    """`refuse_existing`, which raises when everything has been fetched."""
-
-    def refuse(given: Path, *left_over: Path) -> None:
-        found = path.with_name(f"{path.name}.pulling").glob("store/stores/*/*.kv")
-        if given == path and len(list(found)) == 3:
-            raise StoreError("stopped")
-
-    return refuse
-
-
-def test_indexes_that_are_not_here_are_not_signed(
-    collection: Path, url: str, keys_of: tuple[Path, Path], tmp_path: Path
-) -> None:
-    assert run("push", collection, url).code == 0
-    other = shutil.copytree(collection, tmp_path / "other")
-    assert run("index", other).code == 0
-    assert run("push", other, url).code == 0
-    said = refused(1, "push", collection, url, "--sign", keys_of[0])
-    assert "are not those that lie here" in said
-    for indexes in Path(url.removeprefix("file://")).glob("stores/*/*.indexes"):
-        shutil.rmtree(indexes)
-    assert run("push", collection, url, "--sign", keys_of[0]).code == 0
-    assert run("push", other, url, "--sign", keys_of[0]).code == 0, "with those that lie there"
-    assert run("pull", url, tmp_path / "back", "--verify", keys_of[1]).code == 0

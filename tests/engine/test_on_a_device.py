@@ -16,9 +16,9 @@ from offload_decode.engine.sampler import Sampler
 from offload_decode.models import captured
 from offload_decode.models.loading import wrap
 from offload_decode.selectors import quest, registry
-from offload_decode.testing.card import stand_in
 from offload_decode.types import Document
 from prefill_jobs.job import Settings, prefill_tokens
+from tests.card import stand_in
 from tests.tiny import text_model, tiny_tokenizer
 
 N, LAYERS = 60, 2

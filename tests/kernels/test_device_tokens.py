@@ -12,7 +12,7 @@ import torch
 
 from offload_decode.errors import ConfigError
 from offload_decode.kernels import device_tokens
-from offload_decode.testing.card import stand_in
+from tests.card import stand_in
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

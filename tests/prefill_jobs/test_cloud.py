@@ -130,7 +130,7 @@ def test_both_recipes_install_extras_that_exist(task: dict[str, Any]) -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     for recipe in (task["setup"], DOCKERFILE):
         (named,) = re.findall(r"'\.\[([a-z,]+)\]'", recipe)
-        assert named == "gpu,buckets,quant,signatures"
+        assert named == "gpu,buckets,quant"
         assert set(named.split(",")) <= set(extras)
 
 

@@ -20,14 +20,14 @@ from offload_decode.models.loading import wrap
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import Committed, partial_path
 from offload_decode.store.writer import KVStoreWriter
-from offload_decode.testing.card import Card, references, stand_in
-from offload_decode.testing.card.present import MEMORY
 from offload_decode.types import Document, LayerKind
 from prefill_jobs import behind, card_blocks, staged
 from prefill_jobs.behind import Behind
 from prefill_jobs.card_blocks import CardBlocks
 from prefill_jobs.job import Settings, prefill_tokens
 from prefill_jobs.methods.dense import Dense
+from tests.card import Card, references, stand_in
+from tests.card.present import MEMORY
 from tests.families import VOCAB
 from tests.prefill_jobs.killing import tree
 from tests.tiny import tiny_model

@@ -20,8 +20,8 @@ from offload_decode.types import StepStats
 class QuestContract(SelectorContract):
     """Stage one of both selectors searches layer 1, which is dense by default."""
 
-    def make(self, store, **options):
-        return super().make(store, **{"dense_layers": "", **options})
+    def make(self, store, device="cpu", **options):
+        return super().make(store, device, **{"dense_layers": "", **options})
 
     @pytest.mark.parametrize("options", [{"page_size": 0}, {"page_size": -3}, {"metadata": "fp8"}])
     def test_options_that_cannot_be_are_refused(self, store, options):

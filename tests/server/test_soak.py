@@ -1,4 +1,4 @@
-"""The soak of `benchmarks.soak` with a tiny model, for seconds: what a server withstands, and gives back."""
+"""The soak of `tests.server.soak` with a tiny model, for seconds: what a server withstands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import rows
+from tests.server.soak import rows
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numba import njit
 
-from offload_decode.testing.card import stand_in
+from tests.card import stand_in
 
 
 def on_device(*shape):

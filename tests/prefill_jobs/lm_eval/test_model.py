@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_decode.models.names import find_tokenizer
-from prefill_jobs.lm_eval import registration, stores
-from prefill_jobs.lm_eval.model import OffloadDecodeLM
+from prefill_jobs.lm_eval import stores
+from prefill_jobs.lm_eval.model import NAME, OffloadDecodeLM
 
 SMALL = {"device": "cpu", "min_prefix": 32, "question_tokens": 8, "prefill_chunk": 16}
 DENSE, ALL = {"selector": "dense"}, {"selector": "topk", "budget": "100%", "batch_size": 3}
@@ -257,16 +258,22 @@ def test_what_lm_eval_says_of_its_own_accord_gives_way(folder):
 
 def test_lm_eval_finds_the_model_by_its_name():
     entry_points = tomllib.loads(Path("pyproject.toml").read_text())["project"]["entry-points"]
-    assert entry_points["lm_eval.models"] == {registration.NAME: registration.TARGET}
-    module, _, function = entry_points["torch.backends"]["offload-decode-lm-eval"].partition(":")
-    code = f"""
-import lm_eval, {module} as ours
-ours.{function}()
-from lm_eval.api.registry import model_registry
-assert {{"hf", "{registration.NAME}"}} <= set(model_registry)
-"""
+    module, _, name = entry_points["lm_eval.models"][NAME].partition(":")
+    assert getattr(import_module(module), name) is OffloadDecodeLM
+    assert get_model(NAME) is OffloadDecodeLM
+
+
+def test_installing_the_package_loads_nothing_into_other_programs():
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    assert set(project["entry-points"]) == {"lm_eval.models"}
+
+
+def test_the_command_of_lm_eval_knows_the_model():
+    code = (
+        "import sys; sys.argv = ['lm_eval', '--help']; import prefill_jobs.lm_eval.__main__\n"
+        f"from lm_eval.api.registry import model_registry; assert {{'hf', '{NAME}'}} <= set(model_registry)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert get_model(registration.NAME) is OffloadDecodeLM
 
 
 def test_transformers_finds_the_tokenizer_of_a_name_of_ours(monkeypatch):

@@ -9,7 +9,7 @@ pytest.importorskip("wonderwords", reason="lm-eval's RULER is not installed")
 
 from lm_eval import simple_evaluate
 
-from prefill_jobs.lm_eval import registration
+from prefill_jobs.lm_eval import model  # noqa: F401  # registers the model
 
 TOKENS = 1024
 
@@ -18,7 +18,6 @@ TOKENS = 1024
 @pytest.mark.parametrize("selector", ["dense", "topk,budget=64"])
 def test_chains_and_coded_words_are_found(selector: str) -> None:
     """A model that answers nothing scores 0 in both; the three coded words count one by one."""
-    registration.register()
     found = simple_evaluate(
         "offload-decode",
         model_args=f"pretrained=demo,selector={selector}",

@@ -1,1 +1,0 @@
-"""What is done to commands, and what they lose by it; see `__main__`."""

@@ -1,0 +1,13 @@
+"""lm-eval's own command with our model: `python -m prefill_jobs.lm_eval run --model offload-decode …`.
+
+For releases up to 0.4.13, which read no entry points. Later ones find it in the group `lm_eval.models`.
+"""
+
+from __future__ import annotations
+
+from lm_eval.__main__ import cli_evaluate
+
+import prefill_jobs.lm_eval.model  # noqa: F401  # registers the model
+
+if __name__ == "__main__":
+    cli_evaluate()
