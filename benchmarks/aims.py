@@ -15,7 +15,7 @@ from statistics import fmean
 
 from benchmarks.evaluated import TEXTS, TOPICS, Run, named, run_all, shown
 from benchmarks.tables import table
-from offload_decode.evals.intervals import Share, wilson, wilson_of
+from offload_decode.evals.stats import Share, wilson, wilson_of
 from offload_decode.evals.summary import Cell, Summary
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload_decode.evals import results
-from offload_decode.evals.intervals import Share
+from offload_decode.evals.stats import Share
 from offload_decode.evals.summary import Summary, summarize
 
 TOPICS = "python_topics"

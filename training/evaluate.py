@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack, Strand, python_topics
-from offload_decode.evals.intervals import wilson
+from offload_decode.evals.stats import wilson
 from offload_decode.evals.tasks import Task
 from offload_decode.models.arguments import with_cache
 from offload_decode.models.checkpoint import source_of

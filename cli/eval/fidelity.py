@@ -99,13 +99,13 @@ def fidelity(
     from cli.faults import end_with_a_sentence
     from indexes import durable
     from offload_decode.engine.engine import Engine
+    from offload_decode.evals.extra import PICTURES, require
     from offload_decode.evals.fidelity import check, measure
-    from offload_decode.evals.fidelity_plot import save_png
     from offload_decode.evals.fidelity_report import FidelityPlan
-    from offload_decode.evals.plot import check_matplotlib
+    from offload_decode.evals.plots import save_fidelity
     from offload_decode.store.reader import KVStore
 
-    check_matplotlib()
+    require(*PICTURES)
     plan = FidelityPlan(_contenders(selector or []), amounts, questions, tokens, common)
     tell_of_compiling()
     end_with_a_sentence()
@@ -117,7 +117,7 @@ def fidelity(
         report = measure(loaded, opened, plan, lambda done, total: progress("fidelity", done, total))
     result = report.to_json()
     durable.write(out / RESULT, json.dumps(result).encode())
-    save_png(report, out / PICTURE)
+    save_fidelity(report, out / PICTURE)
     if as_json:
         output.answer_json(result)
     else:

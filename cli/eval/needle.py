@@ -78,13 +78,14 @@ def needle(
     from cli.compiling import tell_of_compiling
     from cli.eval.stores import PrefilledStores
     from indexes import durable
+    from offload_decode.evals.extra import PICTURES, STATISTICS, require
     from offload_decode.evals.needle_grid import GridPlan, measure
-    from offload_decode.evals.plot import check_matplotlib, save_png
+    from offload_decode.evals.plots import save_needles
     from offload_decode.models.loading import load
     from offload_decode.selection.budgets import Budget
     from prefill_jobs.job import Settings
 
-    check_matplotlib()
+    require(*PICTURES, *STATISTICS)
     tell_of_compiling()
     haystack = read_haystack(text)
     chosen = checked_selector(selector, options)
@@ -104,7 +105,7 @@ def needle(
             lambda done, total: progress("prefill", done, total),
         )
     durable.write(out / RESULT, json.dumps(grid.to_json(), indent=1).encode())
-    save_png(grid, out / PICTURE)
+    save_needles(grid, out / PICTURE)
     if as_json:
         output.answer_json(grid.to_json())
     else:

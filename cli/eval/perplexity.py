@@ -28,8 +28,8 @@ from cli.progress import Progress
 from offload_decode import demo_models
 
 if TYPE_CHECKING:
-    from offload_decode.evals.resampling import Estimate
     from offload_decode.evals.results import Results
+    from offload_decode.evals.stats import Estimate
 
 _DEMO = "a demo model finds facts and knows no language: its perplexity says nothing of another model's"
 _POINTS = 16  # lines of the table by position
@@ -103,6 +103,7 @@ def perplexity(
     from cli.compiling import tell_of_compiling
     from cli.eval.stores import PrefilledStores
     from offload_decode.errors import ConfigError
+    from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.perplexity import Perplexity, PerplexityPlan
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
@@ -111,6 +112,7 @@ def perplexity(
     counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
     if sliding and len(counts) > 1:
         raise ConfigError("with --sliding, --lengths is one number, the length of the whole text")
+    require(*STATISTICS)
     tell_of_compiling()
     contenders = contenders_of(selector, budgets, option)
     settings = prefill_settings(prefill)

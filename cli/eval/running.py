@@ -209,9 +209,11 @@ def measured(wanted: Wanted, tasks: Sequence[Task], evaluated: type[Answering]) 
     from cli.compiling import tell_of_compiling
     from cli.eval.stores import PrefilledStores
     from offload_decode.evals.answering import AnswerPlan
+    from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
 
+    require(*STATISTICS)
     tell_of_compiling()
     lengths = tuple(dict.fromkeys(map(token_count, wanted.lengths.split(","))))
     settings = prefill_settings(wanted.prefill)

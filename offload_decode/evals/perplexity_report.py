@@ -12,8 +12,8 @@ import numpy.typing as npt
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.perplexity import NLL, UNIGRAM
-from offload_decode.evals.resampling import Estimate, block_mean
 from offload_decode.evals.results import Record, Results
+from offload_decode.evals.stats import Estimate, block_mean
 
 BLOCK = 32
 """Tokens in a row that are taken as one when an interval is computed: neighbours are not independent."""

@@ -20,11 +20,10 @@ import numpy.typing as npt
 from offload_decode.errors import ConfigError
 from offload_decode.evals.concentration import SHARES
 from offload_decode.evals.contender import DENSE
-from offload_decode.evals.correlation import pearson, spearman
 from offload_decode.evals.records import Asked, Said, questions_and_answers
-from offload_decode.evals.resampling import Estimate, resampled
 from offload_decode.evals.results import Record, Results
 from offload_decode.evals.sparsity import ANSWERING, SPARSITY
+from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
 
 Array = npt.NDArray[np.float64]
 KeyT = TypeVar("KeyT")
@@ -163,8 +162,9 @@ def _questions(number: int) -> str:
 
 
 def _prediction(name: str, over: str, pairs: Array) -> Prediction:
-    rank = resampled(lambda rows: spearman(rows[:, 0], rows[:, 1]), pairs)
-    return Prediction(name, over, len(pairs), rank, pearson(pairs[:, 0], pairs[:, 1]))
+    first, second = pairs[:, 0], pairs[:, 1]
+    rank = bootstrapped(spearman, first, second)
+    return Prediction(name, over, len(pairs), rank, pearson(first, second))
 
 
 def _log_needed(question: Question) -> float:

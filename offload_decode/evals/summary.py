@@ -9,18 +9,19 @@ from statistics import fmean, median
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE
-from offload_decode.evals.intervals import (
+from offload_decode.evals.records import GUESSES, Asked, Said, questions_and_answers
+from offload_decode.evals.results import Results
+from offload_decode.evals.stats import (
     CONFIDENCE,
     Difference,
     Share,
+    exceeding,
+    larger,
     mean_of,
     paired_difference,
     wilson,
     wilson_of,
 )
-from offload_decode.evals.records import GUESSES, Asked, Said, questions_and_answers
-from offload_decode.evals.results import Results
-from offload_decode.evals.significance import exceeding, larger
 
 TRUSTED = 0.9
 """Where dense attention itself scores less, a ratio to it is not given: it would divide noise by noise."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from offload_decode.evals.intervals import Share
 from offload_decode.evals.lengths import label
+from offload_decode.evals.stats import Share
 from offload_decode.evals.summary import Cell, Headline, Summary
 
 HEADING = [
@@ -19,16 +19,6 @@ HEADING = [
     "of dense",
     "",
 ]
-
-
-def headline_rows(summary: Summary) -> list[list[str]]:
-    """Of every length and way, the worst task and the mean over tasks."""
-    rows = [["accuracy in %", "tokens", "worst", "95 %", "its task", "mean", "95 %"]]
-    for head in summary.headlines():
-        worst, mean = head.worst.score, head.mean
-        shown = [label(head.length), percent(worst.mean), interval(worst), head.worst.task]
-        rows.append([head.way, *shown, percent(mean.mean), interval(mean)])
-    return rows
 
 
 def rows(summary: Summary) -> list[list[str]]:

@@ -14,7 +14,7 @@ from cli.counts import token_count
 from cli.eval.running import contenders_of, tasks_named
 from offload_decode.evals import results, tasks
 from offload_decode.evals.contender import DENSE
-from offload_decode.evals.intervals import Share
+from offload_decode.evals.stats import Share
 from offload_decode.evals.summary import Summary, summarize
 from tests.evals.made_up import write_run
 

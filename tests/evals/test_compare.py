@@ -13,7 +13,7 @@ import pytest
 from offload_decode.errors import ConfigError
 from offload_decode.evals import results
 from offload_decode.evals.compare import Comparison, compare, sentence
-from offload_decode.evals.significance import holm, paired, unpaired
+from offload_decode.evals.stats import holm, paired, unpaired
 from tests.evals.made_up import MADE_WITH, WAYS, write_run
 
 

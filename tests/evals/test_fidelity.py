@@ -343,7 +343,7 @@ def test_one_that_fails_leaves_the_others(
 
 def test_a_picture_is_drawn(report: FidelityReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = pytest.importorskip("matplotlib.figure")
-    from offload_decode.evals.fidelity_plot import save_png
+    from offload_decode.evals.plots import save_fidelity
 
     drawn = []
     original = figure.Figure.savefig
@@ -352,7 +352,7 @@ def test_a_picture_is_drawn(report: FidelityReport, tmp_path: Path, monkeypatch:
         "savefig",
         lambda self, *given, **named: (drawn.append(self), original(self, *given, **named))[1],
     )
-    save_png(report, tmp_path / "fidelity.png")
+    save_fidelity(report, tmp_path / "fidelity.png")
     assert (tmp_path / "fidelity.png").read_bytes().startswith(b"\x89PNG")
     (legend,) = drawn[0].legends
     assert [text.get_text() for text in legend.get_texts()] == ["oracle", "topk", "random", "streaming"]

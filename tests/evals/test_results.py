@@ -11,9 +11,9 @@ import pytest
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals import results, runs
-from offload_decode.evals.intervals import wilson
 from offload_decode.evals.results import Header, Record
 from offload_decode.evals.runs import Unit
+from offload_decode.evals.stats import wilson
 
 FIRST = (
     '{"record": "run", "format": 1, "evaluation": "x", "configuration": {}, "made_with": {}, "units": 1, '

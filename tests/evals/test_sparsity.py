@@ -16,14 +16,13 @@ from offload_decode.evals import answering, concentration, runs, tasks
 from offload_decode.evals.answering import AnswerPlan
 from offload_decode.evals.concentration import SHARES
 from offload_decode.evals.contender import Contender
-from offload_decode.evals.correlation import pearson, ranks, spearman
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.live_queries import run_dense
-from offload_decode.evals.resampling import FEWEST, block_mean, resampled
 from offload_decode.evals.results import Results
 from offload_decode.evals.side_by_side import WayAnswer
 from offload_decode.evals.sparsity import SPARSITY, Sparsity, listen
 from offload_decode.evals.sparsity_report import LENGTH, predictions, questions, sparse_by
+from offload_decode.evals.stats import FEWEST, block_mean, bootstrapped, pearson, spearman
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.store.memory import MemoryStore
@@ -196,9 +195,7 @@ def test_budgets_that_do_by_chance_do_not_count_and_wrong_dense_answers_tell_not
     assert predictions(questions(changed({"dense": 0.0}))) == []
 
 
-def test_ranks_and_correlations() -> None:
-    assert ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
-    # As scipy.stats.spearmanr and pearsonr have them.
+def test_correlations() -> None:
     one, other = np.array([1.0, 2.0, 2.0, 4.0, 9.0]), np.array([2.0, 1.0, 3.0, 3.0, 30.0])
     assert spearman(one, other) == pytest.approx(0.763158, abs=1e-6)
     assert pearson(one, other) == pytest.approx(0.949457, abs=1e-6)
@@ -225,12 +222,12 @@ def test_an_interval_is_wider_where_neighbours_are_alike() -> None:
 
 def test_too_little_has_no_interval() -> None:
     assert block_mean([np.arange(32.0 * (FEWEST - 1))], 32).low is None
-    assert resampled(lambda rows: float(rows.mean()), np.arange(FEWEST - 1.0)).low is None
+    assert bootstrapped(np.mean, np.arange(FEWEST - 1.0)).low is None
     # A single row makes all the difference, and a third of the draws is without it.
-    one = np.column_stack([np.arange(14.0), np.arange(14) == 13])
-    alone = resampled(lambda rows: spearman(rows[:, 0], rows[:, 1]), one)
+    one = np.arange(14.0), (np.arange(14) == 13).astype(np.float64)
+    alone = bootstrapped(spearman, *one)
     assert alone.value > 0
     assert alone.low is None
-    same = resampled(lambda rows: spearman(rows[:, 0], rows[:, 1]), np.ones((20, 2)))
+    same = bootstrapped(spearman, np.ones(20), np.ones(20))
     assert math.isnan(same.value)
     assert same.low is None
