@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload_decode.evals import results
+from offload_decode.evals.runs import read
 from offload_decode.evals.stats import Share
 from offload_decode.evals.summary import Summary, summarize
 
@@ -44,7 +44,7 @@ def run_all(runs: Sequence[Run], model: str, folder: Path) -> dict[str, Summary]
         done = subprocess.run([str(Path(sys.executable).with_name("offload-decode")), *command], stdout=2)
         if done.returncode:
             raise SystemExit(f"that run failed with exit code {done.returncode}; the others are kept")
-        found[run.name] = summarize(results.read(folder / f"{run.name}.jsonl"))
+        found[run.name] = summarize(read(folder / f"{run.name}.jsonl"))
     return found
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from cli.counts import token_count
-from cli.eval.running import contenders_of, show
-from cli.eval.stores import PrefilledStores
+from cli.eval.run import PrefilledStores, contenders_of, show
 from cli.progress import Progress
 from offload_decode.errors import ConfigError
 from offload_decode.evals.answering import Answering, AnswerPlan

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.evals.haystack import Haystack, python_topics
-from offload_decode.evals.live_queries import Call, run_dense
+from offload_decode.evals.recorded_queries import Call, run_dense
 from offload_decode.evals.tasks.common_words import CommonWords
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, load

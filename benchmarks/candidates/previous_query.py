@@ -19,7 +19,7 @@ from torch.nn.functional import cosine_similarity
 
 from benchmarks.tables import table
 from offload_decode.engine.engine import Engine
-from offload_decode.evals.live_queries import Call, run_dense
+from offload_decode.evals.recorded_queries import Call, run_dense
 from offload_decode.kv.host import HostKV
 
 QUESTION = "What is this text about?"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import output
-from cli.eval.asked import read_contenders
+from cli.eval.run import read_contenders
 from cli.failures import FAILURE
 from cli.options import Device, Json, Model, Quiet, Store, question_from
 from cli.progress import Progress
@@ -19,7 +19,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import Contender
 
 if TYPE_CHECKING:
-    from offload_decode.evals.fidelity_report import Entry, FidelityReport
+    from offload_decode.evals.fidelity import Entry, FidelityReport
 
 RESULT, PICTURE = "fidelity.json", "fidelity.png"
 _QUESTION = "What is this text about?"
@@ -100,8 +100,7 @@ def fidelity(
     from indexes import durable
     from offload_decode.engine.engine import Engine
     from offload_decode.evals.extra import PICTURES, require
-    from offload_decode.evals.fidelity import check, measure
-    from offload_decode.evals.fidelity_report import FidelityPlan
+    from offload_decode.evals.fidelity import FidelityPlan, check, measure
     from offload_decode.evals.plots import save_fidelity
     from offload_decode.store.reader import KVStore
 

@@ -11,8 +11,7 @@ import typer
 
 from cli import output
 from cli.counts import token_count
-from cli.eval.asked import checked_selector, index_of, read_haystack
-from cli.eval.running import EvalModel
+from cli.eval.run import EvalModel, PrefilledStores, checked_selector, index_of, read_haystack
 from cli.options import Device, Json, Options, Quiet, Selector
 from cli.progress import Progress
 from offload_decode.config import split_pairs
@@ -76,7 +75,6 @@ def needle(
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
     from cli.compiling import tell_of_compiling
-    from cli.eval.stores import PrefilledStores
     from indexes import durable
     from offload_decode.evals.extra import PICTURES, STATISTICS, require
     from offload_decode.evals.needle_grid import GridPlan, measure

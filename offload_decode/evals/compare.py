@@ -8,8 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals.records import QUESTION, Asked
-from offload_decode.evals.results import Results
+from offload_decode.evals.runs import QUESTION, Asked, Results
 from offload_decode.evals.stats import (
     CONFIDENCE,
     Difference,

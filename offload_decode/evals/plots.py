@@ -22,7 +22,7 @@ from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel
 from offload_decode.evals.stats import Share
 
 if TYPE_CHECKING:
-    from offload_decode.evals.fidelity_report import Entry, FidelityReport
+    from offload_decode.evals.fidelity import Entry, FidelityReport
 
 _INK, _FAINT, _GRID, _CHANCE = "#22302f", "#66736f", "#e4e8e7", "#9d2b22"
 _LOW, _MIDDLE, _HIGH = "#f4ece4", "#7fb8ad", "#0f5c5c"

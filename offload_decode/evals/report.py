@@ -21,18 +21,16 @@ from typing import Any
 
 from indexes.plain_files import NotPlain, open_plain
 from offload_decode.errors import ConfigError
-from offload_decode.evals import plots, results
+from offload_decode.evals import plots, runs
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.extra import REPORT, library, require
 from offload_decode.evals.lengths import label
-from offload_decode.evals.perplexity import NLL
-from offload_decode.evals.perplexity_report import Likelihood, at_chance, curve, likelihoods
+from offload_decode.evals.perplexity import NLL, Likelihood, at_chance, curve, likelihoods
 from offload_decode.evals.plots import Line, Point
-from offload_decode.evals.records import ANSWER, Asked, Said, questions_and_answers
-from offload_decode.evals.results import Results
-from offload_decode.evals.sparsity import SPARSITY
-from offload_decode.evals.sparsity_report import (
+from offload_decode.evals.runs import ANSWER, Asked, Results, Said, questions_and_answers
+from offload_decode.evals.sparsity import (
     NAMES,
+    SPARSITY,
     entropy_by_head,
     left_out,
     predictions,
@@ -40,8 +38,7 @@ from offload_decode.evals.sparsity_report import (
     sparse_by,
 )
 from offload_decode.evals.stats import Estimate, Share, wilson
-from offload_decode.evals.summary import Cell, Summary, budget_of, summarize, without_budget
-from offload_decode.evals.summary_table import percent
+from offload_decode.evals.summary import Cell, Summary, budget_of, percent, summarize, without_budget
 from offload_decode.evals.verdict import at_chance as tasks_at_chance
 from offload_decode.evals.verdict import of_needles, verdict
 from offload_decode.plain_json import parse
@@ -127,7 +124,7 @@ def read(path: Path) -> Results | Mapping[str, Any]:
     try:
         with open(open_plain(path, follow=True), "rb") as file:
             if b'"record"' in file.readline(64) or os.fstat(file.fileno()).st_size > MOST:
-                return results.read(path)
+                return runs.read(path)
             file.seek(0)
             value = parse(file.read(MOST))
     except FileNotFoundError as error:
@@ -467,7 +464,7 @@ def _needles(found: Mapping[str, Any]) -> tuple[str, list[str], list[Part]]:
             if not 0 <= score <= 1:
                 raise ValueError(f"a score of {score}")
             scores.setdefault((panel, int(cell["length"]), float(cell["depth"])), []).append(score)
-    lengths, depths = (sorted({key[part] for key in scores}) for part in (1, 2))
+    lengths, depths = sorted({key[1] for key in scores}), sorted({key[2] for key in scores})
     options = [f"{name} {value}" for name, value in configuration.get("options", {}).items()]
     every: dict[str, list[float]] = {}
     grids = []

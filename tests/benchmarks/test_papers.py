@@ -11,8 +11,8 @@ import pytest
 from benchmarks import aims, evaluated, papers
 from benchmarks.evaluated import Run
 from cli.counts import token_count
-from cli.eval.running import contenders_of, tasks_named
-from offload_decode.evals import results, tasks
+from cli.eval.run import contenders_of, tasks_named
+from offload_decode.evals import runs, tasks
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.stats import Share
 from offload_decode.evals.summary import Summary, summarize
@@ -51,7 +51,7 @@ def test_questions_are_shared_among_texts_where_they_hide_in_prose() -> None:
 
 
 def made_up(path: Path, *args: Any, **kwargs: Any) -> Summary:
-    return summarize(results.read(write_run(path, *args, **kwargs)))
+    return summarize(runs.read(write_run(path, *args, **kwargs)))
 
 
 def test_an_aim_is_judged_by_all_texts_together(tmp_path: Path) -> None:

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from cli.eval.stores import PrefilledStores
+from cli.eval.run import PrefilledStores
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import answering, tasks
 from offload_decode.evals.answering import Answering, AnswerPlan
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.records import Said, questions_and_answers
-from offload_decode.evals.results import Results
-from offload_decode.evals.runs import run
+from offload_decode.evals.runs import Results, Said, questions_and_answers, run
 from offload_decode.evals.side_by_side import WayAnswer, reply
 from offload_decode.models.loading import LoadedModel, wrap
 from prefill_jobs.job import Settings

@@ -14,12 +14,20 @@ from offload_decode.attention.queries import Queries
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
-from offload_decode.evals.agreement import agreement, divergence, forced
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.exact import MEASURES, Exact
-from offload_decode.evals.fidelity import Source, check, measure
-from offload_decode.evals.fidelity_report import FidelityPlan, FidelityReport, summarize
-from offload_decode.evals.live_queries import DenseRun, Replay, run_dense, sampled_calls
+from offload_decode.evals.fidelity import (
+    FidelityPlan,
+    FidelityReport,
+    Source,
+    agreement,
+    check,
+    divergence,
+    forced,
+    measure,
+    summarize,
+)
+from offload_decode.evals.recorded_queries import DenseRun, Replay, run_dense, sampled_calls
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, wrap

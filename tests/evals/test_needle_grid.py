@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli.eval.stores import PrefilledStores
+from cli.eval.run import PrefilledStores
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import needle_grid

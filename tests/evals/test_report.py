@@ -18,11 +18,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, sync_playwright
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals import results
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText
 from offload_decode.evals.plots import Line, Point, lines_svg, shares_svg
 from offload_decode.evals.report import cut, page
-from offload_decode.evals.sparsity_report import entropy_by_head
+from offload_decode.evals.runs import read as read_run
+from offload_decode.evals.sparsity import entropy_by_head
 from offload_decode.evals.stats import Share
 from tests.evals.made_up import MADE_WITH, WAYS, budget, write_likelihoods, write_run, write_sparsity
 from tests.server.http.test_page import CHROMIUM, FLAGS
@@ -204,7 +204,7 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
     layers = drawn_in(read.of("img")[captions.index("Keys by layer")]["src"])
     assert [text for text in texts(layers) if text in "123456"] == ["2", "4"], "the layers that there are"
     assert "nothing to foretell" not in read.text
-    entropies = entropy_by_head(results.read(runs[2]))
+    entropies = entropy_by_head(read_run(runs[2]))
     assert {layer for _, layer in entropies} == {2, 4}
     for heads in entropies.values():
         assert "".join(f"{nats:.2f}" for nats in heads) in read.text.replace("\n", "")
