@@ -34,7 +34,7 @@ def report(
         raise ConfigError(f"{out} exists already: choose another --out, or say --force")
 
     from indexes import durable
-    from offload_decode.evals.report import page
+    from offload_decode.evals.report.page import page
 
     text = page(runs)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -123,14 +123,12 @@ def test_a_run_that_was_killed_goes_on_and_is_the_same_as_one_that_was_not(
 def test_stores_that_are_kept_are_used_again(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Results, kept: Path
 ) -> None:
-    from cli.eval import stores
-
     monkeypatch.setattr(answering, "reply", looked_up)
 
     def none(*_: Any, **__: Any) -> None:
         raise AssertionError("it was prefilled again")
 
-    monkeypatch.setattr(stores, "prefill_texts", none)
+    monkeypatch.setattr("prefill_jobs.job.prefill_texts", none)
     assert run(evaluation(loaded, keep=kept), loaded, tmp_path / "second.jsonl").records == read.records
 
 

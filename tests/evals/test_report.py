@@ -20,7 +20,8 @@ from playwright.sync_api import Browser, sync_playwright
 from offload_decode.errors import ConfigError
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText
 from offload_decode.evals.plots import Line, Point, lines_svg, shares_svg
-from offload_decode.evals.report import cut, page
+from offload_decode.evals.report.blocks import cut
+from offload_decode.evals.report.page import page
 from offload_decode.evals.runs import read as read_run
 from offload_decode.evals.sparsity import entropy_by_head
 from offload_decode.evals.stats import Share

@@ -1,0 +1,176 @@
+"""Runs as one HTML page that needs nothing from elsewhere: what is shown, for `report.html.jinja` to lay out.
+
+A part of the page is a title with blocks: notes, tables, figures, examples, pairs of names and values. All
+text is escaped by the template, and what cannot be seen in it is spelled out: models may have written it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from indexes.plain_files import NotPlain, open_plain
+from offload_decode.errors import ConfigError
+from offload_decode.evals import plots, runs
+from offload_decode.evals.extra import REPORT, library, require
+from offload_decode.evals.perplexity import NLL, at_chance, likelihoods
+from offload_decode.evals.report.answers import answered, headline
+from offload_decode.evals.report.blocks import (
+    Block,
+    Part,
+    pairs,
+)
+from offload_decode.evals.report.measures import entropy, fidelity, keys, likelihood, needles
+from offload_decode.evals.runs import ANSWER, Results, questions_and_answers
+from offload_decode.evals.sparsity import (
+    SPARSITY,
+)
+from offload_decode.evals.summary import summarize
+from offload_decode.evals.verdict import at_chance as tasks_at_chance
+from offload_decode.evals.verdict import verdict
+from offload_decode.plain_json import parse
+
+MOST = 256 << 20
+"""Bytes of a file that is one JSON value."""
+_TITLES = {
+    "ruler": "RULER",
+    "aggregate": "Tasks that need much of a text",
+    "passkey": "Passkeys",
+    "ablation": "Options of a selector",
+    "perplexity": "Perplexity",
+    "sparsity": "Sparsity",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is shown of a file: `warnings` first, then the `opening` blocks, then titled parts."""
+
+    title: str
+    model: str
+    lead: str
+    file: str
+    warnings: Sequence[str]
+    grave: bool
+    opening: Sequence[Block]
+    parts: Sequence[Part]
+
+
+def page(paths: Sequence[Path]) -> str:
+    """The page of one run or several, in their order. Raises `ConfigError` for a file that holds none, and
+    where the extra `eval` is missing.
+    """
+    require(*REPORT)
+    runs = [_run(path) for path in paths]
+    jinja, folder = library("jinja2"), files(__package__)
+    markup = library("markupsafe").Markup
+
+    def finalize(value: Any) -> Any:
+        return plots.visible(value) if isinstance(value, str) and not isinstance(value, markup) else value
+
+    def breakable(way: str) -> Any:
+        pieces = plots.visible(way).replace(":", ":\0").replace(",", ",\0").split("\0")
+        return markup("<wbr>").join(pieces)
+
+    environment = jinja.Environment(autoescape=True, finalize=finalize, undefined=jinja.StrictUndefined)
+    environment.filters["breakable"] = breakable
+    template = environment.from_string(folder.joinpath("page.html.jinja").read_text(encoding="utf-8"))
+    style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    text: str = template.render(
+        title=f"Evaluation of {', '.join(dict.fromkeys(Path(run.model).name or run.model for run in runs))}",
+        runs=runs,
+        style=markup(style),
+        digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+    )
+    return text
+
+
+def read(path: Path) -> Results | Mapping[str, Any]:
+    """A run, or the object in a `needle.json` or `fidelity.json`. Raises `ConfigError` for anything else."""
+    try:
+        with open(open_plain(path, follow=True), "rb") as file:
+            if b'"record"' in file.readline(64) or os.fstat(file.fileno()).st_size > MOST:
+                return runs.read(path)
+            file.seek(0)
+            value = parse(file.read(MOST))
+    except FileNotFoundError as error:
+        raise ConfigError(f"there are no results at {path}: run `offload-decode eval` first") from error
+    except NotPlain as error:
+        raise ConfigError(f"there are no results at {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no file of an evaluation: {error}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("configuration"), dict):
+        raise ConfigError(f"{path} is no file of an evaluation: it does not say what was measured")
+    return value
+
+
+def _run(path: Path) -> Run:
+    found = read(path)
+    if isinstance(found, Results):
+        return _of_results(path, found)
+    configuration = found["configuration"]
+    shown = {"cells": needles, "entries": fidelity}
+    name = next((name for name in shown if name in found), None)
+    if name is None:
+        raise ConfigError(f"{path} is no file of an evaluation: it has neither cells nor entries")
+    try:
+        title, warnings, parts = shown[name](found)
+    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+        file = "needle.json" if name == "cells" else "fidelity.json"
+        raise ConfigError(
+            f"this is no {file} of this release: its {name} are not whole ({error!r:.80})"
+        ) from error
+    parts.append(("Measured with", [pairs(configuration, {"file": path.name})]))
+    model = str(configuration.get("model", "?"))
+    return Run(title, model, _lead(configuration, model, path), path.name, warnings, True, [], parts)
+
+
+def _of_results(path: Path, found: Results) -> Run:
+    header = found.header
+    warnings: list[str] = []
+    opening: list[Block] = []
+    parts: list[Part] = []
+    grave = True
+    if found.of(ANSWER):
+        summary = summarize(found)
+        warnings, grave = verdict(summary), len(tasks_at_chance(summary)) == len(summary.tasks)
+        opening = headline(summary)
+        parts += answered(list(questions_and_answers(found)), summary)
+    if found.of(SPARSITY):
+        parts = [
+            ("Keys that hold the attention", keys(found)),
+            ("Does entropy foretell the budget?", entropy(found)),
+            *parts,
+        ]
+    if found.of(NLL):
+        lines = likelihoods(found)
+        if not opening:
+            warnings = at_chance(lines)
+        parts += likelihood(found, lines)
+    if not parts:
+        raise ConfigError(f"{path} holds nothing that could be shown yet: let a part of the run finish first")
+    model = str(header.made_with.get("model", "?"))
+    about = {
+        "evaluation": header.evaluation,
+        "started": header.started,
+        "finished": f"{len(found.finished):,} of {header.units:,} parts",
+        "file": path.name,
+    }
+    parts.append(("Measured with", [pairs(about, header.made_with, header.configuration)]))
+    title = _TITLES.get(header.evaluation, header.evaluation)
+    lead = _lead(header.made_with, model, path)
+    return Run(title, model, lead, path.name, warnings, grave, opening, parts)
+
+
+def _lead(made_with: Mapping[str, Any], model: str, path: Path) -> str:
+    return ", ".join(
+        [model, *(str(made_with[key]) for key in ("dtype", "device") if key in made_with), path.name]
+    )
