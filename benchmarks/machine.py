@@ -20,7 +20,7 @@ import numpy.typing as npt
 from numba import njit
 
 from indexes.rows.prefetch import prefetch_row
-from offload_decode.evals.processor import cpu_name
+from offload_decode.evals.made_with import cpu_name
 from offload_decode.memory import total_memory
 
 BYTES = 512 << 20  # far beyond the caches

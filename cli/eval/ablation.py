@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli.eval.asked import checked_selector
-from cli.eval.running import (
-    Begin,
-    EvalModel,
-    Lengths,
-    Limit,
-    Out,
-    PrefillMethod,
-    Seeds,
-    Stores,
-    Tasks,
-    Text,
-    Wanted,
-    ask_all,
-    tasks_named,
-)
-from cli.options import Device, Json, Quiet, Selector
+from cli.eval.run import Group, Lengths, Limit, Tasks, Text, ask_all, checked_selector, tasks_named
+from cli.groups import with_groups
+from cli.options import Selector
 from offload_decode.config import split_pairs
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import Contender
@@ -34,7 +19,9 @@ _BUDGET = "64"
 _MOST = 256  # combinations: more are a slip of the pen
 
 
+@with_groups
 def ablation(
+    *,
     selector: Selector = "topk",
     option: Annotated[
         list[str] | None,
@@ -47,19 +34,11 @@ def ablation(
             show_default=False,
         ),
     ] = None,
-    model: EvalModel = "demo",
     text: Text = None,
     tasks: Tasks = None,
     lengths: Lengths = "4K",
     limit: Limit = 20,
-    seeds: Seeds = "0",
-    prefill: PrefillMethod = "dense",
-    stores: Stores = None,
-    begin: Begin = True,
-    out: Out = None,
-    device: Device = "auto",
-    as_json: Json = False,
-    quiet: Quiet = False,
+    how: Group,
 ) -> None:
     """Try a selector's options in a grid.
 
@@ -69,24 +48,7 @@ def ablation(
 
     contenders = _grid(selector, option or [])
     chosen = [known.get(name) for name in tasks_named(tasks, known.names())]
-    wanted = Wanted(
-        "ablation",
-        tasks,
-        model,
-        text,
-        lengths,
-        contenders,
-        limit,
-        seeds,
-        prefill,
-        stores,
-        begin,
-        out or Path("ablation.jsonl"),
-        device,
-        as_json,
-        quiet,
-    )
-    ask_all(wanted, chosen)
+    ask_all("ablation", chosen, how, lengths, contenders, limit, text, tasks is not None)
 
 
 def _grid(selector: str, option: Sequence[str]) -> tuple[Contender, ...]:

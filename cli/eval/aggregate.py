@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from cli.eval.running import (
-    Begin,
-    Budgets,
-    CommonOptions,
-    EvalModel,
-    Lengths,
-    Limit,
-    Out,
-    PrefillMethod,
-    Seeds,
-    Selectors,
-    Stores,
-    Tasks,
-    Text,
-    Wanted,
-    ask_all,
-    contenders_of,
-    tasks_named,
-)
-from cli.options import Device, Json, Quiet
+from cli.eval.run import Contenders, Group, Lengths, Limit, Tasks, Text, ask_all, tasks_named
+from cli.groups import with_groups
 
 
+@with_groups
 def aggregate(
-    model: EvalModel = "demo",
+    *,
     text: Text = None,
     lengths: Lengths = "4K,16K",
     tasks: Tasks = None,
-    selector: Selectors = None,
-    budgets: Budgets = "64,256,1024",
-    option: CommonOptions = None,
+    contenders: Contenders,
     limit: Limit = 20,
-    seeds: Seeds = "0",
-    prefill: PrefillMethod = "dense",
-    stores: Stores = None,
-    begin: Begin = True,
-    out: Out = None,
-    device: Device = "auto",
-    as_json: Json = False,
-    quiet: Quiet = False,
+    how: Group,
 ) -> None:
     """Ask for what no small part of a text can tell.
 
@@ -52,21 +26,4 @@ def aggregate(
     from offload_decode.evals.tasks.aggregate import SUITE
 
     chosen = [known.get(name) for name in tasks_named(tasks, SUITE)]
-    wanted = Wanted(
-        "aggregate",
-        tasks,
-        model,
-        text,
-        lengths,
-        contenders_of(selector, budgets, option),
-        limit,
-        seeds,
-        prefill,
-        stores,
-        begin,
-        out,
-        device,
-        as_json,
-        quiet,
-    )
-    ask_all(wanted, chosen)
+    ask_all("aggregate", chosen, how, lengths, contenders, limit, text, tasks is not None)

@@ -28,10 +28,10 @@ def compare(
     groups. The p-values are corrected for all cells. The means over all tasks stand first; there p-values are
     of texts, and are corrected for these means alone.
     """
-    from offload_decode.evals import results
+    from offload_decode.evals import runs
     from offload_decode.evals.compare import compare, sentence
 
-    found = compare(results.read(first), results.read(second))
+    found = compare(runs.read(first), runs.read(second))
     if as_json:
         output.answer_json(_plain(found) | {"verdict": sentence(found)})
         return

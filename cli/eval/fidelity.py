@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import output
-from cli.eval.asked import read_contenders
+from cli.eval.run import read_contenders
 from cli.failures import FAILURE
 from cli.options import Device, Json, Model, Quiet, Store, question_from
 from cli.progress import Progress
@@ -19,7 +19,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import Contender
 
 if TYPE_CHECKING:
-    from offload_decode.evals.fidelity_report import Entry, FidelityReport
+    from offload_decode.evals.fidelity import Entry, FidelityReport
 
 RESULT, PICTURE = "fidelity.json", "fidelity.png"
 _QUESTION = "What is this text about?"
@@ -99,13 +99,12 @@ def fidelity(
     from cli.faults import end_with_a_sentence
     from indexes import durable
     from offload_decode.engine.engine import Engine
-    from offload_decode.evals.fidelity import check, measure
-    from offload_decode.evals.fidelity_plot import save_png
-    from offload_decode.evals.fidelity_report import FidelityPlan
-    from offload_decode.evals.plot import check_matplotlib
+    from offload_decode.evals.extra import PICTURES, require
+    from offload_decode.evals.fidelity import FidelityPlan, check, measure
+    from offload_decode.evals.plots import save_fidelity
     from offload_decode.store.reader import KVStore
 
-    check_matplotlib()
+    require(*PICTURES)
     plan = FidelityPlan(_contenders(selector or []), amounts, questions, tokens, common)
     tell_of_compiling()
     end_with_a_sentence()
@@ -117,7 +116,7 @@ def fidelity(
         report = measure(loaded, opened, plan, lambda done, total: progress("fidelity", done, total))
     result = report.to_json()
     durable.write(out / RESULT, json.dumps(result).encode())
-    save_png(report, out / PICTURE)
+    save_fidelity(report, out / PICTURE)
     if as_json:
         output.answer_json(result)
     else:

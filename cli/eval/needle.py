@@ -11,8 +11,7 @@ import typer
 
 from cli import output
 from cli.counts import token_count
-from cli.eval.asked import checked_selector, index_of, read_haystack
-from cli.eval.running import EvalModel
+from cli.eval.run import EvalModel, PrefilledStores, checked_selector, index_of, read_haystack
 from cli.options import Device, Json, Options, Quiet, Selector
 from cli.progress import Progress
 from offload_decode.config import split_pairs
@@ -76,15 +75,15 @@ def needle(
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
     from cli.compiling import tell_of_compiling
-    from cli.eval.stores import PrefilledStores
     from indexes import durable
+    from offload_decode.evals.extra import PICTURES, STATISTICS, require
     from offload_decode.evals.needle_grid import GridPlan, measure
-    from offload_decode.evals.plot import check_matplotlib, save_png
+    from offload_decode.evals.plots import save_needles
     from offload_decode.models.loading import load
     from offload_decode.selection.budgets import Budget
     from prefill_jobs.job import Settings
 
-    check_matplotlib()
+    require(*PICTURES, *STATISTICS)
     tell_of_compiling()
     haystack = read_haystack(text)
     chosen = checked_selector(selector, options)
@@ -104,7 +103,7 @@ def needle(
             lambda done, total: progress("prefill", done, total),
         )
     durable.write(out / RESULT, json.dumps(grid.to_json(), indent=1).encode())
-    save_png(grid, out / PICTURE)
+    save_needles(grid, out / PICTURE)
     if as_json:
         output.answer_json(grid.to_json())
     else:

@@ -10,32 +10,34 @@ import typer
 
 from cli import output
 from cli.counts import token_count
-from cli.eval.asked import index_of, read_haystack
-from cli.eval.running import (
-    Budgets,
-    CommonOptions,
+from cli.eval.run import (
+    Contenders,
     EvalModel,
     Out,
+    PrefilledStores,
     PrefillMethod,
-    Selectors,
-    contenders_of,
+    index_kinds,
     prefill_settings,
+    read_haystack,
     rehearse,
     show,
 )
+from cli.groups import with_groups
 from cli.options import Device, Json, Quiet
 from cli.progress import Progress
 from offload_decode import demo_models
 
 if TYPE_CHECKING:
-    from offload_decode.evals.resampling import Estimate
-    from offload_decode.evals.results import Results
+    from offload_decode.evals.runs import Results
+    from offload_decode.evals.stats import Estimate
 
 _DEMO = "a demo model finds facts and knows no language: its perplexity says nothing of another model's"
 _POINTS = 16  # lines of the table by position
 
 
+@with_groups
 def perplexity(
+    *,
     model: EvalModel = "demo",
     text: Annotated[
         str | None,
@@ -67,9 +69,7 @@ def perplexity(
             min=2,
         ),
     ] = 256,
-    selector: Selectors = None,
-    budgets: Budgets = "64,256,1024",
-    option: CommonOptions = None,
+    contenders: Contenders,
     windows: Annotated[
         str,
         typer.Option(
@@ -101,8 +101,8 @@ def perplexity(
     NLL that is than with dense attention, with a 95 % interval over blocks of 32 tokens.
     """
     from cli.compiling import tell_of_compiling
-    from cli.eval.stores import PrefilledStores
     from offload_decode.errors import ConfigError
+    from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.perplexity import Perplexity, PerplexityPlan
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
@@ -111,8 +111,8 @@ def perplexity(
     counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
     if sliding and len(counts) > 1:
         raise ConfigError("with --sliding, --lengths is one number, the length of the whole text")
+    require(*STATISTICS)
     tell_of_compiling()
-    contenders = contenders_of(selector, budgets, option)
     settings = prefill_settings(prefill)
     haystack = read_haystack(text)
     plan = PerplexityPlan(
@@ -125,7 +125,7 @@ def perplexity(
         sliding,
         {"method": settings.method, **settings.options},
     )
-    kinds = sorted({kind for way in contenders if (kind := index_of(way.options)) is not None})
+    kinds = index_kinds(contenders)
     loaded = load(model, device)
     with (
         TemporaryDirectory(prefix="offload-decode-eval-") as folder,
@@ -148,7 +148,7 @@ def perplexity(
 def _text(results: Results) -> str:
     """The table of all ways, what share is the tail's, and in the sliding fashion NLL by position."""
     from offload_decode.evals.contender import DENSE
-    from offload_decode.evals.perplexity_report import at_chance, likelihoods
+    from offload_decode.evals.perplexity import at_chance, likelihoods
 
     rows = [["way", "stored", "NLL", "perplexity", "more than dense", "interval", "attended", "tokens"]]
     notes = []
@@ -179,7 +179,7 @@ def _text(results: Results) -> str:
 
 def _curve(results: Results) -> list[list[str]]:
     """Positions down, ways across: the mean NLL there."""
-    from offload_decode.evals.perplexity_report import curve
+    from offload_decode.evals.perplexity import curve
 
     points = curve(results, _POINTS)
     ways = list(dict.fromkeys(point.way for point in points))

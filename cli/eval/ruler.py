@@ -7,40 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.eval.running import (
-    Begin,
-    Budgets,
-    CommonOptions,
-    EvalModel,
-    Lengths,
-    Limit,
-    Out,
-    PrefillMethod,
-    Seeds,
-    Selectors,
-    Stores,
-    Tasks,
-    Text,
-    Wanted,
-    ask_all,
-    contenders_of,
-    tasks_named,
-)
-from cli.options import Device, Json, Quiet
+from cli.eval.run import Contenders, Group, Lengths, Limit, Tasks, Text, ask_all, tasks_named
+from cli.groups import with_groups
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.evals.tasks import Task
 
 
+@with_groups
 def ruler(
-    model: EvalModel = "demo",
+    *,
     text: Text = None,
     lengths: Lengths = "4K,16K",
     tasks: Tasks = None,
-    selector: Selectors = None,
-    budgets: Budgets = "64,256,1024",
-    option: CommonOptions = None,
+    contenders: Contenders,
     qa: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,14 +33,7 @@ def ruler(
         ),
     ] = None,
     limit: Limit = 20,
-    seeds: Seeds = "0",
-    prefill: PrefillMethod = "dense",
-    stores: Stores = None,
-    begin: Begin = True,
-    out: Out = None,
-    device: Device = "auto",
-    as_json: Json = False,
-    quiet: Quiet = False,
+    how: Group,
 ) -> None:
     """Ask RULER's thirteen tasks.
 
@@ -75,24 +49,7 @@ def ruler(
     if left_out := [name for name in own if name not in names]:
         raise ConfigError(f"a file of --qa is for {left_out[0]}: add that to --tasks, or leave the file out")
     chosen = [own.get(name) or known.get(name) for name in names]
-    wanted = Wanted(
-        "ruler",
-        tasks,
-        model,
-        text,
-        lengths,
-        contenders_of(selector, budgets, option),
-        limit,
-        seeds,
-        prefill,
-        stores,
-        begin,
-        out,
-        device,
-        as_json,
-        quiet,
-    )
-    ask_all(wanted, chosen)
+    ask_all("ruler", chosen, how, lengths, contenders, limit, text, tasks is not None)
 
 
 def _from_files(files: Sequence[str]) -> dict[str, Task]:

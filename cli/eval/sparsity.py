@@ -11,32 +11,17 @@ import typer
 
 from cli import output
 from cli.counts import token_count
-from cli.eval.running import (
-    Begin,
-    EvalModel,
-    Lengths,
-    Limit,
-    Out,
-    PrefillMethod,
-    Seeds,
-    Stores,
-    Tasks,
-    Text,
-    Wanted,
-    contenders_of,
-    measured,
-    show,
-    tasks_named,
-)
-from cli.options import Device, Json, Quiet
+from cli.eval.run import Group, Lengths, Limit, Tasks, Text, contenders_of, measured, show, tasks_named
+from cli.groups import with_groups
 
 if TYPE_CHECKING:
-    from offload_decode.evals.results import Results
-    from offload_decode.evals.sparsity_report import Prediction, Question, Sparse
+    from offload_decode.evals.runs import Results
+    from offload_decode.evals.sparsity import Prediction, Question, Sparse
 
 
+@with_groups
 def sparsity(
-    model: EvalModel = "demo",
+    *,
     text: Text = None,
     tasks: Tasks = None,
     lengths: Lengths = "4K",
@@ -50,14 +35,7 @@ def sparsity(
         ),
     ] = "4,8,16,32,64,128,256,512,1024",
     limit: Limit = 10,
-    seeds: Seeds = "0",
-    prefill: PrefillMethod = "dense",
-    stores: Stores = None,
-    begin: Begin = True,
-    out: Out = None,
-    device: Device = "auto",
-    as_json: Json = False,
-    quiet: Quiet = False,
+    how: Group,
 ) -> None:
     """Measure how sparse attention is, by task, layer and head.
 
@@ -74,29 +52,15 @@ def sparsity(
     from offload_decode.evals.sparsity import Sparsity
 
     counts = sorted({token_count(budget) for budget in budgets.split(",")})
-    wanted = Wanted(
-        "sparsity",
-        tasks,
-        model,
-        text,
-        lengths,
-        contenders_of(["topk"], ",".join(map(str, counts)), None),
-        limit,
-        seeds,
-        prefill,
-        stores,
-        begin,
-        out,
-        device,
-        as_json,
-        quiet,
-    )
+    ways = contenders_of(["topk"], ",".join(map(str, counts)), None)
     chosen = [known.get(name) for name in tasks_named(tasks, known.names())]
-    show(measured(wanted, chosen, Sparsity), as_json, quiet, _text)
+    named = tasks is not None
+    results = measured("sparsity", chosen, how, lengths, ways, limit, text, named, Sparsity)
+    show(results, how.as_json, how.quiet, _text)
 
 
 def _text(results: Results) -> str:
-    from offload_decode.evals.sparsity_report import left_out, predictions, questions, sparse_by
+    from offload_decode.evals.sparsity import left_out, predictions, questions, sparse_by
 
     asked = questions(results)
     by_task = sparse_by(results, lambda record: (record["task"], record["length"]))

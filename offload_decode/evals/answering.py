@@ -12,9 +12,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack, Strand
-from offload_decode.evals.records import ANSWER, GUESSES, QUESTION, Asked, Said, record
-from offload_decode.evals.results import Record
-from offload_decode.evals.runs import Stores, Unit
+from offload_decode.evals.runs import ANSWER, GUESSES, QUESTION, Asked, Record, Said, Stores, Unit, record
 from offload_decode.evals.side_by_side import reply
 from offload_decode.evals.tasks import Context, Question, Task
 from offload_decode.models.loading import LoadedModel

@@ -8,10 +8,17 @@ from statistics import fmean
 from typing import Any
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals.intervals import CONFIDENCE, Difference, difference, paired_difference, wilson
-from offload_decode.evals.records import QUESTION, Asked
-from offload_decode.evals.results import Results
-from offload_decode.evals.significance import holm, paired, unpaired
+from offload_decode.evals.runs import QUESTION, Asked, Results
+from offload_decode.evals.stats import (
+    CONFIDENCE,
+    Difference,
+    difference,
+    holm,
+    paired,
+    paired_difference,
+    unpaired,
+    wilson,
+)
 from offload_decode.evals.summary import Cell, summarize
 
 Key = tuple[str, int]

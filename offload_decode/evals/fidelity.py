@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,18 +22,10 @@ from offload_decode.config import parse_options
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError, OffloadDecodeError
-from offload_decode.evals.agreement import agreement, forced
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.exact import MEASURES, Exact, together
-from offload_decode.evals.fidelity_report import (
-    Entry,
-    Failure,
-    Fidelity,
-    FidelityPlan,
-    FidelityReport,
-    summarize,
-)
-from offload_decode.evals.live_queries import (
+from offload_decode.evals.made_with import made_with
+from offload_decode.evals.recorded_queries import (
     SAMPLE_SHARE,
     Call,
     DenseRun,
@@ -40,12 +34,193 @@ from offload_decode.evals.live_queries import (
     sampled_calls,
     sampled_tokens,
 )
-from offload_decode.evals.made_with import made_with
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel
 from offload_decode.selection.selector import SelectorOptions
 from offload_decode.store.reader import KVStore
 from offload_decode.types import StepStats
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Over so many generated tokens: KL(dense ‖ selector) in nats, and how often the first choice agrees."""
+
+    tokens: int
+    kl_mean: float
+    kl_p95: float
+    kl_max: float
+    top1: float
+
+
+def forced(engine: Engine, run: DenseRun, progress: Callable[[], None]) -> Tensor:
+    """Logits `[n, V]` of an engine that is given a dense run's tokens one by one, whatever it would say."""
+    logits = [engine.ask(run.question)]
+    progress()
+    for token in run.tokens[:-1]:
+        logits.append(engine.extend([token]))
+        progress()
+    return torch.stack(logits)
+
+
+def divergence(dense: Tensor, other: Tensor) -> Tensor:
+    """KL(dense ‖ other) in nats, float64 `[n]`, of logits `[n, V]`."""
+    expected, given = (torch.log_softmax(logits.double(), dim=-1) for logits in (dense, other))
+    # A token that dense attention rules out (-inf) adds nothing.
+    terms = torch.where(torch.isneginf(expected), 0.0, expected.exp() * (expected - given))
+    return terms.sum(-1).clamp(min=0.0)
+
+
+def agreement(pairs: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
+    """Over the logits `(dense, other)` of all runs."""
+    divergences = torch.cat([divergence(dense, other) for dense, other in pairs]).cpu().numpy()
+    same = torch.cat([dense.argmax(-1) == other.argmax(-1) for dense, other in pairs])
+    return Agreement(
+        tokens=len(same),
+        kl_mean=float(divergences.mean()),
+        kl_p95=float(np.percentile(divergences, 95)),
+        kl_max=float(divergences.max()),
+        top1=float(same.double().mean()),
+    )
+
+
+@dataclass(frozen=True)
+class FidelityPlan:
+    """What is measured: every contender at every budget (a count or a share), with the options that all have
+    in common, on `tokens` generated tokens for each question.
+    """
+
+    contenders: tuple[Contender, ...]
+    budgets: tuple[str, ...]
+    questions: tuple[str, ...]
+    tokens: int = 256
+    common: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and percentiles over query rows."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: npt.NDArray[np.float64]) -> Self:
+        """Of any number of values, at least one."""
+        return cls(float(values.mean()), *(float(p) for p in np.percentile(values, (50, 95, 99))))
+
+
+@dataclass(frozen=True)
+class HeadFidelity:
+    """One query head of one layer; see `Fidelity`."""
+
+    layer: int
+    head: int
+    recall: float
+    mass: float
+    error: Spread
+    approximation: Spread
+    search: Spread
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Means of recall and mass, and the relative output errors, as `Exact.judge` defines them, over `rows`
+    query rows: those of every searched layer and query head. `worst` has the largest mean error.
+    """
+
+    rows: int
+    recall: float
+    mass: float
+    error: Spread
+    approximation: Spread
+    search: Spread
+    worst: HeadFidelity
+    heads: tuple[HeadFidelity, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender at one budget.
+
+    `attended` stored tokens a query row of a searched layer and `bytes_moved` to the device a token, over all
+    layers: both measured on the live decode steps. `stored` is None where the store keeps too few queries.
+    """
+
+    label: str
+    selector: str
+    options: dict[str, str]
+    budget: str
+    budget_tokens: float
+    attended: float
+    bytes_moved: float
+    stored: Fidelity | None
+    live: Fidelity
+    agreement: Agreement
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A contender that could not be measured to the end at a budget, and why."""
+
+    label: str
+    budget: str
+    error: str
+
+
+@dataclass(frozen=True)
+class FidelityReport:
+    """The configuration, the entries in the plan's order, budget by budget, and what failed."""
+
+    configuration: dict[str, Any]
+    entries: tuple[Entry, ...]
+    failures: tuple[Failure, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_json` gave."""
+        entries = []
+        for entry in data["entries"]:
+            stored = None if entry["stored"] is None else _fidelity_from(entry["stored"])
+            parts = {"live": _fidelity_from(entry["live"]), "agreement": Agreement(**entry["agreement"])}
+            entries.append(Entry(**{**entry, **parts, "stored": stored}))
+        failures = tuple(Failure(**failure) for failure in data["failures"])
+        return cls(dict(data["configuration"]), tuple(entries), failures)
+
+
+def summarize(measured: Mapping[int, Tensor]) -> Fidelity:
+    """Of the measures `[5, H, T]` (`MEASURES`) of every layer's heads and rows."""
+    heads = tuple(
+        HeadFidelity(layer, head, **_summary(values[:, head].numpy()))
+        for layer, values in measured.items()
+        for head in range(values.shape[1])
+    )
+    rows = torch.cat([values.flatten(1) for values in measured.values()], dim=1).numpy()
+    worst = max(heads, key=lambda head: head.error.mean)
+    return Fidelity(rows=rows.shape[1], **_summary(rows), worst=worst, heads=heads)
+
+
+def _summary(values: npt.NDArray[np.float64]) -> dict[str, Any]:
+    """Means and spreads of measures `[5, n]` by their names."""
+    named = dict(zip(MEASURES, values, strict=True))
+    means = {name: float(named.pop(name).mean()) for name in ("recall", "mass")}
+    return {**means, **{name: Spread.of(errors) for name, errors in named.items()}}
+
+
+def _fidelity_from(data: Mapping[str, Any]) -> Fidelity:
+    heads = tuple(HeadFidelity(**_spreads(head)) for head in data["heads"])
+    worst = HeadFidelity(**_spreads(data["worst"]))
+    return Fidelity(**{**_spreads(data), "heads": heads, "worst": worst})
+
+
+def _spreads(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {**data, **{name: Spread(**data[name]) for name in ("error", "approximation", "search")}}
+
 
 CONTROLS = ("random", "streaming")
 EVERYTHING = "100%"

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from indexes import extensions
-from offload_decode.evals.processor import cpu_name
-from offload_decode.models.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from offload_decode.models.loading import LoadedModel
+
+
+def cpu_name() -> str:
+    """The processor as the system names it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
 
 _PACKAGES = ("offload-decode", "torch", "transformers", "numpy", "zarr")
 

@@ -1,19 +1,343 @@
-"""The one runner under all evaluations: unit by unit, each written when finished; resumed after a kill."""
+"""The one runner under all evaluations, and the file that it writes, unit by unit, and goes on with.
+
+JSON lines, first what is measured with what, then records, unit by unit; docs/evaluation.md lists fields.
+
+    {"record": "run", "format": 1, "evaluation": ..., "configuration": {...}, "made_with": {...}, "units": n}
+    {"record": ..., "unit": key, ...}          what was measured; the evaluation says which kinds there are
+    {"record": "unit", "unit": key, ...}       all of this unit stands above
+
+A unit's lines are written in one go, and lines behind the last finished unit are those of a process that was
+killed: they are read by nobody, and cut off before more is written.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from types import NoneType
+from typing import Any, Protocol, Self, get_type_hints
 
-from offload_decode.evals import results
+from indexes.plain_files import NotPlain, open_plain
+from offload_decode.errors import ConfigError
 from offload_decode.evals.made_with import made_with
-from offload_decode.evals.results import Header, Record, Results
 from offload_decode.models.loading import LoadedModel
+from offload_decode.plain_json import parse
 from offload_decode.store.reader import KVStore
+
+FORMAT = 1
+MOST_LINE, MOST_FILE = 64 << 20, 8 << 30  # bytes
+RUN, UNIT = "run", "unit"
+_SHARED = 64  # characters of a string that is worth looking for
+
+Record = dict[str, Any]
+
+_FIRST = b'{"record": "run"'
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is measured (`evaluation`, such as `ruler`, and its configuration, the same for every start of one
+    run), with what (`made_with`: model, weights, versions, machine), in how many units, and since when.
+    """
+
+    evaluation: str
+    configuration: Mapping[str, Any]
+    made_with: Mapping[str, Any]
+    units: int
+    started: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is in a file: all records of the units that are finished, and these units."""
+
+    path: Path
+    header: Header
+    records: tuple[Record, ...]
+    finished: frozenset[str]
+    size: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether every unit is finished."""
+        return len(self.finished) >= self.header.units
+
+    def of(self, kind: str) -> list[Record]:
+        """The records of a kind, in their order."""
+        return [record for record in self.records if record["record"] == kind]
+
+
+def read(path: Path) -> Results:
+    """The results in a file. Raises `ConfigError` where there is none, or something else."""
+    try:
+        with open(open_plain(path, follow=True), "rb") as file:
+            if os.fstat(file.fileno()).st_size > MOST_FILE:
+                raise _foreign(path, "it is too large")
+            return _read(path, file)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there are no results at {path}: run `offload-decode eval` with --out first"
+        ) from error
+    except NotPlain as error:
+        raise _foreign(path, str(error)) from error
+    except OSError as error:
+        raise _foreign(path, error.strerror or str(error)) from error
+
+
+def _read(path: Path, file: Any) -> Results:
+    header: Header | None = None
+    records: list[Record] = []
+    waiting: list[Record] = []
+    finished: dict[str, None] = {}
+    size = at = 0
+    while line := file.readline(MOST_LINE):
+        at += len(line)
+        if not line.endswith(b"\n"):
+            if len(line) == MOST_LINE:
+                raise _foreign(path, "a line of it is too long")
+            break  # the process that wrote it was killed here
+        try:
+            record = parse(line)
+        except ValueError as error:
+            raise _foreign(path, f"a line of it is not JSON ({error})") from error
+        if not isinstance(record, dict) or not isinstance(kind := record.get("record"), str):
+            raise _foreign(path, "a line of it is no record")
+        if header is None:
+            header = _header(path, record)
+            size = at
+        elif not isinstance(unit := record.get("unit"), str):
+            raise _foreign(path, "a record of it names no unit")
+        elif kind == UNIT:
+            records += map(_shared, waiting)
+            waiting = []
+            finished[unit] = None
+            size = at
+        else:
+            waiting.append(record)
+    if header is None:
+        raise _foreign(path, "it is empty")
+    return Results(path, header, tuple(records), frozenset(finished), size)
+
+
+def _shared(record: Record) -> Record:
+    """The record with strings that others have too: names of fields, tasks and ways. A million answers would
+    each hold their own.
+    """
+    return {
+        sys.intern(name): sys.intern(value) if isinstance(value, str) and len(value) <= _SHARED else value
+        for name, value in record.items()
+    }
+
+
+def _header(path: Path, record: Record) -> Header:
+    kinds = {"evaluation": str, "configuration": dict, "made_with": dict, "units": int, "started": str}
+    if record["record"] != RUN or not all(isinstance(record.get(name), kind) for name, kind in kinds.items()):
+        raise _foreign(path, "its first line does not say what was measured")
+    if record.get("format") != FORMAT:
+        raise _foreign(path, f"its format is {record.get('format')!r}, and this release reads {FORMAT}")
+    return Header(**{name: record[name] for name in kinds})
+
+
+def _foreign(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path} cannot be read as results of an evaluation: {why}")
+
+
+class Writer:
+    """Appends finished units to a file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def unit(self, key: str, records: Sequence[Record], seconds: float) -> None:
+        """Write what a unit measured; it is on the disk when this returns."""
+        told = {"record": UNIT, "unit": key, "seconds": round(seconds, 3), "finished": now()}
+        self.lines([*({"record": "", "unit": key} | record for record in records), told])
+
+    def lines(self, records: Sequence[Record]) -> None:
+        """Write lines, all or (after a kill) some of them."""
+        text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+        # Names of files may hold half characters, which UTF-8 has no form for: JSON spells them out.
+        left = memoryview(text.encode(errors="backslashreplace"))
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+        os.fsync(self._descriptor)
+
+
+@contextmanager
+def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
+    """A file to write to, made or gone on with, and what is in it. One process writes it at a time.
+
+    A file of another run in which nothing was finished is begun anew. Raises `ConfigError` where there are
+    results of another run, where another process writes them, and where nothing can be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another --out") from error
+    try:
+        _lock(descriptor, path)
+        writer = Writer(descriptor)
+        results = None if _is_torn(descriptor) else read(path)
+        if results is None or not results.finished:
+            os.ftruncate(descriptor, 0)
+            writer.lines([{"record": RUN, "format": FORMAT} | _plain(header)])
+            results = read(path)
+        _check_same(results.header, header, path)
+        os.ftruncate(descriptor, results.size)
+        yield writer, results
+    finally:
+        os.close(descriptor)
+
+
+def _is_torn(descriptor: int) -> bool:
+    """Whether a file is empty, or was left within its first line."""
+    begun = os.pread(descriptor, 1 << 16, 0)
+    return b"\n" not in begun and begun.startswith(_FIRST[: len(begun)])
+
+
+def _plain(header: Header) -> Record:
+    record = {name: getattr(header, name) for name in header.__dataclass_fields__}
+    return dict(json.loads(json.dumps(record)))
+
+
+def _check_same(there: Header, asked: Header, path: Path) -> None:
+    """Results of one run have one configuration, and were made with the same model and versions."""
+    wanted = _plain(asked)
+    for name in ("evaluation", "configuration", "made_with"):
+        before, after = getattr(there, name), wanted[name]
+        if before != after:
+            what = name if isinstance(before, str) else _difference(before, after)
+            raise ConfigError(
+                f"{path} holds results of another run, which differs in {what}: choose another --out, "
+                "or remove it first"
+            )
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    return ", ".join(name for name in {**before, **after} if before.get(name) != after.get(name))
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"another process writes {path}: wait for it, or choose another --out") from error
+
+
+def now() -> str:
+    """The time, as results tell it."""
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
+
+
+QUESTION, ANSWER = "question", "answer"
+GUESSES = 20
+"""How many guesses a question's `guess` is the mean of."""
+MOST = 2**63
+"""No number of a record is larger."""
+_LIMITS = {**dict.fromkeys(("depth", "guess", "score", "ruler_score"), (0, 1)), "seed": (-MOST, MOST)}
+
+
+class _Plain:
+    """Dataclasses of plain values, to and from records."""
+
+    __slots__ = ()  # there may be a million answers
+
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """Raises `ConfigError` for a record that lacks a field, or has another kind of value there."""
+        values: dict[str, Any] = {}
+        for name, kinds, limits in _fields(cls):  # type: ignore[arg-type]
+            value: Any = record.get(name)
+            kind = type(value)
+            if (
+                kind not in kinds
+                or (kind in _NUMBERS and not limits[0] <= value <= limits[1])
+                or (kind is list and not all(isinstance(part, str) for part in value))
+            ):
+                raise ConfigError(
+                    f"a record '{record['record']}' of unit '{record['unit']}' has no proper '{name}': "
+                    "the file was changed or is of another release"
+                )
+            values[name] = value
+        return cls(**values)
+
+
+_NUMBERS = frozenset((int, float))
+_KINDS: dict[Any, frozenset[type]] = {
+    float | None: frozenset((float, int, NoneType)),
+    float: _NUMBERS,
+    list[str]: frozenset((list,)),
+}
+
+
+@cache
+def _fields(cls: type) -> tuple[tuple[str, frozenset[type], tuple[int, int]], ...]:
+    """The name of each field, which types JSON gives it, and the least and largest number."""
+    hints = get_type_hints(cls)
+    return tuple(
+        (name, _KINDS.get(kind, frozenset((kind,))), _LIMITS.get(name, (0, MOST)))
+        for name, kind in hints.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(_Plain):
+    """A question: its unit and number in it, where what it asks for stands, and what chance comes to."""
+
+    unit: str
+    question: int
+    task: str
+    length: int
+    seed: int
+    depth: float | None
+    asked: str
+    expected: list[str]
+    guess: float
+    stored_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Said(_Plain):
+    """An answer: which way, to the text or to its control, its scores and costs."""
+
+    unit: str
+    question: int
+    way: str
+    control: bool
+    said: str
+    score: float
+    ruler_score: float
+    attended: float
+    bytes_moved: float
+    seconds: float
+
+
+def record(kind: str, of: Asked | Said) -> Record:
+    """As it is written."""
+    return {"record": kind, **asdict(of)}
+
+
+def questions_and_answers(results: Results) -> Iterator[tuple[Asked, list[Said]]]:
+    """Every question with all answers to it. Raises `ConfigError` for records that do not fit together."""
+    answers: dict[tuple[str, int], list[Said]] = {}
+    for said in map(Said.of, results.of(ANSWER)):
+        answers.setdefault((said.unit, said.question), []).append(said)
+    for asked in map(Asked.of, results.of(QUESTION)):
+        yield asked, answers.pop((asked.unit, asked.question), [])
+    if answers:
+        unit, number = next(iter(answers))
+        raise ConfigError(f"{results.path} has answers to a question that it does not have: {unit}, {number}")
 
 
 @dataclass(frozen=True)
@@ -60,9 +384,9 @@ def run(
     were finished before then stay.
     """
     units = evaluation.units()
-    header = Header(evaluation.name, evaluation.configuration(), made_with(loaded), len(units), results.now())
+    header = Header(evaluation.name, evaluation.configuration(), made_with(loaded), len(units), now())
     total = sum(unit.tokens for unit in units)
-    with results.opened(out, header) as (writer, there):
+    with opened(out, header) as (writer, there):
         done = sum(unit.tokens for unit in units if unit.key in there.finished)
         progress(done, total)
         for unit in units:
@@ -77,4 +401,4 @@ def run(
             writer.unit(unit.key, records, time.monotonic() - began)
             done += size
             progress(done, total)
-    return results.read(out)
+    return read(out)

@@ -1,4 +1,4 @@
-"""What the answers of a run come to: accuracies with intervals, beside chance and beside dense attention."""
+"""What the answers of a run come to: accuracies with intervals, beside chance and dense attention."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from statistics import fmean, median
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE
-from offload_decode.evals.intervals import (
+from offload_decode.evals.lengths import label
+from offload_decode.evals.runs import GUESSES, Asked, Results, Said, questions_and_answers
+from offload_decode.evals.stats import (
     CONFIDENCE,
     Difference,
     Share,
+    exceeding,
+    larger,
     mean_of,
     paired_difference,
     wilson,
     wilson_of,
 )
-from offload_decode.evals.records import GUESSES, Asked, Said, questions_and_answers
-from offload_decode.evals.results import Results
-from offload_decode.evals.significance import exceeding, larger
 
 TRUSTED = 0.9
 """Where dense attention itself scores less, a ratio to it is not given: it would divide noise by noise."""
@@ -259,3 +260,62 @@ def _cell(
         ratio=ratio,
         to_dense=to_dense,
     )
+
+
+HEADING = [
+    "accuracy in %",
+    "way",
+    "tokens",
+    "",
+    "95 %",
+    "RULER's",
+    "control",
+    "guess",
+    "attended",
+    "of dense",
+    "",
+]
+
+
+def rows(summary: Summary) -> list[list[str]]:
+    """Of every length and way, the worst task, the mean over tasks, and then each task."""
+    found = [HEADING]
+    for head in summary.headlines():
+        where = [head.way, label(head.length)]
+        if head.tasks > 1:
+            found.append(_row(f"worst: {head.worst.task}", where, head.worst))
+            found.append(_mean_row(where, head))
+        for task in summary.tasks:
+            if cell := summary.by_place.get((task, head.length, head.way)):
+                found.append(_row(task, where, cell))
+    return found
+
+
+def _row(name: str, where: list[str], cell: Cell) -> list[str]:
+    return [
+        name,
+        *where,
+        percent(cell.score.mean),
+        interval(cell.score),
+        percent(cell.ruler.mean),
+        "-" if cell.control is None else percent(cell.control.mean),
+        percent(cell.guess),
+        f"{cell.attended:,.0f}",
+        "-" if cell.ratio is None else percent(cell.ratio),
+        "no better than chance" if cell.at_chance else "",
+    ]
+
+
+def _mean_row(where: list[str], head: Headline) -> list[str]:
+    mean = head.mean
+    return [f"mean of {head.tasks} tasks", *where, percent(mean.mean), interval(mean), *[""] * 6]
+
+
+def percent(share: float) -> str:
+    """A share in percent, with the digits that a few hundred questions give."""
+    return f"{100 * share:.1f}"
+
+
+def interval(share: Share) -> str:
+    """Its limits in percent."""
+    return f"{100 * share.low:.0f}-{100 * share.high:.0f}"

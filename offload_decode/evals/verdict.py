@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload_decode.evals.contender import DENSE
-from offload_decode.evals.intervals import CONFIDENCE, Share, wilson, wilson_of
-from offload_decode.evals.significance import larger
+from offload_decode.evals.stats import CONFIDENCE, Share, larger, wilson, wilson_of
 from offload_decode.evals.summary import TRUSTED, Summary
 
 

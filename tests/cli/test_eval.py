@@ -13,6 +13,7 @@ from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import python_topics
 from offload_decode.models import loading
 from tests.cli.conftest import TEXT, refused, run
+from tests.evals.made_up import write_run
 
 pytest.importorskip("matplotlib")
 SIZES = ("--lengths", "100,128", "--depths", "0,50%")
@@ -119,3 +120,23 @@ def test_without_matplotlib_the_extra_is_named_at_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'offload-decode[eval]'" in refused(2, "eval", "needle", "--out", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [
+        ("scipy.stats", "ruler"),
+        ("statsmodels.stats.proportion", "perplexity"),
+        ("scipy.stats", "needle"),
+        ("jinja2", "report"),
+    ],
+)
+def test_a_library_that_is_missing_is_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    given = [write_run(tmp_path / "run.jsonl", 0.9, questions=1)] if command == "report" else []
+    said = refused(2, "eval", command, *given, "--out", tmp_path / "out")
+    assert f"this needs {missing.partition('.')[0]}," in said
+    assert "pip install 'offload-decode[eval]'" in said
+    assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ import pytest
 
 from cli.reference import reference
 from offload_decode.errors import ConfigError
-from offload_decode.evals.fidelity_report import FidelityReport
+from offload_decode.evals.fidelity import FidelityReport
 from offload_decode.models import loading
 from offload_decode.selectors.registry import names
 from offload_decode.selectors.topk import TopK

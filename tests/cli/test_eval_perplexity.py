@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from offload_decode.evals import answering, sparsity
-from offload_decode.evals.records import Asked
-from offload_decode.evals.results import read
+from offload_decode.evals.runs import Asked, read
 from offload_decode.evals.side_by_side import WayAnswer
-from offload_decode.evals.sparsity import LayerAttention
-from offload_decode.evals.sparsity_report import Question, left_out
+from offload_decode.evals.sparsity import LayerAttention, Question, left_out
 from offload_decode.models import loading
 from tests.cli.conftest import TEXT, refused, run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.evals import answering
-from offload_decode.evals.results import read
+from offload_decode.evals.runs import read
 from offload_decode.evals.side_by_side import WayAnswer
 from tests.cli.conftest import refused, run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.evals import tasks
-from offload_decode.evals.results import read
+from offload_decode.evals.runs import read
 from tests.cli.conftest import refused, run
 from tests.cli.test_eval_runs import _short
 

@@ -9,9 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from offload_decode.evals import records, results
-from offload_decode.evals.records import ANSWER, QUESTION, Asked, Said
-from offload_decode.evals.results import Header, Record
+from offload_decode.evals import runs
+from offload_decode.evals.runs import ANSWER, QUESTION, Asked, Header, Record, Said
 
 MADE_WITH = {
     "model": "made-up",
@@ -69,7 +68,7 @@ def write_run(
     header = Header(
         evaluation, configuration, made_with, len(places) + unfinished, "2026-01-01T00:00:00+00:00"
     )
-    with results.opened(path, header) as (writer, _):
+    with runs.opened(path, header) as (writer, _):
         lines: list[Record] = []
         for length, task, seed, i in places:
             unit = f"{task}/{length}/{seed}/{i}"
@@ -86,19 +85,19 @@ def write_run(
                 guess,
                 length + 40,
             )
-            lines.append(records.record(QUESTION, question) | {"unit": unit})
+            lines.append(runs.record(QUESTION, question) | {"unit": unit})
             hard, guessed = rng.random(), rng.random()
             for way in ways:
                 score = float(hard < chance(task, length, way))
                 tokens = way_budget(way, length)
                 seconds = 0.01 + tokens / 1e6
                 answer = Said(unit, 0, way, False, said, score, score, tokens, 100.0 * tokens, seconds)
-                lines.append(records.record(ANSWER, answer))
+                lines.append(runs.record(ANSWER, answer))
             if control is not None and i % 4 == 0:
                 score = float(guessed < control)
                 answer = Said(unit, 0, ways[0], True, said, score, score, length, 1.0, 0.1)
-                lines.append(records.record(ANSWER, answer))
-            lines.append({"record": "unit", "unit": unit, "seconds": 1.0, "finished": results.now()})
+                lines.append(runs.record(ANSWER, answer))
+            lines.append({"record": "unit", "unit": unit, "seconds": 1.0, "finished": runs.now()})
         writer.lines(lines)
     return path
 
@@ -108,7 +107,7 @@ def write_likelihoods(path: Path, fashion: str = "continuation") -> Path:
     rng = random.Random(0)
     ways = (*WAYS, "window:512")
     header = Header("perplexity", {"fashion": fashion, "chunk": 64}, MADE_WITH, 8, "2026-01-01T00:00+00:00")
-    with results.opened(path, header) as (writer, _):
+    with runs.opened(path, header) as (writer, _):
         for place, length in product(range(4), (2048, 8192)):
             unit, said = f"{length}/{place}", []
             dense = [rng.uniform(1.0, 5.0) for _ in range(64)]
@@ -138,17 +137,17 @@ def write_sparsity(path: Path, heads: int = 3, steep: float = 16.0) -> Path:
     """
     rng = random.Random(0)
     header = Header("sparsity", {"suite": "sparsity"}, MADE_WITH, 20, "2026-01-01T00:00+00:00")
-    with results.opened(path, header) as (writer, _):
+    with runs.opened(path, header) as (writer, _):
         for task, i in product(("niah_single_1", "cwe"), range(10)):
             unit = f"{task}/2048/0/{i}"
             asked = Asked(unit, 0, task, 2048, 0, None, "Which?", ["this"], 0.0, 2048)
-            said: list[Record] = [records.record(QUESTION, asked)]
+            said: list[Record] = [runs.record(QUESTION, asked)]
             for way in ("dense", "topk:budget=16", "topk:budget=64"):
                 score = float(
                     way == "dense" or rng.random() < budget(way, 2048) / (budget(way, 2048) + steep)
                 )
                 answer = Said(unit, 0, way, False, "that", score, score, budget(way, 2048), 10.0, 0.01)
-                said.append(records.record(ANSWER, answer))
+                said.append(runs.record(ANSWER, answer))
             for layer in LAYERS:
                 width = [1 + rng.random() * 4 ** (layer + (task == "cwe")) for _ in range(heads)]
                 keys = {

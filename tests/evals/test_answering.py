@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from cli.eval.stores import PrefilledStores
+from cli.eval.run import PrefilledStores
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import answering, tasks
 from offload_decode.evals.answering import Answering, AnswerPlan
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.records import Said, questions_and_answers
-from offload_decode.evals.results import Results
-from offload_decode.evals.runs import run
+from offload_decode.evals.runs import Results, Said, questions_and_answers, run
 from offload_decode.evals.side_by_side import WayAnswer, reply
 from offload_decode.models.loading import LoadedModel, wrap
 from prefill_jobs.job import Settings
@@ -125,14 +123,12 @@ def test_a_run_that_was_killed_goes_on_and_is_the_same_as_one_that_was_not(
 def test_stores_that_are_kept_are_used_again(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Results, kept: Path
 ) -> None:
-    from cli.eval import stores
-
     monkeypatch.setattr(answering, "reply", looked_up)
 
     def none(*_: Any, **__: Any) -> None:
         raise AssertionError("it was prefilled again")
 
-    monkeypatch.setattr(stores, "prefill_texts", none)
+    monkeypatch.setattr("prefill_jobs.job.prefill_texts", none)
     assert run(evaluation(loaded, keep=kept), loaded, tmp_path / "second.jsonl").records == read.records
 
 

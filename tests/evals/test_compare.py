@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals import results
 from offload_decode.evals.compare import Comparison, compare, sentence
-from offload_decode.evals.significance import holm, paired, unpaired
+from offload_decode.evals.runs import read as read_run
+from offload_decode.evals.stats import holm, paired, unpaired
 from tests.evals.made_up import MADE_WITH, WAYS, write_run
 
 
 def two(path: Path, before: Any, after: Any, first: dict[str, Any], second: dict[str, Any]) -> Comparison:
     runs = write_run(path / "a.jsonl", before, **first), write_run(path / "b.jsonl", after, **second)
-    return compare(*(results.read(run) for run in runs))
+    return compare(*(read_run(run) for run in runs))
 
 
 def test_mcnemars_exact_test_is_that_of_a_coin() -> None:
@@ -127,7 +127,7 @@ def test_pairs_need_the_same_questions_of_the_same_text(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     run = write_run(tmp_path / "other" / "b.jsonl", 0.9)
     run.write_text(run.read_text().replace("ab" * 32, "cd" * 32))
-    other = compare(results.read(tmp_path / "a.jsonl"), results.read(run))
+    other = compare(read_run(tmp_path / "a.jsonl"), read_run(run))
     assert all(change.pairs == 0 for change in other.changes)
 
 

@@ -14,12 +14,20 @@ from offload_decode.attention.queries import Queries
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError
-from offload_decode.evals.agreement import agreement, divergence, forced
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.exact import MEASURES, Exact
-from offload_decode.evals.fidelity import Source, check, measure
-from offload_decode.evals.fidelity_report import FidelityPlan, FidelityReport, summarize
-from offload_decode.evals.live_queries import DenseRun, Replay, run_dense, sampled_calls
+from offload_decode.evals.fidelity import (
+    FidelityPlan,
+    FidelityReport,
+    Source,
+    agreement,
+    check,
+    divergence,
+    forced,
+    measure,
+    summarize,
+)
+from offload_decode.evals.recorded_queries import DenseRun, Replay, run_dense, sampled_calls
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
@@ -343,7 +351,7 @@ def test_one_that_fails_leaves_the_others(
 
 def test_a_picture_is_drawn(report: FidelityReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = pytest.importorskip("matplotlib.figure")
-    from offload_decode.evals.fidelity_plot import save_png
+    from offload_decode.evals.plots import save_fidelity
 
     drawn = []
     original = figure.Figure.savefig
@@ -352,7 +360,7 @@ def test_a_picture_is_drawn(report: FidelityReport, tmp_path: Path, monkeypatch:
         "savefig",
         lambda self, *given, **named: (drawn.append(self), original(self, *given, **named))[1],
     )
-    save_png(report, tmp_path / "fidelity.png")
+    save_fidelity(report, tmp_path / "fidelity.png")
     assert (tmp_path / "fidelity.png").read_bytes().startswith(b"\x89PNG")
     (legend,) = drawn[0].legends
     assert [text.get_text() for text in legend.get_texts()] == ["oracle", "topk", "random", "streaming"]

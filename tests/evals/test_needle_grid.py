@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli.eval.stores import PrefilledStores
+from cli.eval.run import PrefilledStores
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.lengths import label
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText, measure
-from offload_decode.evals.plot import save_png
+from offload_decode.evals.plots import save_needles
 from offload_decode.evals.runs import Stores
 from offload_decode.evals.tasks.scoring import says
 from offload_decode.evals.verdict import of_needles
@@ -214,7 +214,7 @@ def test_the_picture_shows_the_accuracies(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     pictures = []
     for scores in ([1.0] * 8, [0.0] * 8):
-        save_png(_grid(scores, text="a $ in a name.txt"), tmp_path / "grid.png")
+        save_needles(_grid(scores, text="a $ in a name.txt"), tmp_path / "grid.png")
         pictures.append(image.imread(io.BytesIO((tmp_path / "grid.png").read_bytes())))
     assert [path.name for path in tmp_path.iterdir()] == ["grid.png"]
     found, missed = pictures
@@ -231,7 +231,7 @@ def test_the_picture_shows_the_accuracies(tmp_path: Path) -> None:
 def test_without_matplotlib_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'offload-decode\[eval\]'"):
-        save_png(_grid([1.0] * 8), tmp_path / "grid.png")
+        save_needles(_grid([1.0] * 8), tmp_path / "grid.png")
 
 
 def test_a_model_that_finds_nothing_is_said_to() -> None:

@@ -15,11 +15,17 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals import runs
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.perplexity import NLL, Perplexity, PerplexityPlan
-from offload_decode.evals.perplexity_report import Likelihood, at_chance, likelihoods
-from offload_decode.evals.resampling import Estimate
-from offload_decode.evals.results import Record, Results
-from offload_decode.evals.teacher_forced import behind_store
+from offload_decode.evals.perplexity import (
+    NLL,
+    Likelihood,
+    Perplexity,
+    PerplexityPlan,
+    at_chance,
+    behind_store,
+    likelihoods,
+)
+from offload_decode.evals.runs import Record, Results
+from offload_decode.evals.stats import Estimate
 from offload_decode.models.loading import LoadedModel, wrap
 from prefill_jobs.growing import GrowingStore
 from prefill_jobs.job import Settings

@@ -18,12 +18,13 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, sync_playwright
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals import results
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText
-from offload_decode.evals.report import plot
-from offload_decode.evals.report.html import Markup, cut, tag
+from offload_decode.evals.plots import Line, Point, lines_svg, shares_svg
+from offload_decode.evals.report.blocks import cut
 from offload_decode.evals.report.page import page
-from offload_decode.evals.sparsity_report import entropy_by_head
+from offload_decode.evals.runs import read as read_run
+from offload_decode.evals.sparsity import entropy_by_head
+from offload_decode.evals.stats import Share
 from tests.evals.made_up import MADE_WITH, WAYS, budget, write_likelihoods, write_run, write_sparsity
 from tests.server.http.test_page import CHROMIUM, FLAGS
 
@@ -33,6 +34,17 @@ EVIL = "<script>alert('it ran')</script>\"'&\u202e\ud800\x1b]0;"
 def right(task: str, length: int, way: str) -> float:
     share = budget(way, length) / (budget(way, length) + 60)
     return {"niah_single_1": 1.0, "vt": 0.97, "cwe": 0.5}.get(task, 0.9) * share
+
+
+def drawn_in(source: str | None) -> ElementTree.Element:
+    """The picture in a data URI."""
+    kind, _, data = (source or "").partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    return ElementTree.fromstring(base64.b64decode(data))
+
+
+def texts(drawn: ElementTree.Element) -> list[str]:
+    return [each.text or "" for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
 
 
 class _Read(HTMLParser):
@@ -59,7 +71,12 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     read = _Read(text)
     assert not read.of("script")
     assert not read.of("link")
-    assert not read.of("img")
+    pictures = [drawn_in(image["src"]) for image in read.of("img")]
+    for each in (each for picture in pictures for each in picture.iter()):
+        assert each.tag.rpartition("}")[2] not in ("script", "image", "foreignObject", "a")
+        assert all(
+            value.startswith("#") for name, value in each.attrib.items() if name.rpartition("}")[2] == "href"
+        )
     assert {(link["href"] or "")[0] for link in read.of("a")} == {"#"}
     assert "http" not in text.replace('http-equiv="Content-Security-Policy"', "")
     assert "url(" not in text
@@ -68,7 +85,9 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     style = re.search(r"<style>(.*?)</style>", text, re.S)
     assert style is not None
     digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
-    assert policy == (f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'")
+    assert policy == (
+        f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    )
     assert not [attributes for _, attributes in read.tags if "style" in attributes]
     named = {attributes["id"] for _, attributes in read.tags if "id" in attributes}
     assert {(link["href"] or "")[1:] for link in read.of("a")} <= named
@@ -100,9 +119,8 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
     assert not any(name.startswith("on") for _, attributes in read.tags for name in attributes)
     assert "<script>alert('it ran')</script>\"'&\\u202e\\ud800\\u001b]0;" in read.text
     text.encode()
-    for drawn in re.findall(r"<svg.*?</svg>", text, re.S):
-        ElementTree.fromstring(drawn)
-    assert tag("p", "<b>", Markup("<i>"), title='"') == '<p title="&quot;">&lt;b&gt;<i></p>'
+    drawn = [text for image in read.of("img") for text in texts(drawn_in(image["src"]))]
+    assert any("\\u202e" in text for text in drawn)
     assert cut("a" * 1000, 10) == "a" * 10 + " … (990 more characters)"
 
 
@@ -121,8 +139,9 @@ def test_the_worst_task_is_the_headline_and_every_number_is_in_a_table(tmp_path:
     assert "Seeds 3, 4 are pooled" in read.text
     for said in ("RULER ", "control: facts taken out", "guess from the question alone", "0123456789abcdef"):
         assert said in read.text
-    pictures = [drawn for drawn in read.of("svg") if drawn.get("role") == "img"]
-    assert len(pictures) == 6
+    described = [image["alt"] or "" for image in read.of("img") if image.get("class") == "plot"]
+    assert len(described) == 2 + 6
+    assert sum("topk: " in alt and " % at 64" in alt for alt in described) == 6
     assert all(table.get("aria-label") for table in read.of("div") if table.get("class") == "scroll")
 
 
@@ -166,7 +185,7 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
         write_likelihoods(tmp_path / "sliding.jsonl", "sliding"),
         write_sparsity(tmp_path / "sparsity.jsonl"),
     ]
-    read = _Read(text := page(runs))
+    read = _Read(page(runs))
     for said in (
         "Likelihood by position",
         "window:512",
@@ -180,14 +199,13 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
         "layer 4",
     ):
         assert said in read.text
-    drawn = [ElementTree.fromstring(one) for one in re.findall(r"<svg.*?</svg>", text, re.S)]
-    titles = [one.findtext("title") for one in drawn if one.get("role") == "img"]
-    assert titles.count("2K tokens") == 2
-    assert titles.count("every token of the text") == titles.count("Keys by layer") == 1
-    layers = next(one for one in drawn if one.findtext("title") == "Keys by layer")
-    assert [at.text for at in layers.iter("text") if at.get("class") == "tick mid"] == ["2", "4"]
+    captions = [(image["alt"] or "").partition(":")[0] for image in read.of("img")]
+    assert captions.count("2K tokens") == 2
+    assert captions.count("every token of the text") == captions.count("Keys by layer") == 1
+    layers = drawn_in(read.of("img")[captions.index("Keys by layer")]["src"])
+    assert [text for text in texts(layers) if text in "123456"] == ["2", "4"], "the layers that there are"
     assert "nothing to foretell" not in read.text
-    entropies = entropy_by_head(results.read(runs[2]))
+    entropies = entropy_by_head(read_run(runs[2]))
     assert {layer for _, layer in entropies} == {2, 4}
     for heads in entropies.values():
         assert "".join(f"{nats:.2f}" for nats in heads) in read.text.replace("\n", "")
@@ -206,15 +224,24 @@ def test_a_large_perplexity_is_written_in_digits(tmp_path: Path) -> None:
     assert "e+" not in text
 
 
-@pytest.mark.parametrize("high", [0.0015, 0.5, 12345.0])
-def test_the_names_of_ticks_stand_within_the_plot(high: float) -> None:
-    line = plot.Line("one", 0, (plot.Point(1.0, 0.0, 0.0, high), plot.Point(2.0, high, 0.0, high)))
-    up = plot.axis("", 0.0, high)
-    drawn = ElementTree.fromstring(plot.lines("t", "d", plot.log_axis("x", [1.0, 2.0]), up, [line]))
-    names = [one for one in drawn.iter("text") if one.get("class") == "tick end"]
-    assert len(names) == len(up.ticks) > 1
-    for one in names:
-        assert float(one.get("x", "0")) >= 6 * len(one.text or "")
+@pytest.mark.parametrize("values", [[64.0], [64.0, 64.0], [3.0, 5.0], [1.0, 1e6], [2048.0, 8192.0]])
+def test_plots_of_any_range_have_plain_numbers_at_their_ticks(values: list[float]) -> None:
+    points = tuple(Point(value, value, 0.9 * value, value) for value in values)
+    for log_x, log_y in ((False, False), (True, False), (True, True)):
+        said = texts(drawn_in(lines_svg([Line("one", 0, points)], "tokens", log_x=log_x, log_y=log_y)))
+        assert "tokens" in said
+        assert len(said) > 2
+        assert not any("$" in text for text in said), "no mathtext"
+
+
+def test_intervals_and_bands_are_where_their_values_are() -> None:
+    share, none = Share(0.5, 4, 0.25, 0.75), Share(0.0, 4, 0.0, 0.5)
+    said = texts(drawn_in(shares_svg([("dense", share, None), ("topk:budget=64", none, share)])))
+    assert {"dense", "topk:budget=64", "accuracy in %"} <= set(said)
+    one = Line("one", 0, (Point(64.0, 0.5, 0.25, 0.75),))
+    pictures = [lines_svg([one], "tokens", percent=True, band=band, rule=0.1) for band in (None, share, none)]
+    assert len(set(pictures)) == 3
+    assert pictures[1] == lines_svg([one], "tokens", percent=True, band=share, rule=0.1), "the same each time"
 
 
 @pytest.mark.parametrize(
@@ -234,17 +261,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path, text: str | None, why: str) -
         path.write_text(text)
     with pytest.raises(ConfigError, match=why):
         page([path])
-
-
-@pytest.mark.parametrize("values", [[64.0], [64.0, 64.0], [3.0, 5.0], [1.0, 1e6], [2048.0, 8192.0]])
-def test_axes_hold_their_values_and_have_ticks(values: list[float]) -> None:
-    for axis in (plot.log_axis("x", values), plot.axis("x", min(values), max(values))):
-        assert axis.low <= min(values) <= max(values) <= axis.high
-        assert len(axis.ticks) <= 8
-        assert all(axis.low <= at <= axis.high for at, _ in axis.ticks)
-        places = [axis.at(value, 0, 100) for value in sorted(values)]
-        assert places == sorted(places)
-        assert 0 <= places[0] <= places[-1] <= 100
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals import results, runs
-from offload_decode.evals.intervals import wilson
-from offload_decode.evals.results import Header, Record
-from offload_decode.evals.runs import Unit
+from offload_decode.evals import runs
+from offload_decode.evals.runs import Header, Record, Unit
+from offload_decode.evals.stats import wilson
 
 FIRST = (
     '{"record": "run", "format": 1, "evaluation": "x", "configuration": {}, "made_with": {}, "units": 1, '
@@ -23,7 +22,7 @@ HEADER = Header("counting", {"seed": 1}, {"model": "m"}, 3, "2026-01-01T00:00:00
 
 
 def written(path: Path, units: Sequence[str]) -> None:
-    with results.opened(path, HEADER) as (writer, _):
+    with runs.opened(path, HEADER) as (writer, _):
         for unit in units:
             writer.unit(unit, [{"record": "answer", "said": unit * 2}], 0.5)
 
@@ -31,7 +30,7 @@ def written(path: Path, units: Sequence[str]) -> None:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.jsonl"
     written(path, ["a", "b"])
-    found = results.read(path)
+    found = runs.read(path)
     assert found.header == HEADER
     assert found.records == (
         {"record": "answer", "unit": "a", "said": "aa"},
@@ -43,7 +42,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 def test_a_million_records_hold_the_same_strings_once(tmp_path: Path) -> None:
     written(path := tmp_path / "run.jsonl", ["a", "b"])
-    first, second = results.read(path).records
+    first, second = runs.read(path).records
     for one, other in zip(first, second, strict=True):
         assert one is other
     assert first["record"] is second["record"]
@@ -58,9 +57,9 @@ def test_a_file_cut_anywhere_loses_its_last_unit_at_most_and_is_gone_on_with(
     whole = path.read_bytes()
     start = whole.index(b'{"record": "answer"', whole.index(b'"unit": "a", "seconds"'))
     path.write_bytes(whole[: max(start, len(whole) - cut)])
-    assert results.read(path).finished == {"a"}
+    assert runs.read(path).finished == {"a"}
     written(path, ["b", "c"])
-    found = results.read(path)
+    found = runs.read(path)
     assert found.finished == {"a", "b", "c"}
     assert found.complete
     assert [record["said"] for record in found.records] == ["aa", "bb", "cc"]
@@ -79,16 +78,16 @@ def test_results_of_another_run_are_left_alone(tmp_path: Path, change: dict[str,
     written(path, ["a"])
     before = path.read_bytes()
     other = dataclasses.replace(HEADER, **change)
-    with pytest.raises(ConfigError, match=f"differs in {named}"), results.opened(path, other):
+    with pytest.raises(ConfigError, match=f"differs in {named}"), runs.opened(path, other):
         raise AssertionError("it was opened")
     assert path.read_bytes() == before
 
 
 def test_half_characters_of_file_names_are_kept(tmp_path: Path) -> None:
     name = "\udc80 \u00e9 \U0001f600 \\udc80"
-    with results.opened(tmp_path / "run.jsonl", HEADER) as (writer, _):
+    with runs.opened(tmp_path / "run.jsonl", HEADER) as (writer, _):
         writer.unit("a", [{"record": "answer", "said": name}], 0.5)
-    assert results.read(tmp_path / "run.jsonl").records[0]["said"] == name
+    assert runs.read(tmp_path / "run.jsonl").records[0]["said"] == name
 
 
 @pytest.mark.parametrize("left", [0, 5, 40, None])
@@ -99,30 +98,30 @@ def test_a_run_that_was_ended_before_anything_was_finished_is_in_nobodys_way(
     written(path, [])
     path.write_bytes(path.read_bytes()[:left])
     other = dataclasses.replace(HEADER, configuration={"seed": 2})
-    with results.opened(path, other) as (writer, _):
+    with runs.opened(path, other) as (writer, _):
         writer.unit("a", [], 0.1)
-    assert results.read(path).header == other
+    assert runs.read(path).header == other
 
 
 def test_other_files_are_left_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("years of work")
-    with pytest.raises(ConfigError, match="cannot be read as results"), results.opened(path, HEADER):
+    with pytest.raises(ConfigError, match="cannot be read as results"), runs.opened(path, HEADER):
         raise AssertionError("it was opened")
     assert path.read_text() == "years of work"
 
 
 def test_a_file_that_cannot_be_written_is_told_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="choose another --out"), results.opened(tmp_path, HEADER):
+    with pytest.raises(ConfigError, match="choose another --out"), runs.opened(tmp_path, HEADER):
         raise AssertionError("it was opened")
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with (
-        results.opened(path, HEADER),
+        runs.opened(path, HEADER),
         pytest.raises(ConfigError, match="another process writes"),
-        results.opened(path, HEADER),
+        runs.opened(path, HEADER),
     ):
         raise AssertionError("it was opened twice")
 
@@ -142,12 +141,12 @@ def test_other_files_are_refused_in_a_sentence(tmp_path: Path, text: str) -> Non
     path = tmp_path / "other"
     path.write_text(text)
     with pytest.raises(ConfigError, match="cannot be read as results"):
-        results.read(path)
+        runs.read(path)
 
 
 def test_no_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="eval"):
-        results.read(tmp_path / "none")
+        runs.read(tmp_path / "none")
 
 
 class Counting:

@@ -9,21 +9,27 @@ import numpy as np
 import pytest
 import torch
 
-from cli.eval.stores import PrefilledStores
+from cli.eval.run import PrefilledStores
 from offload_decode.attention.queries import Queries
 from offload_decode.engine.engine import Engine
-from offload_decode.evals import answering, concentration, runs, tasks
+from offload_decode.evals import answering, runs, sparsity, tasks
 from offload_decode.evals.answering import AnswerPlan
-from offload_decode.evals.concentration import SHARES
 from offload_decode.evals.contender import Contender
-from offload_decode.evals.correlation import pearson, ranks, spearman
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.live_queries import run_dense
-from offload_decode.evals.resampling import FEWEST, block_mean, resampled
-from offload_decode.evals.results import Results
+from offload_decode.evals.recorded_queries import run_dense
+from offload_decode.evals.runs import Results
 from offload_decode.evals.side_by_side import WayAnswer
-from offload_decode.evals.sparsity import SPARSITY, Sparsity, listen
-from offload_decode.evals.sparsity_report import LENGTH, predictions, questions, sparse_by
+from offload_decode.evals.sparsity import (
+    LENGTH,
+    SHARES,
+    SPARSITY,
+    Sparsity,
+    listen,
+    predictions,
+    questions,
+    sparse_by,
+)
+from offload_decode.evals.stats import FEWEST, block_mean, bootstrapped, pearson, spearman
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.store.memory import MemoryStore
@@ -45,13 +51,13 @@ PLAN = AnswerPlan(
 )
 
 
-def constructed(logits: torch.Tensor) -> concentration.Concentration:
+def constructed(logits: torch.Tensor) -> sparsity.Concentration:
     """Of one query row whose logits to the keys are these, by way of keys in a store."""
     keys = np.zeros((len(logits), 2), np.float32)
     keys[:, 0] = logits.numpy()
     shape = ModelShape.uniform((LayerKind.FULL,), 1, 1, 2)
     host = HostKV(MemoryStore(shape, [[keys]], [[keys]]), torch.device("cpu"))
-    return concentration.concentration(host, 0, Queries(torch.tensor([[[2.0, 0.0]]]), 0.5))
+    return sparsity.concentration(host, 0, Queries(torch.tensor([[[2.0, 0.0]]]), 0.5))
 
 
 def test_uniform_attention_has_the_entropy_of_its_keys() -> None:
@@ -120,8 +126,8 @@ def test_rows_in_parts_and_each_head_are_those_of_plain_softmax(
     shape = loaded.shape
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(shape.kv_heads, 5, shape.head_dim, generator=generator)
-    monkeypatch.setattr(concentration, "_NUMBERS", 2 * host.length)
-    found = concentration.concentration(host, 1, Queries(rows, 0.7, softcap=5.0))
+    monkeypatch.setattr(sparsity, "_NUMBERS", 2 * host.length)
+    found = sparsity.concentration(host, 1, Queries(rows, 0.7, softcap=5.0))
     for head in range(shape.kv_heads):
         keys = torch.from_numpy(np.array(store.keys(1, head))).float()
         weights = torch.softmax(5.0 * torch.tanh(rows[head] @ keys.T * 0.7 / 5.0), -1).double()
@@ -196,9 +202,7 @@ def test_budgets_that_do_by_chance_do_not_count_and_wrong_dense_answers_tell_not
     assert predictions(questions(changed({"dense": 0.0}))) == []
 
 
-def test_ranks_and_correlations() -> None:
-    assert ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
-    # As scipy.stats.spearmanr and pearsonr have them.
+def test_correlations() -> None:
     one, other = np.array([1.0, 2.0, 2.0, 4.0, 9.0]), np.array([2.0, 1.0, 3.0, 3.0, 30.0])
     assert spearman(one, other) == pytest.approx(0.763158, abs=1e-6)
     assert pearson(one, other) == pytest.approx(0.949457, abs=1e-6)
@@ -225,12 +229,12 @@ def test_an_interval_is_wider_where_neighbours_are_alike() -> None:
 
 def test_too_little_has_no_interval() -> None:
     assert block_mean([np.arange(32.0 * (FEWEST - 1))], 32).low is None
-    assert resampled(lambda rows: float(rows.mean()), np.arange(FEWEST - 1.0)).low is None
+    assert bootstrapped(np.mean, np.arange(FEWEST - 1.0)).low is None
     # A single row makes all the difference, and a third of the draws is without it.
-    one = np.column_stack([np.arange(14.0), np.arange(14) == 13])
-    alone = resampled(lambda rows: spearman(rows[:, 0], rows[:, 1]), one)
+    one = np.arange(14.0), (np.arange(14) == 13).astype(np.float64)
+    alone = bootstrapped(spearman, *one)
     assert alone.value > 0
     assert alone.low is None
-    same = resampled(lambda rows: spearman(rows[:, 0], rows[:, 1]), np.ones((20, 2)))
+    same = bootstrapped(spearman, np.ones(20), np.ones(20))
     assert math.isnan(same.value)
     assert same.low is None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.eval.stores import PrefilledStores
+from cli.eval.run import PrefilledStores
 from offload_decode.errors import OffloadDecodeWarning, StoreBusy, StoreExists
 from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.models.loading import LoadedModel, wrap

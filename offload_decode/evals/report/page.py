@@ -1,107 +1,160 @@
-"""Runs as one HTML page that needs nothing from elsewhere."""
+"""Runs as one HTML page that needs nothing from elsewhere: what is shown, for `report.html.jinja` to lay out.
+
+A part of the page is a title with blocks: notes, tables, figures, examples, pairs of names and values. All
+text is escaped by the template, and what cannot be seen in it is spelled out: models may have written it.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from indexes.plain_files import NotPlain, open_plain
 from offload_decode.errors import ConfigError
-from offload_decode.evals.perplexity import NLL
-from offload_decode.evals.perplexity_report import at_chance, likelihoods
-from offload_decode.evals.records import ANSWER
-from offload_decode.evals.report import answered, fidelity, likelihood, needle, sparse
-from offload_decode.evals.report.html import Markup, join, tag
-from offload_decode.evals.report.measured import measured
-from offload_decode.evals.report.reading import read
-from offload_decode.evals.results import Results
-from offload_decode.evals.sparsity import SPARSITY
+from offload_decode.evals import plots, runs
+from offload_decode.evals.extra import REPORT, library, require
+from offload_decode.evals.perplexity import NLL, at_chance, likelihoods
+from offload_decode.evals.report.answers import answered, headline
+from offload_decode.evals.report.blocks import (
+    Block,
+    Part,
+    pairs,
+)
+from offload_decode.evals.report.measures import entropy, fidelity, keys, likelihood, needles
+from offload_decode.evals.runs import ANSWER, Results, questions_and_answers
+from offload_decode.evals.sparsity import (
+    SPARSITY,
+)
 from offload_decode.evals.summary import summarize
+from offload_decode.evals.verdict import at_chance as tasks_at_chance
+from offload_decode.evals.verdict import verdict
+from offload_decode.plain_json import parse
 
-_TITLES = {"ruler": "RULER", "aggregate": "Tasks that need much of a text", "passkey": "Passkeys"}
-_TITLES |= {"ablation": "Options of a selector", "perplexity": "Perplexity", "sparsity": "Sparsity"}
+MOST = 256 << 20
+"""Bytes of a file that is one JSON value."""
+_TITLES = {
+    "ruler": "RULER",
+    "aggregate": "Tasks that need much of a text",
+    "passkey": "Passkeys",
+    "ablation": "Options of a selector",
+    "perplexity": "Perplexity",
+    "sparsity": "Sparsity",
+}
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What is shown of a file: its title, what comes first, and titled parts."""
+class Run:
+    """What is shown of a file: `warnings` first, then the `opening` blocks, then titled parts."""
 
     title: str
-    lead: str
-    opening: Markup | None
-    parts: list[tuple[str, Markup]]
     model: str
+    lead: str
     file: str
+    warnings: Sequence[str]
+    grave: bool
+    opening: Sequence[Block]
+    parts: Sequence[Part]
 
 
 def page(paths: Sequence[Path]) -> str:
-    """The page of one run or several, in their order. Raises `ConfigError` for a file that holds none."""
+    """The page of one run or several, in their order. Raises `ConfigError` for a file that holds none, and
+    where the extra `eval` is missing.
+    """
+    require(*REPORT)
     runs = [_run(path) for path in paths]
-    models = list(dict.fromkeys(run.model for run in runs))
-    title = f"Evaluation of {', '.join(models)}"
-    style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title),
-        tag("style", Markup(style)),
-    ]
-    body = tag(
-        "div",
-        tag("a", "Skip to the results", href="#results", class_="skip"),
-        tag("header", tag("h1", title), _contents(runs)),
-        tag("main", [_section(number, run) for number, run in enumerate(runs)], id="results"),
-        tag(
-            "footer",
-            "Made by offload-decode eval report. Intervals hold the true value with 95 % confidence.",
-            class_="foot",
-        ),
-        class_="page",
+    jinja, folder = library("jinja2"), files(__package__)
+    markup = library("markupsafe").Markup
+
+    def finalize(value: Any) -> Any:
+        return plots.visible(value) if isinstance(value, str) and not isinstance(value, markup) else value
+
+    def breakable(way: str) -> Any:
+        pieces = plots.visible(way).replace(":", ":\0").replace(",", ",\0").split("\0")
+        return markup("<wbr>").join(pieces)
+
+    environment = jinja.Environment(autoescape=True, finalize=finalize, undefined=jinja.StrictUndefined)
+    environment.filters["breakable"] = breakable
+    template = environment.from_string(folder.joinpath("page.html.jinja").read_text(encoding="utf-8"))
+    style = folder.joinpath("page.css").read_text(encoding="utf-8")
+    text: str = template.render(
+        title=f"Evaluation of {', '.join(dict.fromkeys(Path(run.model).name or run.model for run in runs))}",
+        runs=runs,
+        style=markup(style),
+        digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
     )
-    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
+    return text
 
 
-def _run(path: Path) -> _Run:
+def read(path: Path) -> Results | Mapping[str, Any]:
+    """A run, or the object in a `needle.json` or `fidelity.json`. Raises `ConfigError` for anything else."""
+    try:
+        with open(open_plain(path, follow=True), "rb") as file:
+            if b'"record"' in file.readline(64) or os.fstat(file.fileno()).st_size > MOST:
+                return runs.read(path)
+            file.seek(0)
+            value = parse(file.read(MOST))
+    except FileNotFoundError as error:
+        raise ConfigError(f"there are no results at {path}: run `offload-decode eval` first") from error
+    except NotPlain as error:
+        raise ConfigError(f"there are no results at {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no file of an evaluation: {error}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("configuration"), dict):
+        raise ConfigError(f"{path} is no file of an evaluation: it does not say what was measured")
+    return value
+
+
+def _run(path: Path) -> Run:
     found = read(path)
     if isinstance(found, Results):
         return _of_results(path, found)
-    for reader in (needle, fidelity):
-        if (parts := reader.parts(found)) is not None:
-            opening = answered.warnings(needle.verdict(found), True) if reader is needle else None
-            model = str(found["configuration"].get("model", "?"))
-            parts.append(("Measured with", measured(found["configuration"], {"file": path.name})))
-            return _Run(
-                reader.TITLE,
-                _lead(found["configuration"], model, path.name),
-                opening,
-                parts,
-                _short(model),
-                path.name,
-            )
-    raise ConfigError(f"{path} is no file of an evaluation: it has neither cells nor entries")
+    configuration = found["configuration"]
+    shown = {"cells": needles, "entries": fidelity}
+    name = next((name for name in shown if name in found), None)
+    if name is None:
+        raise ConfigError(f"{path} is no file of an evaluation: it has neither cells nor entries")
+    try:
+        title, warnings, parts = shown[name](found)
+    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+        file = "needle.json" if name == "cells" else "fidelity.json"
+        raise ConfigError(
+            f"this is no {file} of this release: its {name} are not whole ({error!r:.80})"
+        ) from error
+    parts.append(("Measured with", [pairs(configuration, {"file": path.name})]))
+    model = str(configuration.get("model", "?"))
+    return Run(title, model, _lead(configuration, model, path), path.name, warnings, True, [], parts)
 
 
-def _of_results(path: Path, found: Results) -> _Run:
+def _of_results(path: Path, found: Results) -> Run:
     header = found.header
-    opening, parts = None, []
+    warnings: list[str] = []
+    opening: list[Block] = []
+    parts: list[Part] = []
+    grave = True
     if found.of(ANSWER):
         summary = summarize(found)
-        opening = answered.opening(summary)
-        parts += answered.sections(found, summary)
+        warnings, grave = verdict(summary), len(tasks_at_chance(summary)) == len(summary.tasks)
+        opening = headline(summary)
+        parts += answered(list(questions_and_answers(found)), summary)
     if found.of(SPARSITY):
-        parts = sparse.parts(found) + parts
+        parts = [
+            ("Keys that hold the attention", keys(found)),
+            ("Does entropy foretell the budget?", entropy(found)),
+            *parts,
+        ]
     if found.of(NLL):
-        foretold = likelihoods(found)
-        opening = opening or answered.warnings(at_chance(foretold), True)
-        parts += likelihood.parts(found, foretold)
+        lines = likelihoods(found)
+        if not opening:
+            warnings = at_chance(lines)
+        parts += likelihood(found, lines)
     if not parts:
         raise ConfigError(f"{path} holds nothing that could be shown yet: let a part of the run finish first")
     model = str(header.made_with.get("model", "?"))
@@ -111,45 +164,13 @@ def _of_results(path: Path, found: Results) -> _Run:
         "finished": f"{len(found.finished):,} of {header.units:,} parts",
         "file": path.name,
     }
-    parts.append(("Measured with", measured(about, header.made_with, header.configuration)))
+    parts.append(("Measured with", [pairs(about, header.made_with, header.configuration)]))
     title = _TITLES.get(header.evaluation, header.evaluation)
-    return _Run(title, _lead(header.made_with, model, path.name), opening, parts, _short(model), path.name)
+    lead = _lead(header.made_with, model, path)
+    return Run(title, model, lead, path.name, warnings, grave, opening, parts)
 
 
-def _short(model: str) -> str:
-    return Path(model).name or model
-
-
-def _lead(made_with: Mapping[str, Any], model: str, file: str) -> str:
-    known = [str(made_with[name]) for name in ("dtype", "device") if name in made_with]
-    return ", ".join([model, *known, file])
-
-
-def _contents(runs: Sequence[_Run]) -> Markup:
-    several = len(runs) > 1
-    entries = []
-    for number, run in enumerate(runs):
-        if several:
-            entries.append(tag("li", tag("a", f"{run.title}, {run.file}", href=f"#run-{number}")))
-        else:
-            for place, (title, _) in enumerate(run.parts):
-                entries.append(tag("li", tag("a", title, href=f"#part-{number}-{place}")))
-    return tag("nav", tag("ul", entries), aria_label="Contents")
-
-
-def _section(number: int, run: _Run) -> Markup:
-    parts = [
-        join([tag("h3", title, id=f"part-{number}-{place}"), part])
-        for place, (title, part) in enumerate(run.parts)
-    ]
-    heading = tag("h2", run.title, id=f"run-{number}")
-    name = f"{number + 1}. {run.title}, {run.file}"
-    return tag(
-        "section",
-        heading,
-        tag("p", run.lead, class_="lead"),
-        run.opening,
-        parts,
-        class_="run",
-        aria_label=name,
+def _lead(made_with: Mapping[str, Any], model: str, path: Path) -> str:
+    return ", ".join(
+        [model, *(str(made_with[key]) for key in ("dtype", "device") if key in made_with), path.name]
     )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import output
 from cli.counts import token_count
-from cli.eval.asked import checked_selector, index_of, read_contenders, read_haystack
+from cli.groups import From
+from cli.options import Device, Json, Quiet
 from cli.progress import Progress
-from offload_decode.config import split_pairs
+from offload_decode.config import parse_options, split_pairs
 from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE, Contender
@@ -21,10 +25,12 @@ from offload_decode.evals.contender import DENSE, Contender
 if TYPE_CHECKING:
     from offload_decode.evals.answering import Answering
     from offload_decode.evals.haystack import Haystack
-    from offload_decode.evals.results import Results
+    from offload_decode.evals.runs import Results
     from offload_decode.evals.runs import Stores as StoresOf
     from offload_decode.evals.tasks import Task
     from offload_decode.models.loading import LoadedModel
+    from offload_decode.selection.selector import SelectorOptions
+    from offload_decode.store.reader import KVStore
     from prefill_jobs.job import Settings
 
 _REHEARSED = 64  # tokens
@@ -129,16 +135,10 @@ Out = Annotated[
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the options of a command say; each field is the option of its name."""
+class Asking:
+    """How questions are asked: of which model, with which seeds, and how stores are made and kept."""
 
-    suite: str
-    tasks: str | None
     model: str
-    text: str | None
-    lengths: str
-    contenders: tuple[Contender, ...]
-    limit: int
     seeds: str
     prefill: str
     stores: Path | None
@@ -147,6 +147,34 @@ class Wanted:
     device: str
     as_json: bool
     quiet: bool
+
+
+def asking(
+    model: EvalModel = "demo",
+    seeds: Seeds = "0",
+    prefill: PrefillMethod = "dense",
+    stores: Stores = None,
+    begin: Begin = True,
+    out: Out = None,
+    device: Device = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> Asking:
+    """The options of all commands that ask questions."""
+    return Asking(model, seeds, prefill, stores, begin, out, device, as_json, quiet)
+
+
+Group = Annotated[Asking, From(asking)]
+
+
+def contenders(
+    selector: Selectors = None, budgets: Budgets = "64,256,1024", option: CommonOptions = None
+) -> tuple[Contender, ...]:
+    """The options that say what stands beside dense attention."""
+    return contenders_of(selector, budgets, option)
+
+
+Contenders = Annotated[tuple[Contender, ...], From(contenders)]
 
 
 def contenders_of(
@@ -184,7 +212,7 @@ def tasks_named(names: str | None, known: Sequence[str]) -> list[str]:
 
 def numbers(text: str) -> tuple[int, ...]:
     """Seeds, separated by commas."""
-    from offload_decode.evals.records import MOST
+    from offload_decode.evals.runs import MOST
 
     try:
         seeds = tuple(dict.fromkeys(int(part) for part in text.split(",")))
@@ -197,54 +225,68 @@ def numbers(text: str) -> tuple[int, ...]:
     return seeds
 
 
-def ask_all(wanted: Wanted, tasks: Sequence[Task]) -> None:
-    """Ask every question of the tasks, print the table, and say where the results are."""
+def ask_all(
+    suite: str,
+    tasks: Sequence[Task],
+    how: Asking,
+    lengths: str,
+    contenders: Sequence[Contender],
+    limit: int,
+    text: str | None = None,
+    named: bool = True,
+) -> None:
+    """Ask every question of the tasks, print the table, and say where the results are; see `measured`."""
     from offload_decode.evals.answering import Answering
 
-    show(measured(wanted, tasks, Answering), wanted.as_json, wanted.quiet)
+    results = measured(suite, tasks, how, lengths, contenders, limit, text, named, Answering)
+    show(results, how.as_json, how.quiet)
 
 
-def measured(wanted: Wanted, tasks: Sequence[Task], evaluated: type[Answering]) -> Results:
-    """The results of asking every question of the tasks."""
+def measured(
+    suite: str,
+    tasks: Sequence[Task],
+    how: Asking,
+    lengths: str,
+    contenders: Sequence[Contender],
+    limit: int,
+    text: str | None,
+    named: bool,
+    evaluated: type[Answering],
+) -> Results:
+    """The results of asking every question of the tasks. A task that cannot be asked is left out, unless the
+    tasks were `named` by the user.
+    """
     from cli.compiling import tell_of_compiling
-    from cli.eval.stores import PrefilledStores
     from offload_decode.evals.answering import AnswerPlan
+    from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
 
+    require(*STATISTICS)
     tell_of_compiling()
-    lengths = tuple(dict.fromkeys(map(token_count, wanted.lengths.split(","))))
-    settings = prefill_settings(wanted.prefill)
-    haystack = read_haystack(wanted.text)
-    out = wanted.out or Path(f"{wanted.suite}.jsonl")
-    if wanted.stores is not None and wanted.stores.exists() and not wanted.stores.is_dir():
-        raise ConfigError(
-            f"--stores {wanted.stores} is no folder: name one, which is made where there is none"
-        )
-    plan = AnswerPlan(
-        wanted.suite,
-        lengths,
-        wanted.contenders,
-        wanted.limit,
-        numbers(wanted.seeds),
-        wanted.begins,
-        {"method": settings.method, **settings.options},
-    )
-    loaded = load(wanted.model, wanted.device)
-    kinds = [kind for way in wanted.contenders if (kind := index_of(way.options)) is not None]
-    stores = PrefilledStores(loaded, haystack.name, settings, kinds, wanted.stores)
-    rehearse(wanted.contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
+    counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
+    settings = prefill_settings(how.prefill)
+    haystack = read_haystack(text)
+    if how.stores is not None and how.stores.exists() and not how.stores.is_dir():
+        raise ConfigError(f"--stores {how.stores} is no folder: name one, which is made where there is none")
+    stored = {"method": settings.method, **settings.options}
+    seeds = numbers(how.seeds)
+    plan = AnswerPlan(suite, counts, tuple(contenders), limit, seeds, how.begins, stored)
+    loaded = load(how.model, how.device)
+    kinds = index_kinds(contenders)
+    stores = PrefilledStores(loaded, haystack.name, settings, kinds, how.stores)
+    rehearse(contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
     evaluation = evaluated(plan, tasks, loaded, haystack, stores)
-    with Progress(wanted.quiet) as progress:
+    with Progress(how.quiet) as progress:
         unfit = evaluation.unfit(lambda done, total: progress("draw texts", done, total))
-        if unfit and (wanted.tasks is not None or len(unfit) == len(tasks)):
+        if unfit and (named or len(unfit) == len(tasks)):
             raise next(iter(unfit.values()))
         for name, why in unfit.items():
             output.note(f"{name} is left out: {why}")
         if unfit:
-            evaluation = evaluated(
-                plan, [task for task in tasks if task.name not in unfit], loaded, haystack, stores
-            )
+            fit = [task for task in tasks if task.name not in unfit]
+            evaluation = evaluated(plan, fit, loaded, haystack, stores)
+        out = how.out or Path(f"{suite}.jsonl")
         return run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
 
 
@@ -282,9 +324,104 @@ def show(
 
 
 def _judged(results: Results) -> str:
-    from offload_decode.evals.summary import summarize
-    from offload_decode.evals.summary_table import rows
+    from offload_decode.evals.summary import rows, summarize
     from offload_decode.evals.verdict import verdict
 
     summary = summarize(results)
     return "\n".join([output.table(rows(summary)), *verdict(summary)])
+
+
+def read_haystack(text: str | None) -> Haystack:
+    """The text to hide facts in; None: the Python documentation topics."""
+    from offload_decode.evals.haystack import Haystack, python_topics
+    from prefill_jobs.corpus import read_corpus
+
+    if text is None:
+        return python_topics()
+    documents, _ = read_corpus(text)
+    return Haystack(Path(text).name, "\n\n".join(document.text for document in documents))
+
+
+def checked_selector(selector: str, options: Mapping[str, str]) -> SelectorOptions:
+    """The parsed options: what the selector would refuse after the first prefill is refused before it."""
+    import indexes.registry
+    from offload_decode.selectors.registry import get
+
+    if (kind := index_of(options)) is not None:
+        indexes.registry.get(kind)
+    return parse_options(get(selector).options_type, options, f"selector '{selector}'")
+
+
+def index_of(options: Mapping[str, str]) -> str | None:
+    """The kind that is asked for by name."""
+    from offload_decode.kv.head_indexes import AUTO
+
+    kind = options.get("index", AUTO)
+    return None if kind == AUTO else kind
+
+
+def read_contenders(given: Sequence[str]) -> list[Contender]:
+    """Selectors as users write them, `quest:page_size=32,metadata=int8`, each once."""
+    contenders = []
+    for text in given:
+        name, _, options = text.partition(":")
+        # A value may be a list itself: a comma parts two options only where a name follows it.
+        pairs = re.split(r",(?=\w+=)", options) if options else []
+        contenders.append(Contender(name, split_pairs(pairs)))
+    labels = [contender.label for contender in contenders]
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise ConfigError(f"selector '{repeated[0]}' is given twice")
+    return contenders
+
+
+def index_kinds(contenders: Sequence[Contender]) -> list[str]:
+    """The kinds of index that are asked for by name, each once."""
+    return sorted({kind for way in contenders if (kind := index_of(way.options)) is not None})
+
+
+class PrefilledStores:
+    """Called with a text, gives its store (`evals.runs.Stores`), with the indexes of `kinds`.
+
+    In `keep`, where a folder is given, stores stay and are found again by the text, the model and how it was
+    prefilled; a prefill that was interrupted goes on, and one that another process is at is waited for.
+    Otherwise they are gone when they were asked.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        name: str,
+        settings: Settings,
+        kinds: Iterable[str] = (),
+        keep: Path | None = None,
+    ) -> None:
+        self._loaded, self._name, self._settings = loaded, name, settings
+        self._kinds, self._keep = tuple(sorted(set(kinds))), keep
+
+    @contextmanager
+    def __call__(self, text: str, report: Callable[[int], None]) -> Iterator[KVStore]:
+        """The store of a text; `report` is told the tokens that are prefilled."""
+        from prefill_jobs.kept import kept_name
+
+        if self._keep is not None:
+            self._keep.mkdir(parents=True, exist_ok=True)
+            path = self._keep / kept_name(self._loaded, self._settings, text, self._name)
+            yield self._made(text, path, report)
+            return
+        with TemporaryDirectory(prefix="offload-decode-eval-") as folder:
+            yield self._made(text, Path(folder) / "store.kv", report)
+
+    def _made(self, text: str, path: Path, report: Callable[[int], None]) -> KVStore:
+        from prefill_jobs.corpus import TextDocument
+        from prefill_jobs.job import prefill_texts
+        from prefill_jobs.kept import kept
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == "prefill":
+                report(done)
+
+        def make() -> None:
+            document = TextDocument(self._name, text)
+            prefill_texts(self._loaded, [document], path, self._settings, progress=progress)
+
+        return kept(path, make, self._kinds)
