@@ -12,7 +12,7 @@ from indexes.errors import InvalidIndexInput
 from indexes.rows import encodings
 from offload_decode.errors import StoreError
 from offload_decode.store.format import Array, Manifest
-from offload_decode.store.layout import layer_name
+from offload_decode.store.layout import array_name
 
 KINDS = ("keys", "values")
 
@@ -67,7 +67,7 @@ class Encoder:
     def count(self, layer: int, kind: str, rows: Array, block: Block) -> None:
         """Add the error of rows that were written."""
         if self.manifest.encoding(kind):
-            name = f"{layer_name(layer)}/{kind}"
+            name = array_name(layer, kind)
             self.errors[name] = self.errors[name].after(rows, block.stored)
 
     def cost(self) -> dict[str, list[dict[str, Any]]]:
@@ -85,7 +85,7 @@ class Encoder:
 def errors_at_seam(manifest: Manifest) -> dict[str, EncodingLoss]:
     """Those of a written store, over the tokens up to its seam."""
     return {
-        f"{layer_name(entry['layer'])}/{kind}": EncodingLoss(*entry["sums"])
+        array_name(entry["layer"], kind): EncodingLoss(*entry["sums"])
         for kind, entries in manifest.kv_error.items()
         for entry in entries
     }
@@ -95,11 +95,7 @@ def no_errors(manifest: Manifest) -> dict[str, EncodingLoss]:
     """Those of a store before its first row."""
     stored = ("keys",) if manifest.shape.latent else KINDS
     kinds = [kind for kind in stored if manifest.encoding(kind)]
-    return {
-        f"{layer_name(layer)}/{kind}": EncodingLoss()
-        for kind in kinds
-        for layer in manifest.shape.full_layers
-    }
+    return {array_name(layer, kind): EncodingLoss() for kind in kinds for layer in manifest.shape.full_layers}
 
 
 def _sum(total: float, numbers: Array) -> float:

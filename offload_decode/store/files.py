@@ -43,7 +43,7 @@ def read_regular(path: str | Path, most: int = LARGEST_LIST) -> bytes:
     return data
 
 
-def check_sizes(files: Iterable[tuple[str, int]]) -> None:
+def check_sizes(files: Iterable[tuple[str | Path, int]]) -> None:
     """`StoreDamaged` unless every one of these paths is a plain file of that many bytes."""
     for path, size in files:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -82,6 +83,12 @@ def chunk_rows(rows: int, row_bytes: int, target: int | None = None, most: int =
 def layer_name(layer: int) -> str:
     """The group of one layer."""
     return f"layers/{layer:03d}"
+
+
+@cache
+def array_name(layer: int, kind: str) -> str:
+    """The array of one layer and kind (`keys`, `page_min`, …); formatted once, as every chunk asks for it."""
+    return f"{layer_name(layer)}/{kind}"
 
 
 def grown_rows(rows: int, earlier: ArraySpec, most: int) -> int | None:

@@ -17,7 +17,7 @@ from offload_decode.store.costs import bytes_by_kind
 from offload_decode.store.documents import names_of
 from offload_decode.store.files import check_sizes, read_regular
 from offload_decode.store.format import Array, Manifest, fingerprint_version, token_hash
-from offload_decode.store.layout import SEAM, ArraySpec, layer_name
+from offload_decode.store.layout import SEAM, ArraySpec, array_name
 from offload_decode.store.opening import checked, existing, expected_sizes, identity, of_one, surfaced
 from offload_decode.store.sampling import sample_plan
 from offload_decode.store.streams import head_view, list_view
@@ -159,7 +159,7 @@ class KVStore:
 
     def digest(self, layer: int, kv_head: int) -> str:
         """SHA-256 over the checksums of one head's key files: names the keys without reading them."""
-        files = self._specs[f"{layer_name(layer)}/keys"].head_files(kv_head)
+        files = self._specs[array_name(layer, "keys")].head_files(kv_head)
         return hashlib.sha256(checksums.render({name: self._sums[name] for name in files})).hexdigest()
 
     @cached_property
@@ -205,7 +205,7 @@ class KVStore:
         verify_store(self.path, progress)
 
     def _rows(self, layer: int, kind: str, kv_head: int) -> Array:
-        name = f"{layer_name(layer)}/{kind}"
+        name = array_name(layer, kind)
         spec = self._specs[name]
         files = [(os.path.join(self.path, file), spec.chunk_bytes) for file in spec.head_files(kv_head)]
         if (name, kv_head) in self._views:
@@ -221,7 +221,7 @@ class KVStore:
 
     def _states(self, layer: int, suffix: str) -> tuple[Array, ...]:
         return tuple(
-            self._small(f"{layer_name(layer)}/{own.name}{suffix}").reshape(own.shape)
+            self._small(array_name(layer, own.name + suffix)).reshape(own.shape)
             for own in self.manifest.shape.layers[layer].states
         )
 

@@ -20,7 +20,7 @@ from offload_decode.store.encoded import Encoder, EncodingLoss, no_errors
 from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regular, read_regular
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.growth import Growth
-from offload_decode.store.layout import ArraySpec, array_specs, layer_name
+from offload_decode.store.layout import ArraySpec, array_name, array_specs
 from offload_decode.store.pages import OpenPage, fold_pages
 from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed, staging_damaged
 from offload_decode.store.states import StateLog
@@ -130,7 +130,7 @@ def _resumed(partial: Path, manifest: Manifest, positions: Array) -> Begun:
     encoder = Encoder(manifest, {name: EncodingLoss(*found) for name, found in progress.errors.items()})
     encoder.at_seam = {name: EncodingLoss(*found) for name, found in progress.seam_errors.items()}
     open_pages = {
-        layer: _reopened_page(manifest, streams[f"{layer_name(layer)}/keys"]) for layer in shape.full_layers
+        layer: _reopened_page(manifest, streams[array_name(layer, "keys")]) for layer in shape.full_layers
     }
     return Begun(specs, streams, open_pages, windows, states, encoder, progress.tokens)
 

@@ -25,6 +25,7 @@ class RowStream:
         self.rows = 0
         self.crcs = [0] * spec.shape[0]
         self._root = root
+        self._files = [[root / name for name in spec.head_files(head)] for head in range(spec.shape[0])]
         self._views: dict[int, Array] = {}
         self._written: set[Path] = set()
 
@@ -44,7 +45,7 @@ class RowStream:
         assert block.dtype == self.spec.numpy_dtype, f"{self.spec.name}: {block.dtype} for {self.spec.dtype}"
         assert self.rows + block.shape[1] <= self.spec.shape[1], f"{self.spec.name}: more rows than it has"
         for head, rows in enumerate(block):
-            self._write_head(self.spec.head_files(head), as_bytes(rows))
+            self._write_head(self._files[head], as_bytes(rows))
 
     def advance(self, block: Array) -> None:
         """Count `block`, which has been written."""
@@ -59,18 +60,17 @@ class RowStream:
     def view(self, head: int) -> Array:
         """All rows `[rows, D]`, or encoded `[rows]`, of one head, zero-copy: zeros until they are written."""
         if head in self._views:
-            files = self.spec.head_files(head)
-            check_sizes((os.path.join(self._root, name), self.spec.chunk_bytes) for name in files)
+            check_sizes((file, self.spec.chunk_bytes) for file in self._files[head])
         else:
             self._views[head] = head_view(self._root, self.spec, head)
         return self._views[head]
 
-    def _write_head(self, files: list[str], data: memoryview) -> None:
+    def _write_head(self, files: list[Path], data: memoryview) -> None:
         position = self.rows * self.spec.row_bytes
         while data:
             index, offset = divmod(position, self.spec.chunk_bytes)
             piece = data[: self.spec.chunk_bytes - offset]
-            file = self._root / files[index]
+            file = files[index]
             _write_at(file, offset, piece)
             self._written.add(file)
             data, position = data[len(piece) :], position + len(piece)

@@ -20,7 +20,7 @@ from offload_decode.store.checksums import Report
 from offload_decode.store.encoded import Encoder, no_errors
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.growth import Growth
-from offload_decode.store.layout import SEAM, ArraySpec, layer_name
+from offload_decode.store.layout import SEAM, ArraySpec, array_name
 from offload_decode.store.norms import row_norms
 from offload_decode.store.pages import OpenPage, fold_pages, rounded_outward
 from offload_decode.store.publish import publish, refuse_existing, seal
@@ -235,12 +235,12 @@ class KVStoreWriter:
         with self._surfaced():
             for layer, log in self._windows.items():
                 for name, block in zip(("window_keys", "window_values"), log.window(), strict=True):
-                    write_array(self._root, self._specs[f"{layer_name(layer)}/{name}"], block)
+                    write_array(self._root, self._specs[array_name(layer, name)], block)
             for layer, states in self._states.items():
                 shapes = self.manifest.shape.layers[layer].states
                 for suffix in ("", SEAM) if self.manifest.keeps_seam else ("",):
                     for own, state in zip(shapes, states.states(at_seam=bool(suffix)) or (), strict=True):
-                        spec = self._specs[f"{layer_name(layer)}/{own.name}{suffix}"]
+                        spec = self._specs[array_name(layer, own.name + suffix)]
                         write_array(self._root, spec, state.reshape(-1))
             metadata.record(self._partial, self._root, replace(self.manifest, kv_error=self._encoder.cost()))
             files = metadata.group_files(self.manifest)
@@ -277,7 +277,7 @@ class KVStoreWriter:
         self.done = begun.done
 
     def _stream(self, layer: int, kind: str) -> RowStream:
-        return self._streams[f"{layer_name(layer)}/{kind}"]
+        return self._streams[array_name(layer, kind)]
 
     def _surfaced(self) -> AbstractContextManager[None]:
         command = "append" if self.growth else "prefill"
