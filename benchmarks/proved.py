@@ -1,7 +1,7 @@
 """Writes what `offload-decode models` lists for the installed transformers: `python -m benchmarks.proved`.
 
-Every family of the test-suite that is proved, with the kinds of layers that its tiny config has and what is
-kept of them.
+Every family of the test suite that passes the equivalence check, with the kinds of layers that its tiny
+config has and what is kept of them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def kept(own: LayerShape) -> str:
     return " and ".join([*told, *(["states"] if own.states else [])])
 
 
-def proved() -> dict[str, list[str]]:
-    """What is kept of the layers of each family that is proved."""
+def checked() -> dict[str, list[str]]:
+    """What is kept of the layers of each family that passes the equivalence check."""
     found: dict[str, set[str]] = {}
     for name, family in FAMILIES.items():
         try:
@@ -42,7 +42,7 @@ def proved() -> dict[str, list[str]]:
 
 def main() -> None:
     known = json.loads(PLACE.read_text()) if PLACE.exists() else {}
-    known[__version__] = proved()
+    known[__version__] = checked()
     PLACE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 

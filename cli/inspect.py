@@ -57,7 +57,7 @@ def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
         "store": str(store.path),
         "digest": store.store_digest,
         "manifest": store.manifest.to_json(),
-        "proof": {
+        "equivalence_check": {
             "difference": noted(store.manifest.model_config_hash),
             "transformers": version("transformers"),
         },
@@ -84,7 +84,7 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
         ("model", f"{manifest.model_id} (configuration {_short(manifest.model_config_hash)})"),
         ("tokenizer", _short(manifest.tokenizer_hash)),
         ("layers", _layers(manifest)),
-        ("proof", _proof(manifest)),
+        ("equivalence check", _check(manifest)),
         (
             "tokens",
             f"{manifest.n_tokens:,} (hash {_short(manifest.token_hash)}), a {manifest.template} prompt",
@@ -106,7 +106,7 @@ def _weights(manifest: Manifest) -> list[tuple[str, str]]:
     return [("weights", f"{manifest.weights}: the keys and values are the quantised model's")]
 
 
-def _proof(manifest: Manifest) -> str:
+def _check(manifest: Manifest) -> str:
     from offload_decode.models.proved import noted
 
     release = f"transformers {version('transformers')}"

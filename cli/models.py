@@ -17,7 +17,7 @@ from cli.options import Json
 from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
-    from offload_decode.models.proof import Proof
+    from offload_decode.models.proof import EquivalenceCheck
     from offload_decode.types import LayerShape, ModelShape
 
 
@@ -32,11 +32,11 @@ def models(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which models are served exactly, and what is kept of them.
+    """Say which models are served, and what is kept of them.
 
-    Without M: the families that the test-suite proves, and what a store keeps of each. With M: the proof for
-    this model. A tiny twin of it, made from its config, runs behind a stored prefix, and its logits must be
-    those of plain generation. Exit code 1 says that it is not served.
+    Without M: the families that the test suite checks, and what a store keeps of each. With M: the
+    equivalence check of this model. A tiny model made from its config runs behind a stored prefix, and its
+    logits must be those of plain generation. Exit code 1 says that it is not served.
     """
     if model is None:
         _families(as_json)
@@ -52,8 +52,8 @@ def _families(as_json: bool) -> None:
     rows = [[name, ", ".join(kept)] for name, kept in sorted(families.items())]
     width = max(len(name) for name, _ in rows)
     output.answer(
-        f"{len(rows)} families, proved with transformers {release}; others are served if their "
-        "proof holds: offload-decode models M"
+        f"{len(rows)} families, checked with transformers {release}; others are served if they "
+        "pass the equivalence check: offload-decode models M"
     )
     output.answer("\n".join(f"{name.ljust(width)}  {kept}" for name, kept in rows))
 
@@ -75,23 +75,23 @@ def _one(model: str, as_json: bool) -> None:
     from offload_decode.models.checkpoint import stated_config
     from offload_decode.models.fingerprints import config_hash
     from offload_decode.models.gate import claimed_shape
-    from offload_decode.models.proof import prove
+    from offload_decode.models.proof import check_equivalence
     from offload_decode.models.proved import note
 
     config = stated_config(model)
     shape: ModelShape | None = None
-    proof: Proof | None = None
+    check: EquivalenceCheck | None = None
     try:
         shape = claimed_shape(config)
-        proof = prove(config)
-        reason = proof.reason
-        if proof.served:
-            note(config_hash(config), proof.difference)
+        check = check_equivalence(config)
+        reason = check.reason
+        if check.served:
+            note(config_hash(config), check.difference)
     except UnsupportedModel as error:
         reason = str(error)
     kept = [] if shape is None else kept_of(shape)
     if as_json:
-        difference = None if proof is None or proof.difference == float("inf") else proof.difference
+        difference = None if check is None or check.difference == float("inf") else check.difference
         output.answer_json(
             {
                 "model": model,
@@ -106,20 +106,21 @@ def _one(model: str, as_json: bool) -> None:
     else:
         facts = [("model", model), ("family", config.model_type), ("served", "no" if reason else "yes")]
         facts += [("reason", reason)] if reason else []
-        if proof is not None and proof.difference != float("inf"):
-            facts.append(("difference", f"{proof.difference:.1e} of the spread of the logits, at most"))
+        if check is not None and check.difference != float("inf"):
+            facts.append(("difference", f"{check.difference:.1e} of the spread of the logits, at most"))
         output.answer(output.facts([*facts, *((one["layers"], one["keeps"]) for one in kept)]))
     if reason:
         raise typer.Exit(FAILURE)
 
 
-def proved(model: str) -> str:
-    """The proof of a model that is served, in a line."""
+def checked(model: str) -> str:
+    """The equivalence check of a model that is served, in a line."""
     from offload_decode.models.checkpoint import stated_config
-    from offload_decode.models.proof import prove
+    from offload_decode.models.proof import check_equivalence
 
-    difference = prove(stated_config(model)).difference
-    return f"{model}: proved to equal plain generation, to {difference:.0e} of the spread of the logits"
+    difference = check_equivalence(stated_config(model)).difference
+    spread = f"{difference:.0e} of the spread of the logits"
+    return f"{model}: equivalence check passed, a tiny model equals plain generation to {spread}"
 
 
 def kept_of(shape: ModelShape) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from cli.failures import FAILURE, sentence
 from cli.groups import From, with_groups
 from cli.limits import caps_of
 from cli.making import Making, Running, making, running
-from cli.models import proved
+from cli.models import checked
 from cli.options import (
     Exclude,
     FollowLinks,
@@ -147,7 +147,7 @@ def prefill(
     else:
         if as_json:
             output.answer_json(_as_json(report))
-        output.note(f"{_made(report)}\n{proved(model)}\n{_next(report)}", quiet)
+        output.note(f"{_made(report)}\n{checked(model)}\n{_next(report)}", quiet)
 
 
 def _report_all(results: Results, as_json: bool, quiet: bool) -> None:

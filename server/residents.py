@@ -237,7 +237,7 @@ class Residents:
             with self._lock:
                 if key in self._unused:
                     self._unused[key] = time.monotonic() + RETURN_S
-        how = "shares passes" if loaded.packs else "answers one conversation at a time"  # proved here
+        how = "shares passes" if loaded.packs else "answers one conversation at a time"  # checked here
         LOG.info("loaded the model %s, which %s", key.model_id, how)
         return loaded
 

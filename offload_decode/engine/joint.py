@@ -40,7 +40,8 @@ def join_key(conversation: Conversation) -> Hashable | None:
     """Conversations with equal keys may share a pass; None for one that runs alone.
 
     Alone run recurrent layers, selectors that remember or that judge a question as a whole, conversations so
-    long that their selector chooses among their own tokens, and models whose packed passes are not proved.
+    long that their selector chooses among their own tokens, and models whose packed passes failed the
+    equivalence check.
     """
     cache, prefix = conversation.cache, conversation.prefix
     if cache.recurrent or cache.shown is not None or cache.tails[0].tail.batch not in (None, 1):

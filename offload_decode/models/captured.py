@@ -3,7 +3,7 @@
 A token's pass launches a dozen kernels a layer besides its attention, each through Python: of a small model
 more time than the kernels take. A decoder's pass is therefore captured once for each number of rows and
 tokens, as one graph before each attention and one behind the last. What is attended to is looked up, fetched
-and merged between them as ever. Nothing is captured that is not proved on the spot: replayed with other
+and merged between them as ever. Nothing is captured that is not checked on the spot: replayed with other
 tokens at other places it equals the plain pass, or the model goes on without.
 """
 
@@ -232,7 +232,7 @@ def _answered(cache: PrefixCache | JointCache, asked: Asked) -> Tensor:
 
 
 def _stand_in(asked: Asked) -> Tensor:
-    """Something in place of an answer, for a proof: it depends on all that is asked, and on where it stands
+    """Something in place of an answer, for a check: it depends on all that is asked, and on where it stands
     (an inner product of a query and the key of its own place does not).
     """
     query, key, value = asked.query, asked.key, asked.value

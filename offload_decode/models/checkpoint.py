@@ -115,7 +115,7 @@ def located(source: str) -> tuple[str, dict[str, str]]:
 
 
 def read_config(model_id: str) -> tuple[Any, ModelShape]:
-    """`stated_config`, and the shape of the model, which is proved to be served.
+    """`stated_config`, and the shape of the model, which passed the equivalence check.
 
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """

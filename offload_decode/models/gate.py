@@ -1,6 +1,6 @@
-"""Which models are served: those whose tiny twin was proved to equal plain generation behind a stored prefix.
+"""Which models are served: those whose tiny model equals plain generation behind a stored prefix.
 
-There is no list of families; what a config says that no twin could show is refused here.
+There is no list of families; what a config says that no tiny model could show is refused here.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from offload_decode.types import ModelShape
 
 
 def shape_of(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
-    """The shape of a text model in `dtype` (None: the checkpoint's) from its transformers config, proved to
-    be served exactly; raises `UnsupportedModel` with the reason.
+    """The shape of a text model in `dtype` (None: the checkpoint's) from its transformers config, after
+    the equivalence check; raises `UnsupportedModel` with the reason.
     """
     shape = claimed_shape(config, dtype)
-    from offload_decode.models.proof import prove  # which imports transformers
+    from offload_decode.models.proof import check_equivalence  # which imports transformers
 
-    proof = prove(config)
-    if not proof.served:
+    check = check_equivalence(config)
+    if not check.served:
         raise UnsupportedModel(
-            f"this '{config.model_type}' model is not served, because it is not proved to equal plain "
-            f"generation behind a stored prefix: {proof.reason}; use a newer release of transformers, or "
-            "another model"
+            f"this '{config.model_type}' model is not served, because it failed the equivalence check with "
+            f"plain generation behind a stored prefix: {check.reason}; use a newer release of "
+            "transformers, or another model"
         )
     return shape
 
 
 def claimed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
-    """`shape_of` before it is proved."""
+    """`shape_of` without the equivalence check."""
     name = config.model_type
     for rope in rotations(rope_parameters(config)):
         for field in ("rope_theta", "factor"):

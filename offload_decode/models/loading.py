@@ -36,7 +36,7 @@ from offload_decode.models.joint import JointCache, logits_after
 from offload_decode.models.packing import packs
 from offload_decode.models.positions import Lengths, Positions, lengths_of, rope_parameters
 from offload_decode.models.prompt import Prompt, prompt_for
-from offload_decode.models.proof import prove
+from offload_decode.models.proof import check_equivalence
 from offload_decode.models.proved import note
 from offload_decode.models.published import read_gguf, read_packed, whole_model
 from offload_decode.models.quantised import check_weights, quantise
@@ -76,7 +76,7 @@ class LoadedModel:
 
     @cached_property
     def packs(self) -> bool:
-        """Whether several conversations may run in one pass: proved when first asked, then remembered."""
+        """Whether several conversations may run in one pass: checked when first asked, then remembered."""
         return packs(self.model.config)
 
     def stated(self, positions: Positions) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def wrap(
     if dtype not in DTYPES:
         raise ModelError(f"a model in {dtype} cannot be stored; load it as one of: {', '.join(DTYPES)}")
     hashed = config_hash(model.config)
-    note(hashed, prove(model.config).difference)
+    note(hashed, check_equivalence(model.config).difference)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

@@ -1,4 +1,4 @@
-"""A proof that a model may run several conversations in one pass: its tiny twin's packed passes equal its
+"""The equivalence check of passes that several conversations share: packed passes of the tiny model equal its
 plain one.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload_decode.models.arguments import with_cache
 from offload_decode.models.joint import JointCache, Segment, logits_after
-from offload_decode.models.proof import PREFIX, Trial, prove
+from offload_decode.models.proof import PREFIX, Trial, check_equivalence
 
 # Of four conversations: the row of the plain pass, and how many tokens of it each pass runs. The first two
 # stand behind one prefix, the third behind another, and the last behind nothing.
@@ -20,8 +20,8 @@ _PASSES = ((9, 2, 1, 5), (1, 1, 8, 1), (1, 1, 1, 1), (2, 1, 3, 12))
 
 
 def packs(config: Any) -> bool:
-    """Whether the packed passes of a transformers config's model are proved."""
-    return prove(config, Packed).served
+    """Whether the packed passes of a transformers config's model passed the check."""
+    return check_equivalence(config, Packed).served
 
 
 class Packed(Trial):

@@ -1,6 +1,6 @@
-"""A proof that a model is served exactly: its tiny twin, run plain and behind a stored prefix.
+"""The equivalence check of a model: a tiny model made from its config, run plain and behind a stored prefix.
 
-The prefix is prefilled in two unequal chunks, longer than any window of the twin; behind it come one token, a
+The prefix is prefilled in two unequal chunks, longer than any of its windows; behind it come one token, a
 question, a second turn and a padded batch, as the engine runs them. Their logits must be those of one plain
 pass over everything, which must depend on the prefix.
 """
@@ -29,7 +29,7 @@ from offload_decode.models.observed import shape_of, text_config
 from offload_decode.models.positions import lengths_of
 from offload_decode.models.remembered import keep, recall
 from offload_decode.models.seam import activate
-from offload_decode.models.twin import NoTwin, twin_model, twin_of
+from offload_decode.models.twin import NoTinyModel, tiny_config_of, tiny_model_of
 from offload_decode.types import AttentionState, LayerKind, LayerShape, ModelShape
 
 CLOSE = 1e-4
@@ -41,13 +41,13 @@ _CHUNKS = (41, 28)
 PREFIX, _QUESTION, _SHORT, _TURN = sum(_CHUNKS), 9, 2, 4
 _SEEDS = (0, 1)  # a tie between two experts may fall either way once
 
-_known: dict[str, Proof] = {}
+_known: dict[str, EquivalenceCheck] = {}
 
 
 @dataclass(frozen=True)
-class Proof:
-    """Whether a model is served: the largest difference of its twin's logits, in their standard deviations,
-    and the reason why it is not served, with the layer and the call that failed; empty where it is.
+class EquivalenceCheck:
+    """Whether a model is served: the largest difference of its tiny model's logits, in their standard
+    deviations, and the reason why it is not served, with the layer and the call that failed; else empty.
     """
 
     difference: float
@@ -55,56 +55,56 @@ class Proof:
 
     @property
     def served(self) -> bool:
-        """Its twin equals plain generation."""
+        """Its tiny model equals plain generation."""
         return not self.reason
 
 
-def prove(config: Any, trial: type[Trial] | None = None) -> Proof:
-    """The proof of a transformers config by a trial (None: `Trial`): once for each twin, then remembered in
-    the user's cache, for the libraries and the code that it ran through.
+def check_equivalence(config: Any, trial: type[Trial] | None = None) -> EquivalenceCheck:
+    """The equivalence check of a transformers config by a trial (None: `Trial`): once for each tiny config,
+    then remembered in the user's cache, for the libraries and the code that it ran through.
     """
     trial = trial or Trial
     key = _key("config", text_config(config), trial)
-    proof = _known.get(key) or _parsed(recall(key))
-    if proof is None:
-        proof = _of_twin(config, trial)
-        keep(key, json.dumps(asdict(proof)))
-    _known[key] = proof
-    return proof
+    check = _known.get(key) or _parsed(recall(key))
+    if check is None:
+        check = _of_tiny(config, trial)
+        keep(key, json.dumps(asdict(check)))
+    _known[key] = check
+    return check
 
 
-def _of_twin(config: Any, trial: type[Trial]) -> Proof:
+def _of_tiny(config: Any, trial: type[Trial]) -> EquivalenceCheck:
     try:
-        twin = twin_of(config)
-    except NoTwin as error:
-        return Proof(math.inf, f"no small twin of it can be built ({error})")
-    key = _key("twin", twin, trial)
-    proof = _known.get(key) or _parsed(recall(key))
-    if proof is None:
-        proofs = (_tried(twin, seed, trial) for seed in _SEEDS)
-        first = next(proofs)
-        proof = first if first.served else next((own for own in proofs if own.served), first)
-        keep(key, json.dumps(asdict(proof)))
-    _known[key] = proof
-    return proof
+        tiny = tiny_config_of(config)
+    except NoTinyModel as error:
+        return EquivalenceCheck(math.inf, f"no tiny model of it can be built ({error})")
+    key = _key("tiny config", tiny, trial)
+    check = _known.get(key) or _parsed(recall(key))
+    if check is None:
+        checks = (_tried(tiny, seed, trial) for seed in _SEEDS)
+        first = next(checks)
+        check = first if first.served else next((own for own in checks if own.served), first)
+        keep(key, json.dumps(asdict(check)))
+    _known[key] = check
+    return check
 
 
 def _key(of: str, config: Any, trial: type[Trial]) -> str:
     stated = json.dumps([_versions(), type(config).__name__, config.to_dict()], sort_keys=True, default=str)
-    return f"proof of {of} by {trial.__name__} {sha256(stated.encode()).hexdigest()}"
+    return f"equivalence check of {of} by {trial.__name__} {sha256(stated.encode()).hexdigest()}"
 
 
-def _parsed(text: str | None) -> Proof | None:
+def _parsed(text: str | None) -> EquivalenceCheck | None:
     try:
-        proof = Proof(**json.loads(text or ""))
+        check = EquivalenceCheck(**json.loads(text or ""))
     except (TypeError, ValueError, RecursionError):
         return None
-    return proof if type(proof.difference) is float and type(proof.reason) is str else None
+    return check if type(check.difference) is float and type(check.reason) is str else None
 
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """What a proof holds for: the libraries and the code that it runs through."""
+    """What a check holds for: the libraries and the code that it runs through."""
     code = sha256()
     for room in ("attention", "kernels", "kv", "models"):
         for path in sorted((Path(__file__).parents[1] / room).glob("*.py")):
@@ -112,20 +112,22 @@ def _versions() -> tuple[str, ...]:
     return (*(version(library) for library in ("torch", "transformers")), code.hexdigest())
 
 
-def _tried(twin: Any, seed: int, kind: type[Trial]) -> Proof:
+def _tried(tiny: Any, seed: int, kind: type[Trial]) -> EquivalenceCheck:
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         try:
-            trial = kind(twin, seed)
+            trial = kind(tiny, seed)
         except UnsupportedModel as error:
-            return Proof(math.inf, str(error))
+            return EquivalenceCheck(math.inf, str(error))
         try:
-            return Proof(trial.run())
+            return EquivalenceCheck(trial.run())
         except _Differs as found:
-            return Proof(found.difference, f"in {trial.step}, {found}")
-        except Exception as error:  # noqa: BLE001  # any failure is the proof's result
+            return EquivalenceCheck(found.difference, f"in {trial.step}, {found}")
+        except Exception as error:  # noqa: BLE001  # any failure is the check's result
             said = str(error) if isinstance(error, OffloadDecodeError) else f"{type(error).__name__}: {error}"
             within = f", {trial.mixer}" if trial.mixer else ""
-            return Proof(math.inf, f"in {trial.step}{within}: {' '.join(said.split())[:300].rstrip('.')}")
+            return EquivalenceCheck(
+                math.inf, f"in {trial.step}{within}: {' '.join(said.split())[:300].rstrip('.')}"
+            )
 
 
 class _Differs(Exception):
@@ -173,16 +175,16 @@ def _nothing(own: LayerShape) -> tuple[Tensor, Tensor]:
 
 
 class Trial:
-    """One twin with one set of weights, run both ways."""
+    """One tiny model with one set of weights, run both ways."""
 
-    def __init__(self, twin: Any, seed: int) -> None:
+    def __init__(self, tiny: Any, seed: int) -> None:
         self.step = "a plain pass"
         self.mixer = ""  # that runs, or ran last
         self.worst = 0.0
         self.close = CLOSE
-        self.shape = shape_of(twin, torch.float32)
-        self.plain, self.model = twin_model(twin, seed), twin_model(twin, seed)
-        self.lengths = lengths_of(twin, self.model.base_model)
+        self.shape = shape_of(tiny, torch.float32)
+        self.plain, self.model = tiny_model_of(tiny, seed), tiny_model_of(tiny, seed)
+        self.lengths = lengths_of(tiny, self.model.base_model)
         self.seen: dict[str, Tensor] = {}
         self.expected: dict[str, Tensor] = {}
 

@@ -1,5 +1,5 @@
-"""What the proof of a model said, for programs that do not load it: kept in the user's cache by the model's
-fingerprint and the release of transformers.
+"""What the equivalence check of a model said, for programs that do not load it: kept in the user's cache by
+the model's fingerprint and the release of transformers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from offload_decode.models.remembered import keep, recall
 
 
 def note(config_hash: str, difference: float) -> None:
-    """Keep the largest difference of a proof that holds, in standard deviations of the logits."""
+    """Keep the largest difference of a check that holds, in standard deviations of the logits."""
     if noted(config_hash) != difference:
         keep(_key(config_hash), repr(difference))
 
 
 def noted(config_hash: str) -> float | None:
-    """What was kept for a model with the transformers that is installed; None where no proof was run."""
+    """What was kept for a model with the transformers that is installed; None where no check was run."""
     try:
         return float(recall(_key(config_hash)) or "")
     except ValueError:
@@ -24,4 +24,4 @@ def noted(config_hash: str) -> float | None:
 
 
 def _key(config_hash: str) -> str:
-    return f"proved {version('transformers')} {version('torch')} {config_hash}"
+    return f"checked {version('transformers')} {version('torch')} {config_hash}"

@@ -1,7 +1,8 @@
-"""The tiny twin of a model: its class, kinds of layers and switches, with few layers and small widths.
+"""The tiny model that the equivalence check runs: its class, kinds of layers and switches are the model's,
+with few layers and small widths.
 
-What a field is follows from its name, so that a family that is new needs nothing here; where the twin that
-comes out of it cannot be built, one that is shrunk less is tried.
+What a field is follows from its name, so that a family that is new needs nothing here; where the tiny
+model that comes out of it cannot be built, one that is shrunk less is tried.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ _PLACES = re.compile(r"idx|index|layer_id|^_")  # of a layer, and what torch kee
 Kind = tuple[Any, ...]
 
 
-class NoTwin(Exception):
-    """Why no small twin of a model can be built."""
+class NoTinyModel(Exception):
+    """Why no tiny model of a family can be built."""
 
 
-def twin_of(config: Any) -> Any:
-    """The config of a tiny twin of a model with this config; the same one for models that differ in sizes.
+def tiny_config_of(config: Any) -> Any:
+    """The config of the tiny model for a config; the same one for models that differ in sizes.
 
-    Raises `NoTwin` with the reason where none that is small can be built.
+    Raises `NoTinyModel` with the reason where none that is small can be built.
     """
     text = text_config(config)
     with torch.device("meta"):
@@ -76,22 +77,22 @@ def twin_of(config: Any) -> Any:
     failure: Exception | None = None
     for layers, width in _choices(stack, getattr(text, "num_kv_shared_layers", None) or 0):
         try:
-            twin = _shrunk(text, layers, total, width)
+            tiny = _shrunk(text, layers, total, width)
             with torch.device("meta"):
-                small = text_model(text_config(twin)).base_model
-            found = _stack(twin, small, len(layers))
+                small = text_model(text_config(tiny)).base_model
+            found = _stack(tiny, small, len(layers))
             if [_switches(own) for own in found] != [_switches(stack[layer]) for layer in layers]:
                 raise ValueError("its layers are of other kinds")
-            return twin
+            return tiny
         except Exception as error:  # noqa: BLE001  # whatever a config's own checks raise
             failure = failure or error
-    raise NoTwin(" ".join(f"{type(failure).__name__}: {failure}".split())[:200].rstrip(".")) from failure
+    raise NoTinyModel(" ".join(f"{type(failure).__name__}: {failure}".split())[:200].rstrip(".")) from failure
 
 
-def twin_model(twin: Any, seed: int) -> Any:
-    """A float32 model of a twin's config with random weights, sinks and norms included."""
+def tiny_model_of(tiny: Any, seed: int) -> Any:
+    """A float32 model of a tiny config with random weights, sinks and norms included."""
     torch.manual_seed(seed)
-    model = text_model(text_config(twin), attn_implementation="eager", dtype=torch.float32)
+    model = text_model(text_config(tiny), attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:  # norms and sinks start as constants, which would hide mistakes with them
@@ -112,7 +113,7 @@ def _total(text: Any, decoder: Any) -> int:
 
 
 def _choices(stack: list[Kind], shared: int) -> Iterator[tuple[list[int], int]]:
-    """Which layers a twin may have, and how wide its heads may be, the best first.
+    """Which layers a tiny model may have, and how wide its heads may be, the best first.
 
     One layer of each kind in the model's order; where kinds follow from a layer's place, the first layers
     until each kind occurred once, or twice. Layers that read the keys of earlier ones are its last.
@@ -287,7 +288,7 @@ def _is_choice(name: str) -> bool:
 
 
 def _cut(name: str, value: Any, layers: list[int], total: int) -> Any:
-    """What a field says of the twin's layers."""
+    """What a field says of the tiny model's layers."""
     if isinstance(value, list) and len(value) == total and "token" not in name:
         return [value[layer] for layer in layers]
     if isinstance(value, list) and _is_choice(name) and all(type(one) is int for one in value):

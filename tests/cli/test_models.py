@@ -1,4 +1,4 @@
-"""`models` states the proof: of the families that the suite serves, and of one model by its config."""
+"""`models` states the equivalence check: of the families that the suite serves, and of one model's config."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_the_list_is_of_the_families_that_the_suite_serves() -> None:
     assert set(known[version("transformers")]) == {FAMILIES[name].model_type for name in SERVED}
     code, told = run()
     assert code == 0
-    assert f"proved with transformers {version('transformers')}" in told
+    assert f"checked with transformers {version('transformers')}" in told
     assert "llama" in told
     listed = json.loads(run("--json")[1])
     assert listed["families"]["gemma2"] == ["a window", "keys and values"]
 
 
-def test_a_model_is_proved_from_its_config_alone(tmp_path) -> None:
+def test_a_model_is_checked_from_its_config_alone(tmp_path) -> None:
     config_of("gemma2").save_pretrained(tmp_path)
     code, told = run(tmp_path)
     assert code == 0
@@ -56,13 +56,13 @@ def test_a_model_that_is_not_served_says_why_and_fails(tmp_path) -> None:
     assert json.loads(told)["reason"]
 
 
-def test_inspect_states_the_proof_of_the_installed_release(home, store, monkeypatch, tmp_path) -> None:
+def test_inspect_states_the_check_of_the_installed_release(home, store, monkeypatch, tmp_path) -> None:
     def line() -> str:
         told = CliRunner().invoke(app, ["inspect", str(store)]).stdout
-        return next(line for line in told.splitlines() if line.startswith("proof"))
+        return next(line for line in told.splitlines() if line.startswith("equivalence check"))
 
     release = f"transformers {version('transformers')}"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing was proved yet
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing was checked yet
     assert f"not run here with {release}: offload-decode models" in line()
     assert run(home / "model")[0] == 0
     assert "equal to plain generation" in line()

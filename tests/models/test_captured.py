@@ -216,7 +216,7 @@ def test_what_a_listener_keeps_of_a_token_stays(opened):
 
 
 def test_the_last_places_of_a_table_are_captured(opened):
-    """Nothing of a proof stands beyond what a model has positions for."""
+    """Nothing of a check stands beyond what a model has positions for."""
     _, engine = opened("gpt2", n_positions=N + 6)
     for token in range(5, 11):
         engine.extend([token])

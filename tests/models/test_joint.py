@@ -1,4 +1,4 @@
-"""Joint passes: proved for each model, and checked like any other."""
+"""Joint passes: checked for each model, and checked like any other."""
 
 from __future__ import annotations
 

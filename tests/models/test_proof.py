@@ -1,5 +1,5 @@
-"""A model is served if its twin equals plain generation behind a stored prefix, and refused with the reason
-if it does not.
+"""A model is served if its tiny model equals plain generation behind a stored prefix, and refused with the
+reason if it does not.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from offload_decode.models.checkpoint import read_config
 from offload_decode.models.gate import shape_of
 from offload_decode.models.loading import load, wrap
 from offload_decode.models.outline import outline
-from offload_decode.models.proof import CLOSE, Proof, prove
+from offload_decode.models.proof import CLOSE, EquivalenceCheck, check_equivalence
 from tests.families import FAMILIES, KINDS, SERVED, config_of
 from tests.tiny import tiny_model
 
 
 @pytest.fixture
 def afresh(tmp_path, monkeypatch):
-    """Nothing is remembered of an earlier proof, and nothing of this one."""
+    """Nothing is remembered of an earlier check, and nothing of this one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(observed, "_known", {})
     monkeypatch.setattr(proof, "_known", {})
@@ -34,10 +34,10 @@ def afresh(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tried(afresh, monkeypatch):
-    """The seeds of twins that were run."""
+    """The seeds of tiny models that were run."""
     seeds, run = [], proof._tried
     monkeypatch.setattr(
-        proof, "_tried", lambda twin, seed, trial: seeds.append(seed) or run(twin, seed, trial)
+        proof, "_tried", lambda tiny, seed, trial: seeds.append(seed) or run(tiny, seed, trial)
     )
     return seeds
 
@@ -46,14 +46,14 @@ def tried(afresh, monkeypatch):
     "family",
     [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-def test_what_is_proved_is_what_the_exactness_suite_serves(family):
+def test_what_passes_the_check_is_what_the_exactness_suite_serves(family):
     try:
         shape_of(config_of(family))
     except UnsupportedModel:
         assert family not in SERVED
         return
     assert family in SERVED
-    assert 0 < prove(config_of(family)).difference <= CLOSE
+    assert 0 < check_equivalence(config_of(family)).difference <= CLOSE
 
 
 def refused(family: str, reason: str) -> None:
@@ -121,7 +121,7 @@ def test_a_mixer_that_forgets_its_state_is_refused(afresh, monkeypatch):
     refused("qwen3_next", r"in one token, Qwen3Next\w+ of layer \d gives other numbers")
 
 
-def test_a_model_that_looks_at_no_earlier_token_proves_nothing(afresh, monkeypatch):
+def test_a_model_that_looks_at_no_earlier_token_fails_the_check(afresh, monkeypatch):
     attend = modeling_llama.LlamaAttention.forward
 
     def blind(self, hidden_states, *args, **kwargs):
@@ -144,55 +144,57 @@ def test_what_fails_within_a_pass_is_told_with_the_layer(afresh, monkeypatch):
     refused("llama", r"in a padded batch, LlamaAttention of layer 1: RuntimeError: no batches")
 
 
-def test_a_proof_is_remembered_in_the_process_and_between_processes(tried, monkeypatch):
-    first = prove(config_of("llama"))
-    assert prove(config_of("llama")) == first
+def test_a_check_is_remembered_in_the_process_and_between_processes(tried, monkeypatch):
+    first = check_equivalence(config_of("llama"))
+    assert check_equivalence(config_of("llama")) == first
     proof._known.clear()
-    assert prove(config_of("llama")) == first
+    assert check_equivalence(config_of("llama")) == first
     assert tried == [0]
     proof._known.clear()
     monkeypatch.setattr(proof, "_versions", lambda: ("another release",))
-    assert prove(config_of("llama")) == first
+    assert check_equivalence(config_of("llama")) == first
     assert tried == [0, 0]
 
 
-def test_models_with_one_twin_share_its_proof(tried):
-    prove(transformers.LlamaConfig(hidden_size=2048, num_hidden_layers=4))
-    prove(transformers.LlamaConfig(hidden_size=1024, num_hidden_layers=6, intermediate_size=99))
+def test_models_with_one_tiny_config_share_its_check(tried):
+    check_equivalence(transformers.LlamaConfig(hidden_size=2048, num_hidden_layers=4))
+    check_equivalence(transformers.LlamaConfig(hidden_size=1024, num_hidden_layers=6, intermediate_size=99))
     assert tried == [0]
 
 
 def test_what_fails_with_one_set_of_weights_is_tried_with_another(afresh, monkeypatch):
-    found = [Proof(1.0, "a tie"), Proof(1e-6)]
-    monkeypatch.setattr(proof, "_tried", lambda twin, seed, trial: found[seed])
-    assert prove(config_of("llama")) == found[1]
+    found = [EquivalenceCheck(1.0, "a tie"), EquivalenceCheck(1e-6)]
+    monkeypatch.setattr(proof, "_tried", lambda tiny, seed, trial: found[seed])
+    assert check_equivalence(config_of("llama")) == found[1]
 
 
 @pytest.mark.parametrize("kept", ["", "[]", "{}", '{"difference": "0", "reason": ""}', "[" * 5000])
-def test_what_is_no_proof_is_proved_anew(tried, tmp_path, kept):
-    first = prove(config_of("llama"))
+def test_an_unreadable_result_is_checked_again(tried, tmp_path, kept):
+    first = check_equivalence(config_of("llama"))
     for file in (path for path in tmp_path.rglob("*") if path.is_file()):
         file.write_text(kept)
     proof._known.clear()
-    assert prove(config_of("llama")) == first
+    assert check_equivalence(config_of("llama")) == first
     assert tried == [0, 0]
 
 
-def test_a_proof_changes_no_random_numbers(afresh):
+def test_a_check_changes_no_random_numbers(afresh):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    prove(config_of("llama"))
+    check_equivalence(config_of("llama"))
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_nothing_opens_a_model_that_is_not_proved(afresh, monkeypatch, tmp_path):
+def test_nothing_opens_a_model_that_is_not_equivalent(afresh, monkeypatch, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(proof, "_tried", lambda twin, seed, trial: Proof(0.5, "in one token, it differs"))
+    monkeypatch.setattr(
+        proof, "_tried", lambda tiny, seed, trial: EquivalenceCheck(0.5, "in one token, it differs")
+    )
     for opened in (load, read_config, outline):
         with pytest.raises(UnsupportedModel, match=r"'llama' .* in one token, it differs; use"):
             opened(str(tmp_path / "model"))
 
 
 def test_a_prefix_of_little_effect_is_no_reason_to_refuse() -> None:
-    assert prove(config_of("modernbert-decoder", num_attention_heads=8)).served
+    assert check_equivalence(config_of("modernbert-decoder", num_attention_heads=8)).served

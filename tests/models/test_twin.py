@@ -1,4 +1,4 @@
-"""A twin is small, and has every kind of layer of its model, in the model's order."""
+"""A tiny model is small, and has every kind of layer of its model, in the model's order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 import transformers
 
 from offload_decode.models.observed import shape_of, text_model
-from offload_decode.models.twin import NoTwin, twin_model, twin_of
+from offload_decode.models.twin import NoTinyModel, tiny_config_of, tiny_model_of
 from tests.families import SERVED, config_of
 
-# The released sizes that transformers takes by default, and the layers of their twins.
+# The released sizes that transformers takes by default, and the layers of their tiny models.
 REAL = [
     ("Llama", ["full", "full"]),
     ("Gemma3Text", ["sliding", "full"]),
@@ -26,64 +26,64 @@ def kinds(config):
 
 
 @pytest.mark.parametrize(("name", "layers"), REAL)
-def test_a_twin_of_a_released_size_is_small_and_has_each_kind_of_layer(name, layers):
+def test_the_tiny_model_of_a_released_size_is_small_and_has_each_kind_of_layer(name, layers):
     config = getattr(transformers, f"{name}Config")()
-    twin = twin_of(config)
-    assert type(twin) is type(config)
-    assert kinds(twin) == layers
-    assert sum(weight.numel() for weight in twin_model(twin, 0).parameters()) < 1e6
+    tiny = tiny_config_of(config)
+    assert type(tiny) is type(config)
+    assert kinds(tiny) == layers
+    assert sum(weight.numel() for weight in tiny_model_of(tiny, 0).parameters()) < 1e6
     assert set(kinds(config)) == set(layers)
 
 
 @pytest.mark.skipif("qwen3_next" not in SERVED, reason="this transformers forgets states")
 def test_recurrent_layers_come_before_the_attention_as_in_the_model():
-    twin = twin_of(config_of("qwen3_next", num_hidden_layers=12, layer_types=None))
-    assert kinds(twin) == ["none", "full"]
-    assert [bool(own.states) for own in shape_of(twin).layers] == [True, False]
+    tiny = tiny_config_of(config_of("qwen3_next", num_hidden_layers=12, layer_types=None))
+    assert kinds(tiny) == ["none", "full"]
+    assert [bool(own.states) for own in shape_of(tiny).layers] == [True, False]
 
 
 def test_layers_that_read_the_keys_of_others_are_the_last():
-    assert kinds(twin_of(config_of("gemma3n")))[-2:] == ["none", "none"]
+    assert kinds(tiny_config_of(config_of("gemma3n")))[-2:] == ["none", "none"]
 
 
 def test_heads_keep_how_they_share_keys():
     for kv_heads, few in ((32, 4), (8, 2), (1, 1)):
-        twin = twin_of(transformers.LlamaConfig(num_key_value_heads=kv_heads))
-        assert (twin.num_attention_heads, twin.num_key_value_heads) == (4, few)
+        tiny = tiny_config_of(transformers.LlamaConfig(num_key_value_heads=kv_heads))
+        assert (tiny.num_attention_heads, tiny.num_key_value_heads) == (4, few)
 
 
-def test_models_that_differ_in_sizes_have_one_twin():
+def test_models_that_differ_in_sizes_have_one_tiny_config():
     small, large = (
         transformers.LlamaConfig(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers)
         for hidden, layers in ((2048, 16), (4096, 40))
     )
-    assert twin_of(small).to_dict() == twin_of(large).to_dict()
+    assert tiny_config_of(small).to_dict() == tiny_config_of(large).to_dict()
     scaled = transformers.LlamaConfig(
         rope_parameters={"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}
     )
-    assert twin_of(scaled).to_dict() != twin_of(small).to_dict()
+    assert tiny_config_of(scaled).to_dict() != tiny_config_of(small).to_dict()
 
 
-def test_windows_and_lengths_are_shorter_than_the_prefix_that_is_proved():
-    assert twin_of(transformers.Gemma2Config()).sliding_window < 10
-    assert twin_of(transformers.Llama4TextConfig()).attention_chunk_size < 10
+def test_windows_and_lengths_are_shorter_than_the_prefix_of_the_check():
+    assert tiny_config_of(transformers.Gemma2Config()).sliding_window < 10
+    assert tiny_config_of(transformers.Llama4TextConfig()).attention_chunk_size < 10
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    assert twin_of(transformers.LlamaConfig(rope_parameters=rope)).max_position_embeddings < 69
+    assert tiny_config_of(transformers.LlamaConfig(rope_parameters=rope)).max_position_embeddings < 69
 
 
-def test_a_twin_has_other_weights_for_another_seed_and_leaves_the_generator_alone():
-    twin = twin_of(config_of("llama"))
-    first, again, other = (next(twin_model(twin, seed).parameters()) for seed in (0, 0, 1))
+def test_a_tiny_model_has_other_weights_for_another_seed_and_leaves_the_generator_alone():
+    tiny = tiny_config_of(config_of("llama"))
+    first, again, other = (next(tiny_model_of(tiny, seed).parameters()) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
-def test_a_model_whose_twin_cannot_be_built_says_why(monkeypatch):
+def test_a_model_whose_tiny_model_cannot_be_built_says_why(monkeypatch):
     def built(config, **arguments):
         if config.hidden_size < 4096:
             raise ValueError("hidden_size must be 4096")
         return text_model(config, **arguments)
 
     monkeypatch.setattr("offload_decode.models.twin.text_model", built)
-    with pytest.raises(NoTwin, match="hidden_size must be 4096"):
-        twin_of(transformers.LlamaConfig())
+    with pytest.raises(NoTinyModel, match="hidden_size must be 4096"):
+        tiny_config_of(transformers.LlamaConfig())
