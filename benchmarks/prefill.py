@@ -33,9 +33,8 @@ from offload_decode.attention.queries import Queries
 from offload_decode.config import split_pairs
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.made_with import made_with
-from offload_decode.evals.tasks.base import insert
-from offload_decode.evals.tasks.ruler.niah import ASK, FACT
-from offload_decode.evals.tasks.scoring import says
+from offload_decode.evals.tasks.base import insert, string_match
+from offload_decode.evals.tasks.ruler import ASK, FACT
 from offload_decode.kernels.rows import Rows
 from offload_decode.models.attention import NAME, prefix_attention
 from offload_decode.models.cache import PrefixLayer
@@ -169,7 +168,9 @@ def measured(
         [Rows(store.values(layer, h)).read(everything, torch.device("cpu")).numpy() for h in heads]
     )
     quick = Engine.open(path, loaded, options={"budget": "64"})
-    needles = sum(says(quick.answer(asked, 40).text, number, asked) for asked, number in text.asked.items())
+    needles = sum(
+        string_match((number,), quick.answer(asked, 40).text) == 1 for asked, number in text.asked.items()
+    )
     found = continued(engine, text.following)
     return Result(way, tokens, attention, first, 0.0, 0.0, 1.0, needles), values, found
 

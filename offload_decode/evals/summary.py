@@ -38,7 +38,8 @@ class Cell:
     question alone, `luckiest` the most that a single one can have scored, `control` the score where the fact
     was taken out of the text (None: not asked). `attended`, `stored` and `bytes_moved` are means of the
     answers', `seconds` the median; all but `stored` a generated token. `to_dense` compares answers to the
-    same questions.
+    same questions. `ruler` is RULER's string match, `exact` and `f1` are SQuAD's measures (None: no short
+    answers).
     """
 
     task: str
@@ -57,6 +58,8 @@ class Cell:
     seconds: float
     ratio: float | None
     to_dense: Difference | None
+    exact: float | None = None
+    f1: float | None = None
 
     @property
     def at_chance(self) -> bool:
@@ -234,6 +237,8 @@ def _cell(
     seeds: dict[int, list[float]] = {}
     for asked, said in answers:
         seeds.setdefault(asked.seed, []).append(said.score)
+    exact = [said.exact_match for _, said in answers if said.exact_match is not None]
+    f1 = [said.f1 for _, said in answers if said.f1 is not None]
     ratio = to_dense = None
     if dense is not None and way != DENSE:
         both = [key for key in scores if key in dense.scores]
@@ -258,4 +263,6 @@ def _cell(
         seconds=median(said.seconds for _, said in answers),
         ratio=ratio,
         to_dense=to_dense,
+        exact=fmean(exact) if exact else None,
+        f1=fmean(f1) if f1 else None,
     )

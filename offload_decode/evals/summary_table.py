@@ -12,7 +12,9 @@ HEADING = [
     "tokens",
     "",
     "95 %",
-    "RULER's",
+    "string match",
+    "exact",
+    "F1",
     "control",
     "guess",
     "attended",
@@ -52,6 +54,8 @@ def _row(name: str, where: list[str], cell: Cell) -> list[str]:
         percent(cell.score.mean),
         interval(cell.score),
         percent(cell.ruler.mean),
+        "-" if cell.exact is None else percent(cell.exact),
+        "-" if cell.f1 is None else percent(cell.f1),
         "-" if cell.control is None else percent(cell.control.mean),
         percent(cell.guess),
         f"{cell.attended:,.0f}",
@@ -62,7 +66,7 @@ def _row(name: str, where: list[str], cell: Cell) -> list[str]:
 
 def _mean_row(where: list[str], head: Headline) -> list[str]:
     mean = head.mean
-    return [f"mean of {head.tasks} tasks", *where, percent(mean.mean), interval(mean), *[""] * 6]
+    return [f"mean of {head.tasks} tasks", *where, percent(mean.mean), interval(mean), *[""] * 8]
 
 
 def percent(share: float) -> str:

@@ -129,8 +129,9 @@ def _by_task(summary: Summary) -> Markup:
             title = f"{label(length)} tokens{which}"
             parts.append(table(title, ["", *shown], [(None, rows)], f"Accuracy at {title}"))
     legend = (
-        "Accuracy in %, the worst task first, with its 95 % interval (Wilson); below it RULER’s own score of "
-        "the same answers, and the share of dense attention’s accuracy where that is at least 90 %. "
+        "Accuracy in %, the worst task first, with its 95 % interval (Wilson); below it, of the same "
+        "answers, RULER’s string match and SQuAD’s exact match and F1, and the share of dense attention’s "
+        "accuracy where that is at least 90 %. "
     )
     return join([tag("p", legend, CHANCE, " no better than chance.", class_="note"), *parts])
 
@@ -153,7 +154,10 @@ def _accuracy(cell: Cell | None) -> Markup:
         _chance(cell),
         " ",
         tag("small", interval(cell.score)),
-        tag("small", f"RULER {percent(cell.ruler.mean)}", class_="below"),
+        tag("small", f"string match {percent(cell.ruler.mean)}", class_="below"),
+        tag("small", f"exact {percent(cell.exact)}, F1 {percent(cell.f1)}", class_="below")
+        if cell.exact is not None and cell.f1 is not None
+        else None,
         tag("small", f"{100 * cell.ratio:.0f} % of dense", class_="below")
         if cell.ratio is not None
         else None,

@@ -47,6 +47,7 @@ def _example(asked: Asked, said: Said) -> Markup:
         tag("p", tag("b", f"{said.way} said "), cut(said.said) or tag("i", "nothing")),
         tag(
             "footer",
-            f"{label(asked.length)} tokens{depth}; score {said.score:.2g}, RULER’s {said.ruler_score:.2g}",
+            f"{label(asked.length)} tokens{depth}; score {said.score:.2g}, "
+            f"string match {said.ruler_score:.2g}",
         ),
     )
