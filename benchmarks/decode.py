@@ -36,7 +36,7 @@ import indexes.registry
 from benchmarks import history, machine, tables
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.ruler.niah import ASK
+from offload_decode.evals.tasks.ruler import ASK
 from offload_decode.kernels.rows import Rows, tensor_view
 from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.memory import total_memory

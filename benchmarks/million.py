@@ -23,9 +23,8 @@ from offload_decode.engine.engine import Engine
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.made_with import made_with
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import insert
-from offload_decode.evals.tasks.ruler.niah import ASK, FACT, MultiKeyNeedle
-from offload_decode.evals.tasks.scoring import says
+from offload_decode.evals.tasks.base import insert, string_match
+from offload_decode.evals.tasks.ruler import ASK, FACT, MultiKeyNeedle
 from offload_decode.models.loading import LoadedModel, load
 
 NEEDLES = 10
@@ -45,11 +44,11 @@ class NeedleAnswer:
 
     @property
     def found(self) -> bool:
-        return says(self.answer, self.expected)
+        return string_match((self.expected,), self.answer) == 1
 
     @property
     def known_without(self) -> bool:
-        return says(self.control, self.expected)
+        return string_match((self.expected,), self.control) == 1
 
 
 def drawn(seed: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,7 @@ from offload_decode.evals.haystack import python_topics
 from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
 from offload_decode.evals.tasks import HiddenFacts
 from offload_decode.evals.tasks.base import insert
-from offload_decode.evals.tasks.ruler.niah import MultiKeyNeedle
-from offload_decode.evals.tasks.scoring import says
+from offload_decode.evals.tasks.ruler import MultiKeyNeedle
 
 MAX_NEW_TOKENS = 40
 _DEPTHS = (0.05, 0.27, 0.5, 0.73, 0.95)
@@ -35,8 +35,8 @@ class Fact:
     depth: float | None
 
     def told(self, text: str) -> bool:
-        """Whether a generated text gives this answer and no other."""
-        return says(text, self.answer, self.question)
+        """Whether a generated text holds the answer, which is no part of a longer word or number there."""
+        return re.search(rf"(?<!\w){re.escape(self.answer)}(?!\w)", text) is not None
 
 
 @dataclass(frozen=True)

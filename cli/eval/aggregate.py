@@ -18,8 +18,8 @@ def aggregate(
 ) -> None:
     """Ask for what no small part of a text can tell.
 
-    Counting mentions, filtering records, joining the facts of a story, extracting every record as JSON,
-    classifying and tallying lines, walking a graph: methods that attend to few tokens are known to break
+    Counting mentions, joining the facts of a story, extracting every record as JSON, classifying and tallying
+    lines: methods that attend to few tokens are known to break
     here. Every question is answered with dense attention and with each selector at each budget.
     """
     from offload_decode.evals import tasks as known

@@ -54,11 +54,11 @@ def ruler(
 
 def _from_files(files: Sequence[str]) -> dict[str, Task]:
     """The tasks that files of questions make, by name."""
-    from offload_decode.evals.tasks.ruler import qa, qa_files
+    from offload_decode.evals.tasks import ruler_qa
 
     found: dict[str, Task] = {}
     for file in files:
-        task = qa.task_of(qa_files.read(file))
+        task = ruler_qa.task_of(ruler_qa.read(file))
         if task.name in found:
             raise ConfigError(
                 f"two files are for {task.name}: give one in SQuAD's and one in HotpotQA's format"

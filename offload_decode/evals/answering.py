@@ -181,6 +181,7 @@ class Answering:
             begun = question.answer_prefix if self.plan.begins else ""
             most = task.most_tokens(question, strand)
             answer = reply(engine, way.label, question.text, most, begun)
+            exact, f1 = task.squad_scores(question, answer.text) or (None, None)
             said = Said(
                 unit=place.key,
                 question=number,
@@ -192,5 +193,7 @@ class Answering:
                 attended=answer.attended,
                 bytes_moved=answer.bytes_moved,
                 seconds=answer.seconds,
+                exact_match=exact,
+                f1=f1,
             )
             yield record(ANSWER, said)

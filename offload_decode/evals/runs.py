@@ -245,7 +245,8 @@ GUESSES = 20
 """How many guesses a question's `guess` is the mean of."""
 MOST = 2**63
 """No number of a record is larger."""
-_LIMITS = {**dict.fromkeys(("depth", "guess", "score", "ruler_score"), (0, 1)), "seed": (-MOST, MOST)}
+_SHARES = ("depth", "guess", "score", "ruler_score", "exact_match", "f1")
+_LIMITS = {**dict.fromkeys(_SHARES, (0, 1)), "seed": (-MOST, MOST)}
 
 
 class _Plain:
@@ -309,7 +310,10 @@ class Asked(_Plain):
 
 @dataclass(frozen=True, slots=True)
 class Said(_Plain):
-    """An answer: which way, to the text or to its control, its scores and costs."""
+    """An answer: which way, to the text or to its control, its scores and costs.
+
+    `ruler_score` is RULER's string match; `exact_match` and `f1` are SQuAD's, None without a short answer.
+    """
 
     unit: str
     question: int
@@ -321,6 +325,8 @@ class Said(_Plain):
     attended: float
     bytes_moved: float
     seconds: float
+    exact_match: float | None = None
+    f1: float | None = None
 
 
 def record(kind: str, of: Asked | Said) -> Record:

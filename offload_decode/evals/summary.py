@@ -39,7 +39,8 @@ class Cell:
     question alone, `luckiest` the most that a single one can have scored, `control` the score where the fact
     was taken out of the text (None: not asked). `attended`, `stored` and `bytes_moved` are means of the
     answers', `seconds` the median; all but `stored` a generated token. `to_dense` compares answers to the
-    same questions.
+    same questions. `ruler` is RULER's string match, `exact` and `f1` are SQuAD's measures (None: no short
+    answers).
     """
 
     task: str
@@ -58,6 +59,8 @@ class Cell:
     seconds: float
     ratio: float | None
     to_dense: Difference | None
+    exact: float | None = None
+    f1: float | None = None
 
     @property
     def at_chance(self) -> bool:
@@ -235,6 +238,8 @@ def _cell(
     seeds: dict[int, list[float]] = {}
     for asked, said in answers:
         seeds.setdefault(asked.seed, []).append(said.score)
+    exact = [said.exact_match for _, said in answers if said.exact_match is not None]
+    f1 = [said.f1 for _, said in answers if said.f1 is not None]
     ratio = to_dense = None
     if dense is not None and way != DENSE:
         both = [key for key in scores if key in dense.scores]
@@ -259,6 +264,8 @@ def _cell(
         seconds=median(said.seconds for _, said in answers),
         ratio=ratio,
         to_dense=to_dense,
+        exact=fmean(exact) if exact else None,
+        f1=fmean(f1) if f1 else None,
     )
 
 
@@ -268,7 +275,9 @@ HEADING = [
     "tokens",
     "",
     "95 %",
-    "RULER's",
+    "string match",
+    "exact",
+    "F1",
     "control",
     "guess",
     "attended",
@@ -298,6 +307,8 @@ def _row(name: str, where: list[str], cell: Cell) -> list[str]:
         percent(cell.score.mean),
         interval(cell.score),
         percent(cell.ruler.mean),
+        "-" if cell.exact is None else percent(cell.exact),
+        "-" if cell.f1 is None else percent(cell.f1),
         "-" if cell.control is None else percent(cell.control.mean),
         percent(cell.guess),
         f"{cell.attended:,.0f}",
@@ -308,7 +319,7 @@ def _row(name: str, where: list[str], cell: Cell) -> list[str]:
 
 def _mean_row(where: list[str], head: Headline) -> list[str]:
     mean = head.mean
-    return [f"mean of {head.tasks} tasks", *where, percent(mean.mean), interval(mean), *[""] * 6]
+    return [f"mean of {head.tasks} tasks", *where, percent(mean.mean), interval(mean), *[""] * 8]
 
 
 def percent(share: float) -> str:

@@ -137,7 +137,12 @@ def test_the_worst_task_is_the_headline_and_every_number_is_in_a_table(tmp_path:
     headline = read.text[read.text.index("way of answering") :]
     assert headline.index("cwe") < headline.index("vt")
     assert "Seeds 3, 4 are pooled" in read.text
-    for said in ("RULER ", "control: facts taken out", "guess from the question alone", "0123456789abcdef"):
+    for said in (
+        "string match ",
+        "control: facts taken out",
+        "guess from the question alone",
+        "0123456789abcdef",
+    ):
         assert said in read.text
     described = [image["alt"] or "" for image in read.of("img") if image.get("class") == "plot"]
     assert len(described) == 2 + 6

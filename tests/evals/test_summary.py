@@ -202,7 +202,7 @@ def test_an_answered_control_is_warned_of(tmp_path: Path) -> None:
     without = summary(tmp_path / "other", 0.9, control=None)
     assert not any("control" in sentence for sentence in verdict(without))
     assert all(cell.control is None for cell in without.cells)
-    assert {row[6] for row in rows(without)[1:]} == {"-", ""}
+    assert {row[8] for row in rows(without)[1:]} == {"-", ""}
 
 
 def test_a_run_that_is_not_finished_says_so(tmp_path: Path) -> None:

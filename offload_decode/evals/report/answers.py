@@ -92,8 +92,9 @@ def answered(answers: Answers, summary: Summary) -> list[Part]:
 
 def _by_task(summary: Summary) -> list[Block]:
     legend = (
-        "Accuracy in %, the worst task first, with its 95 % interval (Wilson); below it RULER’s own score of "
-        "the same answers, and the share of dense attention’s accuracy where that is at least 90 %."
+        "Accuracy in %, the worst task first, with its 95 % interval (Wilson); below it, of the same "
+        "answers, RULER’s string match and SQuAD’s exact match and F1, and the share of dense attention’s "
+        "accuracy where that is at least 90 %."
     )
     blocks = [paragraph(legend, dagger=True)]
     for length in summary.lengths:
@@ -122,7 +123,9 @@ def _by_task(summary: Summary) -> list[Block]:
 def _accuracy(cell: Cell | None) -> Value | str:
     if cell is None:
         return "–"
-    below = [f"RULER {percent(cell.ruler.mean)}"]
+    below = [f"string match {percent(cell.ruler.mean)}"]
+    if cell.exact is not None and cell.f1 is not None:
+        below.append(f"exact {percent(cell.exact)}, F1 {percent(cell.f1)}")
     if cell.ratio is not None:
         below.append(f"{100 * cell.ratio:.0f} % of dense")
     score = cell.score
@@ -264,7 +267,7 @@ def _wrong(answers: Answers) -> list[Block]:
 def _example(asked: Asked, said: Said) -> Block:
     texts = {"asked": asked.asked, "expected": ", ".join(asked.expected), f"{said.way} said": said.said}
     depth = "" if asked.depth is None else f", at {100 * asked.depth:.0f} % of the text"
-    scores = f"score {said.score:.2g}, RULER’s {said.ruler_score:.2g}"
+    scores = f"score {said.score:.2g}, string match {said.ruler_score:.2g}"
     return {
         "lines": [(name, cut(text)) for name, text in texts.items()],
         "foot": f"{label(asked.length)} tokens{depth}; {scores}",

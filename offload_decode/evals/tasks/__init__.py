@@ -1,4 +1,4 @@
-"""Eval tasks, one file a kind; `get(name)` imports the file when it is asked for."""
+"""Eval tasks; `get(name)` imports the file of a task when it is asked for."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from importlib import import_module
 from offload_decode.evals.tasks.base import Context, Episode, Example, HiddenFacts, Material, Question, Task
 
 _FILES = {
-    "niah_single_1": "ruler.niah",
-    "niah_single_2": "ruler.niah",
-    "niah_single_3": "ruler.niah",
-    "niah_multikey_1": "ruler.niah",
-    "niah_multikey_2": "ruler.niah",
-    "niah_multikey_3": "ruler.niah",
-    "niah_multivalue": "ruler.niah",
-    "niah_multiquery": "ruler.niah",
-    "vt": "ruler.tracking",
-    "cwe": "ruler.counting",
-    "fwe": "ruler.counting",
-    "qa_1": "ruler.qa",
-    "qa_2": "ruler.qa",
+    "niah_single_1": "ruler",
+    "niah_single_2": "ruler",
+    "niah_single_3": "ruler",
+    "niah_multikey_1": "ruler",
+    "niah_multikey_2": "ruler",
+    "niah_multikey_3": "ruler",
+    "niah_multivalue": "ruler",
+    "niah_multiquery": "ruler",
+    "vt": "ruler",
+    "cwe": "ruler",
+    "fwe": "ruler",
+    "qa_1": "ruler_qa",
+    "qa_2": "ruler_qa",
     "plain-fact": "plain_fact",
-    "key-value": "key_value",
-    "key-value-words": "key_value",
+    "key-value": "passkey",
+    "key-value-words": "passkey",
     "common-words": "common_words",
     "header": "header",
     "header-one": "header",
     "passkey": "passkey",
-    "count-mentions": "aggregate.count_mentions",
-    "filter-records": "aggregate.filter_records",
-    "join-story": "aggregate.join_story",
-    "every-record": "aggregate.every_record",
-    "tally-lines": "aggregate.tally_lines",
-    "graph-walk": "aggregate.graph_walk",
+    "count-mentions": "aggregate",
+    "join-story": "aggregate",
+    "every-record": "aggregate",
+    "tally-lines": "aggregate",
 }
 
 __all__ = [

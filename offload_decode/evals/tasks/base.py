@@ -8,17 +8,52 @@ from __future__ import annotations
 
 import random
 import re
+import string
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from offload_decode.errors import ConfigError
-from offload_decode.evals.tasks import scoring
 from offload_decode.evals.tasks.words import Split
 
 _BOUNDARY = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def string_match(answers: Sequence[str], said: str, any_of: bool = False) -> float:
+    """RULER's score (arXiv 2404.06654): the share of the answers that occur anywhere in what was said, in any
+    case (`string_match_all` of its code); with `any_of`, 1 where one of them does (`string_match_part`).
+    """
+    found = [answer.lower() in said.lower() for answer in answers]
+    return float(any(found)) if any_of else sum(found) / len(found)
+
+
+def normal(text: str) -> str:
+    """SQuAD's normal form (arXiv 1606.05250): small letters, no punctuation, no articles, single spaces.
+
+    Where that leaves nothing, as of `**`, the text as it is.
+    """
+    kept = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", kept).split()) or text.strip()
+
+
+def exact_match(answers: Sequence[str], said: str) -> float:
+    """SQuAD's exact match (section 6.1): 1 where all that was said is one of the answers, in normal form."""
+    return float(normal(said) in map(normal, answers))
+
+
+def token_f1(answers: Sequence[str], said: str) -> float:
+    """SQuAD's F1 (section 6.1): of the words said and those of an answer; the best over the answers."""
+    return max(_f1(normal(answer).split(), normal(said).split()) for answer in answers)
+
+
+def _f1(expected: list[str], given: list[str]) -> float:
+    common = (Counter(expected) & Counter(given)).total()
+    return 2 * common / (len(expected) + len(given)) if common else float(expected == given)
 
 
 @dataclass(frozen=True)
@@ -26,8 +61,8 @@ class Question:
     """A question; `answer_prefix` may be put after `Answer:`; answers are in the order of the text.
 
     `quote` stands around an answer where it does so in the text: the response a model learns is copied with
-    it. `statement` is the answer as a sentence that ends as the fact does, key and all. `keys` are what each
-    answer is the answer for, where several are asked for at once.
+    it. `statement` is the answer as a sentence that ends as the fact does, key and all. `any_of`: the answers
+    are several ways to say the same; otherwise all of them are asked for.
     """
 
     text: str
@@ -35,12 +70,13 @@ class Question:
     answers: tuple[str, ...]
     quote: str = ""
     statement: str = ""
-    keys: tuple[str, ...] = ()
+    any_of: bool = False
 
     @property
     def response(self) -> str:
         """The right answer without a word more."""
-        return ", ".join(f"{self.quote}{answer}{self.quote}" for answer in self.answers)
+        answers = self.answers[:1] if self.any_of else self.answers
+        return ", ".join(f"{self.quote}{answer}{self.quote}" for answer in answers)
 
 
 @dataclass(frozen=True)
@@ -84,10 +120,13 @@ class Material(Protocol):
 class Task(ABC):
     """One kind of question.
 
-    Subclasses set `name` and `max_new_tokens` and write `context` and `guess`; `score` where the answer is
-    more than the strings of `Question.answers`.
+    Subclasses set `name` and `max_new_tokens` and write `context` and `guess`. An answer's score is RULER's
+    string match; SQuAD's exact match for tasks that ask for the answer alone (`exact`); and what `score` is
+    written to be where the answer is no string (JSON, which is no `short_answer` either).
     """
 
+    exact: ClassVar[bool] = False
+    short_answer: ClassVar[bool] = True
     name: ClassVar[str]
     max_new_tokens: ClassVar[int] = 32
 
@@ -117,14 +156,20 @@ class Task(ABC):
         return self.max_new_tokens
 
     def score(self, question: Question, said: str) -> float:
-        """From 0 to 1, how right an answer is: it is read as a whole, and the prompt is not read."""
-        return scoring.score(question, said)
+        """From 0 to 1, how right an answer is; the prompt is not read."""
+        if self.exact:
+            return exact_match(question.answers, said)
+        return self.ruler_score(question, said)
 
     def ruler_score(self, question: Question, said: str) -> float:
-        """RULER's own score: the share of the answers that occur anywhere in what was said, in any case
-        (arXiv 2404.06654; `string_match_all` of its code).
-        """
-        return sum(answer.lower() in said.lower() for answer in question.answers) / len(question.answers)
+        """RULER's string match."""
+        return string_match(question.answers, said, question.any_of)
+
+    def squad_scores(self, question: Question, said: str) -> tuple[float, float] | None:
+        """SQuAD's exact match and F1; None where there is no one short answer to compare with."""
+        if not self.short_answer or (len(question.answers) > 1 and not question.any_of):
+            return None
+        return exact_match(question.answers, said), token_f1(question.answers, said)
 
 
 @dataclass(frozen=True)

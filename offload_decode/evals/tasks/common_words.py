@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offload_decode.evals.tasks import scoring, words
+from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question
 from offload_decode.evals.tasks.words import Split
 
@@ -37,9 +37,6 @@ class CommonWords(HiddenFacts):
             tuple(common),
         )
         return Episode(facts, (question,))
-
-    def score(self, question: Question, said: str) -> float:
-        return scoring.words_score(question, said)
 
     def ordered(self, depths: list[float]) -> list[float]:
         return sorted(depths)

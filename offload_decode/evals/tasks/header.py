@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offload_decode.evals.tasks import scoring, words
+from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question
 from offload_decode.evals.tasks.words import Split
 
@@ -33,18 +33,6 @@ _STATUS = (
 _TYPE = ("Standards Track", "Informational", "Process", "Report", "Guide", "Proposal")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _SMALL_WORDS = ("for", "the", "of", "and", "in", "to", "with", "a", "from")
-FIELD_NAMES = (
-    "Title",
-    "Author",
-    "Editor",
-    "Status",
-    "Type",
-    "Topic",
-    "Created",
-    "Version",
-    "Language",
-    "Requires",
-)
 ASK = "What is the {field} of {name}?"
 PREFIX = " The {field} of {name} is"
 THIS = "this document"
@@ -124,7 +112,9 @@ def fields(rng: random.Random, split: Split) -> dict[str, str]:
 
 
 class _Header(HiddenFacts):
-    """Questions for a field of a header."""
+    """Questions for a field of a header: its value alone, as whatever stands beside it could be another's."""
+
+    exact: ClassVar[bool] = True
 
     def guess(self, rng: random.Random, question: Question) -> str:
         """Another header's value of the same field."""
@@ -133,10 +123,6 @@ class _Header(HiddenFacts):
             for field, value in fields(rng, "eval").items():
                 if asked.startswith(f"{field.lower()} of "):
                     return value
-
-    def score(self, question: Question, said: str) -> float:
-        """1 for the field's value alone: whatever stands beside it could be another field's."""
-        return scoring.alone(question, said)
 
 
 @dataclass(frozen=True)

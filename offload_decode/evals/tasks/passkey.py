@@ -1,6 +1,8 @@
-"""Passkey retrieval by Quest's protocol (arXiv 2406.10774, section 4.2.2).
+"""Looking up one short value: passkeys, UUIDs and pairs of words.
 
-The wording is that of Mohtashami and Jaggi (arXiv 2305.16300), which Quest has by way of YaRN.
+Passkey retrieval follows Quest's protocol (arXiv 2406.10774, section 4.2.2) in the wording of Mohtashami and
+Jaggi (arXiv 2305.16300), which Quest has by way of YaRN. Records of keys and values are after Liu et al.
+(arXiv 2307.03172, section 4).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import ClassVar
 
 from offload_decode.errors import ConfigError
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Context, Material, Question, Task
+from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Material, Question, Task
 from offload_decode.evals.tasks.words import Split
 
 LENGTHS = (10_000, 100_000)  # tokens of text, as in Quest's table 1
@@ -76,4 +78,43 @@ def _noise(sentences: int) -> str:
     return " ".join([*NOISE * rounds, *NOISE[:rest]])
 
 
-TASKS: tuple[type[Task], ...] = (Passkey,)
+@dataclass(frozen=True)
+class KeyValue(HiddenFacts):
+    """Short identifiers to short identifiers, as lines of one JSON object spread over the text."""
+
+    name: ClassVar[str] = "key-value"
+    max_new_tokens: ClassVar[int] = 64
+    pairs: int = 8
+
+    def draw(self, rng: random.Random, split: Split) -> tuple[str, str]:
+        """A key and its value."""
+        return words.identifier(rng, split)[:13], words.identifier(rng, split)[:13]
+
+    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
+        pairs = dict(self.draw(rng, split) for _ in range(self.pairs))
+        facts = tuple(f'"{key}": "{value}",' for key, value in pairs.items())
+        questions = tuple(
+            Question(
+                f'What is the value of the key "{key}"?',
+                f' The value of the key "{key}" is',
+                (value,),
+                '"',
+                f'"{key}": "{value}"',
+            )
+            for key, value in pairs.items()
+        )
+        return Episode(facts, questions)
+
+
+@dataclass(frozen=True)
+class WordPairs(KeyValue):
+    """Keys and values of words instead."""
+
+    name: ClassVar[str] = "key-value-words"
+    max_new_tokens: ClassVar[int] = 40
+
+    def draw(self, rng: random.Random, split: Split) -> tuple[str, str]:
+        return words.key(rng, split), words.key(rng, split)
+
+
+TASKS: tuple[type[Task], ...] = (Passkey, KeyValue, WordPairs)

@@ -78,13 +78,6 @@ def test_part_of_the_answers_is_part_of_the_score() -> None:
     )
 
 
-def test_a_longer_number_that_holds_the_answer_is_wrong() -> None:
-    task = tasks.hidden_facts("niah_single_2")
-    example = task.build(random.Random(1), FILLER)
-    assert task.score(example.asked, f" {example.asked.answers[0]}0") == 0
-    assert task.score(example.asked, f" {example.asked.answers[0]}.") == 1
-
-
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_seed_decides_the_example(name: str) -> None:
     task = tasks.hidden_facts(name)

@@ -13,9 +13,9 @@ import pytest
 from offload_decode.errors import ConfigError, CorpusError
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack, Strand
-from offload_decode.evals.tasks import squad
-from offload_decode.evals.tasks.ruler import qa, qa_files
-from offload_decode.evals.tasks.ruler.qa import MultiHop, SingleHop, read, task_of
+from offload_decode.evals.tasks import Question, ruler_qa
+from offload_decode.evals.tasks.base import normal
+from offload_decode.evals.tasks.ruler_qa import MultiHop, SingleHop, ours, read, task_of
 from tests.tiny import tiny_tokenizer
 
 SQUAD = {
@@ -127,7 +127,7 @@ def test_the_documents_that_answer_are_in_the_text_and_not_in_the_control(
 def test_one_of_two_is_guessed_whole(asked: str, either: set[str], tmp_path: Path) -> None:
     """Chance is one in two there, whatever the names are called."""
     task = task_of(read(saved(tmp_path, HOTPOT)))
-    question = qa.Either(f"Tell.\n\nQuestion: {asked}", "", ("x",))
+    question = Question(f"Tell.\n\nQuestion: {asked}", "", ("x",), any_of=True)
     assert {task.guess(random.Random(seed), question) for seed in range(20)} == either
 
 
@@ -181,14 +181,14 @@ def test_whether_questions_fit_is_no_matter_of_luck(name: str) -> None:
 
 @pytest.mark.parametrize(("hops", "least"), [(1, 60), (2, 24)])
 def test_every_question_of_ours_is_answered_by_its_documents(hops: int, least: int) -> None:
-    questions = qa_files.ours(hops)
+    questions = ours(hops)
     assert len(questions.asked) >= least
     assert len({one.question for one in questions.asked}) == len(questions.asked)
     for one in questions.asked:
         assert len(one.needed) == hops, one.question
-        found = [squad.normal(questions.documents[at]) for at in one.needed]
-        assert any(squad.normal(answer) in text for answer in one.answers for text in found), one.question
-        assert squad.normal(one.answers[0]) not in squad.normal(one.question).split(), one.question
+        found = [normal(questions.documents[at]) for at in one.needed]
+        assert any(normal(answer) in text for answer in one.answers for text in found), one.question
+        assert normal(one.answers[0]) not in normal(one.question).split(), one.question
         if hops == 2:
             titles = {questions.documents[at].split("\n")[0] for at in one.needed}
             assert len(titles) == 2, one.question
@@ -197,7 +197,7 @@ def test_every_question_of_ours_is_answered_by_its_documents(hops: int, least: i
 def test_the_topics_hold_no_paragraph_twice() -> None:
     paragraphs = [
         " ".join(paragraph.split())
-        for document in qa_files.ours(1).documents
+        for document in ours(1).documents
         for paragraph in document.split("\n\n")[1:]
     ]
     assert len(set(paragraphs)) >= 0.99 * len(paragraphs)
@@ -243,7 +243,7 @@ def test_files_that_are_missing_no_files_or_too_large_are_refused(
         read(tmp_path / "none.json")
     with pytest.raises(CorpusError, match="not a regular file"):
         read(tmp_path)
-    monkeypatch.setattr(qa_files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(ruler_qa, "MOST_BYTES", 1000)
     with pytest.raises(CorpusError, match="is larger than"):
         read(saved(tmp_path, SQUAD))
 
@@ -265,21 +265,28 @@ def test_a_few_questions_are_asked_at_once_and_a_single_one_alone(tmp_path: Path
 
 def test_a_guess_is_of_the_kind_that_is_asked_for() -> None:
     rng, task = random.Random(0), tasks.get("qa_1")
-    assert task.guess(rng, qa.Either("… Question: Which is older, Rome or Paris?", "", ("Rome",))) in (
+    assert task.guess(
+        rng, Question("… Question: Which is older, Rome or Paris?", "", ("Rome",), any_of=True)
+    ) in (
         "Rome",
         "Paris",
     )
-    assert task.guess(rng, qa.Either("… Question: Is Rome old?", "", ("yes",))) == "yes"
-    questions = qa_files.ours(1).asked
-    asked = [qa.Either(f"Question: {one.question}", "", one.answers) for one in questions]
+    assert task.guess(rng, Question("… Question: Is Rome old?", "", ("yes",), any_of=True)) == "yes"
+    questions = ours(1).asked
+    asked = [Question(f"Question: {one.question}", "", one.answers, any_of=True) for one in questions]
     scores = [task.score(question, task.guess(rng, question)) for question in asked * 5]
     assert sum(scores) / len(scores) < 0.1
 
 
-def test_rulers_score_takes_any_answer_anywhere_and_ours_the_whole() -> None:
-    task, question = tasks.get("qa_1"), qa.Either("Question: Who?", "", ("Ada", "Ada King"))
-    for said, ruler, ours in [("Ada", 1, 1), ("ada king.", 1, 1), ("It is Ada or Bob.", 1, 0), ("Bob", 0, 0)]:
-        assert (task.ruler_score(question, said), task.score(question, said)) == (ruler, ours)
+def test_string_match_takes_any_answer_anywhere_and_exact_match_the_whole() -> None:
+    task, question = tasks.get("qa_1"), Question("Question: Who?", "", ("Ada", "Ada King"), any_of=True)
+    for said, ruler, exact in [
+        ("Ada", 1, 1),
+        ("ada king.", 1, 1),
+        ("It is Ada or Bob.", 1, 0),
+        ("Bob", 0, 0),
+    ]:
+        assert (task.ruler_score(question, said), task.score(question, said)) == (ruler, exact)
 
 
 def test_parameters_name_the_file(tmp_path: Path) -> None:

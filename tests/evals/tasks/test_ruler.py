@@ -16,8 +16,7 @@ from offload_decode.errors import ConfigError
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Strand, python_topics
 from offload_decode.evals.tasks import Context, words
-from offload_decode.evals.tasks.ruler import SUITE
-from offload_decode.evals.tasks.ruler.tracking import VariableTracking
+from offload_decode.evals.tasks.ruler import SUITE, VariableTracking
 from offload_decode.evals.tasks.words import Split
 from tests.tiny import tiny_tokenizer
 

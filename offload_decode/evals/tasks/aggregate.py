@@ -1,0 +1,515 @@
+"""Questions about many facts of a text: how often, which kind most, every record as JSON, facts to be joined.
+
+The more text, the more facts, and the more of them a question needs, so that its answer is lost with any of
+them (compare Oolong, arXiv 2511.02817, The Sparse Frontier, arXiv 2504.17768, and the text-to-JSON task of
+arXiv 2604.08426). Prose stands between the facts, and so do facts of other kinds that look alike.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, ClassVar
+
+from offload_decode import plain_json
+from offload_decode.evals.tasks import words
+from offload_decode.evals.tasks.base import Context, Material, Question, Task, insert, too_short
+from offload_decode.evals.tasks.words import Split
+
+SUITE = ("count-mentions", "join-story", "every-record", "tally-lines")
+
+_SAMPLE = 32  # facts whose tokens are counted to know how many facts fill their share
+_OFF = 0.005  # share of the tokens by which a text may miss its length
+_ATTEMPTS = 4
+_SLACK = 0.05
+_GAP = re.compile(r"\n{4,}")
+_FENCED = re.compile(r"```[a-zA-Z]*\s*(.*?)```", re.DOTALL)
+
+_NAMES = "Ada Agnes Albert Alice Anton Arthur Carla Daisy Edith Emil Frank Grace Henry Ida Jane"
+_OTHER_NAMES = "Bruno Clara Conrad Elsa Felix Gerda Hugo Irene Leo Mabel Nadia Omar Rufus Thea Viktor"
+_FIRST: dict[Split, list[str]] = {"train": _NAMES.split(), "eval": _OTHER_NAMES.split()}
+_PLAIN = {split: [noun for noun in words.NOUNS[split] if len(noun) <= 6] for split in _FIRST}
+_SURNAMES = ("son", "well", "sen", "berg", "ley", "mann", "ett", "ovsky", "smith", "grove", "croft", "worth")
+_TOWNS = ("ham", "wick", "bury", "stead", "mouth", "dale")
+_FEW, _MANY = 60, 4000  # more towns, or people, than these need longer names to differ
+
+
+def surname(rng: random.Random, split: Split) -> str:
+    """A surname such as `Lanternwell`."""
+    return rng.choice(_PLAIN[split]).capitalize() + rng.choice(_SURNAMES)
+
+
+def people(rng: random.Random, count: int, split: Split) -> list[str]:
+    """Different people; where very many are needed, with double names such as `Lanternwell-Ottermann`."""
+
+    def draw() -> str:
+        name = f"{rng.choice(_FIRST[split])} {surname(rng, split)}"
+        return f"{name}-{surname(rng, split)}" if count > _MANY else name
+
+    return words.distinct(draw, count)
+
+
+def towns(rng: random.Random, count: int, split: Split) -> list[str]:
+    """Different towns: `Otterham`, of many `Otterham-on-Cliff`, of very many `Otterham-on-Brisk-Cliff`."""
+
+    def draw() -> str:
+        name = rng.choice(_PLAIN[split]).capitalize() + rng.choice(_TOWNS)
+        if count > _FEW:
+            name += f"-on-{rng.choice(words.ADJECTIVES[split]).capitalize()}" if count > _MANY else "-on"
+            name += f"-{rng.choice(_PLAIN[split]).capitalize()}"
+        return name
+
+    return words.distinct(draw, count)
+
+
+def _filled(rng: random.Random, sentence: str, split: Split) -> str:
+    """A sentence with a town and a thing (`brisk lantern`) drawn for it, and a person for `{anyone}`."""
+    return sentence.format(
+        name="{name}",
+        anyone=people(rng, 1, split)[0],
+        town=towns(rng, 1, split)[0],
+        thing=words.key(rng, split).replace("-", " "),
+    )
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence of the text, and the one that stands in its place in the control."""
+
+    text: str
+    control: str
+
+
+@dataclass(frozen=True)
+class Choice(Question):
+    """A question of which even a guess knows what the answer may be."""
+
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Facts in their order, questions, and for each question which facts it cannot be answered without."""
+
+    facts: tuple[Fact, ...]
+    questions: tuple[Question, ...]
+    needed: tuple[tuple[int, ...], ...]
+
+
+class SpreadFacts(Task):
+    """Facts spread over a text: subclasses say which, and what is asked of them (`draw`).
+
+    Questions ask for the answer alone, and are scored by SQuAD's exact match.
+    """
+
+    exact: ClassVar[bool] = True
+    max_new_tokens: ClassVar[int] = 24
+    share: ClassVar[float]  # of the text's tokens that are facts
+    fewest: ClassVar[int]  # facts without which there is nothing to ask
+    lines: ClassVar[bool] = True  # facts stand as lines, several together; otherwise among the sentences
+    asked: ClassVar[int] = 1
+
+    @property
+    def per_context(self) -> int:
+        return self.asked
+
+    @abstractmethod
+    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
+        """Draw about so many facts, at least `fewest`, and `per_context` questions about them."""
+
+    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+        """The facts in runs at places drawn afresh, with filler between them."""
+        sample = self.draw(random.Random(rng.getrandbits(64)), max(_SAMPLE, self.fewest), split).facts
+        cost = material.count("\n".join(fact.text for fact in sample)) / len(sample)
+        drawn = self.draw(rng, max(self.fewest, int(self.share * material.tokens / cost)), split)
+        runs = self._runs(rng, len(drawn.facts))
+        depths = sorted(rng.random() for _ in runs)
+        facts = self._joined([fact.text for fact in drawn.facts], runs)
+        instead = self._joined([fact.control for fact in drawn.facts], runs)
+        taken = material.count("\n\n".join(facts))
+        room = material.tokens - taken
+        if room < 1:
+            raise too_short(self, material.tokens)
+        # Asked for once, a little longer than needed, and then cut by characters: tokenizing takes long.
+        most = room + int(_SLACK * material.tokens) + 1
+        filler = material.filler(most)
+
+        def written(facts: Sequence[str], room: int) -> str:
+            # Facts that fall on the same place do not pile up their empty lines.
+            return _GAP.sub("\n\n", insert(filler[: max(0, round(room / most * len(filler)))], facts, depths))
+
+        for _ in range(_ATTEMPTS):
+            text = written(facts, room)
+            off = material.tokens - material.count(text)
+            if abs(off) <= _OFF * material.tokens:
+                break
+            room += off
+        return Context(
+            text,
+            written(instead, room - material.count("\n\n".join(instead)) + taken),
+            drawn.questions,
+            (None,) * len(drawn.needed),
+            tuple(material.count("\n".join(drawn.facts[i].text for i in which)) for which in drawn.needed),
+        )
+
+    def guess(self, rng: random.Random, question: Question) -> str:
+        """One of the choices, or where there are none the answer of another draw."""
+        if isinstance(question, Choice):
+            return rng.choice(question.choices)
+        return rng.choice(self.draw(rng, self.fewest, "eval").questions).response
+
+    def _runs(self, rng: random.Random, facts: int) -> list[range]:
+        """The facts in runs of a few that stand together."""
+        runs: list[range] = []
+        at = 0
+        while at < facts:
+            end = min(facts, at + rng.randint(1, 5 if self.lines else 2))
+            runs.append(range(at, end))
+            at = end
+        return runs
+
+    def _joined(self, facts: Sequence[str], runs: Sequence[range]) -> list[str]:
+        """A paragraph of lines for each run, or sentences."""
+        joint, end = ("\n", "\n") if self.lines else (" ", "")
+        return [joint.join(facts[run.start : run.stop]) + end for run in runs]
+
+
+def _span(middle: float) -> tuple[int, int]:
+    """Half and one and a half times the middle, at least 1: between these the number of facts is drawn."""
+    return max(1, round(middle / 2)), max(1, round(1.5 * middle))
+
+
+_MENTIONS = (
+    "On the way to {town}, {name} stopped to look at a {thing}.",
+    "Nobody in {town} had told {name} about the {thing}.",
+    "In the autumn {name} wrote a long letter to a friend in {town}.",
+    "That evening {name} came home later than usual.",
+    "It was {name} who first noticed the {thing}.",
+    "For a whole week {name} spoke of nothing but the {thing}.",
+    "Everybody in {town} knew {name} by sight.",
+    "At the market of {town} a stranger greeted {name}.",
+    "Without {name} the {thing} would have been lost.",
+)
+_ASK_COUNT = (
+    "How many times is {name} mentioned in the text? Answer with the number alone.",
+    "How often does the name {name} occur in the text above? Give only the number.",
+    "In how many sentences is {name} named? Answer with the number alone.",
+)
+
+
+@dataclass(frozen=True)
+class CountMentions(SpreadFacts):
+    """How often is somebody mentioned? Two people, asked for in turn, and others who share a name with them.
+
+    An oracle reads every sentence about the person. In the control these are about the others instead, so
+    that the count is 0, which no answer is. Chance: one in as many counts as are likely, which grow with the
+    text.
+    """
+
+    name: ClassVar[str] = "count-mentions"
+    share: ClassVar[float] = 0.2
+    fewest: ClassVar[int] = 6
+    lines: ClassVar[bool] = False
+    asked: ClassVar[int] = 2
+
+    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
+        low, high = _span(max(2, facts // (2 * self.asked)))
+        persons = people(rng, self.asked, split)
+        others = [name for person in persons for name in _alike(rng, person, persons, split)]
+        about = [person for person in persons for _ in range(rng.randint(low, high))]
+        about += rng.choices(others, k=max(self.asked, facts - len(about)))
+        rng.shuffle(about)
+        written: list[Fact] = []
+        for name in about:
+            sentence = _filled(rng, rng.choice(_MENTIONS), split)
+            other = rng.choice(others) if name in persons else name
+            written.append(Fact(sentence.format(name=name), sentence.format(name=other)))
+        choices = tuple(str(count) for count in range(low, high + 1))
+        questions = [
+            Choice(
+                rng.choice(_ASK_COUNT).format(name=person),
+                " The number is",
+                (str(about.count(person)),),
+                choices=choices,
+            )
+            for person in persons
+        ]
+        needed = tuple(tuple(i for i, name in enumerate(about) if name == person) for person in persons)
+        return Draw(tuple(written), tuple(questions), needed)
+
+
+def _alike(rng: random.Random, person: str, persons: list[str], split: Split) -> list[str]:
+    """Somebody with the same first name, and somebody with the same surname."""
+    first, last = person.split()
+    while True:
+        found = [f"{first} {surname(rng, split)}", f"{rng.choice(_FIRST[split])} {last}"]
+        if not set(found) & set(persons):
+            return found
+
+
+# From one person ({a}) to the next ({b}).
+_RELATIONS = {
+    "teacher": ("{b} taught {a} everything there was to know.", "{a} had learnt the trade from {b}."),
+    "landlord": ("{a} rented two rooms from {b}.", "{b} let the upper floor to {a}."),
+    "employer": ("{a} worked for {b} all year round.", "It was {b} who paid {a} every Friday for the work."),
+    "guardian": ("{b} had brought up {a} like a child.", "As an orphan {a} came into the care of {b}."),
+    "creditor": ("{a} owed a large sum to {b}.", "{b} had lent {a} more money than was wise."),
+    "doctor": ("{b} was called whenever {a} fell ill.", "With every fever {a} sent for {b}."),
+}
+# From a person ({a}) to a town ({b}), with the question about {who}.
+_PLACES = {
+    "In which town was {who} born?": ("{a} was born in {b}.", "{a} first saw the light of day in {b}."),
+    "In which town did {who} marry?": ("{a} was married in {b}.", "The wedding of {a} was held in {b}."),
+    "In which town does {who} own a mill?": ("{a} owns a mill in {b}.", "The mill in {b} belongs to {a}."),
+}
+_RELATED = _RELATIONS | _PLACES
+
+
+@dataclass(frozen=True)
+class JoinStory(SpreadFacts):
+    """Facts joined over three steps: `In which town was the landlord of the teacher of Ada Foxley born?`
+
+    The question names the first person only: who is met in the second and third step is said nowhere in it,
+    and the same is told of others, and of those in the chain. An oracle reads three facts, however long the
+    text; what grows is the number of others. In the control the middle fact is about others. Chance: one in
+    as many towns as the text names.
+    """
+
+    name: ClassVar[str] = "join-story"
+    share: ClassVar[float] = 0.3
+    fewest: ClassVar[int] = 8
+    lines: ClassVar[bool] = False
+    asked: ClassVar[int] = 2
+
+    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
+        persons = people(rng, max(facts // 2, 5 * self.asked), split)
+        spare = [persons.pop() for _ in range(self.asked)]  # they stand in the control alone
+        places = towns(rng, facts + self.asked, split)
+        told: dict[tuple[str, str], Fact] = {}  # by person and relation: nobody has two teachers
+        chains: list[list[tuple[str, str]]] = []
+        misleading: list[tuple[str, str]] = []  # the relations asked for, of the wrong person in the chain
+        questions: list[Question] = []
+
+        def tell(who: str, what: str, target: str, control: str | None = None) -> None:
+            text = rng.choice(_RELATED[what]).format(a=who, b=target)
+            told[who, what] = Fact(text, control or text)
+
+        for number, other in enumerate(spare):
+            a, b, c = persons[3 * number : 3 * (number + 1)]
+            first, second = rng.sample(list(_RELATIONS), 2)
+            place, town = rng.choice(list(_PLACES)), places.pop()
+            unrelated = rng.choice(persons[3 * self.asked :])
+            tell(a, first, b)
+            tell(b, second, c, rng.choice(_RELATED[second]).format(a=other, b=unrelated))
+            tell(c, place, town)
+            chains.append([(a, first), (b, second), (c, place)])
+            misleading += [(a, second), (b, place), (a, place)]
+            text = place.format(who=f"the {second} of the {first} of {a}") + " Name only the town."
+            questions.append(Question(text, " The town is", (town,)))
+        while len(told) < facts:
+            who, what = misleading.pop(0) if misleading else (rng.choice(persons), rng.choice([*_RELATED]))
+            target = rng.choice(places if what in _PLACES else persons)
+            if (who, what) not in told and target != who:
+                tell(who, what, target)
+        order = list(told)
+        rng.shuffle(order)
+        needed = tuple(tuple(order.index(step) for step in chain) for chain in chains)
+        return Draw(tuple(told[step] for step in order), tuple(questions), needed)
+
+
+# A kind of record: its name, its fields, and sentences that state one.
+_KINDS = (
+    (
+        "order",
+        ("customer", "product", "quantity"),
+        (
+            "{customer} ordered {quantity} pieces of the {product}.",
+            "The {product} was ordered by {customer}, {quantity} pieces in all.",
+        ),
+    ),
+    (
+        "stay",
+        ("guest", "town", "nights"),
+        (
+            "{guest} stayed in {town} for {nights} nights.",
+            "For {nights} nights {guest} had a room in {town}.",
+        ),
+    ),
+    (
+        "loan",
+        ("borrower", "item", "days"),
+        (
+            "{borrower} borrowed the {item} for {days} days.",
+            "The {item} was lent to {borrower} for {days} days.",
+        ),
+    ),
+    (
+        "sale",
+        ("seller", "town", "price"),
+        (
+            "{seller} sold a house in {town} for {price} crowns.",
+            "For {price} crowns {seller} parted with a house in {town}.",
+        ),
+    ),
+)
+_RATE = 0.55  # records asked for, for each square root of all records
+_ASK_RECORDS = (
+    "Extract every {kind} from the text as a JSON list with one object for each, with the keys {keys}.",
+    "Write a JSON list of all {kind}s in the text. Each object has the keys {keys}.",
+    "List each {kind} in the text above as an object with the keys {keys}, all in one JSON list.",
+)
+
+
+@dataclass(frozen=True)
+class EveryRecord(SpreadFacts):
+    """Text to JSON: every record of one of four kinds, with its fields.
+
+    An oracle reads every record of the kind: their number grows with the square root of the text's length,
+    as they must all be written out. In the control records of other kinds stand in their place. Chance:
+    nothing.
+    """
+
+    name: ClassVar[str] = "every-record"
+    max_new_tokens: ClassVar[int] = 512
+    exact: ClassVar[bool] = False
+    short_answer: ClassVar[bool] = False
+    share: ClassVar[float] = 0.4
+    fewest: ClassVar[int] = 4
+
+    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
+        asked = rng.choice(_KINDS)
+        others = [kind for kind in _KINDS if kind != asked]
+        kinds = [asked] * rng.randint(*_span(_RATE * sqrt(facts)))
+        kinds += rng.choices(others, k=max(2, facts - len(kinds)))
+        rng.shuffle(kinds)
+        written: list[Fact] = []
+        records: list[dict[str, str | int]] = []
+
+        def stated(kind: tuple[str, tuple[str, ...], tuple[str, ...]]) -> tuple[dict[str, str | int], str]:
+            record = {key: _field(rng, key, split) for key in kind[1]}
+            return record, rng.choice(kind[2]).format(**record)
+
+        for kind in kinds:
+            record, text = stated(kind)
+            if kind is asked:
+                records.append(record)
+            written.append(Fact(text, stated(rng.choice(others))[1] if kind is asked else text))
+        keys = "{}, {} and {}".format(*(f'"{key}"' for key in asked[1]))
+        text = rng.choice(_ASK_RECORDS).format(kind=asked[0], keys=keys) + " Write nothing else."
+        needed = tuple(i for i, kind in enumerate(kinds) if kind is asked)
+        return Draw(tuple(written), (Question(text, "", (json.dumps(records),)),), (needed,))
+
+    def most_tokens(self, question: Question, material: Material) -> int:
+        """All records, and as much again."""
+        return max(self.max_new_tokens, 2 * material.count(question.response))
+
+    def score(self, question: Question, said: str) -> float:
+        """The right records, of all there are or of all that were given where these are more.
+
+        Records are compared as JSON, in any order; one that is given twice counts once. What is no JSON list,
+        bare or in one fenced block, scores nothing.
+        """
+        blocks = _FENCED.findall(said)
+        try:
+            given = plain_json.parse(blocks[0] if len(blocks) == 1 else said)
+        except ValueError:
+            return 0.0
+        if not isinstance(given, list):
+            return 0.0
+        expected: list[Any] = plain_json.parse(question.answers[0])
+        missing = list(expected)
+        for record in given:
+            if record in missing:
+                missing.remove(record)
+        return (len(expected) - len(missing)) / max(len(expected), len(given))
+
+
+def _field(rng: random.Random, key: str, split: Split) -> str | int:
+    if key in ("quantity", "nights", "days", "price"):
+        return rng.randint(2, 99)
+    kind = {"town": "{town}", "product": "{thing}", "item": "{thing}"}.get(key, "{anyone}")
+    return _filled(rng, kind, split)
+
+
+_LETTERS = {
+    "complaint": (
+        "The {thing} arrived with a crack in it, and I am not pleased.",
+        "After two days the {thing} fell to pieces.",
+        "I have never been treated as rudely as in your shop in {town}.",
+        "You have charged me twice for the {thing}.",
+    ),
+    "compliment": (
+        "The {thing} is the finest I have ever owned.",
+        "Everybody in {town} admires my {thing}.",
+        "Your people in {town} could not have been kinder.",
+        "The {thing} has made my mother very happy.",
+    ),
+    "question": (
+        "Does the {thing} come in another size?",
+        "When does your shop in {town} open in the morning?",
+        "How do I clean the {thing}?",
+        "How much does the {thing} weigh?",
+    ),
+    "order": (
+        "Please send me one {thing} to {town}.",
+        "I would like to buy the {thing} and will pay on delivery.",
+        "Kindly deliver the {thing} before the holidays.",
+        "We need another {thing} here in {town} by Monday.",
+    ),
+    "cancellation": (
+        "I no longer want the {thing}; do not send it.",
+        "As we are moving to {town}, please strike the {thing} from your list.",
+        "I have changed my mind about the {thing} and shall not take it.",
+        "My brother gave me a {thing}, so I withdraw mine.",
+    ),
+}
+_OPENINGS = ("Letter from {anyone}: ", "{anyone} writes: ", "{anyone} to the shop: ")
+_ASK_KIND = (
+    "Every letter to the shop is a {kinds}. Which kind is the most frequent? Answer with the kind alone.",
+    "Sort the letters in the text into these kinds: {kinds}. Which kind has the most letters? Name only it.",
+)
+_LEAD = 0.15  # by which the most frequent kind is ahead of the second
+_FEWEST = 0.6  # the least frequent kind, as a share of the second
+
+
+@dataclass(frozen=True)
+class TallyLines(SpreadFacts):
+    """Letters to a shop, of five kinds that are to be told from what they say: which is the most frequent?
+
+    The most frequent kind is a little ahead of the second, so that an oracle reads all letters: one more
+    that is unread could be of any kind. In the control letters of other kinds stand in place of the most
+    frequent one's, which is then the rarest. Chance: one in five.
+    """
+
+    name: ClassVar[str] = "tally-lines"
+    max_new_tokens: ClassVar[int] = 16
+    share: ClassVar[float] = 0.5
+    fewest: ClassVar[int] = 6
+
+    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
+        kinds = rng.sample(list(_LETTERS), len(_LETTERS))
+        shares = [1 + _LEAD, 1.0, *(rng.uniform(_FEWEST, 1) for _ in kinds[2:])]
+        second = max(1, int(facts / sum(shares)))
+        counts = [second + max(1, round(_LEAD * second)), *(int(share * second) for share in shares[1:])]
+        listed = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
+        rng.shuffle(listed)
+
+        def letter(kind: str) -> str:
+            return _filled(rng, rng.choice(_OPENINGS) + rng.choice(_LETTERS[kind]), split)
+
+        written: list[Fact] = []
+        for kind in listed:
+            text = letter(kind)
+            written.append(Fact(text, letter(rng.choice(kinds[1:])) if kind == kinds[0] else text))
+        named = rng.sample(kinds, len(kinds))
+        asked = rng.choice(_ASK_KIND).format(kinds=", ".join(named[:-1]) + f" or {named[-1]}")
+        question = Choice(asked, " The most frequent kind is", (kinds[0],), choices=tuple(sorted(_LETTERS)))
+        return Draw(tuple(written), (question,), (tuple(range(len(written))),))
+
+
+TASKS: tuple[type[SpreadFacts], ...] = (CountMentions, JoinStory, EveryRecord, TallyLines)

@@ -1,0 +1,482 @@
+"""RULER (arXiv 2404.06654): needles in a haystack (section 3.1 and appendix B), variables to trace (3.2), and
+words to count (3.3), under the names that its code gives them. Its questions about documents: `ruler_qa`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from math import pi
+from typing import ClassVar, Literal
+
+from offload_decode.evals.tasks import words
+from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Material, Question, Task, too_short
+from offload_decode.evals.tasks.words import Split
+
+SUITE = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+)
+_NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+_CLOSE = 0.002  # of the tokens: a text that much too short is long enough
+_MOST_TRIES = 8
+_LEAST_RATE = 0.1  # tokens of a piece, whatever was measured
+
+
+def noise(sentences: int) -> str:
+    """The five sentences of RULER over and over, five to a line."""
+    drawn = list(islice(cycle(_NOISE), sentences))
+    return "\n".join(" ".join(drawn[at : at + len(_NOISE)]) for at in range(0, sentences, len(_NOISE)))
+
+
+def noise_of(material: Material, tokens: int) -> str:
+    """The same, for about so many tokens."""
+    return noise(fitting(material, tokens, noise))
+
+
+def fitting(material: Material, tokens: int, write: Callable[[int], str], least: int = 0) -> int:
+    """The number of pieces of which `write` makes a text of at most so many tokens, and hardly fewer.
+
+    The text is written and counted whole a few times. Returns less than `least` where even so few are too
+    many.
+    """
+    before, pieces = (least, material.count(write(least))), least + 16
+    best = least if before[1] <= tokens else least - 1
+    tried = {least}
+    for _ in range(_MOST_TRIES):
+        size = material.count(write(pieces))
+        tried.add(pieces)
+        if size <= tokens:
+            best = max(best, pieces)
+        if 0 <= tokens - size <= _CLOSE * tokens:
+            break
+        rate = max((size - before[1]) / (pieces - before[0]), _LEAST_RATE)
+        before, pieces = (pieces, size), max(least, pieces + int((tokens - size) // rate))
+        if pieces in tried:
+            break
+    return best
+
+
+def between_lines(text: str, facts: Sequence[str], depths: Sequence[float], after: str = "\n") -> str:
+    """Every fact before the line that is at its depth, with `after` behind it."""
+    lines = text.split("\n")
+    at = [round(depth * len(lines)) for depth in depths]
+    parts: list[str] = []
+    for number, line in enumerate([*lines, ""]):
+        here = [fact for fact, place in zip(facts, at, strict=True) if place == number]
+        parts.append("".join(fact + after for fact in here) + line)
+    return "\n".join(parts).removesuffix("\n")
+
+
+FACT = "One of the special magic numbers for {key} is: {value}."
+ASK = "What is the special magic number for {key} mentioned in the provided text?"
+PREFIX = " The special magic number for {key} mentioned in the provided text is"
+STATEMENT = "The special magic number for {key} is: {value}."
+ASK_ALL = "What are all the special magic numbers for {key} mentioned in the provided text?"
+PREFIX_ALL = " The special magic numbers for {key} mentioned in the provided text are"
+INSTRUCTION = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards.\n"
+)
+INSTRUCTION_ALL = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the numbers afterwards.\n"
+)
+Kind = Literal["number", "uuid"]
+
+
+def several(parts: list[str]) -> str:
+    """`a, b, and c`, as RULER lists keys."""
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + ", and " + parts[-1]
+
+
+def _values(rng: random.Random, split: Split, kind: Kind, count: int) -> list[str]:
+    draw = words.identifier if kind == "uuid" else words.number
+    return words.distinct(lambda: draw(rng, split), count)
+
+
+def _hidden(key: str, value: str, kind: Kind) -> tuple[str, Question]:
+    """A needle and the question for it."""
+    fact, *asked = (text.replace("number", kind) for text in (FACT, ASK, PREFIX, STATEMENT))
+    question, prefix, statement = (text.format(key=key, value=value) for text in asked)
+    return fact.format(key=key, value=value), Question(question, prefix, (value,), statement=statement)
+
+
+@dataclass(frozen=True)
+class Needle(HiddenFacts):
+    """One number for one key, in prose."""
+
+    name: ClassVar[str] = "niah_single_2"
+    max_new_tokens: ClassVar[int] = 40
+    instruction: ClassVar[str] = INSTRUCTION
+    kind: ClassVar[Kind] = "number"
+    distractors: int = 0
+
+    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
+        count = 1 + self.distractors
+        keys = words.keys(rng, count, split)
+        values = _values(rng, split, self.kind, count)
+        pairs = [_hidden(key, value, self.kind) for key, value in zip(keys, values, strict=True)]
+        return Episode(tuple(fact for fact, _ in pairs), tuple(question for _, question in pairs))
+
+
+@dataclass(frozen=True)
+class NeedleInNoise(Needle):
+    """One number for one key, on a line among lines that are all alike."""
+
+    name: ClassVar[str] = "niah_single_1"
+
+    def haystack(self, material: Material, tokens: int) -> str:
+        return noise_of(material, tokens)
+
+    def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
+        return between_lines(haystack, facts, depths)
+
+
+@dataclass(frozen=True)
+class UuidNeedle(Needle):
+    """One UUID for one key, in prose."""
+
+    name: ClassVar[str] = "niah_single_3"
+    max_new_tokens: ClassVar[int] = 96
+    instruction: ClassVar[str] = INSTRUCTION.replace("number", "uuid")
+    kind: ClassVar[Kind] = "uuid"
+
+
+@dataclass(frozen=True)
+class MultiKeyNeedle(Needle):
+    """One number for each of four keys, in prose; each is asked for by itself."""
+
+    name: ClassVar[str] = "niah_multikey_1"
+    distractors: int = 3
+
+
+@dataclass(frozen=True)
+class MultiValueNeedle(HiddenFacts):
+    """Four numbers for one key, in prose: all are asked for."""
+
+    name: ClassVar[str] = "niah_multivalue"
+    max_new_tokens: ClassVar[int] = 96
+    instruction: ClassVar[str] = INSTRUCTION_ALL
+    values: int = 4
+
+    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
+        key = words.key(rng, split)
+        values = _values(rng, split, "number", self.values)
+        facts = tuple(FACT.format(key=key, value=v) for v in values)
+        return Episode(facts, (Question(ASK_ALL.format(key=key), PREFIX_ALL.format(key=key), tuple(values)),))
+
+    def ordered(self, depths: list[float]) -> list[float]:
+        return sorted(depths)
+
+
+@dataclass(frozen=True)
+class MultiQueryNeedle(HiddenFacts):
+    """One number for each of four keys, in prose: all are asked for at once."""
+
+    name: ClassVar[str] = "niah_multiquery"
+    max_new_tokens: ClassVar[int] = 128
+    instruction: ClassVar[str] = INSTRUCTION_ALL
+    keys: int = 4
+
+    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
+        keys = words.keys(rng, self.keys, split)
+        values = _values(rng, split, "number", self.keys)
+        facts = tuple(FACT.format(key=k, value=v) for k, v in zip(keys, values, strict=True))
+        asked = several(keys)
+        statement = " ".join(STATEMENT.format(key=k, value=v) for k, v in zip(keys, values, strict=True))
+        question = Question(
+            ASK_ALL.format(key=asked), PREFIX_ALL.format(key=asked), tuple(values), statement=statement
+        )
+        return Episode(facts, (question,))
+
+
+@dataclass(frozen=True)
+class NeedleAmongNeedles(Task):
+    """Every line is a needle of another key; some of them are asked for, each by itself."""
+
+    name: ClassVar[str] = "niah_multikey_2"
+    max_new_tokens: ClassVar[int] = 40
+    kind: ClassVar[Kind] = "number"
+    asked: int = 4
+
+    @property
+    def per_context(self) -> int:
+        """How many of the needles are asked for."""
+        return self.asked
+
+    def key(self, rng: random.Random, split: Split) -> str:
+        """A key."""
+        return words.key(rng, split)
+
+    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+        """As many lines as there is room for. The control has others in place of those asked for."""
+        drawn: dict[str, str] = {}
+        used: set[str] = set()
+
+        def more(count: int) -> list[tuple[str, str]]:
+            while len(drawn) < count:
+                (key,), (value,) = [self.key(rng, split)], _values(rng, split, self.kind, 1)
+                if key not in drawn and value not in used:
+                    used.add(value)
+                    drawn[key] = value
+            return list(drawn.items())[:count]
+
+        instruction = INSTRUCTION.replace("number", self.kind)
+
+        def write(pairs: list[tuple[str, str]]) -> str:
+            return instruction + "\n".join(_hidden(*pair, self.kind)[0] for pair in pairs)
+
+        count = fitting(material, material.tokens, lambda count: write(more(count)), least=self.asked)
+        if count < self.asked:
+            raise too_short(self, material.tokens)
+        pairs, others = more(count), more(count + self.asked)[count:]
+        at = rng.sample(range(count), self.asked)
+        control = list(pairs)
+        for place, other in zip(at, others, strict=True):
+            control[place] = other
+        text = write(pairs)
+        hidden = [_hidden(*pairs[place], self.kind) for place in at]
+        return Context(
+            text,
+            write(control),
+            tuple(question for _, question in hidden),
+            tuple(text.index(fact) / len(text) for fact, _ in hidden),
+        )
+
+    def guess(self, rng: random.Random, question: Question) -> str:
+        """A value of the right kind."""
+        return _values(rng, "eval", self.kind, 1)[0]
+
+
+@dataclass(frozen=True)
+class UuidAmongUuids(NeedleAmongNeedles):
+    """The same with UUIDs for keys and values."""
+
+    name: ClassVar[str] = "niah_multikey_3"
+    max_new_tokens: ClassVar[int] = 96
+    kind: ClassVar[Kind] = "uuid"
+
+    def key(self, rng: random.Random, split: Split) -> str:
+        return words.identifier(rng, split)
+
+
+_ASK_CHAIN = "Question: Find all variables that are assigned the value {value} in the text above."
+_PREFIX_CHAIN = (
+    " According to the chain(s) of variable assignment in the text above, {count} variables are assigned"
+    " the value {value}, they are:"
+)
+
+
+@dataclass(frozen=True)
+class VariableTracking(HiddenFacts):
+    """Chains `VAR ABCDE = 12345 … VAR FGHIJ = VAR ABCDE …`, in lines that are all alike.
+
+    The links of a chain come in order; each chain's variables are asked for by themselves.
+    """
+
+    name: ClassVar[str] = "vt"
+    max_new_tokens: ClassVar[int] = 96
+    instruction: ClassVar[str] = (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    )
+    hops: int = 4
+    chains: int = 1
+
+    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
+        links = 1 + self.hops
+        names = words.distinct(lambda: words.variable(rng, split), links * self.chains)
+        values = words.distinct(lambda: words.number(rng, split, 5), self.chains)
+        facts: list[str] = []
+        questions: list[Question] = []
+        for number, value in enumerate(values):
+            chain = names[number * links : (number + 1) * links]
+            sources = [value, *(f"VAR {name}" for name in chain)]
+            facts += [f"VAR {name} = {source}" for name, source in zip(chain, sources, strict=False)]
+            questions.append(
+                Question(
+                    _ASK_CHAIN.format(value=value),
+                    _PREFIX_CHAIN.format(count=links, value=value),
+                    tuple(chain),
+                )
+            )
+        return Episode(tuple(facts), tuple(questions))
+
+    def ordered(self, depths: list[float]) -> list[float]:
+        """In order within each chain; the chains are mingled."""
+        links = 1 + self.hops
+        return [depth for at in range(0, len(depths), links) for depth in sorted(depths[at : at + links])]
+
+    def haystack(self, material: Material, tokens: int) -> str:
+        return noise_of(material, tokens)
+
+    def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
+        return between_lines(haystack, facts, depths, after=" ")
+
+
+_IN_WORDS = {1: "one", 2: "two", 3: "three", 4: "four"}
+_SPARE = 60  # words from which the control's are taken
+
+
+class _Drawn:
+    """The first so many of words that are drawn once, however often they are asked for."""
+
+    def __init__(self, drawing: Iterator[str]) -> None:
+        self._drawing = drawing
+        self._drawn: list[str] = []
+
+    def first(self, count: int) -> list[str]:
+        self._drawn += islice(self._drawing, max(0, count - len(self._drawn)))
+        return self._drawn[:count]
+
+
+def _as_long(material: Material, drawn: Sequence[str], spare: Sequence[str]) -> list[str]:
+    """For each word another one, of as many tokens where there is one."""
+    sizes = {other: material.count(f" {other}") for other in spare}
+    found: list[str] = []
+    for word in drawn:
+        size = material.count(f" {word}")
+        found.append(min(sizes, key=lambda other: abs(sizes[other] - size)))
+        del sizes[found[-1]]
+    return found
+
+
+@dataclass(frozen=True)
+class CommonWords(Task):
+    """A numbered list in which ten words come thirty times each, and the others three times.
+
+    A text of fewer than 4,096 tokens has them six times and once.
+    """
+
+    name: ClassVar[str] = "cwe"
+    max_new_tokens: ClassVar[int] = 120
+    common: int = 10
+    times: int = 30
+    others_times: int = 3
+    short_times: int = 6
+    short_others_times: int = 1
+
+    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+        """As many other words as there is room for; in the control other words are the common ones."""
+        short = material.tokens < 4096
+        times, others_times = (
+            (self.short_times, self.short_others_times) if short else (self.times, self.others_times)
+        )
+        drawn = _Drawn(words.vocabulary(rng, split))
+        common = drawn.first(self.common)
+        instead = _as_long(material, common, drawn.first(_SPARE)[self.common :])
+        kept_out = {*common, *instead}
+        order = rng.getrandbits(64)
+
+        def write(count: int, common: list[str] = common) -> str:
+            others = [w for w in drawn.first(2 * self.common + count) if w not in kept_out]
+            listed = common * times + others[:count] * others_times
+            random.Random(order).shuffle(listed)
+            return (
+                "Below is a numbered list of words. In these words, some appear more often than others. "
+                "Memorize the ones that appear most often.\n"
+                + " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
+            )
+
+        count = fitting(material, material.tokens, write, least=1)
+        if count < 1:
+            raise too_short(self, material.tokens)
+        question = Question(
+            f"Question: What are the {self.common} most common words in the above list?",
+            f" The top {self.common} words that appear most often in the list are:",
+            tuple(common),
+        )
+        return Context(write(count), write(count, instead), (question,), (None,))
+
+    def guess(self, rng: random.Random, question: Question) -> str:
+        """So many words of those that it could have been."""
+        return ", ".join(islice(words.vocabulary(rng, "eval"), self.common))
+
+
+@dataclass(frozen=True)
+class FrequentWords(Task):
+    """Words of six letters in disorder whose frequencies fall by Zipf's law: which three come most often?
+
+    The most frequent of all is `...`, which is to be ignored.
+    """
+
+    name: ClassVar[str] = "fwe"
+    max_new_tokens: ClassVar[int] = 50
+    alpha: ClassVar[float] = 2.0
+    asked: int = 3
+
+    def counts(self, total: int, kinds: int) -> list[int]:
+        """How often each of so many kinds of word comes, the most frequent first."""
+        zeta = pi**2 / 6  # of alpha 2.0
+        return [int(total * rank**-self.alpha / zeta) for rank in range(1, kinds + 1)]
+
+    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+        """As many words as there is room for, of a fiftieth as many kinds as the text has tokens; in the
+        control the three have other names.
+        """
+        kinds = max(material.tokens // 50, self.asked + 2)
+        drawn = words.distinct(lambda: words.coded(rng, split), kinds - 1 + _SPARE)
+        coded, spare = ["...", *drawn[_SPARE:]], drawn[:_SPARE]
+        most = slice(1, 1 + self.asked)
+        instead = list(coded)
+        instead[most] = _as_long(material, coded[most], spare)
+        order = rng.getrandbits(64)
+
+        def write(total: int, named: Sequence[str] = coded) -> str:
+            listed = [w for w, n in zip(named, self.counts(total, kinds), strict=True) for _ in range(n)]
+            random.Random(order).shuffle(listed)
+            return (
+                "Read the following coded text and track the frequency of each coded word. Find the "
+                f"{_IN_WORDS[self.asked]} most frequently appeared coded words. " + " ".join(listed)
+            )
+
+        total = fitting(material, material.tokens, write, least=1)
+        counts = self.counts(total, kinds)
+        if counts[self.asked] == counts[self.asked + 1]:  # nobody could say which it was
+            raise too_short(self, material.tokens)
+        asked = f"{_IN_WORDS[self.asked]} most frequently appeared words"
+        question = Question(
+            "Question: Do not provide any explanation. Please ignore the dots '....'. "
+            f"What are the {asked} in the above coded text?",
+            f" According to the coded text above, the {asked} are:",
+            tuple(coded[most]),
+        )
+        return Context(write(total), write(total, instead), (question,), (None,))
+
+    def guess(self, rng: random.Random, question: Question) -> str:
+        """So many words of six letters."""
+        return ", ".join(words.distinct(lambda: words.coded(rng, "eval"), self.asked))
+
+
+TASKS: tuple[type[Task], ...] = (
+    NeedleInNoise,
+    Needle,
+    UuidNeedle,
+    MultiKeyNeedle,
+    NeedleAmongNeedles,
+    UuidAmongUuids,
+    MultiValueNeedle,
+    MultiQueryNeedle,
+    VariableTracking,
+    CommonWords,
+    FrequentWords,
+)
