@@ -69,6 +69,8 @@ def test_a_perfect_reader_is_right_everywhere_but_in_the_controls(read: Results)
     assert read.complete
     assert {said.score for said in answers(read, control=False)} == {1.0}
     assert {said.score for said in answers(read, control=True)} == {0.0}
+    assert {(said.exact_match, said.f1) for said in answers(read, control=False)} == {(1.0, 1.0)}
+    assert {(said.exact_match, said.f1) for said in answers(read, control=True)} == {(0.0, 0.0)}
     assert {said.way for said in answers(read, control=True)} == {"dense"}
 
 
