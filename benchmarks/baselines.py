@@ -20,8 +20,8 @@ from benchmarks.fidelity import Ids, Sample
 from benchmarks.layers import Float32, Layer
 from benchmarks.traffic import Traffic
 from benchmarks.ways import BASELINE, Maker, Way
-from indexes import backends
-from indexes.rows import encodings
+from offload_decode.indexes import backends
+from offload_decode.indexes.rows import encodings
 
 faiss = backends.faiss()
 

@@ -32,11 +32,11 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-import indexes.registry
 from benchmarks import history, machine, tables
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.ruler import ASK
+from offload_decode.indexes import registry
 from offload_decode.kernels.rows import Rows, tensor_view
 from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.memory import total_memory
@@ -44,10 +44,10 @@ from offload_decode.models.arguments import generate_name
 from offload_decode.models.attention import NAME, prefix_attention, tail_mask
 from offload_decode.models.cache import PrefixLayer
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.build import build_indexes
-from prefill_jobs.job import prefill_tokens
 
 BASELINE = "transformers, full cache"
 DENSE = "dense"
@@ -156,7 +156,7 @@ class Bench:
     def ways(self) -> dict[str, dict[str, str]]:
         """Our ways: the options of each."""
         found = indexes_folder(self.store.path)
-        kinds = [kind for kind in indexes.registry.kinds() if kind == "flat" or (found / kind).is_dir()]
+        kinds = [kind for kind in registry.kinds() if kind == "flat" or (found / kind).is_dir()]
         return {
             DENSE: {},
             **{f"topk, {kind}": {"budget": self.budget, "index": kind} for kind in kinds},
@@ -262,7 +262,7 @@ def idle_store(store: KVStore, loaded: LoadedModel) -> Iterator[KVStore]:
     with TemporaryDirectory(prefix="offload-decode-idle-") as folder:
         path = Path(folder) / "idle.kv"
         prefill_tokens(loaded, tokens, [Document("idle", 0, len(tokens))], path)
-        for kind in indexes.registry.kinds():
+        for kind in registry.kinds():
             if kind != "flat" and (indexes_folder(store.path) / kind).is_dir():
                 build_indexes(path, kind)
         yield KVStore.open(path)

@@ -45,11 +45,11 @@ from offload_decode.models.quantised import check_weights, quantise
 from offload_decode.planning import bandwidth
 from offload_decode.planning.caps import Caps, apply_caps
 from offload_decode.planning.request import Workload
+from offload_decode.prefill_jobs.build import build_indexes
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.reader import KVStore
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document
-from prefill_jobs.build import build_indexes
 
 WARM_UP = WORTH + 4  # tokens before the clock starts: passes are captured by then
 PLAIN = "host, no graphs"

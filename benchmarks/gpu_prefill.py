@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cli.counts import byte_count
+from offload_decode.cli.counts import byte_count
 from offload_decode.config import STREAMED, split_pairs
 from offload_decode.evals.made_with import made_with
 from offload_decode.memory import own_memory
@@ -38,8 +38,8 @@ from offload_decode.planning.prefill_rates import measure_prefill
 from offload_decode.planning.prefill_time import prefill_time
 from offload_decode.planning.request import Workload
 from offload_decode.planning.sizes import kept_tokens
+from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill_tokens
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, chunk_for, prefill_tokens
 
 EIGHT_BILLION = {
     "hidden_size": 4096,

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from indexes.rows.prefetch import prefetch_row
 from offload_decode.evals.made_with import cpu_name
+from offload_decode.indexes.rows.prefetch import prefetch_row
 from offload_decode.memory import total_memory
 
 BYTES = 512 << 20  # far beyond the caches

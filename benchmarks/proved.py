@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import __version__
 
-import cli
+from offload_decode import cli
 from offload_decode.errors import UnsupportedModel
 from offload_decode.models.gate import shape_of
 from offload_decode.types import LayerShape

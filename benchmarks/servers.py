@@ -119,7 +119,7 @@ class Server:
 def ours(stores: Sequence[Path], log: Path, *more: str) -> Server:
     """`offload-decode serve`."""
     port = free_port()
-    program = "from cli.main import main; main()"
+    program = "from offload_decode.cli.main import main; main()"
     command = [sys.executable, "-c", program, "serve", *map(str, stores), "--port", str(port), *more]
     return Server("offload-decode", command, port, log)
 

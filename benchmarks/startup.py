@@ -24,18 +24,18 @@ from offload_decode.evals.made_with import cpu_name
 
 ROOT = Path(__file__).parent.parent
 QUESTION = "What is this about?"
-ASK = "from cli.main import main; main()"
+ASK = "from offload_decode.cli.main import main; main()"
 STAGED = """
 import json, sys, time
 from pathlib import Path
 marks = [("python", time.process_time())]
 mark = lambda name: marks.append((name, time.process_time()))
 import gc
-import cli.main
-from cli.limits import asking, check_store
+import offload_decode.cli.main
+from offload_decode.cli.limits import asking, check_store
 if sys.argv[2] == "lean":
-    gc.set_threshold(*cli.main.COLLECT)
-    cli.main.import_lean()
+    gc.set_threshold(*offload_decode.cli.main.COLLECT)
+    offload_decode.cli.main.import_lean()
 mark("command line")
 import torch
 mark("torch")

@@ -25,13 +25,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-import indexes.registry
 from benchmarks import baselines, history, layers, machine, measured, tables
 from benchmarks.fidelity import Truth, truth
 from benchmarks.layers import Layer
 from benchmarks.measured import Row
 from benchmarks.ways import WHOLE, Maker, index_way
-from indexes.errors import MissingBackend
+from offload_decode.indexes import registry
+from offload_decode.indexes.errors import MissingBackend
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.memory import Peak
 
@@ -122,7 +122,7 @@ def ours(arguments: argparse.Namespace, tokens: int) -> list[str]:
     """The names of our ways; graphs only where they are asked for or build quickly."""
     if arguments.ours is not None:
         return list(arguments.ours)
-    kinds = [kind for kind in indexes.registry.kinds() if kind not in GRAPHS or tokens <= CAPTURED]
+    kinds = [kind for kind in registry.kinds() if kind not in GRAPHS or tokens <= CAPTURED]
     return [*kinds, *WHOLE]
 
 
@@ -140,8 +140,8 @@ def store_of(arguments: argparse.Namespace) -> Iterator[Path]:
         return
     from offload_decode.evals.haystack import Haystack, python_topics
     from offload_decode.models.loading import load
-    from prefill_jobs.corpus import TextDocument
-    from prefill_jobs.job import prefill_texts
+    from offload_decode.prefill_jobs.corpus import TextDocument
+    from offload_decode.prefill_jobs.job import prefill_texts
 
     text = arguments.text
     haystack = Haystack(text.name, text.read_text(encoding="utf-8")) if text else python_topics()

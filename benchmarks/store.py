@@ -25,8 +25,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-import indexes.registry
 from benchmarks import history, machine, tables
+from offload_decode.indexes import registry
 from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.store.format import KV_KINDS, Manifest, stored_types, token_hash
 from offload_decode.store.reader import KVStore
@@ -140,7 +140,7 @@ def first_token(
 def ways(path: Path, budget: str) -> dict[str, dict[str, str]]:
     """Our ways: the options of each."""
     found = indexes_folder(path)
-    kinds = [kind for kind in indexes.registry.kinds() if kind == "flat" or (found / kind).is_dir()]
+    kinds = [kind for kind in registry.kinds() if kind == "flat" or (found / kind).is_dir()]
     return {
         **{f"topk, {kind}": {"budget": budget, "index": kind} for kind in kinds},
         "quest": {"budget": budget, "dense_layers": ""},

@@ -9,8 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from indexes import durable
 from offload_decode.errors import ConfigError
+from offload_decode.indexes import durable
 
 Points = Sequence[tuple[float, float]]
 

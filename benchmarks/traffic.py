@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.layers import Array, Float32, Layer
-from indexes.base import VectorIndex
-from indexes.clusters import ClusteredIndex
-from indexes.flat import FlatIndex
+from offload_decode.indexes.base import VectorIndex
+from offload_decode.indexes.clusters import ClusteredIndex
+from offload_decode.indexes.flat import FlatIndex
 
 
 @dataclass(frozen=True)

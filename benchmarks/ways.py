@@ -11,12 +11,12 @@ from typing import cast
 
 import torch
 
-import indexes.registry
 from benchmarks import traffic
 from benchmarks.fidelity import Ids, Sample
 from benchmarks.layers import Float32, Layer
 from benchmarks.traffic import Traffic
 from offload_decode.attention.queries import Queries
+from offload_decode.indexes import registry
 from offload_decode.kv.host import HostKV
 from offload_decode.pages.dispatch import loaded_tokens
 from offload_decode.pages.reference import page_tokens
@@ -74,7 +74,7 @@ class MemoryLayer:
 
 def index_way(layer: Layer, kind: str) -> Maker:
     """Top-k attention with one index of `kind` for each KV head, as the engine searches it."""
-    chosen = indexes.registry.get(kind)
+    chosen = registry.get(kind)
     began = time.perf_counter()
     built = [
         chosen.build(keys, tuning, digest="benchmark", target_recall=RECALL, k=min(INDEX_K, layer.length))

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import index, output
-from cli.limits import admit_prefill
-from cli.options import (
+from offload_decode.cli import index, output
+from offload_decode.cli.limits import admit_prefill
+from offload_decode.cli.options import (
     Device,
     Exclude,
     FollowLinks,
@@ -23,12 +23,12 @@ from cli.options import (
     Store,
     rules_of,
 )
-from cli.prefill import skipped_files
-from cli.progress import Progress
-from indexes import durable
+from offload_decode.cli.prefill import skipped_files
+from offload_decode.cli.progress import Progress
+from offload_decode.indexes import durable
 
 if TYPE_CHECKING:
-    from prefill_jobs.append import AppendReport
+    from offload_decode.prefill_jobs.append import AppendReport
 
 _SHOWN = 5
 
@@ -71,14 +71,14 @@ def append(
     over; one that has changed since is refused, because a store only grows. What CORPUS may be is said at
     prefill.
     """
-    from prefill_jobs.folders import check_corpus
+    from offload_decode.prefill_jobs.folders import check_corpus
 
     rules = rules_of(glob, exclude, follow_links, [corpus])
     check_corpus(corpus)
 
-    from cli.faults import end_with_a_sentence
-    from prefill_jobs.append import append as run
-    from prefill_jobs.append import method_of, opened
+    from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.prefill_jobs.append import append as run
+    from offload_decode.prefill_jobs.append import method_of, opened
 
     end_with_a_sentence()
     earlier = opened(store)

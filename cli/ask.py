@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
-from cli.collected import Choosing, choosing, collected_of
-from cli.groups import From, with_groups
-from cli.limits import Asking, asking, open_engine
-from cli.options import (
+from offload_decode.cli import output
+from offload_decode.cli.collected import Choosing, choosing, collected_of
+from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli.limits import Asking, asking, open_engine
+from offload_decode.cli.options import (
     Asked,
     Cite,
     Json,
@@ -26,8 +26,8 @@ from cli.options import (
     check_worker_count,
     question_from,
 )
-from cli.progress import Progress
-from cli.remote import Manner, Reached, Received, Server, check_left_to_server, reaching
+from offload_decode.cli.progress import Progress
+from offload_decode.cli.remote import Manner, Reached, Received, Server, check_left_to_server, reaching
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from offload_decode.engine.engine import Engine
     from offload_decode.engine.sampler import Sampler
+    from offload_decode.prefill_jobs.on_ray.cluster import Cluster
     from offload_decode.store.format import Manifest
     from offload_decode.types import CitedDocument, StepStats
-    from prefill_jobs.on_ray.cluster import Cluster
 
 
 @with_groups
@@ -84,7 +84,7 @@ def ask(
     asked = question_from(question)
     with collected_of([store], reached, choosing, Progress) as collected:
         if collected is not None:
-            from cli.ask_collection import ask_collection
+            from offload_decode.cli.ask_collection import ask_collection
 
             sampling = temperature, top_p, seed
             ask_collection(collected, asked, how, cluster, max_new_tokens, sampling, as_json, cites, stats)
@@ -110,7 +110,7 @@ def _cluster(workers: str | None, count: int | None, how: Asking) -> Cluster | N
     if workers is None:
         return None
 
-    from prefill_jobs.on_ray.cluster import Cluster
+    from offload_decode.prefill_jobs.on_ray.cluster import Cluster
 
     return Cluster(workers, count, how.caps)
 
@@ -121,7 +121,7 @@ def _opened(store: Path, how: Asking, cluster: Cluster | None) -> Iterator[Engin
         yield open_engine(store, how)
         return
 
-    from prefill_jobs.on_ray.attending import scattered
+    from offload_decode.prefill_jobs.on_ray.attending import scattered
 
     with scattered(open_engine(store, how), cluster, how.config) as engine:
         yield engine
@@ -187,7 +187,7 @@ def _answer(
 def _ask_server(
     reached: Reached, store: str, question: str, manner: Manner, as_json: bool, stats: bool
 ) -> None:
-    from cli.through_server import asked, describe_received, report
+    from offload_decode.cli.through_server import asked, describe_received, report
 
     began, received = time.monotonic(), Received()
     with Server(reached) as server:

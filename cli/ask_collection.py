@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from cli import output
-from cli.ask import attended, describe
-from cli.collected import Collected
-from cli.failures import exit_code, sentence
-from cli.limits import Asking, check_here, opener
+from offload_decode.cli import output
+from offload_decode.cli.ask import attended, describe
+from offload_decode.cli.collected import Collected
+from offload_decode.cli.failures import exit_code, sentence
+from offload_decode.cli.limits import Asking, check_here, opener
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from offload_decode.collections.journal import Entry
+    from offload_decode.prefill_jobs.on_ray.cluster import Cluster
     from offload_decode.types import CitedDocument, StepStats
-    from prefill_jobs.on_ray.cluster import Cluster
 
 
 class Told(NamedTuple):
@@ -133,7 +133,7 @@ def _there(
     max_new_tokens: int,
     cites: bool,
 ) -> Iterator[tuple[Entry, Told | OffloadDecodeError]]:
-    from prefill_jobs.on_ray.asking import Part, answer_on_ray
+    from offload_decode.prefill_jobs.on_ray.asking import Part, answer_on_ray
 
     stores = [collected.collection.address(entry) for entry in documents]
     far = collected.on_other_machines(stores)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from cli import completion, output
-from cli.collected import Choosing, Collected, choosing, collected_of
-from cli.failures import FAILURE, exit_code, sentence
-from cli.groups import From, with_groups
-from cli.limits import Asking, asking, check_here, opener
-from cli.options import (
+from offload_decode.cli import completion, output
+from offload_decode.cli.collected import Choosing, Collected, choosing, collected_of
+from offload_decode.cli.failures import FAILURE, exit_code, sentence
+from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli.limits import Asking, asking, check_here, opener
+from offload_decode.cli.options import (
     Cite,
     MaxNewTokens,
     Quiet,
@@ -25,8 +25,8 @@ from cli.options import (
     a_path,
     check_worker_count,
 )
-from cli.progress import Progress
-from cli.questions import (
+from offload_decode.cli.progress import Progress
+from offload_decode.cli.questions import (
     Question,
     among,
     append_answers,
@@ -35,7 +35,7 @@ from cli.questions import (
     read_answered,
     read_questions,
 )
-from cli.remote import Manner, Reached, Server, check_left_to_server, reaching
+from offload_decode.cli.remote import Manner, Reached, Server, check_left_to_server, reaching
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
@@ -244,9 +244,9 @@ def _answer_on_ray(
     if not left:
         return []
 
-    from cli.batch_on_ray import answer_there
-    from prefill_jobs.on_ray.asking import Given
-    from prefill_jobs.on_ray.cluster import Cluster
+    from offload_decode.cli.batch_on_ray import answer_there
+    from offload_decode.prefill_jobs.on_ray.asking import Given
+    from offload_decode.prefill_jobs.on_ray.cluster import Cluster
 
     far = None if writing.collected is None else writing.collected.on_other_machines(left)
 
@@ -272,7 +272,7 @@ def _ask_server(
     reached: Reached, left: dict[str, list[Question]], writing: Writing, progress: Progress
 ) -> list[Unanswered]:
     """Have a server answer all questions, several at a time; answers are written as they come."""
-    from cli.through_server import answers
+    from offload_decode.cli.through_server import answers
 
     failures: dict[str, Unanswered] = {}
     done, total = 0, sum(map(len, left.values()))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cli.limits import Asking
-from cli.progress import Progress
-from cli.questions import Question, append_answers
+from offload_decode.cli.limits import Asking
+from offload_decode.cli.progress import Progress
+from offload_decode.cli.questions import Question, append_answers
 from offload_decode.errors import OffloadDecodeError
-from prefill_jobs.buckets.far_stores import FarStores
-from prefill_jobs.on_ray.asking import Given, Part, answer_on_ray
-from prefill_jobs.on_ray.cluster import Cluster
-from prefill_jobs.on_ray.pool import Standing
+from offload_decode.prefill_jobs.buckets.far_stores import FarStores
+from offload_decode.prefill_jobs.on_ray.asking import Given, Part, answer_on_ray
+from offload_decode.prefill_jobs.on_ray.cluster import Cluster
+from offload_decode.prefill_jobs.on_ray.pool import Standing
 
 Line = Callable[[str, Question, Given], dict[str, object]]
 Failures = dict[str, tuple[int, OffloadDecodeError]]

@@ -9,26 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cli import output
-from cli.ask import show
-from cli.failures import sentence
-from cli.groups import From, with_groups
-from cli.limits import Asking, asking, open_engine
-from cli.options import (
-    MaxNewTokens,
-    Seed,
-    Store,
-    Temperature,
-    TopP,
-)
-from cli.remote import Manner, Reached, Server, check_left_to_server, reaching
-from cli.transcript import Transcript
+from offload_decode.cli import output
+from offload_decode.cli.ask import show
+from offload_decode.cli.failures import sentence
+from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli.limits import Asking, asking, open_engine
+from offload_decode.cli.options import MaxNewTokens, Seed, Store, Temperature, TopP
+from offload_decode.cli.remote import Manner, Reached, Server, check_left_to_server, reaching
+from offload_decode.cli.transcript import Transcript
 from offload_decode.errors import OffloadDecodeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cli.through_server import RemoteTranscript
+    from offload_decode.cli.through_server import RemoteTranscript
 
 HELP = """\
 /help        show this
@@ -75,7 +69,7 @@ def chat(
 
 
 def _chat_with_server(reached: Reached, store: str, manner: Manner, at_terminal: bool) -> None:
-    from cli.through_server import RemoteTranscript
+    from offload_decode.cli.through_server import RemoteTranscript
 
     with Server(reached) as server:
         served = server.served(store)

@@ -10,18 +10,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
-from cli.failures import FAILURE
-from cli.groups import From, with_groups
-from cli.making import Making, Running, making, running
-from cli.options import Exclude, FollowLinks, Glob, Json, NoSync, Quiet, a_path, on_this_machine, rules_of
-from cli.prefill import skipped_files
-from cli.progress import Progress
-from indexes import durable
+from offload_decode.cli import output
+from offload_decode.cli.failures import FAILURE
+from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli.making import Making, Running, making, running
+from offload_decode.cli.options import (
+    Exclude,
+    FollowLinks,
+    Glob,
+    Json,
+    NoSync,
+    Quiet,
+    a_path,
+    on_this_machine,
+    rules_of,
+)
+from offload_decode.cli.prefill import skipped_files
+from offload_decode.cli.progress import Progress
 from offload_decode.demo_models import QUOTED
+from offload_decode.indexes import durable
 
 if TYPE_CHECKING:
-    from prefill_jobs.collect import CollectReport
+    from offload_decode.prefill_jobs.collect import CollectReport
 
 _SHOWN = 5
 
@@ -78,9 +88,9 @@ def collect(
     on_this_machine(out)
     rules = rules_of(glob, [*(exclude or []), *_itself(folder, metadata)], follow_links, [folder])
 
-    from prefill_jobs.collect import Maker
-    from prefill_jobs.collect import collect as run
-    from prefill_jobs.metadata import read_metadata
+    from offload_decode.prefill_jobs.collect import Maker
+    from offload_decode.prefill_jobs.collect import collect as run
+    from offload_decode.prefill_jobs.metadata import read_metadata
 
     settings = made.settings
     described = None if metadata is None else read_metadata(metadata)

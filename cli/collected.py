@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.counts import byte_count
-from cli.options import on_this_machine, url_of
-from cli.questions import Question, assign
-from cli.remote import Reached
+from offload_decode.cli.counts import byte_count
+from offload_decode.cli.options import on_this_machine, url_of
+from offload_decode.cli.questions import Question, assign
+from offload_decode.cli.remote import Reached
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.collections.collection import Collection
     from offload_decode.collections.journal import Entry
-    from prefill_jobs.buckets.far_collection import Watching
-    from prefill_jobs.buckets.far_stores import FarStores
+    from offload_decode.prefill_jobs.buckets.far_collection import Watching
+    from offload_decode.prefill_jobs.buckets.far_stores import FarStores
 
 
 TOP = 3
@@ -115,7 +115,7 @@ class Collected:
         """How these stores come to other machines: from a bucket, or None where those have the collection at
         the same path. Raises `StoreDamaged` where they could not open one.
         """
-        from prefill_jobs.buckets.far_collection import FarCollection
+        from offload_decode.prefill_jobs.buckets.far_collection import FarCollection
 
         if isinstance(self.collection, FarCollection):
             return self.collection.stores
@@ -189,7 +189,7 @@ def collected_of(
 def _is_far(store: Path) -> bool:
     if (url := url_of(store)) is None:
         return False
-    from prefill_jobs.buckets.far_collection import lies_at
+    from offload_decode.prefill_jobs.buckets.far_collection import lies_at
 
     return lies_at(url)
 
@@ -199,7 +199,7 @@ def _opened(path: Path, choosing: Choosing, watching: Watching) -> Iterator[Coll
     from offload_decode.collections.collection import Collection
 
     if url := url_of(path):
-        from prefill_jobs.buckets.far_collection import FarCollection
+        from offload_decode.prefill_jobs.buckets.far_collection import FarCollection
 
         with FarCollection.opened(url, byte_count(choosing.cache or CACHE), watching) as far:
             yield far

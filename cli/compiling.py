@@ -7,9 +7,9 @@ from typing import Any
 
 from numba.core import event
 
-from cli import output
+from offload_decode.cli import output
 
-_ROOMS = ("indexes.", "offload_decode.")
+_ROOMS = "offload_decode."
 
 
 class _Teller(event.Listener):

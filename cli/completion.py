@@ -17,14 +17,14 @@ def selector_names(incomplete: str) -> list[str]:
 
 def index_kinds(incomplete: str) -> list[str]:
     """Index kinds whose names begin with `incomplete`."""
-    from indexes.registry import kinds
+    from offload_decode.indexes.registry import kinds
 
     return [kind for kind in kinds() if kind.startswith(incomplete)]
 
 
 def prefill_methods(incomplete: str) -> list[str]:
     """Prefill methods whose names begin with `incomplete`."""
-    from prefill_jobs.methods.registry import names
+    from offload_decode.prefill_jobs.methods.registry import names
 
     return [name for name in names() if name.startswith(incomplete)]
 

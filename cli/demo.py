@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
-from cli.counts import token_count
-from cli.failures import FAILURE
-from cli.options import Device, Json, Quiet, a_path
-from cli.progress import Progress
+from offload_decode.cli import output
+from offload_decode.cli.counts import token_count
+from offload_decode.cli.failures import FAILURE
+from offload_decode.cli.options import Device, Json, Quiet, a_path
+from offload_decode.cli.progress import Progress
 from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.evals.side_by_side import Opened, WayAnswer
     from offload_decode.models.loading import LoadedModel
-    from prefill_jobs.build import BuildReport
-    from prefill_jobs.demo import Fact, Hidden
-    from prefill_jobs.job import PrefillReport
+    from offload_decode.prefill_jobs.build import BuildReport
+    from offload_decode.prefill_jobs.demo import Fact, Hidden
+    from offload_decode.prefill_jobs.job import PrefillReport
 
 TEXT, STORE = "python-topics.txt", "store"
 _BUDGET = 64
@@ -78,9 +78,9 @@ def demo(
     say: Say = (lambda text: None) if as_json else output.answer
     say("Five facts are hidden in the Python documentation. Can they be found again from disk?")
 
-    from cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.models.loading import load
-    from prefill_jobs.demo import hide_facts
+    from offload_decode.prefill_jobs.demo import hide_facts
 
     tell_of_compiling()
     loaded = load(model, device)
@@ -112,10 +112,10 @@ def demo(
 
 
 def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet: bool) -> PrefillReport:
-    from indexes import durable
+    from offload_decode.indexes import durable
+    from offload_decode.prefill_jobs.corpus import TextDocument
+    from offload_decode.prefill_jobs.job import prefill_texts
     from offload_decode.store.publish import refuse_existing
-    from prefill_jobs.corpus import TextDocument
-    from prefill_jobs.job import prefill_texts
 
     say("\n1  Prefill: the text goes through the model once, and its keys and values stay on disk")
     refuse_existing(folder / STORE)
@@ -133,8 +133,8 @@ def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet:
 
 def _index(store: Path, say: Say, quiet: bool) -> dict[str, BuildReport]:
     """The default index, and those beside it whose libraries are installed."""
-    from indexes.errors import MissingBackend
-    from prefill_jobs.build import build_indexes
+    from offload_decode.indexes.errors import MissingBackend
+    from offload_decode.prefill_jobs.build import build_indexes
 
     say("\n2  Index: each KV head's keys, so that a search need not read them all")
     built: dict[str, BuildReport] = {}
@@ -161,7 +161,7 @@ def _ask(
     store: Path, hidden: Hidden, built: Mapping[str, BuildReport], device: str, say: Say, quiet: bool
 ) -> tuple[Opened, list[WayAnswer]]:
     from offload_decode.evals.side_by_side import Way
-    from prefill_jobs.demo import ask_in_new_process
+    from offload_decode.prefill_jobs.demo import ask_in_new_process
 
     ways = [
         Way(way, "dense", {}) if way == _DENSE else Way(way, "topk", {"budget": str(_BUDGET), "index": way})

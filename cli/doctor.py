@@ -14,9 +14,9 @@ from pathlib import Path
 
 import typer
 
-from cli import installed, output
-from cli.failures import FAILURE, sentence
-from cli.options import Json
+from offload_decode.cli import installed, output
+from offload_decode.cli.failures import FAILURE, sentence
+from offload_decode.cli.options import Json
 from offload_decode.errors import ConfigError
 
 _MARKS = {"ok": "✓", "absent": "–", "broken": "✗"}
@@ -108,8 +108,8 @@ def _command() -> str:
 
 
 def _processor() -> str:
-    from indexes.dots import forms
-    from indexes.rows.numbers import converted, half_to_single
+    from offload_decode.indexes.dots import forms
+    from offload_decode.indexes.rows.numbers import converted, half_to_single
 
     names = {"avx512vnni": "AVX-512 VNNI", "avx2": "AVX2", "vectors": "plain vector operations"}
     halves = (
@@ -133,7 +133,7 @@ def _temporary() -> str:
 
 
 def _cache() -> str:
-    from prefill_jobs.places import default_staging
+    from offload_decode.prefill_jobs.places import default_staging
 
     return f"{_writable(default_staging())} can be written"
 
@@ -146,7 +146,7 @@ def _writable(folder: Path) -> Path:
 
 
 def _compiler() -> str:
-    from indexes.rows.loops import dot_row
+    from offload_decode.indexes.rows.loops import dot_row
 
     if not hasattr(dot_row, "stats"):  # a plain function
         raise ConfigError("NUMBA_DISABLE_JIT is set, and the search needs compiled loops: unset it")
@@ -154,7 +154,7 @@ def _compiler() -> str:
 
 
 def _faiss() -> str:
-    from indexes import backends
+    from offload_decode.indexes import backends
 
     packages = installed.faiss_packages()
     if not packages:
@@ -169,7 +169,7 @@ def _faiss() -> str:
 
 
 def _hnswlib() -> str:
-    from indexes import backends
+    from offload_decode.indexes import backends
 
     version = installed.version_of("hnswlib")
     if version is None:
@@ -180,11 +180,11 @@ def _hnswlib() -> str:
 
 def _extensions() -> str:
     """Each is imported, as it would be when it is asked for."""
-    from indexes import extensions
-    from indexes import registry as kinds
     from offload_decode.errors import ExtensionError
+    from offload_decode.indexes import extensions
+    from offload_decode.indexes import registry as kinds
+    from offload_decode.prefill_jobs.methods import registry as methods
     from offload_decode.selectors import registry as selectors
-    from prefill_jobs.methods import registry as methods
 
     problems = list(extensions.found()[1])
     for group in (selectors.EXTENSIONS, kinds.EXTENSIONS, methods.EXTENSIONS):
@@ -215,12 +215,12 @@ def _gpu() -> str:
 
 def _self_test() -> str:
     """Prefill a text with a fact in it, index it, and ask for the fact."""
-    from cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.engine.engine import Engine
     from offload_decode.models.loading import load
-    from prefill_jobs.build import build_indexes
-    from prefill_jobs.corpus import TextDocument
-    from prefill_jobs.job import prefill_texts
+    from offload_decode.prefill_jobs.build import build_indexes
+    from offload_decode.prefill_jobs.corpus import TextDocument
+    from offload_decode.prefill_jobs.job import prefill_texts
 
     tell_of_compiling()
     loaded = load("demo", "cpu")

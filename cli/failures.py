@@ -14,9 +14,9 @@ from typing import Any
 
 import typer
 
-from cli.output import note, one_line
-from indexes.errors import NotCompiled, UnknownIndex
+from offload_decode.cli.output import note, one_line
 from offload_decode.errors import ConfigError, OffloadDecodeError, OffloadDecodeWarning
+from offload_decode.indexes.errors import NotCompiled, UnknownIndex
 from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
 
 FAILURE, WRONG_USE, INTERRUPTED = 1, 2, 130

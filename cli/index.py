@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import completion, output
-from cli.failures import FAILURE, sentence
-from cli.options import (
+from offload_decode.cli import completion, output
+from offload_decode.cli.failures import FAILURE, sentence
+from offload_decode.cli.options import (
     Json,
     NoSync,
     Quiet,
@@ -20,12 +20,12 @@ from cli.options import (
     check_worker_count,
     on_this_machine,
 )
-from cli.progress import Progress
-from indexes import durable
+from offload_decode.cli.progress import Progress
 from offload_decode.errors import ConfigError, OffloadDecodeError
+from offload_decode.indexes import durable
 
 if TYPE_CHECKING:
-    from prefill_jobs.build import BuildReport
+    from offload_decode.prefill_jobs.build import BuildReport
 
 
 def index(
@@ -78,9 +78,9 @@ def index(
 
     If one of several stores fails, the others go on and it is named at the end.
     """
-    from cli.compiling import tell_of_compiling
-    from cli.faults import end_with_a_sentence
-    from prefill_jobs.build import build_indexes, check_target
+    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.prefill_jobs.build import build_indexes, check_target
 
     check_worker_count(workers, worker_count)
     check_target(recall, k)
@@ -93,8 +93,8 @@ def index(
             raise ConfigError("--no-sync is of this machine, and --workers are others: leave one of them out")
 
         from offload_decode.planning.caps import Caps
-        from prefill_jobs.on_ray.cluster import Cluster
-        from prefill_jobs.on_ray.indexing import index_on_ray
+        from offload_decode.prefill_jobs.on_ray.cluster import Cluster
+        from offload_decode.prefill_jobs.on_ray.indexing import index_on_ray
 
         cluster = Cluster(workers, worker_count, Caps())
         with Progress(quiet) as progress:
@@ -134,10 +134,10 @@ def _of_collections(stores: list[Path]) -> tuple[list[Path], bool]:
 
 
 def _one_by_one(stores: list[Path], kind: str, recall: float, k: int, progress: Progress) -> Results:
-    import indexes.registry
-    from prefill_jobs.build import build_indexes
+    from offload_decode.indexes import registry
+    from offload_decode.prefill_jobs.build import build_indexes
 
-    indexes.registry.get(kind)  # what is wrong with it is wrong for all
+    registry.get(kind)  # what is wrong with it is wrong for all
     results: Results = {}
     for number, store in enumerate(stores, start=1):
         about = f"store {number:,} of {len(stores):,}"

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from cli import output
-from cli.options import Json, StoreOrCollection
+from offload_decode.cli import output
+from offload_decode.cli.options import Json, StoreOrCollection
 
 if TYPE_CHECKING:
     from offload_decode.kv.saved_indexes import SavedIndexes
@@ -28,7 +28,7 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
     from offload_decode.collections.collection import is_collection
 
     if is_collection(store):
-        from cli.inspect_collection import inspect_collection
+        from offload_decode.cli.inspect_collection import inspect_collection
 
         inspect_collection(store, as_json)
         return

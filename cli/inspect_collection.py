@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli import output
+from offload_decode.cli import output
 from offload_decode.errors import StoreDamaged
 
 if TYPE_CHECKING:

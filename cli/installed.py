@@ -68,7 +68,7 @@ def versions(optional: bool = True) -> list[tuple[str, str]]:
 
 def extensions() -> list[str]:
     """What every other distribution brings, one line each; none of it is imported."""
-    from indexes.extensions import GROUPS, found
+    from offload_decode.indexes.extensions import GROUPS, found
 
     brought: dict[str, list[str]] = {}
     for group, what in GROUPS.items():

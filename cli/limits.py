@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli import output
-from cli.counts import byte_count
-from cli.options import (
+from offload_decode.cli import output
+from offload_decode.cli.counts import byte_count
+from offload_decode.cli.options import (
     Attend,
     Device,
     DeviceCache,
@@ -135,8 +135,8 @@ def check_store(
     """Open a store if it can be asked, with what admits its questions (`Conversation.admit`). `held`: bytes
     that the program held before it loaded a model, where it has loaded one already.
     """
-    from cli.compiling import tell_of_compiling
-    from cli.faults import end_with_a_sentence
+    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.faults import end_with_a_sentence
     from offload_decode.kv.head_indexes import default_kind
     from offload_decode.memory import own_memory
     from offload_decode.models.outline import outline
@@ -167,7 +167,7 @@ def admit_prefill(
     """Whether a model can prefill, under the caps. Raises `DoesNotFit`, `ConfigError` or `ModelError`."""
     caps = caps_of(gpu_memory, ram)
 
-    from cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.memory import own_memory
     from offload_decode.models.outline import outline
     from offload_decode.planning.caps import apply_caps, check_prefill

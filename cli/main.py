@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cli import (
+from offload_decode.cli import (
     append,
     ask,
     batch,
@@ -33,7 +33,7 @@ from cli import (
     serve,
     verify,
 )
-from cli.failures import guard
+from offload_decode.cli.failures import guard
 from offload_decode.models.lean import import_lean
 
 COLLECT = 50_000, 20, 20

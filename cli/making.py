@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import completion
-from cli.counts import token_count
-from cli.limits import admit_prefill
-from cli.options import Device, GpuMemory, Ram
+from offload_decode.cli import completion
+from offload_decode.cli.counts import token_count
+from offload_decode.cli.limits import admit_prefill
+from offload_decode.cli.options import Device, GpuMemory, Ram
 from offload_decode.config import split_pairs
 
 if TYPE_CHECKING:
-    from prefill_jobs.job import Settings
+    from offload_decode.prefill_jobs.job import Settings
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Making:
     @property
     def settings(self) -> Settings:
         """What they say; raises `ConfigError`."""
-        from prefill_jobs.job import Settings
+        from offload_decode.prefill_jobs.job import Settings
 
         follow = None if self.context is None else token_count(self.context)
         return Settings(self.method, split_pairs(self.options), self.query_samples, self.kv, follow)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli import output
-from cli.failures import FAILURE
-from cli.options import Json
+from offload_decode.cli import output
+from offload_decode.cli.failures import FAILURE
+from offload_decode.cli.options import Json
 from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _listed() -> tuple[str, dict[str, list[str]]]:
     """The release of transformers that is nearest to the installed one and not newer, and its families."""
     from packaging.version import Version
 
-    text = files("cli").joinpath("families.json").read_text(encoding="utf-8")
+    text = files("offload_decode.cli").joinpath("families.json").read_text(encoding="utf-8")
     known: dict[str, dict[str, list[str]]] = json.loads(text)
     installed = Version(version("transformers"))
     older = [release for release in known if Version(release) <= installed]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli import completion
-from cli.counts import byte_count
+from offload_decode.cli import completion
+from offload_decode.cli.counts import byte_count
 from offload_decode.errors import ConfigError, CorpusError
-from prefill_jobs.plain_files import read_bounded
+from offload_decode.prefill_jobs.plain_files import read_bounded
 
 if TYPE_CHECKING:
-    from prefill_jobs.folders import Rules
+    from offload_decode.prefill_jobs.folders import Rules
 
 
 def a_path(text: str) -> Path:
@@ -217,7 +217,7 @@ def rules_of(
     glob: list[str] | None, exclude: list[str] | None, follow_links: bool, corpora: Sequence[str]
 ) -> Rules:
     """What is read of the folders among the corpora. Raises `ConfigError` where there are none to rule."""
-    from prefill_jobs.folders import Rules
+    from offload_decode.prefill_jobs.folders import Rules
 
     if "" in corpora:
         raise ConfigError("an empty corpus names nothing: give a file, a folder, or - for standard input")

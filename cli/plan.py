@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli import output, plan_report
-from cli.counts import byte_count, token_count
-from cli.options import Json, Options, Selector
+from offload_decode.cli import output, plan_report
+from offload_decode.cli.counts import byte_count, token_count
+from offload_decode.cli.options import Json, Options, Selector
 from offload_decode.config import split_pairs
 from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
@@ -154,7 +154,7 @@ def _speed(planned: Plan) -> Speed:
     """Expected with the bandwidths of this machine; of a GPU that is not here only the host's part."""
     import torch
 
-    from cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.planning.bandwidth import measure, measure_disk
     from offload_decode.planning.traffic import speed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from cli import output
+from offload_decode.cli import output
 
 if TYPE_CHECKING:
     from offload_decode.planning.plan import Medium, Plan
@@ -27,7 +27,7 @@ def show(
 
 def _counts(planned: Plan) -> str:
     """What there is to choose from: the same model and corpus in other encodings."""
-    from indexes.registry import usable
+    from offload_decode.indexes.registry import usable
     from offload_decode.models.formats import FORMATS
     from offload_decode.planning import sizes
     from offload_decode.store.format import kv_kinds

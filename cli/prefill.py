@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli import output
-from cli.failures import FAILURE, sentence
-from cli.groups import From, with_groups
-from cli.limits import caps_of
-from cli.making import Making, Running, making, running
-from cli.models import checked
-from cli.options import (
+from offload_decode.cli import output
+from offload_decode.cli.failures import FAILURE, sentence
+from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli.limits import caps_of
+from offload_decode.cli.making import Making, Running, making, running
+from offload_decode.cli.models import checked
+from offload_decode.cli.options import (
     Exclude,
     FollowLinks,
     Glob,
@@ -26,16 +26,16 @@ from cli.options import (
     check_worker_count,
     rules_of,
 )
-from cli.progress import Progress
-from cli.push import summary
-from indexes import durable
+from offload_decode.cli.progress import Progress
+from offload_decode.cli.push import summary
 from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
+from offload_decode.indexes import durable
 
 if TYPE_CHECKING:
-    from prefill_jobs.folders import Skipped
-    from prefill_jobs.job import PrefillReport
-    from prefill_jobs.many import Results
+    from offload_decode.prefill_jobs.folders import Skipped
+    from offload_decode.prefill_jobs.job import PrefillReport
+    from offload_decode.prefill_jobs.many import Results
 
 _SHOWN = 5
 
@@ -102,14 +102,14 @@ def prefill(
     settings that is there already. If one of several corpora fails, the others go on and it is named at the
     end.
     """
-    from prefill_jobs.folders import check_corpus
+    from offload_decode.prefill_jobs.folders import check_corpus
 
     rules = rules_of(glob, exclude, follow_links, corpora)
     if len(corpora) == 1:  # of several, one that cannot be read does not stop the others
         check_corpus(corpora[0])
 
-    from prefill_jobs.job import prefill as run
-    from prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
+    from offload_decode.prefill_jobs.job import prefill as run
+    from offload_decode.prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
     settings = made.settings
     check_worker_count(workers, worker_count)
@@ -128,8 +128,8 @@ def prefill(
         if no_sync:
             raise ConfigError("--no-sync is of this machine, and --workers are others: leave one of them out")
 
-        from prefill_jobs.on_ray.cluster import Cluster
-        from prefill_jobs.on_ray.prefilling import prefill_on_ray
+        from offload_decode.prefill_jobs.on_ray.cluster import Cluster
+        from offload_decode.prefill_jobs.on_ray.prefilling import prefill_on_ray
 
         cluster = Cluster(workers, worker_count, caps_of(run_as.gpu_memory, run_as.ram))
         with Progress(quiet) as progress:
@@ -152,7 +152,7 @@ def prefill(
 
 def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
     """What was made, kept and failed; raises `typer.Exit` where anything failed."""
-    from prefill_jobs.job import PrefillReport
+    from offload_decode.prefill_jobs.job import PrefillReport
 
     reports = {job: found for job, found in results.items() if isinstance(found, PrefillReport)}
     failures = {
@@ -213,7 +213,7 @@ def _next(report: PrefillReport) -> str:
 
 def skipped_files(skipped: tuple[Skipped, ...]) -> str:
     """The first few, those that nobody asked to leave out before the others."""
-    from prefill_jobs.folders import LEFT_OUT, LINK
+    from offload_decode.prefill_jobs.folders import LEFT_OUT, LINK
 
     told = sorted(skipped, key=lambda one: one.reason in LEFT_OUT)
     named = "; ".join(f"{output.one_line(one.name)} ({one.reason})" for one in told[:_SHOWN])

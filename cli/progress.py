@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from cli.output import duration, note, one_line, size
+from offload_decode.cli.output import duration, note, one_line, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

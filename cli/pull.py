@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from cli import output
-from cli.options import Json, Quiet, a_path
-from cli.progress import Progress
-from cli.push import summary, summary_of_all
+from offload_decode.cli import output
+from offload_decode.cli.options import Json, Quiet, a_path
+from offload_decode.cli.progress import Progress
+from offload_decode.cli.push import summary, summary_of_all
 
 
 def pull(
@@ -43,8 +43,8 @@ def pull(
     there as it is in the bucket. Needs pip install 'offload-decode[buckets]'; credentials and endpoints
     come from AWS_... and GOOGLE_... variables.
     """
-    from prefill_jobs.buckets.collections import pull_collection
-    from prefill_jobs.buckets.far_collection import lies_at
+    from offload_decode.prefill_jobs.buckets.collections import pull_collection
+    from offload_decode.prefill_jobs.buckets.far_collection import lies_at
 
     if lies_at(url):
         with Progress(quiet) as progress:
@@ -54,7 +54,7 @@ def pull(
         told = summary_of_all(all_moved, "fetched")
         output.note(f'{store}: {told}\nask it something: offload-decode ask {store} "…"', quiet)
         return
-    from prefill_jobs.buckets import pull as run
+    from offload_decode.prefill_jobs.buckets import pull as run
 
     with Progress(quiet) as progress:
         moved = run(url, store, progress=progress)

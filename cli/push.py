@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
-from cli.options import Json, Quiet, StoreOrCollection
-from cli.progress import Progress
+from offload_decode.cli import output
+from offload_decode.cli.options import Json, Quiet, StoreOrCollection
+from offload_decode.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from prefill_jobs.buckets import Transfer
-    from prefill_jobs.buckets.collections import Moved
+    from offload_decode.prefill_jobs.buckets import Transfer
+    from offload_decode.prefill_jobs.buckets.collections import Moved
 
 
 def push(
@@ -45,7 +45,7 @@ def push(
     from offload_decode.collections.collection import is_collection
 
     if is_collection(store):
-        from prefill_jobs.buckets.collections import push_collection
+        from offload_decode.prefill_jobs.buckets.collections import push_collection
 
         with Progress(quiet) as progress:
             all_moved = push_collection(store, url, progress, drop)
@@ -56,7 +56,7 @@ def push(
             quiet,
         )
         return
-    from prefill_jobs.buckets import push as run
+    from offload_decode.prefill_jobs.buckets import push as run
 
     with Progress(quiet) as progress:
         moved = run(store, url, progress=progress)

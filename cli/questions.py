@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.options import without_surrogates
-from cli.output import json_line
-from indexes import durable
 from offload_decode import plain_json
+from offload_decode.cli.options import without_surrogates
+from offload_decode.cli.output import json_line
 from offload_decode.errors import ConfigError, CorpusError
-from prefill_jobs.plain_files import read_plain
+from offload_decode.indexes import durable
+from offload_decode.prefill_jobs.plain_files import read_plain
 
 # What an answer adds to its question: a question's own field of that name would be lost.
 _RESERVED = (

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from typer.main import get_command
 
-from cli.main import app
+from offload_decode.cli.main import app
 
-PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 BEGIN, END = "<!-- help:begin -->", "<!-- help:end -->"
 WIDTH = 100
 _BLOCK = re.compile(f"{BEGIN}.*?{END}", re.DOTALL)

@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 
 import typer
 
-from cli import output
-from cli.options import a_path
+from offload_decode.cli import output
+from offload_decode.cli.options import a_path
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     import httpx
 
-    from cli.limits import Asking
+    from offload_decode.cli.limits import Asking
     from offload_decode.types import CitedDocument
 
 KEY = "OFFLOAD_DECODE_API_KEY"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from cli import output
-from cli.failures import sentence
-from cli.options import Json
+from offload_decode.cli import output
+from offload_decode.cli.failures import sentence
+from offload_decode.cli.options import Json
 
 
 def selectors(as_json: Json = False) -> None:

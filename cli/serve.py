@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cli import completion, output
-from cli.counts import byte_count, token_count
-from cli.groups import From, with_groups
-from cli.limits import Asking, asking
-from cli.options import MaxNewTokens, Temperature, TopP, a_path, on_this_machine
-from cli.remote import KEY
+from offload_decode.cli import completion, output
+from offload_decode.cli.counts import byte_count, token_count
+from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli.limits import Asking, asking
+from offload_decode.cli.options import MaxNewTokens, Temperature, TopP, a_path, on_this_machine
+from offload_decode.cli.remote import KEY
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from server.http.security import Access
-    from server.on_ray import RayReplicas
-    from server.settings import Settings
+    from offload_decode.server.http.security import Access
+    from offload_decode.server.on_ray import RayReplicas
+    from offload_decode.server.settings import Settings
 
 GRACE_S = 5.0
 
@@ -120,7 +120,7 @@ def serve(
     if not places and how.config.model is None:
         raise ConfigError("name a store, or a folder of stores; or a model, with --model, to serve it alone")
     try:
-        from server.http.listen import address_of, bind, is_loopback, listen
+        from offload_decode.server.http.listen import address_of, bind, is_loopback, listen
     except ModuleNotFoundError as error:
         raise ConfigError(
             "serving needs packages of its own: pip install 'offload-decode[server]'"
@@ -129,15 +129,15 @@ def serve(
     access = _access(api_key or [], api_key_file, cors or [], host, is_loopback(host))
     bound = bind(host, port)
 
-    from cli.compiling import tell_of_compiling
-    from cli.faults import end_with_a_sentence
+    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.faults import end_with_a_sentence
     from offload_decode.planning.caps import apply_caps
-    from server import logs
-    from server.catalog import Catalog
-    from server.http.app import create_app
-    from server.http.front import create_front
-    from server.service import Service
-    from server.settings import Settings
+    from offload_decode.server import logs
+    from offload_decode.server.catalog import Catalog
+    from offload_decode.server.http.app import create_app
+    from offload_decode.server.http.front import create_front
+    from offload_decode.server.service import Service
+    from offload_decode.server.settings import Settings
 
     settings = Settings(
         config=how.config,
@@ -180,10 +180,10 @@ def _announce(address: str, guarded: bool) -> None:
 def _on_ray(
     places: list[str], settings: Settings, log_format: Literal["text", "json"], replicas: int | None
 ) -> AbstractContextManager[RayReplicas]:
-    from prefill_jobs.on_ray.cluster import installed
+    from offload_decode.prefill_jobs.on_ray.cluster import installed
 
     installed("--on ray")  # it says what to install; what comes next only fails
-    from server.on_ray import cache_for, on_ray, plan_for
+    from offload_decode.server.on_ray import cache_for, on_ray, plan_for
 
     plan = plan_for(places, settings, cache_for(places), log_format)
     names = [entry.name for entry in plan.far.values()] + [path.name for path in plan.places]
@@ -192,7 +192,7 @@ def _on_ray(
 
 
 def _access(keys: list[str], file: Path | None, origins: list[str], host: str, loopback: bool) -> Access:
-    from server.http.security import LOOPBACK, Access, read_keys
+    from offload_decode.server.http.security import LOOPBACK, Access, read_keys
 
     if any(not key.strip() for key in keys):
         raise ConfigError("an empty key opens to everybody: give one, or leave --api-key out")

@@ -8,10 +8,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from cli import output
-from cli.questions import Question
-from cli.remote import Manner, Received, Served, Server
-from cli.transcript import Turn
+from offload_decode.cli import output
+from offload_decode.cli.questions import Question
+from offload_decode.cli.remote import Manner, Received, Served, Server
+from offload_decode.cli.transcript import Turn
 from offload_decode.errors import ConfigError, OffloadDecodeError
 
 

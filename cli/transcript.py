@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.options import without_surrogates
+from offload_decode.cli.options import without_surrogates
 from offload_decode.errors import ConfigError
 from offload_decode.plain_json import parse
 
@@ -70,7 +70,7 @@ class Transcript:
 
     def save(self, file: Path) -> None:
         """Write the turns to `file`; raises `ConfigError` where it cannot or where something else lies."""
-        from indexes import durable
+        from offload_decode.indexes import durable
 
         if not self.turns:
             raise ConfigError("there is nothing to save yet: ask a question first")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import typer
 
-from cli import output
-from cli.failures import FAILURE, sentence
-from cli.options import Json, Quiet, StoreOrCollection
-from cli.progress import Progress
+from offload_decode.cli import output
+from offload_decode.cli.failures import FAILURE, sentence
+from offload_decode.cli.options import Json, Quiet, StoreOrCollection
+from offload_decode.cli.progress import Progress
 from offload_decode.errors import OffloadDecodeError
 
 
@@ -97,8 +97,8 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
     """What is whole, what is wrong and what is unfinished; the indexes are looked at only where the store is
     whole.
     """
-    from cli.faults import end_with_a_sentence
-    from indexes.errors import VectorIndexError
+    from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.indexes.errors import VectorIndexError
     from offload_decode.kv import saved_indexes
     from offload_decode.store.reader import KVStore, verify_store
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+if __name__ != "offload_decode.indexes":
+    raise ImportError(f"import offload_decode.indexes: as {__name__} its modules would exist twice")
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from indexes.base import Hits, RecallRecord, VectorIndex
-    from indexes.errors import VectorIndexError
-    from indexes.keys import keys_digest
-    from indexes.registry import get, kinds
+    from offload_decode.indexes.base import Hits, RecallRecord, VectorIndex
+    from offload_decode.indexes.errors import VectorIndexError
+    from offload_decode.indexes.keys import keys_digest
+    from offload_decode.indexes.registry import get, kinds
 
 __all__ = ["Hits", "RecallRecord", "VectorIndex", "VectorIndexError", "get", "keys_digest", "kinds"]
 
 _HOMES = {
-    **dict.fromkeys(("Hits", "RecallRecord", "VectorIndex"), "base"),
-    "VectorIndexError": "errors",
-    "keys_digest": "keys",
-    **dict.fromkeys(("get", "kinds"), "registry"),
+    **dict.fromkeys(("Hits", "RecallRecord", "VectorIndex"), "offload_decode.indexes.base"),
+    "VectorIndexError": "offload_decode.indexes.errors",
+    "keys_digest": "offload_decode.indexes.keys",
+    **dict.fromkeys(("get", "kinds"), "offload_decode.indexes.registry"),
 }
 
 
 def __getattr__(name: str) -> object:
     # Imported when asked for: the errors alone, which every command needs, come without numpy.
     if name in _HOMES:
-        return getattr(import_module(f"indexes.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'indexes' has no attribute '{name}'")
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from indexes import files
-from indexes.base import Hits, RecallRecord, StrPath, VectorIndex, check_recall_options
-from indexes.errors import IndexDamaged
-from indexes.flat import FlatIndex
-from indexes.keys import Float32, Keys, check_keys, check_more, check_queries, keys_digest
-from indexes.rows import encodings
-from indexes.tuning import tune
+from offload_decode.indexes import files
+from offload_decode.indexes.base import Hits, RecallRecord, StrPath, VectorIndex, check_recall_options
+from offload_decode.indexes.errors import IndexDamaged
+from offload_decode.indexes.flat import FlatIndex
+from offload_decode.indexes.keys import Float32, Keys, check_keys, check_more, check_queries, keys_digest
+from offload_decode.indexes.rows import encodings
+from offload_decode.indexes.tuning import tune
 
 
 class ApproximateIndex(VectorIndex):

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from indexes.errors import MissingBackend
+from offload_decode.indexes.errors import MissingBackend
 
 
 class Library:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from indexes.errors import InvalidIndexInput
-from indexes.keys import Float32, Keys, check_count, check_keys, check_queries
-from indexes.rows import encodings, pool
+from offload_decode.indexes.errors import InvalidIndexInput
+from offload_decode.indexes.keys import Float32, Keys, check_count, check_keys, check_queries
+from offload_decode.indexes.rows import encodings, pool
 
 StrPath = str | os.PathLike[str]
 

@@ -10,11 +10,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from indexes.dots import BLOCK, GROUP, QUERIES, scored
-from indexes.keys import Float32
-from indexes.rows.loops import dot_row
-from indexes.rows.ordering import keep_largest
-from indexes.rows.prefetch import prefetch_row
+from offload_decode.indexes.dots import BLOCK, GROUP, QUERIES, scored
+from offload_decode.indexes.keys import Float32
+from offload_decode.indexes.rows.loops import dot_row
+from offload_decode.indexes.rows.ordering import keep_largest
+from offload_decode.indexes.rows.prefetch import prefetch_row
 
 STEP = 32  # blocks scored together; their sums stay in the first-level cache
 STEP_BYTES = 24 * STEP * BLOCK * QUERIES  # of what a step finds

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from indexes import arrays
-from indexes.dots import BLOCK, GROUP, WORD
-from indexes.errors import InvalidIndexInput
-from indexes.key_groups import MAX_KEYS
-from indexes.keys import Float32, Keys, drawn, float32_blocks
-from indexes.kmeans import lloyd, nearest
-from indexes.rows import encodings, pool, scan
+from offload_decode.indexes import arrays
+from offload_decode.indexes.dots import BLOCK, GROUP, WORD
+from offload_decode.indexes.errors import InvalidIndexInput
+from offload_decode.indexes.key_groups import MAX_KEYS
+from offload_decode.indexes.keys import Float32, Keys, drawn, float32_blocks
+from offload_decode.indexes.kmeans import lloyd, nearest
+from offload_decode.indexes.rows import encodings, pool, scan
 
 KEYS_PER_CELL = 256  # smaller cells are bounded tighter, and cost more to build and to bound
 SEGMENT = 1 << 18  # keys that are clustered among themselves, so that building is linear beyond

@@ -16,21 +16,29 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from indexes import arrays, files, verified
-from indexes.approximate import ApproximateIndex
-from indexes.base import FROM_KEYS, Costs, Hits, RecallRecord, StrPath, VectorIndex, check_heads
-from indexes.cell_scan import STEP_BYTES
-from indexes.cells import KEYS_PER_CELL, Cells, build, check, joined, made_up
-from indexes.dots import BLOCK, GROUP, QUERIES, WORD
-from indexes.errors import IndexDamaged, InvalidIndexInput
-from indexes.flat import NOT_FINITE, FlatIndex
-from indexes.keys import Float32, Keys, check_count, check_queries
-from indexes.parts import foretold, joined_hits
-from indexes.pruned_scan import NOTHING, Best, Heads, candidates_for, search_layer
-from indexes.rows import pool, scan
-from indexes.rows.addresses import Share
-from indexes.rows.encodings import row_size
-from indexes.tuning import tune
+from offload_decode.indexes import arrays, files, verified
+from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.indexes.base import (
+    FROM_KEYS,
+    Costs,
+    Hits,
+    RecallRecord,
+    StrPath,
+    VectorIndex,
+    check_heads,
+)
+from offload_decode.indexes.cell_scan import STEP_BYTES
+from offload_decode.indexes.cells import KEYS_PER_CELL, Cells, build, check, joined, made_up
+from offload_decode.indexes.dots import BLOCK, GROUP, QUERIES, WORD
+from offload_decode.indexes.errors import IndexDamaged, InvalidIndexInput
+from offload_decode.indexes.flat import NOT_FINITE, FlatIndex
+from offload_decode.indexes.keys import Float32, Keys, check_count, check_queries
+from offload_decode.indexes.parts import foretold, joined_hits
+from offload_decode.indexes.pruned_scan import NOTHING, Best, Heads, candidates_for, search_layer
+from offload_decode.indexes.rows import pool, scan
+from offload_decode.indexes.rows.addresses import Share
+from offload_decode.indexes.rows.encodings import row_size
+from offload_decode.indexes.tuning import tune
 
 _LADDER = (2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0)
 _MANY = 1024  # keys, for which the deviations are tuned too

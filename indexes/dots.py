@@ -18,8 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from indexes.rows.prefetch import prefetch
-from indexes.rows.processor import features
+from offload_decode.indexes.rows.prefetch import prefetch
+from offload_decode.indexes.rows.processor import features
 
 BLOCK = 16  # keys
 GROUP = 8  # channels

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Generic, TypeVar
 
-from indexes.errors import ExtensionError
+from offload_decode.indexes.errors import ExtensionError
 
 T = TypeVar("T")
 

@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from indexes import arrays, backends, faiss_storage
-from indexes.approximate import ApproximateIndex
-from indexes.base import Costs, Hits
-from indexes.faiss_storage import faiss
-from indexes.keys import Float32, Keys, drawn, float32_blocks
-from indexes.rescoring import asked_for, rescored
-from indexes.rows.encodings import row_size
-from indexes.tuning import geometric
+from offload_decode.indexes import arrays, backends, faiss_storage
+from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.indexes.base import Costs, Hits
+from offload_decode.indexes.faiss_storage import faiss
+from offload_decode.indexes.keys import Float32, Keys, drawn, float32_blocks
+from offload_decode.indexes.rescoring import asked_for, rescored
+from offload_decode.indexes.rows.encodings import row_size
+from offload_decode.indexes.tuning import geometric
 
 _KEYS_PER_LIST = 40  # at least; faiss wants 39 training points a centroid
 _TRAINING_KEYS_PER_LIST = 64

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from indexes import backends
-from indexes.keys import BFLOAT16, Keys
+from offload_decode.indexes import backends
+from offload_decode.indexes.keys import BFLOAT16, Keys
 
 faiss = backends.Library(backends.faiss)
 

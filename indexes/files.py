@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from indexes import durable, verified
-from indexes.base import SOURCES, RecallRecord, StrPath
-from indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound, IndexNotWritten
-from indexes.keys import MAX_KEYS, Keys
-from indexes.locks import lock
-from indexes.plain_files import NotPlain, open_plain
-from indexes.rows import encodings
+from offload_decode.indexes import durable, verified
+from offload_decode.indexes.base import SOURCES, RecallRecord, StrPath
+from offload_decode.indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound, IndexNotWritten
+from offload_decode.indexes.keys import MAX_KEYS, Keys
+from offload_decode.indexes.locks import lock
+from offload_decode.indexes.plain_files import NotPlain, open_plain
+from offload_decode.indexes.rows import encodings
 
 FORMAT_VERSION = 2
 _REBUILD = "build the index again with `offload-decode index`"
@@ -160,7 +160,7 @@ def recall_of(path: StrPath, body: dict[str, Any], field: str = "recall") -> Rec
 
 def load(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[dict[str, Any], Path | None]:
     """As `check`, and the bytes of the native file are those that were written: they are read, unless they
-    were before and the file has not changed since (`indexes.verified`).
+    were before and the file has not changed since (`offload_decode.indexes.verified`).
     """
     body, file = check(path, expected, suffix)
     if file is not None:

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from indexes import files
-from indexes.base import Costs, Hits, StrPath, VectorIndex, check_heads, check_recall_options
-from indexes.errors import InvalidIndexInput
-from indexes.keys import Float32, Keys, check_keys, check_more, float32_blocks, keys_digest
-from indexes.parts import joined_hits
-from indexes.rows import pool, scan
-from indexes.rows.encodings import row_size
+from offload_decode.indexes import files
+from offload_decode.indexes.base import Costs, Hits, StrPath, VectorIndex, check_heads, check_recall_options
+from offload_decode.indexes.errors import InvalidIndexInput
+from offload_decode.indexes.keys import Float32, Keys, check_keys, check_more, float32_blocks, keys_digest
+from offload_decode.indexes.parts import joined_hits
+from offload_decode.indexes.rows import pool, scan
+from offload_decode.indexes.rows.encodings import row_size
 
 NOT_FINITE = (
     "A score is not finite: the keys hold NaN or infinite values, or an inner product overflows float32; the "

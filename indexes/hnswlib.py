@@ -14,14 +14,14 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from indexes import backends, hnswlib_file
-from indexes.approximate import ApproximateIndex
-from indexes.base import Costs, Hits
-from indexes.faiss_hnsw import UPPER, WALKED
-from indexes.keys import Float32, Keys, float32_blocks
-from indexes.rescoring import asked_for, rescored
-from indexes.rows.encodings import row_size
-from indexes.tuning import geometric
+from offload_decode.indexes import backends, hnswlib_file
+from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.indexes.base import Costs, Hits
+from offload_decode.indexes.faiss_hnsw import UPPER, WALKED
+from offload_decode.indexes.keys import Float32, Keys, float32_blocks
+from offload_decode.indexes.rescoring import asked_for, rescored
+from offload_decode.indexes.rows.encodings import row_size
+from offload_decode.indexes.tuning import geometric
 
 hnswlib = backends.Library(backends.hnswlib)
 

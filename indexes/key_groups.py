@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from indexes.errors import InvalidIndexInput
-from indexes.keys import Float32, Keys, check_count, check_finite, check_keys, float32_blocks
-from indexes.kmeans import lloyd, nearest
-from indexes.rows import encodings
+from offload_decode.indexes.errors import InvalidIndexInput
+from offload_decode.indexes.keys import Float32, Keys, check_count, check_finite, check_keys, float32_blocks
+from offload_decode.indexes.kmeans import lloyd, nearest
+from offload_decode.indexes.rows import encodings
 
 SEGMENT = 16_384  # keys that are clustered among themselves: so many, up to half more or less
 ITERATIONS = 1  # at the same cost, larger segments improve estimates more than further iterations

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from indexes.errors import InvalidIndexInput
-from indexes.rows import encodings
+from offload_decode.indexes.errors import InvalidIndexInput
+from offload_decode.indexes.rows import encodings
 
 Keys = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from indexes.keys import Float32
+from offload_decode.indexes.keys import Float32
 
 BLOCK = 4096  # rows that meet all centroids at once
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from indexes.base import Hits
-from indexes.keys import Float32
-from indexes.pruned_scan import Foretold, Heads, foretell_floors, foretell_moments
-from indexes.rows import pool
-from indexes.rows.ordering import join
+from offload_decode.indexes.base import Hits
+from offload_decode.indexes.keys import Float32
+from offload_decode.indexes.pruned_scan import Foretold, Heads, foretell_floors, foretell_moments
+from offload_decode.indexes.rows import pool
+from offload_decode.indexes.rows.ordering import join
 
 
 def foretold(heads: Heads, queries: Float32, k: int, threads: int) -> Foretold:

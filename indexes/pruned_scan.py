@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray, njit  # type: ignore[attr-defined]
 
-from indexes.cell_scan import Candidates, coded, scan_asked
-from indexes.cells import Cells
-from indexes.dots import BLOCK, GROUP, QUERIES, WORD
-from indexes.keys import Float32
-from indexes.pruning import floor_of, moments
-from indexes.rows.addresses import at
-from indexes.rows.ordering import keep_largest, sort
+from offload_decode.indexes.cell_scan import Candidates, coded, scan_asked
+from offload_decode.indexes.cells import Cells
+from offload_decode.indexes.dots import BLOCK, GROUP, QUERIES, WORD
+from offload_decode.indexes.keys import Float32
+from offload_decode.indexes.pruning import floor_of, moments
+from offload_decode.indexes.rows.addresses import at
+from offload_decode.indexes.rows.ordering import keep_largest, sort
 
 AIMED = 1.1  # times the keys wanted: as many are foretold above the floor, for some lie in cells left out
 FIRST = 4  # times the keys wanted, in the cells that set a floor where none could be foretold

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from indexes.rows.numbers import exponential
-from indexes.rows.scan import SINGLE, score_rows
+from offload_decode.indexes.rows.numbers import exponential
+from offload_decode.indexes.rows.scan import SINGLE, score_rows
 
 _REASSOCIATE = {"reassoc", "contract", "nsz"}
 _FINITE = _REASSOCIATE | {"nnan", "ninf"}

@@ -8,16 +8,16 @@ from contextlib import suppress
 from importlib import import_module
 from typing import cast
 
-from indexes.base import VectorIndex
-from indexes.errors import MissingBackend, UnknownIndex, UnusableKind
-from indexes.extensions import INDEXES, Extensions
+from offload_decode.indexes.base import VectorIndex
+from offload_decode.indexes.errors import MissingBackend, UnknownIndex, UnusableKind
+from offload_decode.indexes.extensions import INDEXES, Extensions
 
 _CLASSES = {
-    "clusters": "indexes.clusters:ClusteredIndex",
-    "flat": "indexes.flat:FlatIndex",
-    "faiss-ivf": "indexes.faiss_ivf:FaissIVF",
-    "faiss-hnsw": "indexes.faiss_hnsw:FaissHNSW",
-    "hnswlib": "indexes.hnswlib:HnswlibIndex",
+    "clusters": "offload_decode.indexes.clusters:ClusteredIndex",
+    "flat": "offload_decode.indexes.flat:FlatIndex",
+    "faiss-ivf": "offload_decode.indexes.faiss_ivf:FaissIVF",
+    "faiss-hnsw": "offload_decode.indexes.faiss_hnsw:FaissHNSW",
+    "hnswlib": "offload_decode.indexes.hnswlib:HnswlibIndex",
 }
 
 BUILT_IN = tuple(_CLASSES)

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from indexes.base import Hits
-from indexes.errors import IndexDamaged, InvalidIndexInput
-from indexes.flat import NOT_FINITE
-from indexes.keys import Float32, Keys
-from indexes.rows import scan
-from indexes.rows.loops import dot_row
+from offload_decode.indexes.base import Hits
+from offload_decode.indexes.errors import IndexDamaged, InvalidIndexInput
+from offload_decode.indexes.flat import NOT_FINITE
+from offload_decode.indexes.keys import Float32, Keys
+from offload_decode.indexes.rows import scan
+from offload_decode.indexes.rows.loops import dot_row
 
 _RIGHT, _WRONG_ID, _NOT_FINITE = range(3)
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from indexes.base import FROM_KEYS, FROM_QUERIES, Hits, RecallRecord
-from indexes.flat import FlatIndex
-from indexes.keys import Float32, Keys, check_queries
-from indexes.rows import encodings
+from offload_decode.indexes.base import FROM_KEYS, FROM_QUERIES, Hits, RecallRecord
+from offload_decode.indexes.flat import FlatIndex
+from offload_decode.indexes.keys import Float32, Keys, check_queries
+from offload_decode.indexes.rows import encodings
 
 _MAX_QUERIES = 512  # half chooses, half measures: a standard error near 0.01 at worst
 _KEY_SAMPLE = 256

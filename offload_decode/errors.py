@@ -1,7 +1,7 @@
 """The error tree: one sentence that says what is wrong, and the way out.
 
-    OffloadDecodeError            (from `indexes.errors`, which stands below this room)
-    ├── VectorIndexError          anything about an index: `indexes.errors` draws that branch
+    OffloadDecodeError            (from `offload_decode.indexes.errors`, which stands below this room)
+    ├── VectorIndexError          anything about an index: `offload_decode.indexes.errors` draws that branch
     ├── ExtensionError            what another distribution brings cannot be used (from `indexes.errors` too)
     ├── BucketError               a bucket that cannot be reached, read or written
     ├── ConfigError               an option, budget or name that cannot be used
@@ -23,8 +23,8 @@
 
 from __future__ import annotations
 
-from indexes.errors import ExtensionError as ExtensionError
-from indexes.errors import OffloadDecodeError as OffloadDecodeError
+from offload_decode.indexes.errors import ExtensionError as ExtensionError
+from offload_decode.indexes.errors import OffloadDecodeError as OffloadDecodeError
 
 
 class OffloadDecodeWarning(UserWarning):

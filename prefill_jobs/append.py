@@ -15,18 +15,20 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.errors import (
-    ConfigError,
-    CorpusError,
-    DoesNotFit,
-    StoreBusy,
-    StoreForeign,
-    StoreMismatch,
-)
+from offload_decode.errors import ConfigError, CorpusError, DoesNotFit, StoreBusy, StoreForeign, StoreMismatch
 from offload_decode.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory
 from offload_decode.models.latent import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import Prompt
+from offload_decode.prefill_jobs.build import BuildReport
+from offload_decode.prefill_jobs.chunked import prefill_chunks
+from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, encode_further, read_corpus
+from offload_decode.prefill_jobs.extend import Extended, extend_indexes, publish_indexes
+from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
+from offload_decode.prefill_jobs.job import Tokens, admit_text
+from offload_decode.prefill_jobs.methods.base import Method
+from offload_decode.prefill_jobs.methods.registry import create, get, names
+from offload_decode.prefill_jobs.places import Progress
 from offload_decode.store.exchange import restore
 from offload_decode.store.format import running_software, token_hash
 from offload_decode.store.growth import Growth, is_left
@@ -35,15 +37,6 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document
-from prefill_jobs.build import BuildReport
-from prefill_jobs.chunked import prefill_chunks
-from prefill_jobs.corpus import TextDocument, encode_corpus, encode_further, read_corpus
-from prefill_jobs.extend import Extended, extend_indexes, publish_indexes
-from prefill_jobs.folders import EVERYTHING, Rules, Skipped
-from prefill_jobs.job import Tokens, admit_text
-from prefill_jobs.methods.base import Method
-from prefill_jobs.methods.registry import create, get, names
-from prefill_jobs.places import Progress
 
 
 @dataclass(frozen=True)

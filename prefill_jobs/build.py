@@ -10,20 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import indexes.registry
-from indexes.base import RecallRecord, VectorIndex
-from indexes.errors import IndexNotWritten, VectorIndexError
-from indexes.plain_files import remove
 from offload_decode.errors import ConfigError
-from offload_decode.kv.head_indexes import (
-    heads_of,
-    index_path,
-    indexes_folder,
-    kind_folder,
-    staging_folder,
-)
+from offload_decode.indexes import registry
+from offload_decode.indexes.base import RecallRecord, VectorIndex
+from offload_decode.indexes.errors import IndexNotWritten, VectorIndexError
+from offload_decode.indexes.plain_files import remove
+from offload_decode.kv.head_indexes import heads_of, index_path, indexes_folder, kind_folder, staging_folder
+from offload_decode.prefill_jobs.publishing import alone, publish, tidy
 from offload_decode.store.reader import KVStore
-from prefill_jobs.publishing import alone, publish, tidy
 
 Progress = Callable[[str, int, int], None]
 
@@ -63,10 +57,10 @@ def build_indexes(
     """Build the `kind` of index for every head of a store; those that are there and of these keys are kept.
 
     `recall` is the target for recall@`k` on the stored queries. Raises `StoreError`, `ConfigError` and
-    `indexes.errors.VectorIndexError`.
+    `offload_decode.indexes.errors.VectorIndexError`.
     """
     check_target(recall, k)
-    chosen = indexes.registry.get(kind)
+    chosen = registry.get(kind)
     opened = KVStore.open(store)
     heads = heads_of(opened)
     if not heads:

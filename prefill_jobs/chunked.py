@@ -17,10 +17,10 @@ from torch import Tensor
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.loading import LoadedModel
+from offload_decode.prefill_jobs.behind import sink_for
+from offload_decode.prefill_jobs.methods.base import Method
+from offload_decode.prefill_jobs.staged import StagedPrefix
 from offload_decode.store.writer import KVStoreWriter
-from prefill_jobs.behind import sink_for
-from prefill_jobs.methods.base import Method
-from prefill_jobs.staged import StagedPrefix
 
 
 def prefill_chunks(

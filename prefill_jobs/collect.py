@@ -15,14 +15,14 @@ from offload_decode.collections.journal import Entry, Value
 from offload_decode.collections.words import WORDS, Words
 from offload_decode.errors import ConfigError, CorpusError, DoesNotFit, StoreError, StoreMismatch
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.prefill_jobs.corpus import TextDocument, nothing_in
+from offload_decode.prefill_jobs.decoding import text_of
+from offload_decode.prefill_jobs.folders import EVERYTHING, File, Rules, Skipped, Walk, check_corpus, clean
+from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
+from offload_decode.prefill_jobs.many import Watch
+from offload_decode.prefill_jobs.places import InFolder
+from offload_decode.prefill_jobs.plain_files import read_plain
 from offload_decode.store.metadata import ROOT
-from prefill_jobs.corpus import TextDocument, nothing_in
-from prefill_jobs.decoding import text_of
-from prefill_jobs.folders import EVERYTHING, File, Rules, Skipped, Walk, check_corpus, clean
-from prefill_jobs.job import Settings, make, prepare, settled
-from prefill_jobs.many import Watch
-from prefill_jobs.places import InFolder
-from prefill_jobs.plain_files import read_plain
 
 Metadata = Mapping[str, Mapping[str, Value]]
 """What is said of documents, by their names."""

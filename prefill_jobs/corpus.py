@@ -12,10 +12,19 @@ from numpy.typing import NDArray
 
 from offload_decode.errors import CorpusError
 from offload_decode.models.prompt import Prompt
+from offload_decode.prefill_jobs.decoding import text_of
+from offload_decode.prefill_jobs.folders import (
+    EVERYTHING,
+    LEFT_OUT,
+    STDIN,
+    Rules,
+    Skipped,
+    Walk,
+    check_corpus,
+    clean,
+)
+from offload_decode.prefill_jobs.plain_files import read_bounded, read_plain
 from offload_decode.types import Document
-from prefill_jobs.decoding import text_of
-from prefill_jobs.folders import EVERYTHING, LEFT_OUT, STDIN, Rules, Skipped, Walk, check_corpus, clean
-from prefill_jobs.plain_files import read_bounded, read_plain
 
 
 class TextDocument(NamedTuple):

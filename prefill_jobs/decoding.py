@@ -8,7 +8,7 @@ import re
 from pathlib import PurePath
 
 from offload_decode.errors import CorpusError
-from prefill_jobs import documents, html
+from offload_decode.prefill_jobs import documents, html
 
 # These are letters and no text.
 _MARKUP = {b"%!PS": "a PostScript document", b"{\\rtf": "an RTF document"}

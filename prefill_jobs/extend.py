@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import indexes.registry
-from indexes import files
-from indexes.base import RecallRecord, VectorIndex
-from indexes.errors import IndexNotWritten, VectorIndexError
+from offload_decode.indexes import files, registry
+from offload_decode.indexes.base import RecallRecord, VectorIndex
+from offload_decode.indexes.errors import IndexNotWritten, VectorIndexError
 from offload_decode.kv.head_indexes import (
     PARTIAL,
     examine,
@@ -21,9 +20,9 @@ from offload_decode.kv.head_indexes import (
     kind_folders,
     staging_folder,
 )
+from offload_decode.prefill_jobs.build import BuildReport, report_of
+from offload_decode.prefill_jobs.publishing import alone, publish, tidy
 from offload_decode.store.reader import KVStore
-from prefill_jobs.build import BuildReport, report_of
-from prefill_jobs.publishing import alone, publish, tidy
 
 Progress = Callable[[str, int, int], None]
 
@@ -69,14 +68,14 @@ def publish_indexes(store: KVStore) -> None:
     with alone(folder):
         for staging in sorted(folder.glob("*" + PARTIAL)):
             kind = staging.name.removesuffix(PARTIAL)
-            if kind in indexes.registry.kinds() and _is_of(store, staging, kind):
+            if kind in registry.kinds() and _is_of(store, staging, kind):
                 publish(staging, kind_folder(store.path, kind), ())
         for built in kind_folders(store.path):
             tidy(built)
 
 
 def _extend(earlier: KVStore, grown: KVStore, kind: str, progress: Progress) -> BuildReport:
-    chosen = indexes.registry.get(kind)
+    chosen = registry.get(kind)
     folder, staging = kind_folder(earlier.path, kind), staging_folder(earlier.path, kind)
     heads, began = heads_of(earlier), time.perf_counter()
     records: list[RecallRecord | None] = []
@@ -113,7 +112,7 @@ def _staged(chosen: type[VectorIndex], path: Path, keys: object, digest: str) ->
 
 def _is_of(store: KVStore, staging: Path, kind: str) -> bool:
     try:
-        suffix = indexes.registry.stated(kind).suffix
+        suffix = registry.stated(kind).suffix
         for layer, head in heads_of(store):
             identity = files.identity(kind, store.keys(layer, head), store.digest(layer, head))
             files.check(index_path(staging, layer, head), identity, suffix)

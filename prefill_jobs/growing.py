@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from offload_decode.models.loading import LoadedModel
+from offload_decode.prefill_jobs.append import append_tokens
+from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.job import Settings, Tokens, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.append import append_tokens
-from prefill_jobs.build import build_indexes
-from prefill_jobs.job import Settings, Tokens, prefill_tokens
 
 
 class GrowingStore:

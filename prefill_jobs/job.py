@@ -17,6 +17,13 @@ from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.outline import outline_of
 from offload_decode.models.prompt import prompt_for
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
+from offload_decode.prefill_jobs.buckets import Transfer
+from offload_decode.prefill_jobs.chunked import prefill_chunks
+from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
+from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
+from offload_decode.prefill_jobs.methods.base import Method
+from offload_decode.prefill_jobs.methods.registry import create, get, parse
+from offload_decode.prefill_jobs.places import Found, Place, Progress, place_of, same_store
 from offload_decode.store.fields import MOST_SAMPLES
 from offload_decode.store.format import Manifest, kv_encodings, stored_types, token_hash
 from offload_decode.store.metadata import read_header
@@ -24,13 +31,6 @@ from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, partial_path
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document
-from prefill_jobs.buckets import Transfer
-from prefill_jobs.chunked import prefill_chunks
-from prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
-from prefill_jobs.folders import EVERYTHING, Rules, Skipped
-from prefill_jobs.methods.base import Method
-from prefill_jobs.methods.registry import create, get, parse
-from prefill_jobs.places import Found, Place, Progress, place_of, same_store
 
 AUTO = "auto"
 """What a chunk is that is to be chosen."""

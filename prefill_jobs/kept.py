@@ -13,9 +13,9 @@ from pathlib import Path
 
 from offload_decode.errors import OffloadDecodeWarning, StoreBusy, StoreExists
 from offload_decode.models.loading import LoadedModel
+from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.job import Settings
 from offload_decode.store.reader import KVStore
-from prefill_jobs.build import build_indexes
-from prefill_jobs.job import Settings
 
 LOOK_S = 0.5  # how often it is looked whether another process is done,
 TRY_S = 5.0  # and whether it was killed, which takes a text to be tokenized again

@@ -16,10 +16,10 @@ from offload_decode.errors import (
     StoreError,
 )
 from offload_decode.models.loading import load
-from prefill_jobs.corpus import TextDocument, read_corpus
-from prefill_jobs.folders import EVERYTHING, STDIN, Rules, Skipped
-from prefill_jobs.job import PrefillReport, Settings, Work, make, prepare, settled
-from prefill_jobs.places import Place, place_of
+from offload_decode.prefill_jobs.corpus import TextDocument, read_corpus
+from offload_decode.prefill_jobs.folders import EVERYTHING, STDIN, Rules, Skipped
+from offload_decode.prefill_jobs.job import PrefillReport, Settings, Work, make, prepare, settled
+from offload_decode.prefill_jobs.places import Place, place_of
 
 SUFFIX = ".kv"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from offload_decode import plain_json
 from offload_decode.collections.journal import Value, check_metadata
 from offload_decode.errors import ConfigError, CorpusError
-from prefill_jobs.collect import Metadata
-from prefill_jobs.plain_files import read_plain
+from offload_decode.prefill_jobs.collect import Metadata
+from offload_decode.prefill_jobs.plain_files import read_plain
 
 _LIKE = 'each line is like {"name": "2020/report.txt", "author": "…"}'
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload_decode.errors import ConfigError, StoreExists, StoreForeign, StoreMismatch
+from offload_decode.prefill_jobs.buckets import Transfer, check_writable, push
+from offload_decode.prefill_jobs.buckets.bucket import Bucket
+from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.store.checksums import SEAL
 from offload_decode.store.format import Manifest, fingerprint_version
 from offload_decode.store.metadata import ROOT, header_of
@@ -20,9 +23,6 @@ from offload_decode.store.publish import refuse_existing
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK, locked
 from offload_decode.types import Document
-from prefill_jobs.buckets import Transfer, check_writable, push
-from prefill_jobs.buckets.bucket import Bucket
-from prefill_jobs.buckets.cache import user_cache
 
 Progress = Callable[[str, int, int], None]
 

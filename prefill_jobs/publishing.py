@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from indexes import durable
-from indexes.locks import lock
-from indexes.plain_files import remove
 from offload_decode.errors import StoreBusy, StoreError
+from offload_decode.indexes import durable
+from offload_decode.indexes.locks import lock
+from offload_decode.indexes.plain_files import remove
 from offload_decode.kv.head_indexes import OLD
 
 

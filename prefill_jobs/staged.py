@@ -19,11 +19,11 @@ from offload_decode.kernels.rows import Rows, tensor_view
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.models.cache import PrefixCache
 from offload_decode.models.devices import DTYPES
+from offload_decode.prefill_jobs.behind import Sink
+from offload_decode.prefill_jobs.card_blocks import CardBlocks, Stored
+from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import AttentionState
-from prefill_jobs.behind import Sink
-from prefill_jobs.card_blocks import CardBlocks, Stored
-from prefill_jobs.methods.base import Method
 
 
 class StagedPrefix:

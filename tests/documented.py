@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from cli.main import app
+from offload_decode.cli.main import app
 
 
 def shell_lines(text: str) -> list[list[str]]:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from indexes.clusters import ClusteredIndex
+from offload_decode.indexes.clusters import ClusteredIndex
 from offload_decode.models.loading import LoadedModel
+from offload_decode.prefill_jobs.build import build_indexes
 from offload_decode.store.reader import KVStore
-from prefill_jobs.build import build_indexes
 from tests.store.jobs import FULL, make_job
 
 TOKENS = 8200  # ragged against blocks and pages

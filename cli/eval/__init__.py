@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cli.eval import (
+from offload_decode.cli.eval import (
     ablation,
     aggregate,
     compare,

@@ -8,9 +8,18 @@ from typing import Annotated
 
 import typer
 
-from cli.eval.run import Group, Lengths, Limit, Tasks, Text, ask_all, checked_selector, tasks_named
-from cli.groups import with_groups
-from cli.options import Selector
+from offload_decode.cli.eval.run import (
+    Group,
+    Lengths,
+    Limit,
+    Tasks,
+    Text,
+    ask_all,
+    checked_selector,
+    tasks_named,
+)
+from offload_decode.cli.groups import with_groups
+from offload_decode.cli.options import Selector
 from offload_decode.config import split_pairs
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import Contender

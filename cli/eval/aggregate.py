@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cli.eval.run import Contenders, Group, Lengths, Limit, Tasks, Text, ask_all, tasks_named
-from cli.groups import with_groups
+from offload_decode.cli.eval.run import Contenders, Group, Lengths, Limit, Tasks, Text, ask_all, tasks_named
+from offload_decode.cli.groups import with_groups
 
 
 @with_groups

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli import output
-from cli.options import Json, Quiet
+from offload_decode.cli import output
+from offload_decode.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
     from offload_decode.evals.compare import Change, Comparison, Mean

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
-from cli.eval.run import read_contenders
-from cli.failures import FAILURE
-from cli.options import Device, Json, Model, Quiet, Store, question_from
-from cli.progress import Progress
+from offload_decode.cli import output
+from offload_decode.cli.eval.run import read_contenders
+from offload_decode.cli.failures import FAILURE
+from offload_decode.cli.options import Device, Json, Model, Quiet, Store, question_from
+from offload_decode.cli.progress import Progress
 from offload_decode.config import split_pairs
 from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import Contender
@@ -95,13 +95,13 @@ def fidelity(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
-    from cli.compiling import tell_of_compiling
-    from cli.faults import end_with_a_sentence
-    from indexes import durable
+    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.faults import end_with_a_sentence
     from offload_decode.engine.engine import Engine
     from offload_decode.evals.extra import PICTURES, require
     from offload_decode.evals.fidelity import FidelityPlan, check, measure
     from offload_decode.evals.plots import save_fidelity
+    from offload_decode.indexes import durable
     from offload_decode.store.reader import KVStore
 
     require(*PICTURES)

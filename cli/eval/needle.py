@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
-from cli.counts import token_count
-from cli.eval.run import EvalModel, PrefilledStores, checked_selector, index_of, read_haystack
-from cli.options import Device, Json, Options, Quiet, Selector
-from cli.progress import Progress
+from offload_decode.cli import output
+from offload_decode.cli.counts import token_count
+from offload_decode.cli.eval.run import EvalModel, PrefilledStores, checked_selector, index_of, read_haystack
+from offload_decode.cli.options import Device, Json, Options, Quiet, Selector
+from offload_decode.cli.progress import Progress
 from offload_decode.config import split_pairs
 from offload_decode.errors import ConfigError
 
@@ -74,14 +74,14 @@ def needle(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
-    from cli.compiling import tell_of_compiling
-    from indexes import durable
+    from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.evals.extra import PICTURES, STATISTICS, require
     from offload_decode.evals.needle_grid import GridPlan, measure
     from offload_decode.evals.plots import save_needles
+    from offload_decode.indexes import durable
     from offload_decode.models.loading import load
+    from offload_decode.prefill_jobs.job import Settings
     from offload_decode.selection.budgets import Budget
-    from prefill_jobs.job import Settings
 
     require(*PICTURES, *STATISTICS)
     tell_of_compiling()

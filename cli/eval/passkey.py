@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from cli.eval.run import Budgets, CommonOptions, Group, Lengths, Limit, Selectors, ask_all, contenders_of
-from cli.groups import with_groups
+from offload_decode.cli.eval.run import (
+    Budgets,
+    CommonOptions,
+    Group,
+    Lengths,
+    Limit,
+    Selectors,
+    ask_all,
+    contenders_of,
+)
+from offload_decode.cli.groups import with_groups
 
 
 @with_groups

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
-from cli.counts import token_count
-from cli.eval.run import (
+from offload_decode import demo_models
+from offload_decode.cli import output
+from offload_decode.cli.counts import token_count
+from offload_decode.cli.eval.run import (
     Contenders,
     EvalModel,
     Out,
@@ -22,10 +23,9 @@ from cli.eval.run import (
     rehearse,
     show,
 )
-from cli.groups import with_groups
-from cli.options import Device, Json, Quiet
-from cli.progress import Progress
-from offload_decode import demo_models
+from offload_decode.cli.groups import with_groups
+from offload_decode.cli.options import Device, Json, Quiet
+from offload_decode.cli.progress import Progress
 
 if TYPE_CHECKING:
     from offload_decode.evals.runs import Results
@@ -100,13 +100,13 @@ def perplexity(
     The table shows the negative log-likelihood (NLL) of a token in nats and the perplexity, and how much more
     NLL that is than with dense attention, with a 95 % interval over blocks of 32 tokens.
     """
-    from cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.errors import ConfigError
     from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.perplexity import Perplexity, PerplexityPlan
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
-    from prefill_jobs.growing import GrowingStore
+    from offload_decode.prefill_jobs.growing import GrowingStore
 
     counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
     if sliding and len(counts) > 1:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cli import output
-from cli.options import Quiet
+from offload_decode.cli import output
+from offload_decode.cli.options import Quiet
 from offload_decode.errors import ConfigError
 
 
@@ -33,8 +33,8 @@ def report(
     if out.exists() and not force:
         raise ConfigError(f"{out} exists already: choose another --out, or say --force")
 
-    from indexes import durable
     from offload_decode.evals.report.page import page
+    from offload_decode.indexes import durable
 
     text = page(runs)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.eval.run import Contenders, Group, Lengths, Limit, Tasks, Text, ask_all, tasks_named
-from cli.groups import with_groups
+from offload_decode.cli.eval.run import Contenders, Group, Lengths, Limit, Tasks, Text, ask_all, tasks_named
+from offload_decode.cli.groups import with_groups
 from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
-from cli.counts import token_count
-from cli.groups import From
-from cli.options import Device, Json, Quiet
-from cli.progress import Progress
+from offload_decode.cli import output
+from offload_decode.cli.counts import token_count
+from offload_decode.cli.groups import From
+from offload_decode.cli.options import Device, Json, Quiet
+from offload_decode.cli.progress import Progress
 from offload_decode.config import parse_options, split_pairs
 from offload_decode.demo_models import QUOTED
 from offload_decode.errors import ConfigError
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from offload_decode.evals.runs import Stores as StoresOf
     from offload_decode.evals.tasks import Task
     from offload_decode.models.loading import LoadedModel
+    from offload_decode.prefill_jobs.job import Settings
     from offload_decode.selection.selector import SelectorOptions
     from offload_decode.store.reader import KVStore
-    from prefill_jobs.job import Settings
 
 _REHEARSED = 64  # tokens
 
@@ -256,7 +256,7 @@ def measured(
     """The results of asking every question of the tasks. A task that cannot be asked is left out, unless the
     tasks were `named` by the user.
     """
-    from cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.evals.answering import AnswerPlan
     from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.runs import run
@@ -292,7 +292,7 @@ def measured(
 
 def prefill_settings(text: str) -> Settings:
     """How stores are prefilled, as users write it: `quoka:budget=25%`."""
-    from prefill_jobs.job import Settings
+    from offload_decode.prefill_jobs.job import Settings
 
     (named,) = read_contenders([text])
     return Settings(named.selector, dict(named.options))
@@ -334,7 +334,7 @@ def _judged(results: Results) -> str:
 def read_haystack(text: str | None) -> Haystack:
     """The text to hide facts in; None: the Python documentation topics."""
     from offload_decode.evals.haystack import Haystack, python_topics
-    from prefill_jobs.corpus import read_corpus
+    from offload_decode.prefill_jobs.corpus import read_corpus
 
     if text is None:
         return python_topics()
@@ -344,11 +344,11 @@ def read_haystack(text: str | None) -> Haystack:
 
 def checked_selector(selector: str, options: Mapping[str, str]) -> SelectorOptions:
     """The parsed options: what the selector would refuse after the first prefill is refused before it."""
-    import indexes.registry
+    from offload_decode.indexes import registry
     from offload_decode.selectors.registry import get
 
     if (kind := index_of(options)) is not None:
-        indexes.registry.get(kind)
+        registry.get(kind)
     return parse_options(get(selector).options_type, options, f"selector '{selector}'")
 
 
@@ -401,7 +401,7 @@ class PrefilledStores:
     @contextmanager
     def __call__(self, text: str, report: Callable[[int], None]) -> Iterator[KVStore]:
         """The store of a text; `report` is told the tokens that are prefilled."""
-        from prefill_jobs.kept import kept_name
+        from offload_decode.prefill_jobs.kept import kept_name
 
         if self._keep is not None:
             self._keep.mkdir(parents=True, exist_ok=True)
@@ -412,9 +412,9 @@ class PrefilledStores:
             yield self._made(text, Path(folder) / "store.kv", report)
 
     def _made(self, text: str, path: Path, report: Callable[[int], None]) -> KVStore:
-        from prefill_jobs.corpus import TextDocument
-        from prefill_jobs.job import prefill_texts
-        from prefill_jobs.kept import kept
+        from offload_decode.prefill_jobs.corpus import TextDocument
+        from offload_decode.prefill_jobs.job import prefill_texts
+        from offload_decode.prefill_jobs.kept import kept
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage == "prefill":

@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import output
-from cli.counts import token_count
-from cli.eval.run import Group, Lengths, Limit, Tasks, Text, contenders_of, measured, show, tasks_named
-from cli.groups import with_groups
+from offload_decode.cli import output
+from offload_decode.cli.counts import token_count
+from offload_decode.cli.eval.run import (
+    Group,
+    Lengths,
+    Limit,
+    Tasks,
+    Text,
+    contenders_of,
+    measured,
+    show,
+    tasks_named,
+)
+from offload_decode.cli.groups import with_groups
 
 if TYPE_CHECKING:
     from offload_decode.evals.runs import Results

@@ -13,7 +13,7 @@ SHOWN = (
     "LICENSE",
     "docs/*.md",
     "docs/site/*.css",
-    "server/http/page/icon.svg",
+    "offload_decode/server/http/page/icon.svg",
     "benchmarks/README.md",
     "benchmarks/results/*",
     "offload_decode/demo_models/*/README.md",

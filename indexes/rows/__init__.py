@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from indexes.errors import NotCompiled
+from offload_decode.indexes.errors import NotCompiled
 
 if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
     raise NotCompiled(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from indexes.errors import InvalidIndexInput
+from offload_decode.indexes.errors import InvalidIndexInput
 
 Rows = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]

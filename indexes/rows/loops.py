@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from indexes.rows.encodings import SCALE_BYTES
-from indexes.rows.numbers import half_to_single, scale_of
-from indexes.rows.scan import BRAIN, BYTES, HALF, NIBBLES
+from offload_decode.indexes.rows.encodings import SCALE_BYTES
+from offload_decode.indexes.rows.numbers import half_to_single, scale_of
+from offload_decode.indexes.rows.scan import BRAIN, BYTES, HALF, NIBBLES
 
 # A loop for each layout in a function of its own, and only the choice among them inlined: arrays that a loop
 # within a branch reads are counted and uncounted each time, which takes eight times as long as a short row.

@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from indexes.rows.encodings import SCALE_BYTES
-from indexes.rows.processor import features
+from offload_decode.indexes.rows.encodings import SCALE_BYTES
+from offload_decode.indexes.rows.processor import features
 
 _EXPONENT = np.float32(2.0**112)  # between the exponents of half and single precision
 

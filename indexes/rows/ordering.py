@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from indexes.rows.scan import candidate, ordered, score_and_row
+from offload_decode.indexes.rows.scan import candidate, ordered, score_and_row
 
 _DIGIT = 11  # bits of a score that are looked at together
 _MASK = (1 << _DIGIT) - 1

@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from indexes.rows.processor import features
+from offload_decode.indexes.rows.processor import features
 
 _X86 = platform.machine() in ("x86_64", "AMD64")
 LANES = 16 if "avx512f" in features() else 8 if "avx" in features() else 4  # of a vector

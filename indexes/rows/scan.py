@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from indexes.keys import BFLOAT16, Float32, Keys
-from indexes.rows import encodings
-from indexes.rows.encodings import SCALE_BYTES
-from indexes.rows.numbers import half_to_single, scale_of
-from indexes.rows.products import QUERIES, ROWS, SUMS, padded, products, put
+from offload_decode.indexes.keys import BFLOAT16, Float32, Keys
+from offload_decode.indexes.rows import encodings
+from offload_decode.indexes.rows.encodings import SCALE_BYTES
+from offload_decode.indexes.rows.numbers import half_to_single, scale_of
+from offload_decode.indexes.rows.products import QUERIES, ROWS, SUMS, padded, products, put
 
 Candidates = npt.NDArray[np.uint64]
 
@@ -116,7 +116,7 @@ def widen_row(bits: Any, layout: int, out: Any) -> None:
         _widen_single(bits, out)
 
 
-# Each in a function of its own, as in `indexes.rows.loops`.
+# Each in a function of its own, as in `offload_decode.indexes.rows.loops`.
 
 
 @njit(nogil=True, cache=True)

@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from indexes import durable
-from indexes.plain_files import remove
 from offload_decode import plain_json
 from offload_decode.collections.journal import DOCUMENTS, Entry, Journal, read
 from offload_decode.collections.words import WORDS
@@ -33,6 +31,8 @@ from offload_decode.errors import (
     StoreMismatch,
     StoreNotFound,
 )
+from offload_decode.indexes import durable
+from offload_decode.indexes.plain_files import remove
 from offload_decode.store.files import read_regular
 from offload_decode.store.metadata import COLLECTION as HEADER
 from offload_decode.store.metadata import ROOT

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from indexes import durable
-from indexes.plain_files import NotPlain, open_plain
 from offload_decode import plain_json
 from offload_decode.errors import ConfigError, DoesNotFit, StoreDamaged, StoreForeign
+from offload_decode.indexes import durable
+from offload_decode.indexes.plain_files import NotPlain, open_plain
 
 Value = str | int | float | bool | None
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from indexes import extensions
+from offload_decode.indexes import extensions
 
 if TYPE_CHECKING:
     from offload_decode.models.loading import LoadedModel

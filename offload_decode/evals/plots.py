@@ -13,13 +13,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from indexes import durable
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.extra import library
 from offload_decode.evals.fidelity import CONTROLS
 from offload_decode.evals.lengths import label
 from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel
 from offload_decode.evals.stats import Share
+from offload_decode.indexes import durable
 
 if TYPE_CHECKING:
     from offload_decode.evals.fidelity import Entry, FidelityReport

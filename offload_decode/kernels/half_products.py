@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from indexes.rows.processor import features
+from offload_decode.indexes.rows.processor import features
 from offload_decode.types import AttentionState
 
 LEAST_ROWS = 64

@@ -15,12 +15,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from indexes.rows import pool
-from indexes.rows.numbers import exponential
-from indexes.rows.prefetch import prefetch_row
-from indexes.rows.products import LANES, QUERIES, ROWS, SUMS, products, put
-from indexes.rows.scan import widen_block
 from offload_decode.attention.states import empty_state, merge_states
+from offload_decode.indexes.rows import pool
+from offload_decode.indexes.rows.numbers import exponential
+from offload_decode.indexes.rows.prefetch import prefetch_row
+from offload_decode.indexes.rows.products import LANES, QUERIES, ROWS, SUMS, products, put
+from offload_decode.indexes.rows.scan import widen_block
 from offload_decode.kernels.rows import Rows
 from offload_decode.types import AttentionState
 

@@ -16,10 +16,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from indexes.rows import pool
-from indexes.rows.addresses import Share
-from indexes.rows.loops import add_row, dot_row
-from indexes.rows.prefetch import prefetch_row
+from offload_decode.indexes.rows import pool
+from offload_decode.indexes.rows.addresses import Share
+from offload_decode.indexes.rows.loops import add_row, dot_row
+from offload_decode.indexes.rows.prefetch import prefetch_row
 from offload_decode.kernels.layer_rows import LayerRows, head_bits
 from offload_decode.kernels.rows import Rows
 from offload_decode.kernels.softmax import Logits, divide, weigh

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray, njit  # type: ignore[attr-defined]
 
-from indexes.rows.addresses import at
+from offload_decode.indexes.rows.addresses import at
 from offload_decode.kernels.rows import Rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from indexes.rows import pool
+from offload_decode.indexes.rows import pool
 
 
 def run(work: Callable[[int, slice], None], heads: int, length: int, multiple: int = 1) -> None:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from indexes.rows import encodings
-from indexes.rows.scan import BYTES, NIBBLES, bits, layout, widen_rows
+from offload_decode.indexes.rows import encodings
+from offload_decode.indexes.rows.scan import BYTES, NIBBLES, bits, layout, widen_rows
 
 
 class Rows:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from indexes.rows.numbers import exponential
+from offload_decode.indexes.rows.numbers import exponential
 
 
 class Logits(NamedTuple):

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-import indexes.registry
-from indexes import files
-from indexes.base import Hits, VectorIndex
-from indexes.errors import UnknownIndex, VectorIndexError
 from offload_decode.errors import ConfigError, OffloadDecodeWarning
+from offload_decode.indexes import files, registry
+from offload_decode.indexes.base import Hits, VectorIndex
+from offload_decode.indexes.errors import UnknownIndex, VectorIndexError
 from offload_decode.store.base import Store
 
 AUTO = "auto"
@@ -98,7 +97,7 @@ def class_of(store: Store, kind: str) -> type[VectorIndex]:
     beside the store and is not known here, it says so.
     """
     try:
-        return indexes.registry.get(kind)
+        return registry.get(kind)
     except UnknownIndex:
         if kind not in [folder.name for folder in kind_folders(store.path)]:
             raise
@@ -211,7 +210,7 @@ class HeadIndexes:
         return self._loaded[layer, head]
 
     def _fall_back(self, reason: str | None) -> None:
-        self.kind, self._class = "flat", indexes.registry.get("flat")
+        self.kind, self._class = "flat", registry.get("flat")
         self._loaded.clear()
         if reason is not None:
             warnings.warn(OffloadDecodeWarning(f"All keys are searched: {reason}."), stacklevel=3)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from indexes import files
-from indexes.base import RecallRecord
-from indexes.errors import VectorIndexError
+from offload_decode.indexes import files
+from offload_decode.indexes.base import RecallRecord
+from offload_decode.indexes.errors import VectorIndexError
 from offload_decode.kv.head_indexes import (
     PARTIAL,
     class_of,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from indexes.rows import pool
+from offload_decode.indexes.rows import pool
 from offload_decode.models.positions import rope_parameters, rotations
 from offload_decode.models.rotation import DEPENDENT, depends_on_length
 from offload_decode.store.format import FINGERPRINT_VERSION

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from indexes.verified import Identity, cache_folder, identity, settled
+from offload_decode.indexes.verified import Identity, cache_folder, identity, settled
 
 KEPT = 256
 """Values at most; those that nobody asked for longest go first."""

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from indexes.rows import pool
-from indexes.rows.addresses import Share
-from indexes.rows.products import LANES, QUERIES
-from indexes.rows.scan import BRAIN, BYTES, HALF, SINGLE
+from offload_decode.indexes.rows import pool
+from offload_decode.indexes.rows.addresses import Share
+from offload_decode.indexes.rows.products import LANES, QUERIES
+from offload_decode.indexes.rows.scan import BRAIN, BYTES, HALF, SINGLE
 from offload_decode.kernels.layer_rows import LayerRows
 from offload_decode.kernels.rows import Rows, numpy_view
 from offload_decode.kernels.softmax import Logits
@@ -106,7 +106,7 @@ def _spread(work: Callable[[Share], None], tasks: int, rows: int = 1) -> None:
 
 
 def _padded(query: Tensor) -> Array:
-    """float32 `[..., R, D]` with zeros behind, as `indexes.rows.products` takes them."""
+    """float32 `[..., R, D]` with zeros behind, as `offload_decode.indexes.rows.products` takes them."""
     *heads, rows, dim = query.shape
     wide = np.zeros((*heads, rows + -rows % QUERIES, dim + -dim % LANES), np.float32)
     wide[..., :rows, :dim] = query.float().numpy()

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from indexes.rows.prefetch import prefetch_row
-from indexes.rows.products import QUERIES, ROWS, SUMS, products, put
-from indexes.rows.scan import candidate, ordered, score_and_row, widen_row
+from offload_decode.indexes.rows.prefetch import prefetch_row
+from offload_decode.indexes.rows.products import QUERIES, ROWS, SUMS, products, put
+from offload_decode.indexes.rows.scan import candidate, ordered, score_and_row, widen_row
 from offload_decode.kernels.layer_rows import head_bits
 from offload_decode.kernels.softmax import divide, weigh
 from offload_decode.pages.reference import SCALE_PAGES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import isqrt
 
-import indexes.registry
 from offload_decode.attention.transfers import power_of_two
+from offload_decode.indexes import registry
 from offload_decode.kernels import dense, host_dense
 from offload_decode.kernels.host_tokens import ENTRIES
 from offload_decode.kv.host import BLOCK_TOKENS, SCORES
@@ -63,7 +63,7 @@ def search_bytes(outline: Outline, request: Workload, threads: int) -> int:
     rows = _part_rows(request, shape)
     ids = 12 * shape.kv_heads * rows * k
     pairs = 20 * min(max(ENTRIES, k), rows * k) + request.tokens // 8  # and a bit for each token
-    searching = indexes.registry.stated(request.index).search_bytes(request.tokens, k, shape.kv_heads, rows)
+    searching = registry.stated(request.index).search_bytes(request.tokens, k, shape.kv_heads, rows)
     return ids + max(ids, threads * pairs, searching)
 
 

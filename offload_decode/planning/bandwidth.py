@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-import indexes.registry
-from indexes.arrays import aligned
-from indexes.rows import encodings
+from offload_decode.indexes import registry
+from offload_decode.indexes.arrays import aligned
+from offload_decode.indexes.rows import encodings
 from offload_decode.kernels.host_dense import attend_all
 from offload_decode.kernels.host_tokens import attend_tokens
 from offload_decode.kernels.rows import Rows, numpy_view
@@ -133,7 +133,7 @@ class _Layer:
 
     def tokens(self, k: int) -> dict[str, _Stage]:
         """The search of the request's index, and attention to the k tokens of each row that it finds."""
-        kind = indexes.registry.get(self.request.index)
+        kind = registry.get(self.request.index)
         built = [kind.made_up(keys, k) for keys in self.keys]
         n = len(built[0])
         queries = cycle([query.numpy() for query in self.queries])

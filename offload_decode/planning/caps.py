@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from indexes.registry import kinds, load_libraries
 from offload_decode.config import STREAMED, EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
+from offload_decode.indexes.registry import kinds, load_libraries
 from offload_decode.kv.host import BLOCK_TOKENS
 from offload_decode.memory import limit_memory, total_memory
 from offload_decode.models.devices import check_dtype, pick_device

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from indexes.rows import pool
 from offload_decode.config import STREAMED
 from offload_decode.errors import ConfigError
+from offload_decode.indexes.rows import pool
 from offload_decode.kv import card
 from offload_decode.models.formats import FORMATS, check_weights_of
 from offload_decode.models.outline import Outline

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import indexes.registry
 from offload_decode.config import STREAMED
 from offload_decode.errors import ConfigError
+from offload_decode.indexes import registry
 from offload_decode.models.outline import Outline
 from offload_decode.selection.budgets import PASS_TOKENS, Budget
 from offload_decode.store.format import KV_KINDS
@@ -54,7 +54,7 @@ class Workload:
             ("kv", self.kv, KV),
             ("weights", self.weights, WEIGHTS),
             ("selector", self.selector, SELECTORS),
-            ("index", self.index, indexes.registry.kinds()),
+            ("index", self.index, registry.kinds()),
             ("metadata", self.metadata, PAGE_METADATA),
         ):
             if given not in known:

@@ -7,10 +7,10 @@ from math import prod
 
 import numpy as np
 
-import indexes.registry
-from indexes.base import Costs
-from indexes.rows import encodings
 from offload_decode.attention.transfers import power_of_two
+from offload_decode.indexes import registry
+from offload_decode.indexes.base import Costs
+from offload_decode.indexes.rows import encodings
 from offload_decode.kernels import dense
 from offload_decode.kv import card
 from offload_decode.kv.host import BLOCK_TOKENS
@@ -132,7 +132,7 @@ def index_costs(
     """
     stored = stored_types(kv, dtype, shape)["keys"]
     keys = numpy_dtype(dtype) if stored == dtype else encodings.row_dtype(stored, shape.head_dim)
-    one = indexes.registry.stated(kind).costs(tokens, shape.head_dim, keys, k, rows)
+    one = registry.stated(kind).costs(tokens, shape.head_dim, keys, k, rows)
     return Costs(*(shape.kv_heads * size for size in (one.memory, one.file, one.read)))
 
 
@@ -141,10 +141,10 @@ def least_index() -> str:
     """The built-in kind that takes least beside the store."""
 
     def taken(kind: str) -> int:
-        costs = indexes.registry.stated(kind).costs(1 << 20, 128, np.dtype(np.float16), 1)
+        costs = registry.stated(kind).costs(1 << 20, 128, np.dtype(np.float16), 1)
         return costs.memory + costs.file
 
-    return min(indexes.registry.BUILT_IN, key=taken)
+    return min(registry.BUILT_IN, key=taken)
 
 
 def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:

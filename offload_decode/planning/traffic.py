@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from offload_decode.models.outline import Outline
 from offload_decode.planning.request import Workload
-from offload_decode.planning.sizes import (
-    active_weights_bytes,
-    index_costs,
-    page_bytes,
-    pair_bytes,
-    row_bytes,
-)
+from offload_decode.planning.sizes import active_weights_bytes, index_costs, page_bytes, pair_bytes, row_bytes
 from offload_decode.types import ModelShape
 
 if TYPE_CHECKING:

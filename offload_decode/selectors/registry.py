@@ -8,10 +8,10 @@ import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from indexes.extensions import SELECTORS, Extensions
 from offload_decode import selectors as package
 from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError
+from offload_decode.indexes.extensions import SELECTORS, Extensions
 from offload_decode.selection.budgets import Budget
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ class Store(Protocol):
         """A SHA-256 that names the whole store."""
 
     def keys(self, layer: int, kv_head: int) -> Array:
-        """Post-RoPE keys `[N, D]`, or encoded `[N]` (`indexes.rows.encodings`)."""
+        """Post-RoPE keys `[N, D]`, or encoded `[N]` (`offload_decode.indexes.rows.encodings`)."""
 
     def values(self, layer: int, kv_head: int) -> Array:
         """Values `[N, Dv]`, or encoded `[N]`; those of latents are their keys."""

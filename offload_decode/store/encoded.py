@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from indexes.errors import InvalidIndexInput
-from indexes.rows import encodings
 from offload_decode.errors import StoreError
+from offload_decode.indexes.errors import InvalidIndexInput
+from offload_decode.indexes.rows import encodings
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layout import array_name
 

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from indexes import durable
+from offload_decode.indexes import durable
 
 _HERE, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)

@@ -10,8 +10,8 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from indexes.plain_files import NotPlain, open_plain
 from offload_decode.errors import StoreDamaged
+from offload_decode.indexes.plain_files import NotPlain, open_plain
 
 LARGEST_LIST = 64 << 20
 """Bytes of a list of names, which is read whole: far more than any store has."""

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from indexes.rows import encodings
 from offload_decode.errors import ConfigError, StoreForeign
+from offload_decode.indexes.rows import encodings
 from offload_decode.store.fields import MOST_SAMPLES, check_errors, check_fields
 from offload_decode.store.shapes import shape_from
 from offload_decode.types import LayerShape, ModelShape

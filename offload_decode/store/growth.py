@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from indexes.plain_files import remove
+from offload_decode.indexes.plain_files import remove
 from offload_decode.store import metadata
 from offload_decode.store.encoded import errors_at_seam
 from offload_decode.store.format import Manifest

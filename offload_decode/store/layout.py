@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from indexes.rows import encodings
+from offload_decode.indexes.rows import encodings
 from offload_decode.store.format import Manifest, numpy_dtype
 from offload_decode.types import LayerKind, LayerShape
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from indexes.rows.encodings import INT4, INT8, decode, dim, encoding_of, name_of
 from offload_decode.errors import ConfigError
+from offload_decode.indexes.rows.encodings import INT4, INT8, decode, dim, encoding_of, name_of
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.norms import row_norms
 from offload_decode.store.pages import fold_pages, rounded_outward

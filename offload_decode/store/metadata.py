@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from indexes import durable
 from offload_decode import plain_json
 from offload_decode.errors import StoreDamaged
+from offload_decode.indexes import durable
 from offload_decode.store.files import LARGEST_LIST, LARGEST_MANIFEST, LARGEST_METADATA, read_regular
 from offload_decode.store.format import ATTRIBUTE, Manifest, numpy_dtype
 from offload_decode.store.layout import ALIGNMENT, ArraySpec, array_specs, layer_name

@@ -8,20 +8,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from indexes import durable
-from indexes.plain_files import remove
 from offload_decode.errors import StoreBusy, StoreExists
+from offload_decode.indexes import durable
+from offload_decode.indexes.plain_files import remove
 from offload_decode.store.checksums import SEAL, SUMS, Report, hash_files, render, seal_of
 from offload_decode.store.exchange import exchange
-from offload_decode.store.staging import (
-    LOCK,
-    PROGRESS,
-    REPLACED,
-    STORE,
-    WINDOWS,
-    locked,
-    partial_path,
-)
+from offload_decode.store.staging import LOCK, PROGRESS, REPLACED, STORE, WINDOWS, locked, partial_path
 
 
 def refuse_existing(path: Path, staging: Path | None = None) -> None:

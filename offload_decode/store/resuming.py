@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from indexes import durable
-from indexes.plain_files import remove
-from indexes.rows.encodings import decode
 from offload_decode.errors import StoreDamaged, StoreMismatch
+from offload_decode.indexes import durable
+from offload_decode.indexes.plain_files import remove
+from offload_decode.indexes.rows.encodings import decode
 from offload_decode.store import metadata
 from offload_decode.store.encoded import Encoder, EncodingLoss, no_errors
 from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regular, read_regular

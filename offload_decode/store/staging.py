@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from indexes import durable
-from indexes.locks import lock
 from offload_decode import plain_json
 from offload_decode.errors import StoreBusy, StoreDamaged, StoreError, StoreForeign
+from offload_decode.indexes import durable
+from offload_decode.indexes.locks import lock
 from offload_decode.store.checks import count
 from offload_decode.store.fields import MOST_TOKENS
 from offload_decode.store.files import read_regular

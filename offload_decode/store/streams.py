@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from indexes.rows import encodings
+from offload_decode.indexes.rows import encodings
 from offload_decode.store.files import check_sizes
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.layout import ArraySpec

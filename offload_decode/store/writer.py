@@ -13,8 +13,8 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from indexes import durable
 from offload_decode.errors import StoreIncomplete
+from offload_decode.indexes import durable
 from offload_decode.store import metadata
 from offload_decode.store.checksums import Report
 from offload_decode.store.encoded import Encoder, no_errors
@@ -26,14 +26,7 @@ from offload_decode.store.pages import OpenPage, fold_pages, rounded_outward
 from offload_decode.store.publish import publish, refuse_existing, seal
 from offload_decode.store.resuming import Begun, begin
 from offload_decode.store.sampling import sample_plan
-from offload_decode.store.staging import (
-    STORE,
-    WINDOWS,
-    Committed,
-    locked,
-    partial_path,
-    surfaced,
-)
+from offload_decode.store.staging import STORE, WINDOWS, Committed, locked, partial_path, surfaced
 from offload_decode.store.states import StateLog
 from offload_decode.store.streams import RowStream, rows_of, write_array
 from offload_decode.store.windows import WindowLog

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from indexes.key_groups import Clusters, build
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.states import softmax
+from offload_decode.indexes.key_groups import Clusters, build
 from offload_decode.kv.host import HostKV
 from offload_decode.tails.base import HOST, Estimate, Selected, Tail
 

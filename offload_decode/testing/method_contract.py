@@ -17,13 +17,13 @@ from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError, StoreMismatch
 from offload_decode.kernels.rows import Rows
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
+from offload_decode.prefill_jobs.methods.base import Method, Sparse
+from offload_decode.prefill_jobs.methods.registry import create, get
 from offload_decode.store.reader import KVStore
 from offload_decode.testing import devices
 from offload_decode.testing.tiny import VOCAB, tiny_llama
 from offload_decode.types import Document, LayerKind, ModelShape
-from prefill_jobs.job import Settings, prefill_tokens
-from prefill_jobs.methods.base import Method, Sparse
-from prefill_jobs.methods.registry import create, get
 
 TOKENS, CHUNK, LAYERS = 90, 16, 2
 SHAPE = ModelShape.uniform((LayerKind.FULL,) * LAYERS, query_heads=4, kv_heads=2, head_dim=8)

@@ -12,8 +12,8 @@ import pytest
 
 SUITES = {
     "selector": ("SelectorContract", "name", "offload_decode.selectors.registry"),
-    "index": ("IndexContract", "kind", "indexes.registry"),
-    "method": ("MethodContract", "name", "prefill_jobs.methods.registry"),
+    "index": ("IndexContract", "kind", "offload_decode.indexes.registry"),
+    "method": ("MethodContract", "name", "offload_decode.prefill_jobs.methods.registry"),
 }
 """What may be asked for: its suite, the attribute that says what the suite is of, and who knows the names."""
 

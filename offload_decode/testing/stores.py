@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from indexes.rows.encodings import encode
+from offload_decode.indexes.rows.encodings import encode
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.base import Store
 from offload_decode.store.format import kv_encodings
 from offload_decode.store.memory import MemoryStore
 from offload_decode.store.reader import KVStore
 from offload_decode.testing.tiny import VOCAB, tiny_llama
 from offload_decode.types import Document, LayerKind, LayerShape, ModelShape
-from prefill_jobs.job import Settings, prefill_tokens
 
 STORES: list[tuple[Any, ...]] = [
     (1, 4, 2),

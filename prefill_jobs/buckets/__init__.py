@@ -8,9 +8,9 @@ URL.indexes/SHA256SUMS    their checksums, put when all of them are there
 
 from __future__ import annotations
 
-from prefill_jobs.buckets.bucket import is_url
-from prefill_jobs.buckets.pull import pull
-from prefill_jobs.buckets.push import check_writable, exists, push
-from prefill_jobs.buckets.transfer import Transfer
+from offload_decode.prefill_jobs.buckets.bucket import is_url
+from offload_decode.prefill_jobs.buckets.pull import pull
+from offload_decode.prefill_jobs.buckets.push import check_writable, exists, push
+from offload_decode.prefill_jobs.buckets.transfer import Transfer
 
 __all__ = ["Transfer", "check_writable", "exists", "is_url", "pull", "push"]

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from indexes import durable
-from indexes.locks import lock
 from offload_decode.errors import DoesNotFit
+from offload_decode.indexes import durable
+from offload_decode.indexes.locks import lock
 
 Fill = Callable[[Path, Callable[[int], None]], object]
 """Makes what shall lie at a path, once it has said how many bytes that takes. What a killed one left beside

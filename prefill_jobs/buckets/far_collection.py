@@ -7,19 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from indexes import durable
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import DOCUMENTS, Entry
 from offload_decode.collections.words import WORDS
-from offload_decode.errors import (
-    BucketError,
-    StoreIncomplete,
-    StoreNotFound,
-)
+from offload_decode.errors import BucketError, StoreIncomplete, StoreNotFound
+from offload_decode.indexes import durable
+from offload_decode.prefill_jobs.buckets.bucket import Bucket, Found
+from offload_decode.prefill_jobs.buckets.far_stores import FarStores, cache_of
+from offload_decode.prefill_jobs.buckets.transfer import Progress
 from offload_decode.store.metadata import COLLECTION as HEADER
-from prefill_jobs.buckets.bucket import Bucket, Found
-from prefill_jobs.buckets.far_stores import FarStores, cache_of
-from prefill_jobs.buckets.transfer import Progress
 
 Watch = Callable[[str, int, int, str], None]
 """Told the stage, how many of how many are done, and the document."""

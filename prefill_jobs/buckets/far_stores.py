@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefill_jobs.buckets.bucket import Bucket
-from prefill_jobs.buckets.cache import Cache, name_of, user_cache
-from prefill_jobs.buckets.pull import pull
-from prefill_jobs.buckets.transfer import Progress
+from offload_decode.prefill_jobs.buckets.bucket import Bucket
+from offload_decode.prefill_jobs.buckets.cache import Cache, name_of, user_cache
+from offload_decode.prefill_jobs.buckets.pull import pull
+from offload_decode.prefill_jobs.buckets.transfer import Progress
 
 
 def cache_of(limit: int, patience: float = 0.0) -> Cache:

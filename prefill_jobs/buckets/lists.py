@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from offload_decode.errors import StoreDamaged, StoreIncomplete, StoreNotFound
+from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket, is_plain
 from offload_decode.store.checksums import SEAL, SUMS, seal_of
-from prefill_jobs.buckets.bucket import CLAIM, Bucket, is_plain
 
 
 def store_sums(bucket: Bucket) -> tuple[dict[str, str], bytes]:

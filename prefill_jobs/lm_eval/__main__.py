@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lm_eval.__main__ import cli_evaluate
 
-import prefill_jobs.lm_eval.model  # noqa: F401  # registers the model
+from offload_decode.prefill_jobs.lm_eval import model  # noqa: F401  # registers the model
 
 if __name__ == "__main__":
     cli_evaluate()

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.joint import LOGITS, Turn, run_turns
 from offload_decode.models.processors import Processors
-from prefill_jobs.lm_eval.prefixes import Tokens
+from offload_decode.prefill_jobs.lm_eval.prefixes import Tokens
 
 T = TypeVar("T")
 

@@ -34,10 +34,10 @@ from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.loading import load
 from offload_decode.models.names import find_tokenizer
 from offload_decode.models.rendered import TemplateRefuses, rendered
-from prefill_jobs.lm_eval.answers import Score, Scoring, Writing, answers, scores
-from prefill_jobs.lm_eval.prefixes import Tokens, groups
-from prefill_jobs.lm_eval.settings import Settings
-from prefill_jobs.lm_eval.stores import Stores
+from offload_decode.prefill_jobs.lm_eval.answers import Score, Scoring, Writing, answers, scores
+from offload_decode.prefill_jobs.lm_eval.prefixes import Tokens, groups
+from offload_decode.prefill_jobs.lm_eval.settings import Settings
+from offload_decode.prefill_jobs.lm_eval.stores import Stores
 
 MAX_GEN_TOKS = 256
 """Tokens of an answer, where neither its task nor `--gen_kwargs` say."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-import indexes.registry
 from offload_decode.config import EngineConfig, parse_options
 from offload_decode.errors import ConfigError
+from offload_decode.indexes import registry
 from offload_decode.kv.head_indexes import AUTO
 from offload_decode.models.checkpoint import WAY_OUT
+from offload_decode.prefill_jobs.job import Settings as Prefilling
 from offload_decode.selectors.registry import get
-from prefill_jobs.job import Settings as Prefilling
 
 _PREFILL = "prefill_"
 _NUMBERS = ("min_prefix", "question_tokens", "batch_size", "max_length", "prefix_token_id")
@@ -99,4 +99,4 @@ class Settings:
         _ = self.prefilling, self.asking, EngineConfig(weights=self.weights)  # they check themselves
         parse_options(get(self.selector).options_type, self.options, f"selector '{self.selector}'")
         if (kind := str(self.options.get("index", AUTO))) != AUTO:
-            indexes.registry.get(kind)
+            registry.get(kind)

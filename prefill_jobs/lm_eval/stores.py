@@ -16,11 +16,11 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import StoreMismatch
 from offload_decode.kv.head_indexes import AUTO
 from offload_decode.models.loading import LoadedModel
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
+from offload_decode.prefill_jobs.kept import kept, kept_name
+from offload_decode.prefill_jobs.lm_eval.prefixes import Tokens
 from offload_decode.store.format import token_hash
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
-from prefill_jobs.kept import kept, kept_name
-from prefill_jobs.lm_eval.prefixes import Tokens
 
 
 class Stores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload_decode.attention.queries import Queries
-from prefill_jobs.methods.base import Earlier, Method
+from offload_decode.prefill_jobs.methods.base import Earlier, Method
 
 
 class Dense(Method):

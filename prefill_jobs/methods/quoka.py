@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
+from offload_decode.prefill_jobs.methods.base import Earlier, Sparse, SparseOptions
 from offload_decode.selectors.quoka import QuoKA as Selector
 from offload_decode.selectors.quoka import Scoring
-from prefill_jobs.methods.base import Earlier, Sparse, SparseOptions
 
 
 @dataclass(frozen=True)

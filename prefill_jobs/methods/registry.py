@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from indexes.extensions import METHODS, Extensions
 from offload_decode.config import parse_options
 from offload_decode.errors import ConfigError
+from offload_decode.indexes.extensions import METHODS, Extensions
 
 if TYPE_CHECKING:
+    from offload_decode.prefill_jobs.methods.base import Method, Options
     from offload_decode.types import ModelShape
-    from prefill_jobs.methods.base import Method, Options
 
 _CLASSES = {
-    "dense": "prefill_jobs.methods.dense:Dense",
-    "quoka": "prefill_jobs.methods.quoka:QuoKA",
-    "sample": "prefill_jobs.methods.sample:SampleAttention",
-    "window": "prefill_jobs.methods.window:Window",
+    "dense": "offload_decode.prefill_jobs.methods.dense:Dense",
+    "quoka": "offload_decode.prefill_jobs.methods.quoka:QuoKA",
+    "sample": "offload_decode.prefill_jobs.methods.sample:SampleAttention",
+    "window": "offload_decode.prefill_jobs.methods.window:Window",
 }
 BUILT_IN = tuple(_CLASSES)
 
 
 def _base() -> type[Method]:
-    from prefill_jobs.methods.base import Method  # with torch, which names alone do without
+    from offload_decode.prefill_jobs.methods.base import Method  # with torch, which names alone do without
 
     return Method
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kernels.rows import Rows
+from offload_decode.prefill_jobs.methods.base import Earlier, Sparse, SparseOptions
 from offload_decode.selection.key_scores import blocks, inner_products
-from prefill_jobs.methods.base import Earlier, Sparse, SparseOptions
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from offload_decode.memory import own_memory
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.outline import outline
 from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
+from offload_decode.prefill_jobs.buckets.far_stores import FarStores
+from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
+from offload_decode.prefill_jobs.on_ray.pool import Pool, Standing
+from offload_decode.prefill_jobs.on_ray.routing import AtStores, routed
 from offload_decode.store.reader import KVStore
 from offload_decode.types import CitedDocument, StepStats
-from prefill_jobs.buckets.far_stores import FarStores
-from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from prefill_jobs.on_ray.pool import Pool, Standing
-from prefill_jobs.on_ray.routing import AtStores, routed
 
 OPEN = 4
 """Stores that a worker keeps open."""

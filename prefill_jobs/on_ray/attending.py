@@ -21,11 +21,11 @@ from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import OffloadDecodeError, StoreMismatch
 from offload_decode.kv.host import HostKV
 from offload_decode.planning.caps import Caps, apply_caps
+from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
+from offload_decode.prefill_jobs.on_ray.pool import TRIES
 from offload_decode.store.part import PartOfStore, ranges
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, StepStats
-from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from prefill_jobs.on_ray.pool import TRIES
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any], StepStats]
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import indexes.registry
 from offload_decode.errors import OffloadDecodeError
-from prefill_jobs.build import BuildReport, build_indexes
-from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from prefill_jobs.on_ray.pool import Pool, Standing, after_the_lost
-from prefill_jobs.on_ray.routing import AtStores, routed
+from offload_decode.indexes import registry
+from offload_decode.prefill_jobs.build import BuildReport, build_indexes
+from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
+from offload_decode.prefill_jobs.on_ray.pool import Pool, Standing, after_the_lost
+from offload_decode.prefill_jobs.on_ray.routing import AtStores, routed
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Indexer(AtStores):
 
     def begin(self) -> None:
         """Raises what is wrong with the kind of index on this machine, such as a library that it lacks."""
-        indexes.registry.get(self.how.kind)
+        registry.get(self.how.kind)
 
     def done(self, task: Whole) -> BuildReport:
         """The indexes of a store."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from offload_decode.errors import OffloadDecodeError, StoreBusy
-from prefill_jobs.on_ray.waiting import InOrder, Waiting
+from offload_decode.prefill_jobs.on_ray.waiting import InOrder, Waiting
 
 TRIES = 6
 """Workers that a task may lose before it counts as failed: at random a few of them, while they start."""

@@ -16,12 +16,12 @@ from offload_decode.memory import own_memory
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.outline import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_prefill
-from prefill_jobs.folders import EVERYTHING, Rules
-from prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
-from prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
-from prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from prefill_jobs.on_ray.pool import TRIES, Lost, Pool, Standing, after_the_lost
-from prefill_jobs.places import place_of
+from offload_decode.prefill_jobs.folders import EVERYTHING, Rules
+from offload_decode.prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
+from offload_decode.prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
+from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
+from offload_decode.prefill_jobs.on_ray.pool import TRIES, Lost, Pool, Standing, after_the_lost
+from offload_decode.prefill_jobs.places import place_of
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from offload_decode.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreError, StoreNotFound
+from offload_decode.prefill_jobs.buckets.far_stores import FarStores
+from offload_decode.prefill_jobs.buckets.transfer import Progress
+from offload_decode.prefill_jobs.on_ray.pool import TRIES, Again, Lost, Pool, Standing, Told
+from offload_decode.prefill_jobs.on_ray.waiting import Fetching, Nearest, OfAStore
 from offload_decode.store.staging import surfaced
-from prefill_jobs.buckets.far_stores import FarStores
-from prefill_jobs.buckets.transfer import Progress
-from prefill_jobs.on_ray.pool import TRIES, Again, Lost, Pool, Standing, Told
-from prefill_jobs.on_ray.waiting import Fetching, Nearest, OfAStore
 
 PATIENCE_S = 30.0
 """How long a worker waits for those that use what would have to leave the cache of its machine."""

@@ -13,10 +13,10 @@ from benchmarks import decode, store
 from offload_decode.engine.engine import Engine
 from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.build import build_indexes
-from prefill_jobs.job import prefill_tokens
 
 TOKENS = 400  # more than a window of the shipped model
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import Tensor
 
-import offload_decode.pages
+from offload_decode import pages as index_pages
 from offload_decode.attention.states import attend
 from offload_decode.kernels import dense, device_tokens
 from offload_decode.kernels.rows import Rows
@@ -33,7 +33,7 @@ def references() -> Iterator[None]:
         stack.enter_context(mock.patch.object(device_tokens, "_by_program", device_tokens.reference))
         # Where it was imported, and where it is imported for the first time. (`mock.patch.dict` would also
         # forget what else is imported meanwhile.)
-        stack.enter_context(mock.patch.object(offload_decode.pages, "device", pages, create=True))
+        stack.enter_context(mock.patch.object(index_pages, "device", pages, create=True))
         sys.modules[_DEVICE] = pages  # type: ignore[assignment]
         try:
             yield

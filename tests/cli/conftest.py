@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cli import compiling
-from cli.main import app
+from offload_decode.cli import compiling
+from offload_decode.cli.main import app
 from tests.tiny import text_model, tiny_tokenizer
 
 # Each invocation would read the signatures of all commands anew, which takes longer than most of them do.

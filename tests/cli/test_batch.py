@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from cli.questions import append_answers, read_answered
 from offload_decode import Engine
+from offload_decode.cli.questions import append_answers, read_answered
 from offload_decode.errors import ConfigError, StoreDamaged
 from offload_decode.models import loading
-from prefill_jobs import plain_files
+from offload_decode.prefill_jobs import plain_files
 from tests.cli.conftest import Ran, refused, run
 
 QUESTIONS: list[dict[str, Any]] = [

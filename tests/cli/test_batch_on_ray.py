@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from cli import batch_on_ray
-from cli.questions import append_answers
 from offload_decode import Engine
+from offload_decode.cli import batch_on_ray
+from offload_decode.cli.questions import append_answers
 from offload_decode.config import EngineConfig
 from offload_decode.errors import OffloadDecodeError, StoreNotFound
 from offload_decode.planning.caps import Caps
+from offload_decode.prefill_jobs.on_ray import asking
+from offload_decode.prefill_jobs.on_ray.asking import Asker, Given, How, Part
+from offload_decode.prefill_jobs.on_ray.pool import Lost, Told
+from offload_decode.prefill_jobs.on_ray.routing import routed
 from offload_decode.types import StepStats
-from prefill_jobs.on_ray import asking
-from prefill_jobs.on_ray.asking import Asker, Given, How, Part
-from prefill_jobs.on_ray.pool import Lost, Told
-from prefill_jobs.on_ray.routing import routed
 from tests.cli.conftest import Ran, refused, run
 from tests.prefill_jobs.test_ray import descendants
 

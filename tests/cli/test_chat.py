@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from cli import chat, transcript
-from cli.transcript import Transcript
 from offload_decode import Engine
+from offload_decode.cli import chat, transcript
+from offload_decode.cli.transcript import Transcript
 from offload_decode.engine.sampler import Sampler
 from tests.cli.conftest import Ran, refused, run
 
@@ -243,7 +243,7 @@ def test_an_error_at_a_terminal_leaves_the_conversation_as_it_is(
 @pytest.mark.slow
 def test_ctrl_c_at_a_real_terminal_stops_the_answer_and_not_the_session(store: Path, tmp_path: Path) -> None:
     control, terminal = pty.openpty()
-    program = [sys.executable, "-c", "from cli.main import main; main()"]
+    program = [sys.executable, "-c", "from offload_decode.cli.main import main; main()"]
     talking = subprocess.Popen(
         [*program, "chat", str(store), "--max-new-tokens", "100000"],
         stdin=terminal,

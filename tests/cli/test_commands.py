@@ -12,13 +12,13 @@ from typing import cast
 
 import pytest
 
-import indexes.registry
-from cli.ask import describe
 from offload_decode import Engine, KVStore
+from offload_decode.cli.ask import describe
 from offload_decode.config import parse_options
+from offload_decode.indexes import registry as index_registry
+from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selectors import registry
 from offload_decode.types import StepStats
-from prefill_jobs.job import Settings, prefill
 from tests.cli.conftest import TEXT, Ran, run
 
 STORED = len(TEXT)  # bytes of the text: its last newline goes, and a token that opens the prompt comes
@@ -300,7 +300,7 @@ def test_a_changed_recall_is_not_shown_and_verify_tells(
 
 def test_help_names_every_index_kind_and_each_selector_takes_the_shown_options() -> None:
     shown = " ".join(run("index", "--help").out.split())
-    assert all(kind in shown for kind in indexes.registry.kinds())
+    assert all(kind in shown for kind in index_registry.kinds())
     for name in registry.names():
         options = registry.get(name).options_type
         assert parse_options(options, {"budget": "2%"}, name).budget == "2%"

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-from cli.compiling import tell_of_compiling
+from offload_decode.cli.compiling import tell_of_compiling
 tell_of_compiling()
 tell_of_compiling()
 import numpy as np
 from numba import njit
 njit(lambda: 1)()  # not one of ours
-from indexes.pruned_scan import _candidates_for
+from offload_decode.indexes.pruned_scan import _candidates_for
 for k in (5, np.int32(5)):
     _candidates_for(k)
 """

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from indexes.errors import MissingBackend
 from offload_decode import Engine
 from offload_decode.errors import OffloadDecodeError
 from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
+from offload_decode.indexes.errors import MissingBackend
+from offload_decode.prefill_jobs import build
+from offload_decode.prefill_jobs import demo as job
 from offload_decode.store.reader import KVStore
-from prefill_jobs import build
-from prefill_jobs import demo as job
 from tests.cli.conftest import refused, run
 from tests.tiny import tiny_tokenizer
 

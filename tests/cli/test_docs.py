@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import app
-from cli.reference import BEGIN, END, PAGE, reference, with_reference
+from offload_decode.cli.main import app
+from offload_decode.cli.reference import BEGIN, END, PAGE, reference, with_reference
 from offload_decode.selectors import registry
 from tests.documented import shell_lines, understood
 
@@ -33,7 +33,7 @@ def test_the_block_is_replaced_and_nothing_else() -> None:
 
 def test_the_reference_is_up_to_date() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert with_reference(text) == text, "run `python -m cli.reference`"
+    assert with_reference(text) == text, "run `python -m offload_decode.cli.reference`"
 
 
 def test_the_readme_is_short() -> None:

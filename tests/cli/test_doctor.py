@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cli import completion, doctor, installed
-from cli.main import app
-from indexes.registry import kinds
+from offload_decode.cli import completion, doctor, installed
+from offload_decode.cli.main import app
+from offload_decode.indexes.registry import kinds
 from offload_decode.selectors import registry
 from tests.cli.conftest import run
 
@@ -107,7 +107,10 @@ def test_names_are_completed_without_heavy_imports() -> None:
     assert completion.index_kinds("") == list(kinds())
     assert completion.index_kinds("faiss-i") == ["faiss-ivf"]
     assert completion.selector_options("index=f") == ["index=flat", "index=faiss-ivf", "index=faiss-hnsw"]
-    script = "import sys; from cli import completion as c; c.selector_names(''); c.selector_options('');"
+    script = (
+        "import sys; from offload_decode.cli import completion as c; "
+        "c.selector_names(''); c.selector_options('');"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", script + "print(*sys.modules)"], capture_output=True, text=True, check=True
     ).stdout.split()

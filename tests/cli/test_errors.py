@@ -14,11 +14,11 @@ import pytest
 
 from offload_decode import demo_models
 from offload_decode.engine.engine import Engine
-from prefill_jobs.job import Settings, prefill
+from offload_decode.prefill_jobs.job import Settings, prefill
 from tests.cli.conftest import refused, run
 from tests.tiny import text_model, tiny_tokenizer
 
-LIGHT = "import sys; import cli.main; print(*sys.modules)"
+LIGHT = "import sys; import offload_decode.cli.main; print(*sys.modules)"
 HEAVY = {"torch", "transformers", "numpy", "zarr", "faiss", "numba", "rich", "bs4"}
 
 
@@ -200,7 +200,9 @@ def test_an_index_that_cannot_be_built(store: Path, monkeypatch: pytest.MonkeyPa
     assert "the kinds are clusters" in refused(2, "index", store, "--kind", "nonsense")
     assert "recall must be" in refused(2, "index", store, "--kind", "flat", "--recall", "0")
     monkeypatch.setitem(sys.modules, "hnswlib", None)
-    monkeypatch.delitem(sys.modules, "indexes.hnswlib", raising=False)  # it may have been imported before
+    monkeypatch.delitem(
+        sys.modules, "offload_decode.indexes.hnswlib", raising=False
+    )  # it may have been imported before
     assert "pip install" in refused(1, "index", store, "--kind", "hnswlib")
 
 
@@ -221,8 +223,8 @@ def test_an_unforeseen_error_says_how_to_see_more(store: Path, monkeypatch: pyte
 
 
 def test_debugging_shows_the_traceback(store: Path) -> None:
-    command = [sys.executable, "-m", "cli.main", "ask", str(store), ""]
-    command[1:3] = ["-c", "from cli.main import main; main()"]
+    command = [sys.executable, "-m", "offload_decode.cli.main", "ask", str(store), ""]
+    command[1:3] = ["-c", "from offload_decode.cli.main import main; main()"]
     env = {**os.environ, "OFFLOAD_DECODE_DEBUG": "1"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
@@ -238,7 +240,14 @@ def test_errors_of_the_system_are_sentences(store: Path, monkeypatch: pytest.Mon
 
 
 def test_interpreted_loops_are_refused_at_the_start(store: Path) -> None:
-    command = [sys.executable, "-c", "from cli.main import main; main()", "ask", str(store), "q"]
+    command = [
+        sys.executable,
+        "-c",
+        "from offload_decode.cli.main import main; main()",
+        "ask",
+        str(store),
+        "q",
+    ]
     env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
@@ -255,7 +264,13 @@ def test_control_c_is_one_line(store: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_reader_that_left_is_no_error_to_report(store: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
-    command = [sys.executable, "-c", "from cli.main import main; main()", "inspect", str(store)]
+    command = [
+        sys.executable,
+        "-c",
+        "from offload_decode.cli.main import main; main()",
+        "inspect",
+        str(store),
+    ]
     try:
         ran = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
     finally:
@@ -272,7 +287,7 @@ def test_help_comes_at_once_and_without_heavy_imports() -> None:
     def seconds() -> float:
         began = time.perf_counter()
         subprocess.run(
-            [sys.executable, "-c", "from cli.main import main; main()", "--help"],
+            [sys.executable, "-c", "from offload_decode.cli.main import main; main()", "--help"],
             check=True,
             capture_output=True,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.reference import reference
+from offload_decode.cli.reference import reference
 from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import python_topics
 from offload_decode.models import loading

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.reference import reference
+from offload_decode.cli.reference import reference
 from offload_decode.errors import ConfigError
 from offload_decode.evals.fidelity import FidelityReport
 from offload_decode.models import loading

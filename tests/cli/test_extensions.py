@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import completion
+from offload_decode.cli import completion
 from tests.cli.conftest import refused, run
 from tests.extensions.installing import install, install_example
 
@@ -99,7 +99,7 @@ def test_one_that_is_broken_is_one_sentence(home: Path, store: Path, tmp_path: P
 
 @pytest.mark.usefixtures("example")
 def test_doctor_imports_each_and_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cli import doctor
+    from offload_decode.cli import doctor
 
     monkeypatch.setattr(doctor, "_CHECKS", [check for check in doctor._CHECKS if check[0] == "extensions"])
     ran = run("doctor", "--json")
@@ -112,7 +112,7 @@ def test_doctor_imports_each_and_names_what_is_wrong(monkeypatch: pytest.MonkeyP
 def test_doctor_says_what_is_installed_and_that_nothing_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cli import doctor
+    from offload_decode.cli import doctor
 
     assert doctor._checked("extensions", False, doctor._extensions).state == "absent"
     install_example(tmp_path, monkeypatch)

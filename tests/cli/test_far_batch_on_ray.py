@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from cli import batch_on_ray
-from cli.questions import append_answers
+from offload_decode.cli import batch_on_ray
+from offload_decode.cli.questions import append_answers
 from offload_decode.collections.collection import Collection
 from offload_decode.config import EngineConfig
 from offload_decode.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreNotFound
 from offload_decode.planning.caps import Caps
-from prefill_jobs.buckets.cache import user_cache
-from prefill_jobs.buckets.far_stores import FarStores
-from prefill_jobs.on_ray import asking, routing
-from prefill_jobs.on_ray.asking import Asker, How, Part
-from prefill_jobs.on_ray.cluster import Cluster
-from prefill_jobs.on_ray.pool import TRIES, Again, Told
+from offload_decode.prefill_jobs.buckets.cache import user_cache
+from offload_decode.prefill_jobs.buckets.far_stores import FarStores
+from offload_decode.prefill_jobs.on_ray import asking, routing
+from offload_decode.prefill_jobs.on_ray.asking import Asker, How, Part
+from offload_decode.prefill_jobs.on_ray.cluster import Cluster
+from offload_decode.prefill_jobs.on_ray.pool import TRIES, Again, Told
 from tests.cli.conftest import Ran, refused, run
 from tests.cli.test_batch_on_ray import lines_of
 from tests.prefill_jobs.test_ray import descendants
@@ -118,14 +118,14 @@ def test_what_cannot_be_fetched_now_is_given_back(url: str, tmp_path: Path, monk
         def refuse(*_: object, **__: object) -> None:
             raise away
 
-        broken.setattr("prefill_jobs.buckets.far_stores.pull", refuse)
+        broken.setattr("offload_decode.prefill_jobs.buckets.far_stores.pull", refuse)
         for _ in range(TRIES):
             assert not isinstance(worker.load(), OffloadDecodeError)
             told = worker.do(Part(stores[0], ("Why?",)))
             assert isinstance(told.result, Again)
             assert str(told.result.error) == f"on the machine {platform.node()}: away"
         assert isinstance(worker.load(), OffloadDecodeError), "its machine is of no use"
-        broken.setattr("prefill_jobs.buckets.far_stores.Bucket", refuse)
+        broken.setattr("offload_decode.prefill_jobs.buckets.far_stores.Bucket", refuse)
         assert str(asker(url).load()) == f"on the machine {platform.node()}: away"
         fresh = asker(url).do(Part(stores[0], ("Why?",)))
         assert isinstance(fresh, Again), "one in place of a lost worker gives its task back too"

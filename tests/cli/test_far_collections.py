@@ -13,8 +13,8 @@ import pytest
 
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.words import WORDS
+from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.store.checksums import SEAL
-from prefill_jobs.buckets.cache import user_cache
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
@@ -198,7 +198,7 @@ def test_a_pull_takes_nothing_from_that_of_another_models_collection(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("prefill_jobs.buckets.collections.Changing.sweep", cut)
+        patched.setattr("offload_decode.prefill_jobs.buckets.collections.Changing.sweep", cut)
         assert run("pull", f"{url}-other", out).code != 0
     ran = run("pull", url, out)
     assert "3 documents fetched" in ran.err

@@ -14,7 +14,7 @@ import pytest
 def test_a_file_that_shrinks_while_it_is_read_is_a_sentence(where):
     program = f"""
         import mmap, os, tempfile, threading
-        from cli.faults import end_with_a_sentence
+        from offload_decode.cli.faults import end_with_a_sentence
         end_with_a_sentence()
         with tempfile.NamedTemporaryFile() as file:
             file.write(bytes(1 << 16))

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from indexes.errors import UnknownIndex
 from offload_decode.errors import OffloadDecodeError, StoreNotFound
-from prefill_jobs.build import BuildReport, build_indexes
-from prefill_jobs.on_ray import pool
-from prefill_jobs.on_ray.indexing import How, Indexer, Whole, indexed
-from prefill_jobs.on_ray.pool import Standing, Told
+from offload_decode.indexes.errors import UnknownIndex
+from offload_decode.prefill_jobs.build import BuildReport, build_indexes
+from offload_decode.prefill_jobs.on_ray import pool
+from offload_decode.prefill_jobs.on_ray.indexing import How, Indexer, Whole, indexed
+from offload_decode.prefill_jobs.on_ray.pool import Standing, Told
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.test_ray import descendants

@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app
+from offload_decode.cli.main import app
 from tests.families import FAMILIES, SERVED, config_of
 
 
@@ -19,7 +19,7 @@ def run(*arguments: object) -> tuple[int, str]:
 
 
 def test_the_list_is_of_the_families_that_the_suite_serves() -> None:
-    known = json.loads(files("cli").joinpath("families.json").read_text())
+    known = json.loads(files("offload_decode.cli").joinpath("families.json").read_text())
     if version("transformers") not in known:
         pytest.skip("written for other releases: python -m benchmarks.proved")
     assert set(known[version("transformers")]) == {FAMILIES[name].model_type for name in SERVED}

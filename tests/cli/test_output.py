@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from cli import output, progress
-from cli.progress import Progress
+from offload_decode.cli import output, progress
+from offload_decode.cli.progress import Progress
 
 
 @pytest.mark.parametrize(

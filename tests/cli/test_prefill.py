@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from offload_decode.planning.caps import kv_of
+from offload_decode.prefill_jobs.job import PrefillReport
+from offload_decode.prefill_jobs.many import Job
 from offload_decode.store.reader import KVStore
-from prefill_jobs.job import PrefillReport
-from prefill_jobs.many import Job
 from tests.cli.conftest import refused, run
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -131,8 +131,8 @@ def test_what_cannot_fit_is_refused(prefill: list[str | Path], tmp_path: Path) -
 def test_workers_get_what_the_command_was_told(
     prefill: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefill_jobs.on_ray import cluster as ray_cluster
-    from prefill_jobs.on_ray import prefilling
+    from offload_decode.prefill_jobs.on_ray import cluster as ray_cluster
+    from offload_decode.prefill_jobs.on_ray import prefilling
 
     given: dict[str, Any] = {}
 

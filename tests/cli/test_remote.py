@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from cli import remote
-from cli.remote import Manner, Reached, Received, Server
+from offload_decode.cli import remote
+from offload_decode.cli.remote import Manner, Reached, Received, Server
 from offload_decode.errors import StoreError
-from server.errors import Busy
-from server.http.app import create_app
-from server.http.security import Access
+from offload_decode.server.errors import Busy
+from offload_decode.server.http.app import create_app
+from offload_decode.server.http.security import Access
 from tests.cli.conftest import refused, run
 from tests.server.fakes import STORED, FakeService
 from tests.server.http.conftest import listening
@@ -24,7 +24,7 @@ from tests.server.http.conftest import listening
 LIGHT = """
 import atexit, sys
 atexit.register(lambda: print(*sys.modules, file=sys.stderr))
-from cli.main import main
+from offload_decode.cli.main import main
 main()
 """
 HEAVY = {"torch", "transformers", "numpy", "numba", "zarr", "faiss", "fastapi", "openai"}

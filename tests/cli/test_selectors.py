@@ -43,7 +43,9 @@ def test_what_is_read_from_the_source_is_what_the_class_has(name):
 
 
 def test_listing_them_brings_nothing_heavy_along():
-    script = "import sys; sys.argv = ['offload-decode', 'selectors']; from cli.main import app\n"
+    script = (
+        "import sys; sys.argv = ['offload-decode', 'selectors']; from offload_decode.cli.main import app\n"
+    )
     script += "try: app()\nfinally: print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "numba", "zarr", "numpy"} & set(ran.stdout.split())

@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli import serve
-from cli.main import app
-from server.http.listen import address_of, bind, is_loopback
-from server.http.security import LOOPBACK
-from server.settings import Settings
+from offload_decode.cli import serve
+from offload_decode.cli.main import app
+from offload_decode.server.http.listen import address_of, bind, is_loopback
+from offload_decode.server.http.security import LOOPBACK
+from offload_decode.server.settings import Settings
 from tests.cli.conftest import refused, run
 
 
@@ -83,7 +83,15 @@ def test_it_is_a_command() -> None:
 
 @pytest.mark.slow
 def test_a_server_from_its_start_to_its_end(home: Path) -> None:
-    command = [sys.executable, "-c", "from cli.main import main; main()", "serve", str(home), "--port", "0"]
+    command = [
+        sys.executable,
+        "-c",
+        "from offload_decode.cli.main import main; main()",
+        "serve",
+        str(home),
+        "--port",
+        "0",
+    ]
     environment = {**os.environ, "OFFLOAD_DECODE_API_KEY": "sesame"}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:

@@ -18,7 +18,7 @@ from tests.cli.conftest import run
 ASKING = """
 import atexit, sys
 atexit.register(lambda: print(*sys.modules, file=sys.stderr))
-from cli.main import main
+from offload_decode.cli.main import main
 main()
 """
 NEVER = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.counts import byte_count, token_count
+from offload_decode.cli.counts import byte_count, token_count
 from offload_decode.errors import ConfigError
 from offload_decode.models.checkpoint import read_config
 from tests.cli.conftest import refused, run
@@ -145,7 +145,7 @@ def test_a_folder_without_a_config_is_named_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("corpus", ["/dev/zero", "missing"])
 def test_a_corpus_that_cannot_be_read_is_refused_before_a_library_is_loaded(corpus: str) -> None:
     script = (
-        "import sys\nfrom cli.main import app\n"
+        "import sys\nfrom offload_decode.cli.main import app\n"
         f"try:\n    app(['prefill', '{corpus}', '--model', 'demo', '--out', 's'])\n"
         "except SystemExit as left:\n    print(left.code, 'torch' in sys.modules)"
     )
@@ -160,7 +160,7 @@ def test_a_demo_goes_into_a_folder(questions: Path) -> None:
 
 
 def test_a_closed_standard_input_holds_nothing(store: Path) -> None:
-    command = f"exec {sys.executable} -c 'from cli.main import main; main()' ask {store} - <&-"
+    command = f"exec {sys.executable} -c 'from offload_decode.cli.main import main; main()' ask {store} - <&-"
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("error: the question is empty")
@@ -180,6 +180,6 @@ def test_links_that_lead_nowhere_stop_no_inspection(copy: Callable[[str], Path])
 def test_nothing_is_told_when_a_command_ends(store: Path) -> None:
     asked = ["ask", str(store), "Why?", "--max-new-tokens", "1"]
     assert run(*asked).code == 0  # from here on its loops are compiled
-    command = [sys.executable, "-c", "from cli.main import main; main()", *asked]
+    command = [sys.executable, "-c", "from offload_decode.cli.main import main; main()", *asked]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stderr == ""

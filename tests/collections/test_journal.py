@@ -118,7 +118,7 @@ def test_a_line_that_a_full_disk_cut_off_does_not_stay(path: Path, monkeypatch: 
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr("indexes.durable.sync_files", full)
+        patch.setattr("offload_decode.indexes.durable.sync_files", full)
         with pytest.raises(OSError, match="No space"):
             journal.put(entry("b"))
     journal.put(entry("c"))

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from offload_decode import demo_models
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import load
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
 
 STORED, NEW = 300, 6  # more than a sliding window of a shipped model
 CLOSE = {"atol": 1e-3, "rtol": 0}

@@ -13,8 +13,8 @@ from offload_decode.attention.queries import Queries
 from offload_decode.engine.citations import REACH, Watch, cite
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, StoreDamaged
+from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.types import AttentionState, Selection
-from prefill_jobs.job import Settings, prefill
 from tests.store.test_refusals import reseal
 from tests.tiny import text_model, tiny_tokenizer
 

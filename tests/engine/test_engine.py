@@ -17,7 +17,7 @@ from offload_decode.models.arguments import with_cache
 from offload_decode.models.devices import pick_device
 from offload_decode.models.fingerprints import config_hash, weights_hash
 from offload_decode.models.loading import load, wrap
-from prefill_jobs.job import Settings, prefill
+from offload_decode.prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_model, tiny_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4

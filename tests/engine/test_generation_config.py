@@ -9,8 +9,8 @@ import pytest
 
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.types import Document
-from prefill_jobs.job import prefill_tokens
 from tests.tiny import text_model, tiny_tokenizer
 
 N, NEW = 30, 14

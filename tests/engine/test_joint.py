@@ -15,9 +15,9 @@ from offload_decode.engine.joint import Turn, join_key, run_turns
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.errors import ConfigError, StoreDamaged
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import registry
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.tiny import text_model, tiny_tokenizer
 
 STORED = (45, 70)

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import DoesNotFit
 from offload_decode.kernels import dense
+from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selection.budgets import LEAST_PASS, PASS_TOKENS, WHOLE_QUESTION, pass_tokens
 from offload_decode.selectors import registry
-from prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_tokenizer
 
 QUESTION = [(7 * place) % 50 + 3 for place in range(150)]

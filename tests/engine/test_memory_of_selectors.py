@@ -12,8 +12,8 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.models.arguments import cache_in
 from offload_decode.models.loading import LoadedModel
+from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selectors import quest
-from prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4

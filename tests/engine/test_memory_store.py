@@ -10,9 +10,9 @@ from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store import KVStore, MemoryStore
 from offload_decode.types import Document
-from prefill_jobs.job import prefill_tokens
 from tests.tiny import tiny_model
 
 N = 60

@@ -15,9 +15,9 @@ from offload_decode.engine.joint import Turn, run_turns
 from offload_decode.engine.sampler import Sampler
 from offload_decode.models import captured
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import quest, registry
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.card import stand_in
 from tests.tiny import text_model, tiny_tokenizer
 

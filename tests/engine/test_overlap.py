@@ -15,8 +15,8 @@ from offload_decode.engine import step as prefix
 from offload_decode.engine.engine import Engine
 from offload_decode.models import attention
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.types import Document
-from prefill_jobs.job import prefill_tokens
 from tests.tiny import tiny_model
 
 N = 60

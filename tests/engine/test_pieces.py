@@ -9,8 +9,8 @@ import pytest
 
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import wrap
-from prefill_jobs.corpus import TextDocument
-from prefill_jobs.job import prefill_texts
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import prefill_texts
 from tests.models.tokenizers import KINDS, SPECIAL, tokenizer_of
 from tests.tiny import tiny_model
 

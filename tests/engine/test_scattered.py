@@ -117,7 +117,7 @@ def test_parts_of_a_store_have_names_and_indexes_of_their_own() -> None:
 
 @pytest.fixture(scope="module")
 def prefilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from prefill_jobs.job import Settings, prefill
+    from offload_decode.prefill_jobs.job import Settings, prefill
 
     folder = tmp_path_factory.mktemp("scattered")
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli.eval.run import PrefilledStores
+from offload_decode.cli.eval.run import PrefilledStores
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import answering, tasks
@@ -19,7 +19,7 @@ from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.runs import Results, Said, questions_and_answers, run
 from offload_decode.evals.side_by_side import WayAnswer, reply
 from offload_decode.models.loading import LoadedModel, wrap
-from prefill_jobs.job import Settings
+from offload_decode.prefill_jobs.job import Settings
 from tests.tiny import text_model, tiny_tokenizer
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(400)))
@@ -130,7 +130,7 @@ def test_stores_that_are_kept_are_used_again(
     def none(*_: Any, **__: Any) -> None:
         raise AssertionError("it was prefilled again")
 
-    monkeypatch.setattr("prefill_jobs.job.prefill_texts", none)
+    monkeypatch.setattr("offload_decode.prefill_jobs.job.prefill_texts", none)
     assert run(evaluation(loaded, keep=kept), loaded, tmp_path / "second.jsonl").records == read.records
 
 

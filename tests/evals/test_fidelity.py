@@ -31,6 +31,8 @@ from offload_decode.evals.recorded_queries import DenseRun, Replay, run_dense, s
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.selection.budgeted import Budgeted
 from offload_decode.selection.selector import Memory, Selector
 from offload_decode.selectors.dense import Dense
@@ -38,8 +40,6 @@ from offload_decode.selectors.registry import create
 from offload_decode.selectors.topk import TopK
 from offload_decode.store.reader import KVStore
 from offload_decode.types import PageSelection, Selection
-from prefill_jobs.corpus import TextDocument
-from prefill_jobs.job import prefill_texts
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXT = "".join(f"Thing {number} weighs {number * number} grams.\n" for number in range(9))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli.eval.run import PrefilledStores
+from offload_decode.cli.eval.run import PrefilledStores
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError
 from offload_decode.evals import needle_grid
@@ -26,9 +26,9 @@ from offload_decode.evals.runs import Stores
 from offload_decode.evals.tasks.base import string_match
 from offload_decode.evals.verdict import of_needles
 from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.prefill_jobs.job import Settings
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Answer, StepStats
-from prefill_jobs.job import Settings
 from tests.tiny import text_model, tiny_tokenizer
 
 WORDS = Haystack("words", "".join(f"Sentence {number}. " for number in range(100)))

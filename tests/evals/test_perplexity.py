@@ -27,8 +27,8 @@ from offload_decode.evals.perplexity import (
 from offload_decode.evals.runs import Record, Results
 from offload_decode.evals.stats import Estimate
 from offload_decode.models.loading import LoadedModel, wrap
-from prefill_jobs.growing import GrowingStore
-from prefill_jobs.job import Settings
+from offload_decode.prefill_jobs.growing import GrowingStore
+from offload_decode.prefill_jobs.job import Settings
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXT = " ".join(f"Thing {number} weighs {number * number} grams." for number in range(30))
@@ -212,7 +212,7 @@ def test_a_text_that_is_too_short_is_refused(
 def test_lengths_share_a_store_that_grows(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefill_jobs import growing
+    from offload_decode.prefill_jobs import growing
 
     def refuse(*_: object) -> None:
         pytest.fail("the store was made anew")

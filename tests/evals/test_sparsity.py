@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cli.eval.run import PrefilledStores
 from offload_decode.attention.queries import Queries
+from offload_decode.cli.eval.run import PrefilledStores
 from offload_decode.engine.engine import Engine
 from offload_decode.evals import answering, runs, sparsity, tasks
 from offload_decode.evals.answering import AnswerPlan
@@ -32,11 +32,11 @@ from offload_decode.evals.sparsity import (
 from offload_decode.evals.stats import FEWEST, block_mean, bootstrapped, pearson, spearman
 from offload_decode.kv.host import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.store.memory import MemoryStore
 from offload_decode.store.reader import KVStore
 from offload_decode.types import LayerKind, ModelShape
-from prefill_jobs.corpus import TextDocument
-from prefill_jobs.job import Settings, prefill_texts
 from tests.tiny import text_model, tiny_tokenizer
 
 N = 100

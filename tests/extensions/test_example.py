@@ -118,7 +118,7 @@ def test_it_is_installed_by_pip_passes_its_tests_and_is_used(tmp_path: Path) -> 
     assert named.returncode == 0, named.stdout
 
     def run(*arguments: str) -> str:
-        command = [sys.executable, "-c", "from cli.main import main; main()", *arguments]
+        command = [sys.executable, "-c", "from offload_decode.cli.main import main; main()", *arguments]
         env = {**os.environ, "PYTHONPATH": path}
         ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr

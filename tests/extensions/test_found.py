@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import indexes.registry
-from indexes import extensions
-from indexes.errors import UnusableKind, VectorIndexError
 from offload_decode.errors import ConfigError, ExtensionError
+from offload_decode.indexes import extensions, registry
+from offload_decode.indexes.errors import UnusableKind, VectorIndexError
+from offload_decode.prefill_jobs.methods import registry as methods
 from offload_decode.selectors import registry as selectors
-from prefill_jobs.methods import registry as methods
 from tests.extensions.installing import install, install_example, write
 
 FIRST = """
@@ -32,13 +31,13 @@ class First(Selector):
 def test_what_is_installed_stands_beside_what_is_built_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = selectors.names(), indexes.registry.kinds(), methods.names()
+    before = selectors.names(), registry.kinds(), methods.names()
     install_example(tmp_path, monkeypatch)
     assert selectors.names() == [*before[0], "longest-keys"]
-    assert indexes.registry.kinds() == (*before[1], "sorted-keys")
+    assert registry.kinds() == (*before[1], "sorted-keys")
     assert methods.names() == [*before[2], "evenly"]
     assert selectors.get("longest-keys").__module__ == "key_lengths.selector"
-    assert indexes.registry.get("sorted-keys").name == "sorted-keys"
+    assert registry.get("sorted-keys").name == "sorted-keys"
     assert methods.get("evenly").name == "evenly"
     assert extensions.found()[1] == ()
     assert extensions.versions() == {"key-lengths": "0.1.0"}, "which results name"
@@ -48,7 +47,7 @@ def test_names_are_known_without_an_import(tmp_path: Path, monkeypatch: pytest.M
     code = (
         "import sys\n"
         "from offload_decode.selectors import registry as selectors\n"
-        "from prefill_jobs.methods import registry as methods\n"
+        "from offload_decode.prefill_jobs.methods import registry as methods\n"
         "print('first' in selectors.names(), 'last' in methods.names())\n"
         "print({'torch', 'numpy', 'mine'} & {*sys.modules})"
     )
@@ -68,7 +67,7 @@ def test_a_command_that_needs_no_names_does_not_look_for_them() -> None:
     code = (
         "import sys, importlib.metadata as metadata\n"
         "metadata.distributions = metadata.entry_points = None\n"
-        "from cli.main import app\n"
+        "from offload_decode.cli.main import app\n"
         "try: app(['--help'])\n"
         "except SystemExit as ended: assert ended.code == 0"
     )
@@ -110,14 +109,14 @@ def test_each_group_asks_for_its_own_base(tmp_path: Path, monkeypatch: pytest.Mo
     value = "offload_decode.selectors.topk:TopK"
     install(tmp_path, monkeypatch, "mine", {"indexes": {"x": value}, "prefill_methods": {"y": value}})
     with pytest.raises(UnusableKind, match="no class that inherits VectorIndex") as told:
-        indexes.registry.stated("x")
+        registry.stated("x")
     assert isinstance(told.value, VectorIndexError), (
         "whoever handles what is wrong with an index handles this"
     )
     with pytest.raises(ExtensionError, match="no class that inherits Method"):
         methods.create("y", {}, None)  # type: ignore[arg-type]
-    assert "x" not in indexes.registry.usable()
-    assert set(indexes.registry.BUILT_IN) <= set(indexes.registry.usable())
+    assert "x" not in registry.usable()
+    assert set(registry.BUILT_IN) <= set(registry.usable())
 
 
 def test_a_name_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +133,7 @@ def test_a_name_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("group", "name", "get"),
     [
         ("selectors", "quest+topk", selectors.get),
-        ("indexes", "flat", indexes.registry.get),
+        ("indexes", "flat", registry.get),
         ("prefill_methods", "dense", methods.get),
     ],
 )
@@ -152,9 +151,9 @@ def test_a_name_that_cannot_be_typed_everywhere_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, "mine", {"indexes": {name: "mine:First"}}, {"mine": FIRST})
-    assert name not in indexes.registry.kinds()
+    assert name not in registry.kinds()
     with pytest.raises(UnusableKind, match=r"the index kind .* of mine 0.1 cannot be used: a name has"):
-        indexes.registry.get(name)
+        registry.get(name)
 
 
 def test_what_is_wrong_with_one_distribution_is_said_and_the_others_are_found(

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexes.base import VectorIndex
+from offload_decode.indexes.base import VectorIndex
+from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.selection.selector import Selector
 from offload_decode.testing import IndexContract, MethodContract, SelectorContract, index_contract
 from offload_decode.testing.stores import of_parameter
-from prefill_jobs.methods.base import Method
 from tests.extensions import wrong
 from tests.extensions.installing import install
 

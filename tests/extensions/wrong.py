@@ -7,11 +7,11 @@ import copy
 import numpy as np
 import torch
 
-from indexes.base import Costs, Hits
-from indexes.flat import FlatIndex
+from offload_decode.indexes.base import Costs, Hits
+from offload_decode.indexes.flat import FlatIndex
+from offload_decode.prefill_jobs.methods.base import Sparse
 from offload_decode.selection.selector import Selector
 from offload_decode.types import Selection
-from prefill_jobs.methods.base import Sparse
 
 
 class First(Selector):

@@ -9,8 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cli.questions import among, append_answers, assign, check_out, read_answered, read_questions
-from cli.transcript import FORMAT, VERSION, _read
+from offload_decode.cli.questions import (
+    among,
+    append_answers,
+    assign,
+    check_out,
+    read_answered,
+    read_questions,
+)
+from offload_decode.cli.transcript import FORMAT, VERSION, _read
 from tests.fuzz.edits import Edit, apply, put_back, remove
 from tests.fuzz.target import Files
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi.testclient import TestClient
 
 from offload_decode.errors import ConfigError
-from server.http.app import create_app
+from offload_decode.server.http.app import create_app
 from tests.fuzz.edits import Edit, plain
 from tests.fuzz.target import Files
 from tests.server.fakes import FakeService

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from indexes import VectorIndex, files, get
+from offload_decode.indexes import VectorIndex, files, get
 from offload_decode.testing.index_contract import (
     assert_truthful,
     assert_well_formed,

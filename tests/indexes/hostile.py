@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from indexes import VectorIndex, files, get
-from indexes.approximate import ApproximateIndex
-from indexes.errors import VectorIndexError
+from offload_decode.indexes import VectorIndex, files, get
+from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.indexes.errors import VectorIndexError
 from offload_decode.testing.index_contract import (
     assert_truthful,
     assert_well_formed,

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexes import get
-from indexes.approximate import ApproximateIndex
-from indexes.base import Hits
-from indexes.errors import IndexNotWritten
-from indexes.flat import FlatIndex
-from indexes.tuning import geometric, recall, tune
+from offload_decode.indexes import get
+from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.indexes.base import Hits
+from offload_decode.indexes.errors import IndexNotWritten
+from offload_decode.indexes.flat import FlatIndex
+from offload_decode.indexes.tuning import geometric, recall, tune
 from offload_decode.testing.index_contract import (
     DTYPES,
     IndexContract,

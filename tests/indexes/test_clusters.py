@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numba import njit
 
-from indexes import cells, clusters, dots, get, pruned_scan, pruning
-from indexes.clusters import ClusteredIndex
-from indexes.errors import InvalidIndexInput
-from indexes.rows import encodings, pool
+from offload_decode.indexes import cells, clusters, dots, get, pruned_scan, pruning
+from offload_decode.indexes.clusters import ClusteredIndex
+from offload_decode.indexes.errors import InvalidIndexInput
+from offload_decode.indexes.rows import encodings, pool
 from offload_decode.testing.index_contract import (
     DIM,
     DTYPES,

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexes.clusters import ClusteredIndex
-from indexes.rows import encodings
+from offload_decode.indexes.clusters import ClusteredIndex
+from offload_decode.indexes.rows import encodings
 
 
 def test_a_kind_is_asked_for_its_bytes_without_its_library() -> None:
     code = (
         "import sys; sys.modules.update(faiss=None, hnswlib=None)\n"
         "import numpy as np\n"
-        "from indexes import registry\n"
+        "from offload_decode.indexes import registry\n"
         "for kind in registry.BUILT_IN: registry.stated(kind).costs(10**6, 128, np.dtype('f2'), 64)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import indexes.keys
-from indexes import key_groups as clusters
-from indexes.errors import InvalidIndexInput
-from indexes.key_groups import build
+from offload_decode.indexes import key_groups as clusters
+from offload_decode.indexes import keys as index_keys
+from offload_decode.indexes.errors import InvalidIndexInput
+from offload_decode.indexes.key_groups import build
 
 
 def some_keys(count, dim=8, dtype=np.float32):
@@ -33,7 +33,7 @@ def test_clusters_part_the_keys_and_hold_their_sums(monkeypatch, count, dtype):
 
 
 def test_the_sums_of_other_rows_follow_the_keys_clusters(monkeypatch):
-    monkeypatch.setattr(indexes.keys, "_BLOCK_BYTES", 90)  # seven rows at a time
+    monkeypatch.setattr(index_keys, "_BLOCK_BYTES", 90)  # seven rows at a time
     keys, values = some_keys(100), some_keys(100, dim=3, dtype=np.float16)
     built = build(keys, 10)
     for cluster, total in enumerate(built.sum_of(values)):

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from indexes import VectorIndex, VectorIndexError, errors, get, keys_digest, kinds
-from indexes.errors import MissingBackend, UnknownIndex
-from indexes.registry import BUILT_IN
+from offload_decode.indexes import VectorIndex, VectorIndexError, errors, get, keys_digest, kinds
+from offload_decode.indexes.errors import MissingBackend, UnknownIndex
+from offload_decode.indexes.registry import BUILT_IN
 
 
 def test_every_kind_is_found_under_its_own_name() -> None:
@@ -40,7 +40,7 @@ def test_a_missing_library_is_answered_with_its_extra(
     kind: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("faiss_storage", "faiss_ivf", "faiss_hnsw", "hnswlib"):
-        monkeypatch.delitem(sys.modules, f"indexes.{module}", raising=False)
+        monkeypatch.delitem(sys.modules, f"offload_decode.indexes.{module}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingBackend, match=extra):
         get(kind)
@@ -49,8 +49,14 @@ def test_a_missing_library_is_answered_with_its_extra(
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import indexes", ["faiss", "hnswlib", "torch", "numba", "transformers", "zarr"]),
-        ("import indexes; indexes.get('flat')", ["faiss", "hnswlib", "torch", "transformers", "zarr"]),
+        (
+            "from offload_decode import indexes",
+            ["faiss", "hnswlib", "torch", "numba", "transformers", "zarr"],
+        ),
+        (
+            "from offload_decode import indexes; indexes.get('flat')",
+            ["faiss", "hnswlib", "torch", "transformers", "zarr"],
+        ),
     ],
 )
 def test_imports_stay_light(statement: str, absent: list[str]) -> None:

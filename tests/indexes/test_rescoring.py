@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from indexes import VectorIndex, backends, get
-from indexes.approximate import ApproximateIndex
-from indexes.errors import IndexDamaged, InvalidIndexInput
-from indexes.flat import FlatIndex
-from indexes.rescoring import asked_for, rescored
+from offload_decode.indexes import VectorIndex, backends, get
+from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.indexes.errors import IndexDamaged, InvalidIndexInput
+from offload_decode.indexes.flat import FlatIndex
+from offload_decode.indexes.rescoring import asked_for, rescored
 from offload_decode.testing.index_contract import (
     DTYPES,
     ENCODINGS,

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexes import clusters, files, verified
-from indexes.clusters import ClusteredIndex
-from indexes.errors import IndexDamaged
-from indexes.verified import KEPT, holds
+from offload_decode.indexes import clusters, files, verified
+from offload_decode.indexes.clusters import ClusteredIndex
+from offload_decode.indexes.errors import IndexDamaged
+from offload_decode.indexes.verified import KEPT, holds
 
 
 @pytest.fixture(autouse=True)

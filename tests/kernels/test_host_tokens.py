@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from indexes.rows import encodings, numbers, pool
 from offload_decode.attention.states import attend
+from offload_decode.indexes.rows import encodings, numbers, pool
 from offload_decode.kernels import host_tokens
 from offload_decode.kernels.host_gather import gather_rows, unite
 from offload_decode.kernels.host_tokens import attend_tokens

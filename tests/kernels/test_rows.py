@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from indexes.rows import encodings
 from offload_decode.engine.engine import Engine
+from offload_decode.indexes.rows import encodings
 from offload_decode.kernels import rows
 from offload_decode.kernels.host_gather import unite
 from offload_decode.kernels.rows import Rows
@@ -16,9 +16,9 @@ from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.pages.bounds import stored_bounds
 from offload_decode.pages.dispatch import gather_pages
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import VOCAB
 from tests.tiny import tiny_model
 
@@ -97,8 +97,8 @@ def test_no_head_is_ever_decoded_whole(tmp_path, monkeypatch, kv, selector, opti
     monkeypatch.setattr("offload_decode.kv.host.BLOCK_TOKENS", most)
     monkeypatch.setattr("offload_decode.selection.key_scores.BLOCK_TOKENS", most)
     monkeypatch.setattr("offload_decode.pages.bounds.STEP_TOKENS", most)
-    monkeypatch.setattr("indexes.keys._BLOCK_BYTES", 4 * most * 16)
-    monkeypatch.setattr("indexes.key_groups.SEGMENT", most)
+    monkeypatch.setattr("offload_decode.indexes.keys._BLOCK_BYTES", 4 * most * 16)
+    monkeypatch.setattr("offload_decode.indexes.key_groups.SEGMENT", most)
     floats, decode, widen = Rows.floats, encodings.decode, rows.widen_rows
 
     def watched_floats(stored, raw):

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexes.rows import encodings
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
+from offload_decode.indexes.rows import encodings
 from offload_decode.kernels.rows import Rows
 from offload_decode.kv import device_rows
 from offload_decode.kv.device_rows import DeviceRows

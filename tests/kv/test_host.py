@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from indexes.rows import pool
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.states import attend
+from offload_decode.indexes.rows import pool
 from offload_decode.kernels.rows import numpy_view, tensor_view
 from offload_decode.kv import host as kv
 from offload_decode.kv.host import HostKV

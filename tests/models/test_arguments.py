@@ -12,8 +12,8 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.models.arguments import CACHE_NAMES, cache_in, cache_name, generate_name, in_its_name
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.types import Document
-from prefill_jobs.job import prefill_tokens
 from tests.tiny import text_model, tiny_tokenizer
 
 ASKED = torch.tensor([[5, 9, 7]])

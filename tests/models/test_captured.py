@@ -16,7 +16,7 @@ from offload_decode.models.arguments import with_cache
 from offload_decode.models.captured import report
 from offload_decode.models.captured_pass import CapturedPass
 from offload_decode.models.loading import wrap
-from prefill_jobs.job import Settings, prefill_tokens
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from tests.tiny import text_model, tiny_tokenizer
 
 N = 40

@@ -16,10 +16,10 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import StoreMismatch
 from offload_decode.models.fingerprints import config_hash, weights_hash
 from offload_decode.models.loading import load, wrap
+from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store.format import fingerprint_version
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.job import prefill_tokens
 from tests.families import PLAIN
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -25,7 +25,7 @@ from offload_decode.planning import sizes
 from offload_decode.planning.nearest import nearest, nearest_prefill
 from offload_decode.planning.plan import Machine, plan
 from offload_decode.planning.request import Workload
-from prefill_jobs.job import Settings, prefill
+from offload_decode.prefill_jobs.job import Settings, prefill
 from tests.models import few_bits
 
 QUESTION = "What is the colour of thing 7?"

@@ -14,10 +14,10 @@ from offload_decode.errors import OffloadDecodeWarning
 from offload_decode.models.arguments import with_cache
 from offload_decode.models.latent import latent_of
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import quest
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, PageSelection
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import VOCAB
 from tests.models.few_bits import int4_rounds
 from tests.tiny import tiny_model

@@ -11,11 +11,11 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import Turn, run_turns
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.append import append_tokens
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.testing.method_contract import assert_same_rows
 from offload_decode.types import Document
-from prefill_jobs.append import append_tokens
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.tiny import text_model, tiny_tokenizer
 
 IDS = np.random.default_rng(0).integers(3, 250, 60).astype(np.int32)

@@ -71,7 +71,7 @@ def test_a_broken_config_is_refused_however_often_it_is_read(folder):
 
 def test_a_plan_of_a_remembered_model_imports_no_transformers(tmp_path):
     code = (
-        "import sys; from cli.main import app\n"
+        "import sys; from offload_decode.cli.main import app\n"
         "app(['plan', '--model', 'demo', '--tokens', '20K', '-o', 'index=flat'], standalone_mode=False)\n"
         "print(sorted({'transformers', 'torch._dynamo', 'zarr', 'faiss'} & sys.modules.keys()))"
     )

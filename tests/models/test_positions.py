@@ -18,9 +18,9 @@ from offload_decode.errors import ConfigError, StoreMismatch, UnsupportedModel
 from offload_decode.models.arguments import generate_name, with_cache
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.models.positions import Lengths, Positions, told_of
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import VOCAB
 from tests.tiny import tiny_model
 

@@ -21,8 +21,8 @@ from offload_decode.models.fingerprints import tokenizer_hash
 from offload_decode.models.loading import load, wrap
 from offload_decode.models.pieces import Piece, encode, encode_after, encode_first, encode_text
 from offload_decode.models.prompt import prompt_for
-from prefill_jobs.corpus import TextDocument, encode_corpus
-from prefill_jobs.job import prefill_texts
+from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus
+from offload_decode.prefill_jobs.job import prefill_texts
 from tests.models.tokenizers import BEGINNINGS, KINDS, tokenizer_of
 from tests.tiny import tiny_model, tiny_tokenizer
 

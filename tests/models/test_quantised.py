@@ -13,8 +13,8 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, StoreError, StoreMismatch
 from offload_decode.models.loading import load
+from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.store.reader import KVStore
-from prefill_jobs.job import Settings, prefill
 from tests.tiny import text_model, tiny_tokenizer
 
 QUESTION = "What is the colour of thing 7?"

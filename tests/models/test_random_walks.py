@@ -15,8 +15,8 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import OffloadDecodeError
 from offload_decode.models.arguments import generate_name, with_cache
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import PLAIN
 from tests.tiny import text_model, tiny_tokenizer
 

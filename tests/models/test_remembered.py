@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from indexes import verified
+from offload_decode.indexes import verified
 from offload_decode.models import remembered as module
 from offload_decode.models.remembered import KEPT, remembered
 

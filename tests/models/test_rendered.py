@@ -14,9 +14,9 @@ import pytest
 from offload_decode.errors import ModelError
 from offload_decode.models.prompt import prompt_for
 from offload_decode.models.rendered import LONGEST, TemplateRefuses, rendered
-from server.errors import WrongField
-from server.messages import Message
-from server.templates import Template
+from offload_decode.server.errors import WrongField
+from offload_decode.server.messages import Message
+from offload_decode.server.templates import Template
 from tests.tiny import tiny_tokenizer
 
 ASKED = [{"role": "user", "content": "Où? \ud83d"}]

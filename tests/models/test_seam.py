@@ -14,8 +14,8 @@ from offload_decode.errors import ConfigError, UnsupportedModel
 from offload_decode.models import attention
 from offload_decode.models.arguments import CACHE_NAMES, generate_name, with_cache
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.types import Document
-from prefill_jobs.job import prefill_tokens
 from tests.families import PLAIN
 from tests.tiny import text_model, tiny_model, tiny_tokenizer
 

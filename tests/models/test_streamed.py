@@ -21,11 +21,11 @@ from offload_decode.models.loading import load, wrap
 from offload_decode.models.outline import outline_of
 from offload_decode.models.streamed import _Layers, layers_of, stream
 from offload_decode.planning.sizes import prefill_bytes, streamed_bytes, waiting_bytes
+from offload_decode.prefill_jobs.append import append
+from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill, prefill_tokens
+from offload_decode.prefill_jobs.lm_eval.settings import Settings as Asked
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.append import append
-from prefill_jobs.job import Settings, chunk_for, prefill, prefill_tokens
-from prefill_jobs.lm_eval.settings import Settings as Asked
 from tests.card import references, stand_in
 from tests.families import VOCAB
 from tests.prefill_jobs.killing import tree

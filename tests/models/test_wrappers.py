@@ -22,8 +22,8 @@ from offload_decode.models.loading import load, wrap
 from offload_decode.models.outline import outline
 from offload_decode.models.published import whole_model
 from offload_decode.models.wrappers import class_of, text_of
-from prefill_jobs.corpus import TextDocument
-from prefill_jobs.job import prefill_texts
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import prefill_texts
 from tests.models import few_bits
 from tests.multimodal import VOCAB, WRAPPERS, tiny_wrapper
 from tests.tiny import tiny_tokenizer

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexes.rows import encodings
 from offload_decode.attention.states import attend
+from offload_decode.indexes.rows import encodings
 from offload_decode.kernels.rows import Rows, numpy_view
 from offload_decode.pages import dispatch
 from offload_decode.pages import host as host_pages

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cli.failures import sentence
+from offload_decode.cli.failures import sentence
 from offload_decode.config import EngineConfig
 from offload_decode.errors import ConfigError, DoesNotFit
 from offload_decode.memory import OUT_OF_MEMORY, total_memory
@@ -188,7 +188,7 @@ from offload_decode.models.lean import import_lean
 import_lean()
 import mmap, sys
 import numpy as np, torch
-from cli.failures import sentence
+from offload_decode.cli.failures import sentence
 from offload_decode.memory import limit_memory, own_memory
 limit_memory(own_memory() + (200 << 20))
 with open(sys.argv[1], "r+b") as file:
@@ -293,8 +293,8 @@ except MemoryError:
 def prefilled(out, progress=lambda stage, done, total: None):
     """A report of 1,000 tokens through a tiny model, in chunks of 100."""
     from offload_decode.models.loading import wrap
+    from offload_decode.prefill_jobs.job import Settings, prefill_tokens
     from offload_decode.types import Document
-    from prefill_jobs.job import Settings, prefill_tokens
     from tests.tiny import tiny_model
 
     tokens = np.random.default_rng(0).integers(3, 131, 1000).astype(np.int32)

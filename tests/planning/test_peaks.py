@@ -42,8 +42,8 @@ from offload_decode.planning.plan import Machine, Medium, plan
 from offload_decode.planning.request import Workload
 from offload_decode.planning.traffic import speed
 from offload_decode.types import Document
-from prefill_jobs.build import build_indexes
-from prefill_jobs.job import prefill_tokens
+from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.job import prefill_tokens
 
 out, n = Path(sys.argv[1]), int(sys.argv[2])
 about = outline("demo")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import indexes.registry
 from offload_decode.errors import ConfigError
+from offload_decode.indexes import registry
 from offload_decode.models.outline import Outline
 from offload_decode.planning import bandwidth
 from offload_decode.planning.bandwidth import Bandwidths, measure, measure_disk
@@ -69,7 +69,7 @@ requests = st.builds(
     weights=st.sampled_from(WEIGHTS),
     selector=st.sampled_from(SELECTORS),
     budget=st.sampled_from(["64", "1024", "2%"]),
-    index=st.sampled_from(indexes.registry.BUILT_IN),
+    index=st.sampled_from(registry.BUILT_IN),
     page_size=st.sampled_from([2, 16, 100]),
     metadata=st.sampled_from(PAGE_METADATA),
 )
@@ -277,8 +277,8 @@ def test_what_a_request_does_is_what_is_measured(request_, stages):
 
 
 def test_the_search_that_is_timed_is_that_of_the_index_that_is_asked_for(monkeypatch):
-    from indexes.clusters import ClusteredIndex
-    from indexes.flat import FlatIndex
+    from offload_decode.indexes.clusters import ClusteredIndex
+    from offload_decode.indexes.flat import FlatIndex
 
     searched = []
     for kind in (FlatIndex, ClusteredIndex):

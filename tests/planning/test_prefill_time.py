@@ -114,7 +114,7 @@ def test_a_cpu_has_the_chunk_of_a_cpu():
 
 
 def test_the_functions_that_run_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Products of bfloat16 for what is stored in it alone, as in `prefill_jobs.staged`."""
+    """Products of bfloat16 for what is stored in it alone, as in `offload_decode.prefill_jobs.staged`."""
     halves: list[torch.dtype] = []
 
     def noted(query: torch.Tensor, *given: Any) -> AttentionState:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import indexes.registry
+from offload_decode.indexes import registry
 from offload_decode.models.outline import outline, outline_of
 from offload_decode.planning import ask_sizes, sizes
 from offload_decode.planning.request import KV, Workload
@@ -66,9 +66,9 @@ def test_the_latents_of_deepseek_v3():
 @pytest.mark.parametrize("family", ["llama", "cohere2"])
 def test_a_stores_size_is_that_of_a_real_one(kv, family, tmp_path):
     from offload_decode.models.loading import wrap
+    from offload_decode.prefill_jobs.job import Settings, prefill_tokens
     from offload_decode.store.reader import KVStore
     from offload_decode.types import Document
-    from prefill_jobs.job import Settings, prefill_tokens
 
     n = 3000
     loaded = wrap(tiny_model(family, head_dim=64))
@@ -88,7 +88,7 @@ def test_a_stores_size_is_that_of_a_real_one(kv, family, tmp_path):
 def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype, tmp_path):
     pytest.importorskip("faiss" if kind.startswith("faiss") else "hnswlib" if kind == "hnswlib" else "numpy")
     keys = np.random.default_rng(0).standard_normal((4000, 32)).astype(dtype)
-    built = indexes.registry.get(kind).build(keys)
+    built = registry.get(kind).build(keys)
     given = (kind, ModelShape.uniform((LayerKind.FULL,), 1, 1, 32), 4000, "auto", np.dtype(dtype).name)
     costs = sizes.index_costs(*given)
     assert (costs.memory or costs.file) == pytest.approx(built.nbytes, rel=0.1)

@@ -294,20 +294,26 @@ def _import_all() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for module in ("zarr", "numba", "transformers.models.gemma2", "cli.main", "prefill_jobs.job"):
-        importlib.import_module(module)
     for module in (
-        "prefill_jobs.append",
-        "prefill_jobs.build",
-        "cli.faults",
-        "offload_decode.kv.saved_indexes",
-        "offload_decode.engine.engine",
-        "prefill_jobs.buckets",
-        "prefill_jobs.collect",
-        "indexes.clusters",
+        "zarr",
+        "numba",
+        "transformers.models.gemma2",
+        "offload_decode.cli.main",
+        "offload_decode.prefill_jobs.job",
     ):
         importlib.import_module(module)
-    from indexes.registry import load_libraries
+    for module in (
+        "offload_decode.prefill_jobs.append",
+        "offload_decode.prefill_jobs.build",
+        "offload_decode.cli.faults",
+        "offload_decode.kv.saved_indexes",
+        "offload_decode.engine.engine",
+        "offload_decode.prefill_jobs.buckets",
+        "offload_decode.prefill_jobs.collect",
+        "offload_decode.indexes.clusters",
+    ):
+        importlib.import_module(module)
+    from offload_decode.indexes.registry import load_libraries
     from offload_decode.store import layout
 
     load_libraries()
@@ -350,7 +356,7 @@ def _wait(child: int, steps: mmap.mmap, from_step: int, kill_after: float | None
 def _be_the_child(request: dict[str, Any], steps: mmap.mmap, out: int, err: int) -> None:
     import resource
 
-    from cli.main import main
+    from offload_decode.cli.main import main
     from offload_decode.memory import limit_memory, own_memory
 
     code = 70

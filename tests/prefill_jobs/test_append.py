@@ -13,13 +13,13 @@ from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
 from offload_decode.kv.head_indexes import HeadIndexes, index_path, kind_folder, staging_folder
 from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.prefill_jobs import append as append_module
+from offload_decode.prefill_jobs import extend
+from offload_decode.prefill_jobs.append import append_texts
+from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.store.reader import KVStore
-from prefill_jobs import append as append_module
-from prefill_jobs import extend
-from prefill_jobs.append import append_texts
-from prefill_jobs.build import build_indexes
-from prefill_jobs.corpus import TextDocument
-from prefill_jobs.job import Settings, prefill_texts
 from tests.prefill_jobs.killing import tree
 from tests.tiny import text_model, tiny_tokenizer
 

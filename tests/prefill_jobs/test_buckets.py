@@ -32,11 +32,11 @@ from offload_decode.errors import (
     StoreIncomplete,
     StoreNotFound,
 )
+from offload_decode.prefill_jobs import buckets
+from offload_decode.prefill_jobs.buckets.pull import pulling_path
 from offload_decode.store.checksums import SEAL, SUMS, render, seal_of
 from offload_decode.store.reader import verify_store
 from offload_decode.store.staging import locked
-from prefill_jobs import buckets
-from prefill_jobs.buckets.pull import pulling_path
 from tests.prefill_jobs.services import GoogleXml, Service, clear, moto, serving, use_google, use_s3
 from tests.store.jobs import FULL, SLIDING, make_job, tree
 
@@ -271,7 +271,7 @@ def test_a_pull_cut_off_at_any_request_goes_on(s3, url, stores, tmp_path):
 RUN = """
 import sys
 from pathlib import Path
-from prefill_jobs import buckets
+from offload_decode.prefill_jobs import buckets
 if sys.argv[1] == "push":
     buckets.push(Path(sys.argv[2]), sys.argv[3])
 else:
@@ -575,7 +575,7 @@ def test_two_processes_pull_one_store(monkeypatch, stores, tmp_path):
     clear(monkeypatch)
     buckets.push(stores / "big.kv", f"file://{tmp_path}/far.kv")
     command = (
-        "import sys; from pathlib import Path; from prefill_jobs import buckets; "
+        "import sys; from pathlib import Path; from offload_decode.prefill_jobs import buckets; "
         "buckets.pull(sys.argv[1], Path(sys.argv[2]))"
     )
     given = [sys.executable, "-c", command, f"file://{tmp_path}/far.kv", str(tmp_path / "back.kv")]

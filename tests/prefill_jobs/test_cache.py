@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.errors import DoesNotFit
-from prefill_jobs.buckets.cache import Cache, Fill, name_of
+from offload_decode.prefill_jobs.buckets.cache import Cache, Fill, name_of
 
 
 def of(size: int, made: list[int] | None = None) -> Fill:

@@ -14,11 +14,11 @@ from offload_decode.kv.card import RESERVE
 from offload_decode.models.loading import wrap
 from offload_decode.models.outline import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, prefill_bytes
+from offload_decode.prefill_jobs import job
+from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill_tokens
+from offload_decode.prefill_jobs.places import place_of
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs import job
-from prefill_jobs.job import Settings, chunk_for, prefill_tokens
-from prefill_jobs.places import place_of
 from tests.card import stand_in
 from tests.families import VOCAB
 from tests.prefill_jobs.killing import tree

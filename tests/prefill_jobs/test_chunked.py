@@ -11,10 +11,10 @@ from transformers import DynamicCache
 
 from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs import staged
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, LayerKind
-from prefill_jobs import staged
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import VOCAB
 from tests.tiny import tiny_model
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from indexes import durable
 from offload_decode.collections import journal
 from offload_decode.collections.collection import HEADER, Changing, Collection
 from offload_decode.collections.journal import DOCUMENTS
@@ -26,10 +25,11 @@ from offload_decode.errors import (
     StoreMismatch,
     StoreNotFound,
 )
+from offload_decode.indexes import durable
+from offload_decode.prefill_jobs.collect import CollectReport, Maker, collect
+from offload_decode.prefill_jobs.folders import Rules
+from offload_decode.prefill_jobs.job import Settings, prefill, prepare
 from offload_decode.store.reader import KVStore
-from prefill_jobs.collect import CollectReport, Maker, collect
-from prefill_jobs.folders import Rules
-from prefill_jobs.job import Settings, prefill, prepare
 from tests.prefill_jobs.killing import tree
 
 SETTINGS = Settings(options={"chunk": "32"})
@@ -379,7 +379,7 @@ def test_one_document_too_much_for_the_model_stops_no_other(
             raise ConfigError("it is longer than the model's positions")
         return prepare(loaded, documents, *rest)
 
-    monkeypatch.setattr("prefill_jobs.collect.prepare", refused)
+    monkeypatch.setattr("offload_decode.prefill_jobs.collect.prepare", refused)
     report = collect(str(texts), out, maker)
     assert counts(report) == (1, 0, 0, 1)
     assert report.failed[0].reason == "it is longer than the model's positions"

@@ -11,7 +11,7 @@ import pytest
 
 from offload_decode.errors import CorpusError
 from offload_decode.models.prompt import prompt_for
-from prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
+from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
 from tests.tiny import tiny_tokenizer
 
 BINARIES = {

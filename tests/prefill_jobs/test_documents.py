@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from offload_decode.errors import CorpusError
-from prefill_jobs import documents
-from prefill_jobs.corpus import read_corpus
-from prefill_jobs.decoding import text_of
+from offload_decode.prefill_jobs import documents
+from offload_decode.prefill_jobs.corpus import read_corpus
+from offload_decode.prefill_jobs.decoding import text_of
 
 docx = pytest.importorskip("docx")
 pypdf = pytest.importorskip("pypdf")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from offload_decode.errors import ConfigError, CorpusError
-from prefill_jobs import plain_files
-from prefill_jobs.corpus import read_corpus
-from prefill_jobs.folders import Rules
+from offload_decode.prefill_jobs import plain_files
+from offload_decode.prefill_jobs.corpus import read_corpus
+from offload_decode.prefill_jobs.folders import Rules
 from tests.prefill_jobs.test_corpus import _write
 
 FOLLOW = Rules(follow_links=True)

@@ -10,9 +10,9 @@ import torch
 
 from offload_decode.kernels import dense, half_products
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import VOCAB
 from tests.tiny import tiny_model
 

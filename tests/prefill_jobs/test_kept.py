@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from cli.eval.run import PrefilledStores
+from offload_decode.cli.eval.run import PrefilledStores
 from offload_decode.errors import OffloadDecodeWarning, StoreBusy, StoreExists
 from offload_decode.kv.head_indexes import indexes_folder
 from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.prefill_jobs import kept
+from offload_decode.prefill_jobs.job import Settings
 from offload_decode.store import staging
 from offload_decode.store.staging import LOCK, locked, partial_path
-from prefill_jobs import kept
-from prefill_jobs.job import Settings
 from tests.store.jobs import make_job
 from tests.tiny import text_model, tiny_tokenizer
 

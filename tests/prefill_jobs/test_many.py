@@ -21,12 +21,12 @@ from offload_decode.errors import (
     StoreForeign,
     StoreMismatch,
 )
+from offload_decode.prefill_jobs import many, places
+from offload_decode.prefill_jobs.buckets import exists, pull
+from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
+from offload_decode.prefill_jobs.many import Job, Results, jobs_of, prefill_many
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
-from prefill_jobs import many, places
-from prefill_jobs.buckets import exists, pull
-from prefill_jobs.job import PrefillReport, Settings, prefill
-from prefill_jobs.many import Job, Results, jobs_of, prefill_many
 from tests.prefill_jobs.killing import Runner, tree
 from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3
 
@@ -79,7 +79,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(many, "load", load)
-    monkeypatch.setattr("prefill_jobs.job.load", load)
+    monkeypatch.setattr("offload_decode.prefill_jobs.job.load", load)
 
 
 def test_each_corpus_becomes_the_store_it_would_become_alone(

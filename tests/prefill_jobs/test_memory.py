@@ -13,8 +13,8 @@ import numpy as np
 from pathlib import Path
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
-from prefill_jobs import staged
-from prefill_jobs.job import prefill_tokens
+from offload_decode.prefill_jobs import staged
+from offload_decode.prefill_jobs.job import prefill_tokens
 from tests.tiny import tiny_model
 n = int(sys.argv[2])
 staged.BLOCK_TOKENS = 1024  # both runs hold whole blocks

@@ -9,10 +9,10 @@ from transformers.cache_utils import DynamicCache
 
 from offload_decode.errors import ConfigError
 from offload_decode.models.arguments import with_cache
+from offload_decode.prefill_jobs.methods.registry import BUILT_IN, create, get
 from offload_decode.testing import MethodContract
 from offload_decode.testing.method_contract import CHUNK, SHAPE, TOKENS, Written, asked, prefilled
 from offload_decode.testing.tiny import tiny_llama
-from prefill_jobs.methods.registry import BUILT_IN, create, get
 
 SPARSE = sorted(set(BUILT_IN) - {"dense"})
 

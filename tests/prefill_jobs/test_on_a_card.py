@@ -17,15 +17,15 @@ from offload_decode.errors import StoreError
 from offload_decode.kv.card import RESERVE
 from offload_decode.models.arguments import with_cache
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs import behind, card_blocks, staged
+from offload_decode.prefill_jobs.behind import Behind
+from offload_decode.prefill_jobs.card_blocks import CardBlocks
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
+from offload_decode.prefill_jobs.methods.dense import Dense
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import Committed, partial_path
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document, LayerKind
-from prefill_jobs import behind, card_blocks, staged
-from prefill_jobs.behind import Behind
-from prefill_jobs.card_blocks import CardBlocks
-from prefill_jobs.job import Settings, prefill_tokens
-from prefill_jobs.methods.dense import Dense
 from tests.card import Card, references, stand_in
 from tests.card.present import MEMORY
 from tests.families import VOCAB

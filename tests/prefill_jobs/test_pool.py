@@ -14,10 +14,10 @@ import pytest
 from offload_decode.config import EngineConfig
 from offload_decode.errors import BucketError, StoreNotFound
 from offload_decode.planning.caps import Caps
+from offload_decode.prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
+from offload_decode.prefill_jobs.on_ray.pool import TRIES, Again, Pool
+from offload_decode.prefill_jobs.on_ray.routing import routed
 from offload_decode.types import StepStats
-from prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
-from prefill_jobs.on_ray.pool import TRIES, Again, Pool
-from prefill_jobs.on_ray.routing import routed
 
 HOW = How((), None, EngineConfig(), Caps(), 4, False)
 

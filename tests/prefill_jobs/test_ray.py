@@ -17,13 +17,13 @@ import pytest
 
 from offload_decode.errors import ConfigError, CorpusError, ModelError, OffloadDecodeError, StoreBusy
 from offload_decode.planning.caps import Caps
-from prefill_jobs.corpus import TextDocument
-from prefill_jobs.job import PrefillReport, Settings, prefill
-from prefill_jobs.many import Job, Results, Texts, jobs_of
-from prefill_jobs.on_ray import pool
-from prefill_jobs.on_ray.cluster import Cluster, shares
-from prefill_jobs.on_ray.pool import TRIES, Pool
-from prefill_jobs.on_ray.prefilling import How, Prefiller, prefill_on_ray, prefilled
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
+from offload_decode.prefill_jobs.many import Job, Results, Texts, jobs_of
+from offload_decode.prefill_jobs.on_ray import pool
+from offload_decode.prefill_jobs.on_ray.cluster import Cluster, shares
+from offload_decode.prefill_jobs.on_ray.pool import TRIES, Pool
+from offload_decode.prefill_jobs.on_ray.prefilling import How, Prefiller, prefill_on_ray, prefilled
 from tests.prefill_jobs.killing import tree
 
 SETTINGS = Settings(options={"chunk": "4"})

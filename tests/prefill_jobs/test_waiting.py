@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from prefill_jobs.on_ray.asking import Part
-from prefill_jobs.on_ray.waiting import Fetching, InOrder, Nearest
+from offload_decode.prefill_jobs.on_ray.asking import Part
+from offload_decode.prefill_jobs.on_ray.waiting import Fetching, InOrder, Nearest
 
 
 def parts_of(stores: str) -> list[Part]:

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload_decode.attention.queries import Queries
 from offload_decode.kernels.rows import tensor_view
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.testing.selector_contract import LAYER, SelectorContract, floats, selected_ids
 from offload_decode.types import Document
-from prefill_jobs.job import Settings, prefill_tokens
 from tests.families import VOCAB
 from tests.tiny import tiny_model
 

@@ -14,11 +14,11 @@ from offload_decode import selectors
 from offload_decode.attention.queries import Queries
 from offload_decode.errors import ConfigError
 from offload_decode.kv.host import HostKV
+from offload_decode.prefill_jobs.build import build_indexes
 from offload_decode.selectors import registry
 from offload_decode.testing.selector_contract import LAYER, SelectorContract, floats
 from offload_decode.testing.stores import stored
 from offload_decode.types import StepStats
-from prefill_jobs.build import build_indexes
 from tests.long_stores import FORMS, cells_read, long_store, rebuilt
 
 

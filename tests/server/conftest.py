@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from offload_decode.config import EngineConfig
-from prefill_jobs.job import Settings as PrefillSettings
-from prefill_jobs.job import prefill
-from server.catalog import Catalog
-from server.requests import CitedDocument, Delta, Done, Ended, Event, Failed, Prompted, Usage
-from server.scheduler import Ticket
-from server.service import Service
-from server.settings import Settings
+from offload_decode.prefill_jobs.job import Settings as PrefillSettings
+from offload_decode.prefill_jobs.job import prefill
+from offload_decode.server.catalog import Catalog
+from offload_decode.server.requests import CitedDocument, Delta, Done, Ended, Event, Failed, Prompted, Usage
+from offload_decode.server.scheduler import Ticket
+from offload_decode.server.service import Service
+from offload_decode.server.settings import Settings
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXTS = {

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from offload_decode.server.catalog import Entry
+from offload_decode.server.errors import NoSuchName, WrongField
+from offload_decode.server.jobs import Jobs
+from offload_decode.server.metrics import Metrics
+from offload_decode.server.parts import check_characters
+from offload_decode.server.requests import Delta, Done, Emit, Ended, Failed, Prompted, Scored, ToolCall, Usage
+from offload_decode.server.service import ChatAsked, CompletionAsked
+from offload_decode.server.settings import Settings
 from offload_decode.types import CitedDocument, CitedSpan, StepStats
-from server.catalog import Entry
-from server.errors import NoSuchName, WrongField
-from server.jobs import Jobs
-from server.metrics import Metrics
-from server.parts import check_characters
-from server.requests import Delta, Done, Emit, Ended, Failed, Prompted, Scored, ToolCall, Usage
-from server.service import ChatAsked, CompletionAsked
-from server.settings import Settings
 from tests.tiny import tiny_tokenizer
 
 STORED = 100

@@ -156,7 +156,7 @@ def killed(server: servers.Server, crowd: Crowd, stores: Sequence[Path], seconds
 
 def verified(store: Path) -> bool:
     """What `offload-decode verify` says."""
-    program = "from cli.main import main; main()"
+    program = "from offload_decode.cli.main import main; main()"
     command = [sys.executable, "-c", program, "verify", str(store), "--quiet"]
     return subprocess.run(command, cwd=servers.ROOT, capture_output=True, check=False).returncode == 0
 

@@ -13,11 +13,11 @@ import pytest
 
 from offload_decode import demo_models
 from offload_decode.errors import ConfigError
+from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.server import watching
+from offload_decode.server.catalog import Catalog
+from offload_decode.server.errors import NoSuchName
 from offload_decode.store.reader import KVStore
-from prefill_jobs.build import build_indexes
-from server import watching
-from server.catalog import Catalog
-from server.errors import NoSuchName
 from tests.store.jobs import FULL, make_job
 
 

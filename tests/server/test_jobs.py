@@ -22,16 +22,16 @@ import pytest
 
 from offload_decode.errors import ConfigError, CorpusError, StoreBusy, StoreError, StoreExists
 from offload_decode.models.loading import load
-from prefill_jobs.append import append_texts
-from prefill_jobs.build import build_indexes
-from prefill_jobs.corpus import TextDocument
-from prefill_jobs.job import Settings, prefill_texts
-from server import job_process, jobs
-from server.catalog import Catalog
-from server.errors import Busy, NoSuchName, ReadOnly, WrongField
-from server.job_files import JOBS, Job, JobFiles, Stated, Upload, Work
-from server.job_progress import Speed
-from server.jobs import Jobs
+from offload_decode.prefill_jobs.append import append_texts
+from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import Settings, prefill_texts
+from offload_decode.server import job_process, jobs
+from offload_decode.server.catalog import Catalog
+from offload_decode.server.errors import Busy, NoSuchName, ReadOnly, WrongField
+from offload_decode.server.job_files import JOBS, Job, JobFiles, Stated, Upload, Work
+from offload_decode.server.job_progress import Speed
+from offload_decode.server.jobs import Jobs
 from tests.server.test_catalog import make_store, until
 from tests.store.jobs import tree
 from tests.tiny import text_model, tiny_tokenizer
@@ -500,7 +500,7 @@ def test_a_server_that_is_for_reading_changes_nothing(
 def test_two_servers_do_not_run_the_same_jobs(
     started: Callable[..., Jobs], says: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.job_files._WAIT_S", 0.05)
+    monkeypatch.setattr("offload_decode.server.job_files._WAIT_S", 0.05)
     says([HALF, WAIT])
     first = started()
     first.prefill("book", None, [text("facts")])
@@ -596,8 +596,8 @@ def test_a_store_that_a_job_is_at_work_on_is_not_deleted(
 SERVER = """
 import sys, time
 from pathlib import Path
-from server.catalog import Catalog
-from server.jobs import Jobs
+from offload_decode.server.catalog import Catalog
+from offload_decode.server.jobs import Jobs
 running = Jobs(Catalog([Path(sys.argv[1])], sys.argv[2]), device="cpu")
 print("up", flush=True)
 time.sleep(600)

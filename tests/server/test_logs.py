@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from server import logs
+from offload_decode.server import logs
 
 
 def test_json_lines_hold_the_fields_of_a_request() -> None:

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload_decode.models.loading import wrap
+from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.job import prefill_texts
+from offload_decode.server import matching
+from offload_decode.server.errors import WrongField
+from offload_decode.server.matching import Matcher
+from offload_decode.server.requests import Generation
+from offload_decode.server.service import ChatAsked
 from offload_decode.store.reader import KVStore
-from prefill_jobs.corpus import TextDocument
-from prefill_jobs.job import prefill_texts
-from server import matching
-from server.errors import WrongField
-from server.matching import Matcher
-from server.requests import Generation
-from server.service import ChatAsked
 from tests.models.tokenizers import KINDS, tokenizer_of
 from tests.server.conftest import TEXTS as SERVED
 from tests.server.conftest import Listener

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from offload_decode.server import logs
+from offload_decode.server.catalog import Catalog
+from offload_decode.server.errors import Busy
+from offload_decode.server.metrics import Metrics, Watch
+from offload_decode.server.requests import Delta, Done, Ended, Failed, Prompted, Scored, Usage
+from offload_decode.server.service import Service
+from offload_decode.server.settings import Settings
 from offload_decode.types import StepStats
-from server import logs
-from server.catalog import Catalog
-from server.errors import Busy
-from server.metrics import Metrics, Watch
-from server.requests import Delta, Done, Ended, Failed, Prompted, Scored, Usage
-from server.service import Service
-from server.settings import Settings
 
 USAGE = Usage(prompt=100, cached=90, completion=3)
 

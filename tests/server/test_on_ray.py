@@ -22,16 +22,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
 from offload_decode.errors import ConfigError, StoreNotFound
-from prefill_jobs.buckets import push
-from server.http.front import create_front
-from server.http.security import Access
-from server.metrics import Metrics
-from server.settings import Settings
+from offload_decode.prefill_jobs.buckets import push
+from offload_decode.server.http.front import create_front
+from offload_decode.server.http.security import Access
+from offload_decode.server.metrics import Metrics
+from offload_decode.server.settings import Settings
 from tests.prefill_jobs.test_ray import descendants
 
 pytest.importorskip("ray")
 
-from server.on_ray import Plan, Shelves, merged, on_ray, plan_for  # it imports ray
+from offload_decode.server.on_ray import Plan, Shelves, merged, on_ray, plan_for  # it imports ray
 
 QUESTION = "What is the colour of thing 3?"
 

@@ -10,7 +10,7 @@ import torch
 from openai import OpenAI
 
 from offload_decode.engine.engine import Engine
-from server.http.app import create_app
+from offload_decode.server.http.app import create_app
 from tests.cli.conftest import run
 from tests.server.http.conftest import listening
 

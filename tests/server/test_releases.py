@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from server import releases
-from server.errors import Loading
-from server.releases import Releases
+from offload_decode.server import releases
+from offload_decode.server.errors import Loading
+from offload_decode.server.releases import Releases
 from tests.server.test_catalog import until
 
 

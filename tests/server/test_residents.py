@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 
 from offload_decode.errors import ModelError
-from prefill_jobs.append import append
-from prefill_jobs.job import Settings as PrefillSettings
-from prefill_jobs.job import prefill
-from server import residents
-from server.errors import Loading, NoSuchName
-from server.requests import Generation
-from server.service import ChatAsked
+from offload_decode.prefill_jobs.append import append
+from offload_decode.prefill_jobs.job import Settings as PrefillSettings
+from offload_decode.prefill_jobs.job import prefill
+from offload_decode.server import residents
+from offload_decode.server.errors import Loading, NoSuchName
+from offload_decode.server.requests import Generation
+from offload_decode.server.service import ChatAsked
 from tests.server.conftest import Listener
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -54,7 +54,7 @@ def test_the_stores_used_least_recently_are_closed(serve):
 
 def test_so_many_stores_are_open_as_have_room_among_the_maps_of_memory(serve, monkeypatch):
     service = serve()
-    monkeypatch.setattr("server.residents.MOST_FILES", 1)
+    monkeypatch.setattr("offload_decode.server.residents.MOST_FILES", 1)
     assert ask(service, "book").error is None
     assert ask(service, "notes").error is None
     assert service.residents.open_stores() == ["notes"]

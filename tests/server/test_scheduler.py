@@ -13,10 +13,10 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.joint import run_turns
 from offload_decode.errors import ConfigError, StoreDamaged
-from server.answering import Answering
-from server.errors import Busy, TimedOut, TooLarge
-from server.requests import Delta, Ended, Generation, Prompted
-from server.service import ChatAsked, CompletionAsked
+from offload_decode.server.answering import Answering
+from offload_decode.server.errors import Busy, TimedOut, TooLarge
+from offload_decode.server.requests import Delta, Ended, Generation, Prompted
+from offload_decode.server.service import ChatAsked, CompletionAsked
 from tests.server.conftest import TEXTS, Listener
 
 QUESTIONS = ("What is the colour of thing 3?", "Who jumps?", "Why", "Name the number of thing 11, please.")
@@ -128,7 +128,9 @@ def test_the_prompts_log_probabilities_are_the_models(service, shelf):
 
 def test_a_long_question_runs_in_parts_while_others_are_answered(serve, monkeypatch):
     service = serve()
-    monkeypatch.setattr("server.scheduler.STEP_S", 0.0)  # the least that prompts may take of a step
+    monkeypatch.setattr(
+        "offload_decode.server.scheduler.STEP_S", 0.0
+    )  # the least that prompts may take of a step
     short = ask(service, "book", QUESTIONS[0], 120)
     while not isinstance(short.next(), Delta):
         pass
@@ -154,7 +156,7 @@ def test_questions_that_share_no_pass_share_the_time_of_a_step(serve, monkeypatc
             pass
 
     service, steps, passes = serve(), [], []
-    monkeypatch.setattr("server.scheduler.STEP_S", 1.0)  # 64 tokens
+    monkeypatch.setattr("offload_decode.server.scheduler.STEP_S", 1.0)  # 64 tokens
     monkeypatch.setattr(service.scheduler, "_pace", Known())
     run, step = run_turns, service.scheduler._step
 
@@ -167,7 +169,7 @@ def test_questions_that_share_no_pass_share_the_time_of_a_step(serve, monkeypatc
         step()
         steps.append(sum(passes))
 
-    monkeypatch.setattr("server.scheduler.run_turns", counted)
+    monkeypatch.setattr("offload_decode.server.scheduler.run_turns", counted)
     monkeypatch.setattr(service.scheduler, "_step", one_step)
     short = ask(service, "book", QUESTIONS[0], 10_000)
     while not isinstance(short.next(), Delta):
@@ -217,7 +219,7 @@ def test_who_hangs_up_as_the_answer_ends_runs_no_longer_either(service):
 def test_a_text_is_too_long_before_its_tokens_are_counted(serve, monkeypatch):
     service, messages = serve(max_prompt=10), [{"role": "user", "content": "word " * 100}]
     for prompts in ("chat_tokens", "completion_tokens", "text_tokens"):
-        monkeypatch.setattr(f"server.service.{prompts}", None)
+        monkeypatch.setattr(f"offload_decode.server.service.{prompts}", None)
     for ask in (
         lambda: service.chat(ChatAsked("id", "book", messages=messages), None),
         lambda: service.complete(CompletionAsked("id", "book", prompt="word " * 100), None),
@@ -358,8 +360,8 @@ def test_the_logits_of_a_question_that_runs_whole_have_room(serve):
 
 def test_a_server_that_is_idle_gives_memory_back_once(serve, monkeypatch):
     given = []
-    monkeypatch.setattr("server.scheduler.give_back", lambda: given.append(time.monotonic()))
-    monkeypatch.setattr("server.scheduler.IDLE_S", 0.05)
+    monkeypatch.setattr("offload_decode.server.scheduler.give_back", lambda: given.append(time.monotonic()))
+    monkeypatch.setattr("offload_decode.server.scheduler.IDLE_S", 0.05)
     service = serve()
     assert not given
     for turn in range(2):

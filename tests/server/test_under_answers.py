@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from offload_decode.errors import StoreNotFound
+from offload_decode.server.errors import NoSuchName
+from offload_decode.server.job_files import Upload
+from offload_decode.server.requests import Delta, Generation
+from offload_decode.server.service import ChatAsked, Service
 from offload_decode.store.reader import KVStore
-from server.errors import NoSuchName
-from server.job_files import Upload
-from server.requests import Delta, Generation
-from server.service import ChatAsked, Service
 from tests.server.conftest import Heard, Listener
 from tests.server.test_catalog import until
 

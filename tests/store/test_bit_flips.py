@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import typer
 
-from cli.verify import verify
-from prefill_jobs.build import build_indexes
+from offload_decode.cli.verify import verify
+from offload_decode.prefill_jobs.build import build_indexes
 from tests.store.jobs import FULL, SLIDING, make_job
 
 FLIPS = 1_000
@@ -178,7 +178,7 @@ def test_files_that_changed_places(folder: Path) -> None:
 AS_NOBODY = """
 import os, sys
 from contextlib import redirect_stdout, suppress
-from cli.main import main
+from offload_decode.cli.main import main
 store, file = sys.argv[1:]
 sys.argv = ["offload-decode", "verify", store]
 with suppress(SystemExit), redirect_stdout(sys.stderr):

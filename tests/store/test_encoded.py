@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from indexes.rows import encodings
 from offload_decode.errors import ConfigError, StoreDamaged, StoreError, StoreMismatch
+from offload_decode.indexes.rows import encodings
 from offload_decode.store import KVStore, layout, metadata, verify_store
 from offload_decode.store.format import stored_types
 from offload_decode.store.pages import rounded_outward

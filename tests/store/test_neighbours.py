@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexes.errors import IndexDamaged, IndexNotWritten
-from indexes.flat import FlatIndex
 from offload_decode.errors import StoreBusy, StoreError, StoreIncomplete, StoreMismatch
+from offload_decode.indexes.errors import IndexDamaged, IndexNotWritten
+from offload_decode.indexes.flat import FlatIndex
+from offload_decode.prefill_jobs.publishing import alone
 from offload_decode.store import KVStore, checksums, reader, verify_store
-from prefill_jobs.publishing import alone
 from tests.store.jobs import Job
 from tests.store.test_growth import Corpus
 
@@ -165,7 +165,7 @@ def test_a_store_that_shrinks_under_a_command_is_a_sentence(store: Path) -> None
     program = f"""
         import os
         import numpy as np
-        from cli.faults import end_with_a_sentence
+        from offload_decode.cli.faults import end_with_a_sentence
         from offload_decode.store import KVStore
         end_with_a_sentence()
         keys = KVStore.open({str(store)!r}).keys(0, 0)

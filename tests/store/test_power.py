@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from indexes import durable
+from offload_decode.indexes import durable
+from offload_decode.prefill_jobs import publishing
 from offload_decode.store import KVStore, verify_store
-from prefill_jobs import publishing
 from tests.store.disk import Disk, PowerCut
 from tests.store.jobs import FULL, SLIDING, Job, make_job, tree
 from tests.store.test_growth import HYBRID, Corpus

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import (
-    StoreDamaged,
-    StoreError,
-    StoreForeign,
-    StoreIncomplete,
-    StoreNotFound,
-)
+from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete, StoreNotFound
 from offload_decode.store import FORMAT_VERSION, KVStore, checksums, verify_store
 from tests.store.jobs import Job
 

@@ -12,10 +12,10 @@ import pytest
 
 from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete
 from offload_decode.kv.head_indexes import indexes_folder
+from offload_decode.prefill_jobs.build import build_indexes
 from offload_decode.store import KVStore, Manifest, checksums, mapping, verify_store
 from offload_decode.store.documents import names_of
 from offload_decode.store.staging import LOCK, REPLACED, STORE, WINDOWS, partial_path
-from prefill_jobs.build import build_indexes
 from tests.store.jobs import FULL, SLIDING, Job, make_job
 
 

@@ -27,14 +27,7 @@ from offload_decode.evals.report.blocks import (
     table_of,
 )
 from offload_decode.evals.runs import Results
-from offload_decode.evals.sparsity import (
-    NAMES,
-    entropy_by_head,
-    left_out,
-    predictions,
-    questions,
-    sparse_by,
-)
+from offload_decode.evals.sparsity import NAMES, entropy_by_head, left_out, predictions, questions, sparse_by
 from offload_decode.evals.stats import wilson
 from offload_decode.evals.summary import percent, without_budget
 from offload_decode.evals.verdict import of_needles

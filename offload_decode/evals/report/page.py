@@ -15,25 +15,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from indexes.plain_files import NotPlain, open_plain
 from offload_decode.errors import ConfigError
 from offload_decode.evals import plots, runs
 from offload_decode.evals.extra import REPORT, library, require
 from offload_decode.evals.perplexity import NLL, at_chance, likelihoods
 from offload_decode.evals.report.answers import answered, headline
-from offload_decode.evals.report.blocks import (
-    Block,
-    Part,
-    pairs,
-)
+from offload_decode.evals.report.blocks import Block, Part, pairs
 from offload_decode.evals.report.measures import entropy, fidelity, keys, likelihood, needles
 from offload_decode.evals.runs import ANSWER, Results, questions_and_answers
-from offload_decode.evals.sparsity import (
-    SPARSITY,
-)
+from offload_decode.evals.sparsity import SPARSITY
 from offload_decode.evals.summary import summarize
 from offload_decode.evals.verdict import at_chance as tasks_at_chance
 from offload_decode.evals.verdict import verdict
+from offload_decode.indexes.plain_files import NotPlain, open_plain
 from offload_decode.plain_json import parse
 
 MOST = 256 << 20

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from indexes.rows import pool
+from offload_decode.indexes.rows import pool
 
 
 def test_every_task_is_done_once_and_the_last_on_the_calling_thread() -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from numba.core import config
 
-from indexes import dots
-from indexes.rows import numbers
-from indexes.rows.processor import features
+from offload_decode.indexes import dots
+from offload_decode.indexes.rows import numbers
+from offload_decode.indexes.rows.processor import features
 
 GENERIC = """
 import numpy as np
 from numba import njit
-from indexes import dots
-from indexes.rows.numbers import half_to_single
+from offload_decode.indexes import dots
+from offload_decode.indexes.rows.numbers import half_to_single
 print(list(dots.forms()), njit(lambda bits: half_to_single(bits))(np.uint16(0x3C01)))
 """
 

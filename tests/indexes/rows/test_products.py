@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from indexes.rows import processor, scan
-from indexes.rows.products import LANES, QUERIES, ROWS, SUMS, padded, products, put
+from offload_decode.indexes.rows import processor, scan
+from offload_decode.indexes.rows.products import LANES, QUERIES, ROWS, SUMS, padded, products, put
 
 
 @njit
@@ -74,7 +74,7 @@ def test_padding_is_of_zeros():
 
 OTHERS = """
 import numpy as np
-from indexes.rows import products, scan
+from offload_decode.indexes.rows import products, scan
 rng = np.random.default_rng(0)
 for dim in (1, 7, 64, 130):
     rows, queries = rng.standard_normal((9, dim)).astype("f"), rng.standard_normal((5, dim)).astype("f")

@@ -24,8 +24,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_decode.models.names import find_tokenizer
-from prefill_jobs.lm_eval import stores
-from prefill_jobs.lm_eval.model import NAME, OffloadDecodeLM
+from offload_decode.prefill_jobs.lm_eval import stores
+from offload_decode.prefill_jobs.lm_eval.model import NAME, OffloadDecodeLM
 
 SMALL = {"device": "cpu", "min_prefix": 32, "question_tokens": 8, "prefill_chunk": 16}
 DENSE, ALL = {"selector": "dense"}, {"selector": "topk", "budget": "100%", "batch_size": 3}
@@ -270,7 +270,7 @@ def test_installing_the_package_loads_nothing_into_other_programs():
 
 def test_the_command_of_lm_eval_knows_the_model():
     code = (
-        "import sys; sys.argv = ['lm_eval', '--help']; import prefill_jobs.lm_eval.__main__\n"
+        "import sys; sys.argv = ['lm_eval', '--help']; import offload_decode.prefill_jobs.lm_eval.__main__\n"
         f"from lm_eval.api.registry import model_registry; assert {{'hf', '{NAME}'}} <= set(model_registry)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

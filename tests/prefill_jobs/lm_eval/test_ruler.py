@@ -9,7 +9,7 @@ pytest.importorskip("wonderwords", reason="lm-eval's RULER is not installed")
 
 from lm_eval import simple_evaluate
 
-from prefill_jobs.lm_eval import model  # noqa: F401  # registers the model
+from offload_decode.prefill_jobs.lm_eval import model  # noqa: F401  # registers the model
 
 TOKENS = 1024
 

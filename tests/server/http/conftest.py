@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
 
-from server.http.app import create_app
-from server.http.security import Access
+from offload_decode.server.http.app import create_app
+from offload_decode.server.http.security import Access
 from tests.server.fakes import FakeService
 
 

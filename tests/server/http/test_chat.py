@@ -9,8 +9,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from server.errors import Busy, Loading, TimedOut, WrongField
-from server.requests import ToolCall
+from offload_decode.server.errors import Busy, Loading, TimedOut, WrongField
+from offload_decode.server.requests import ToolCall
 from tests.server.fakes import STORED, FakeService
 
 ASKED = [{"role": "user", "content": "Who wrote it?"}]
@@ -223,8 +223,8 @@ def test_one_that_hangs_up_while_it_waits_is_cancelled_too(client: OpenAI, servi
 def test_comments_keep_a_silent_stream_open(
     url: str, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.http.chat.QUIET_S", 0.02)
-    monkeypatch.setattr("server.http.answers.QUIET_S", 0.02)
+    monkeypatch.setattr("offload_decode.server.http.chat.QUIET_S", 0.02)
+    monkeypatch.setattr("offload_decode.server.http.answers.QUIET_S", 0.02)
     service.wait_s = 0.1
     body = {"model": "book", "messages": ASKED, "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:

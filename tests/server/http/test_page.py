@@ -13,7 +13,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from server.errors import Loading, TimedOut, WrongField
+from offload_decode.server.errors import Loading, TimedOut, WrongField
 from tests.server.fakes import STORED, FakeService
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -34,7 +34,7 @@ def test_the_page_needs_nothing_from_elsewhere(url: str) -> None:
     assert "unsafe" not in page.headers["content-security-policy"]
     named = set(re.findall(r'(?:src|href)="/page/([^"]+)"', page.text))
     assert named == {"app.js", "style.css", "icon.svg"}
-    for file in files("server.http.page").iterdir():
+    for file in files("offload_decode.server.http.page").iterdir():
         if file.name.endswith((".html", ".css", ".js", ".svg")):
             text = file.read_text()
             assert httpx.get(f"{url}/page/{file.name}").text == text

@@ -6,9 +6,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from server.errors import TimedOut
-from server.http.remembered import Remembered
-from server.requests import ToolCall
+from offload_decode.server.errors import TimedOut
+from offload_decode.server.http.remembered import Remembered
+from offload_decode.server.requests import ToolCall
 from tests.server.fakes import STORED, FakeService
 
 

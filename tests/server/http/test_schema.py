@@ -9,7 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from server.http.app import create_app
+from offload_decode.server.http.app import create_app
 from tests.server.fakes import FakeService
 
 schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(FakeService()))

@@ -12,8 +12,8 @@ import pytest
 from openai import OpenAI
 
 from offload_decode.errors import ConfigError, StoreDamaged
-from server.http.security import LOOPBACK, read_keys
-from server.settings import Settings
+from offload_decode.server.http.security import LOOPBACK, read_keys
+from offload_decode.server.settings import Settings
 from tests.server.fakes import FakeService
 
 MODELS = "/v1/models"

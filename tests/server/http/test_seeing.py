@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from server import logs
-from server.http import seeing
-from server.metrics import Metrics
+from offload_decode.server import logs
+from offload_decode.server.http import seeing
+from offload_decode.server.metrics import Metrics
 
 
 class Residents:

@@ -14,13 +14,13 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from offload_decode.server.catalog import Catalog
+from offload_decode.server.http.app import create_app
+from offload_decode.server.job_files import Stated
+from offload_decode.server.jobs import Jobs
+from offload_decode.server.metrics import Metrics
+from offload_decode.server.settings import Settings
 from offload_decode.store.reader import KVStore
-from server.catalog import Catalog
-from server.http.app import create_app
-from server.job_files import Stated
-from server.jobs import Jobs
-from server.metrics import Metrics
-from server.settings import Settings
 from tests.server.test_catalog import make_store, until
 from tests.server.test_jobs import DONE, HALF, WAIT, says
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from indexes import files
-from indexes.base import Costs, Hits, StrPath, VectorIndex, check_recall_options
-from indexes.errors import InvalidIndexInput
-from indexes.keys import Float32, Keys, check_more, float32_blocks, keys_digest
-from indexes.rows import encodings, pool
+from offload_decode.indexes import files
+from offload_decode.indexes.base import Costs, Hits, StrPath, VectorIndex, check_recall_options
+from offload_decode.indexes.errors import InvalidIndexInput
+from offload_decode.indexes.keys import Float32, Keys, check_more, float32_blocks, keys_digest
+from offload_decode.indexes.rows import encodings, pool
 
 BLOCK = 1024
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from prefill_jobs.methods.base import Earlier, Sparse
+from offload_decode.prefill_jobs.methods.base import Earlier, Sparse
 
 
 class Evenly(Sparse):

@@ -1,0 +1,125 @@
+"""Who may ask, and how much of a request is read: decided in front of every route, before a body is read.
+
+A server without keys answers on loopback alone to names of loopback, so that no web page reaches it by a name
+of its own that was pointed there (DNS rebinding); and what changes something is taken from other origins only
+where they were let in, since browsers send forms across origins without asking.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from offload_decode.errors import ConfigError
+from offload_decode.server.http.errors import Refusal, refusal
+
+OPEN = ("/", "/health")
+"""What needs no key: whether the server runs, and the page, which asks for one."""
+OPEN_FOLDER = "/page/"
+DOCUMENTS = "/v1/stores"
+"""Where documents are sent, which are larger than questions."""
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_MOST_KEY_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Access:
+    """Keys that open the server (none: it is open), origins whose pages may ask from a browser, and names
+    that requests may call the server by (none: any).
+    """
+
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    hosts: frozenset[str] = frozenset()
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The keys of a file, one a line. Raises `ConfigError`."""
+    try:
+        with path.open("rb") as file:
+            held = file.read(_MOST_KEY_BYTES + 1)
+        keys = tuple(line.strip() for line in held.decode().splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the keys in {path} cannot be read: give a text file, a key in each line"
+        ) from error
+    if not keys or len(held) > _MOST_KEY_BYTES:
+        raise ConfigError(f"{path} must hold a key in each line, and no more than 64 KiB")
+    return keys
+
+
+class Guard:
+    """Refuses requests without a key, under a foreign name or from a foreign page, and those whose body has
+    more than `most` bytes, stated or counted; more than `uploads` where documents are sent.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, most: int, uploads: int):
+        self.app, self.access, self.most, self.uploads = app, access, most, uploads
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refused = self._refused(scope)
+        if refused is not None:
+            await refused.response()(scope, receive, send)
+            return
+        read, most = 0, self._most(scope)
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > most:
+                raise HTTPException(413, _too_large(most))
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _most(self, scope: Scope) -> int:
+        return self.uploads if scope["path"].startswith(DOCUMENTS) else self.most
+
+    def _refused(self, scope: Scope) -> Refusal | None:
+        headers, path = Headers(scope=scope), scope["path"]
+        host = headers.get("host", "")
+        if self.access.hosts and _name(host) not in self.access.hosts:
+            return refusal(403, f"this server does not answer to the name {_name(host)[:80]!r}", "wrong_host")
+        if not (path in OPEN or path.startswith(OPEN_FOLDER) or self._opened(headers)):
+            said = "give the server's key, as Authorization: Bearer KEY"
+            return refusal(401, said, "invalid_api_key", **{"WWW-Authenticate": "Bearer"})
+        if scope["method"] not in ("GET", "HEAD", "OPTIONS") and self._foreign(headers.get("origin"), host):
+            return refusal(
+                403, "pages of that origin may not ask here: start the server with --cors ORIGIN", "origin"
+            )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > (most := self._most(scope)):
+            return refusal(413, _too_large(most), "too_large")
+        return None
+
+    def _opened(self, headers: Headers) -> bool:
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        own = given.strip().encode("latin-1")
+        fits = [hmac.compare_digest(own, key.encode()) for key in self.access.keys]
+        return not fits or (kind.lower() == "bearer" and any(fits))
+
+    def _foreign(self, origin: str | None, host: str) -> bool:
+        if origin is None or {"*", origin} & {*self.access.origins}:
+            return False
+        return urlsplit(origin).netloc != host
+
+
+def _too_large(most: int) -> str:
+    return f"the body is larger than the {most:,} bytes that this server reads"
+
+
+def _name(host: str) -> str:
+    """Of `name:port`, where the name may be an address in brackets."""
+    if host.startswith("["):
+        return host.partition("]")[0].lower() + "]"
+    return host.partition(":")[0].lower().rstrip(".")

@@ -1,0 +1,347 @@
+"""`/v1/stores` and `/v1/jobs`: stores are made from texts and files, listed, appended to and deleted.
+
+Nothing is fetched from anywhere: documents come with the request, and models are those that the server
+already serves. What takes long is a job, whose address is answered at once.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
+from starlette.datastructures import UploadFile
+
+from offload_decode import plain_json
+from offload_decode.server.catalog import Entry
+from offload_decode.server.errors import NoSuchName, TooLarge, WrongField
+from offload_decode.server.http.answers import service_of
+from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
+from offload_decode.server.http.fields import Body, Name, Option, Short
+from offload_decode.server.job_checks import MOST_DOCUMENTS
+from offload_decode.server.job_files import Job, Upload
+from offload_decode.server.service import Service
+from offload_decode.store.reader import KVStore
+
+FORM = "multipart/form-data"
+_MOST_FIELDS, _MOST_FIELD_BYTES = 100, 1 << 20
+_MOST_DELETED = 8  # at a time
+_JSON_FIELDS = ("documents", "options", "index")
+
+
+class Text(BaseModel):
+    """A document that is text already."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=500)]
+    text: str
+
+
+class Texts(Body):
+    """Documents for a store; in a form, its files are documents too."""
+
+    documents: Annotated[list[Text], Field(default_factory=list, max_length=MOST_DOCUMENTS, fail_fast=True)]
+
+
+class NewStore(Texts):
+    """A store to be made, of `documents` or of one `text`, which is called as the store is. `model` is a name
+    of `/v1/models` (the only model, where there is one); `kv`, `dtype`, `weights`, `method` and `options`
+    (such as `{"chunk": 512}`) are those of `offload-decode prefill`; `index`: build the indexes that make
+    asking it fast.
+    """
+
+    name: Short
+    text: str | None = None
+    model: Name | None = None
+    kv: Short = "auto"
+    dtype: Short | None = None
+    weights: Short | None = None
+    method: Short = "dense"
+    options: dict[str, Option] = Field(default_factory=dict)
+    index: bool = True
+
+
+Sent = TypeVar("Sent", bound=Texts)
+
+
+class JobProgress(BaseModel):
+    """`done` of `total` in a stage: tokens of `prefill`, heads of `index`; `seconds_left` of this stage."""
+
+    stage: str
+    done: int
+    total: int
+    seconds_left: float | None
+
+
+class JobError(BaseModel):
+    """Why a job failed."""
+
+    message: str
+
+
+class JobAnswer(BaseModel):
+    """A job: `status` is queued, running, done, failed or cancelled; times are in seconds since 1970."""
+
+    id: str
+    object: Literal["job"] = "job"
+    kind: Literal["prefill", "append"]
+    store: str
+    status: Literal["queued", "running", "done", "failed", "cancelled"]
+    documents: int
+    created_at: int
+    started_at: int | None
+    finished_at: int | None
+    progress: JobProgress | None
+    result: dict[str, Any] | None
+    error: JobError | None
+
+
+class JobList(BaseModel):
+    """Jobs, the newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[JobAnswer]
+
+
+class StoreAnswer(BaseModel):
+    """A store: `root` is its model; `recall` is what its indexes measured when they were built."""
+
+    id: str
+    object: Literal["store"] = "store"
+    created: int
+    root: str
+    tokens: int
+    documents: int
+    recall: float | None
+    digest: str
+
+
+class StoreList(BaseModel):
+    """All stores."""
+
+    object: Literal["list"] = "list"
+    data: list[StoreAnswer]
+
+
+class Span(BaseModel):
+    """A document: the tokens `start:end` of its store."""
+
+    name: str
+    start: int
+    end: int
+
+
+class StoreDetails(StoreAnswer):
+    """A store with its documents in order, its size on disk, and how it was made."""
+
+    spans: list[Span]
+    bytes: int
+    dtype: str
+    kv: dict[str, str]
+    prefill: dict[str, Any]
+    template: str
+
+
+class Deleted(BaseModel):
+    """A store that is no more."""
+
+    id: str
+    object: Literal["store"] = "store"
+    deleted: Literal[True] = True
+
+
+def router() -> APIRouter:
+    """The routes; the app's `state.service` is asked."""
+    routes = APIRouter(tags=["stores"])
+    more: dict[str, Any] = {"responses": RESPONSES}
+    # They wait for answers to end: in threads of their own, so that other requests find one.
+    deleting = CapacityLimiter(_MOST_DELETED)
+
+    @routes.get("/v1/stores", **more)
+    def stores(request: Request) -> StoreList:
+        """All stores."""
+        entries = service_of(request).catalog.entries()
+        return StoreList(data=[StoreAnswer(**_told(entry)) for entry in entries if entry.path is not None])
+
+    @routes.post("/v1/stores", status_code=202, openapi_extra=_body(NewStore), **more)
+    async def create(request: Request) -> JobAnswer:
+        """Make a store: as JSON, or as a form with the same fields and files (text, HTML, PDF, Word)."""
+        async with _sent(request, NewStore) as (asked, documents):
+            service = service_of(request)
+            how = asked.model_dump(include={"kv", "method", "options", "index"})
+            how |= asked.model_dump(include={"dtype", "weights"}, exclude_none=True)
+            if asked.text is not None:
+                documents = [_upload(asked.name, asked.text), *documents]
+            job = await run_sync(partial(service.jobs.prefill, asked.name, asked.model, documents, **how))
+        return _job(service, job)
+
+    @routes.get("/v1/stores/{name}", **more)
+    def store(request: Request, name: Name) -> StoreDetails:
+        """One store, with its documents."""
+        entry = service_of(request).catalog.entry(name)
+        if entry.path is None:
+            raise NoSuchName(f"'{entry.name}' is a model without a corpus, and no store")
+        opened = KVStore.open(entry.path)
+        return StoreDetails(
+            **_told(entry),
+            spans=[Span(name=one.name, start=one.start, end=one.end) for one in opened.documents],
+            bytes=sum(opened.cost().values()),
+            dtype=opened.manifest.dtype,
+            kv=opened.manifest.kv,
+            prefill=opened.manifest.prefill,
+            template=opened.manifest.template,
+        )
+
+    @routes.post("/v1/stores/{name}/append", status_code=202, openapi_extra=_body(Texts), **more)
+    async def append(request: Request, name: Name) -> JobAnswer:
+        """Add documents to a store, as JSON or as a form with files."""
+        async with _sent(request, Texts) as (_, documents):
+            service = service_of(request)
+            job = await run_sync(service.jobs.append, name, documents)
+        return _job(service, job)
+
+    @routes.delete("/v1/stores/{name}", **more)
+    async def delete(request: Request, name: Name) -> Deleted:
+        """Delete a store: its name goes at once, its files when no answer reads them any more."""
+        await run_sync(service_of(request).jobs.delete, name, limiter=deleting)
+        return Deleted(id=name)
+
+    @routes.get("/v1/jobs", **more)
+    def jobs(request: Request) -> JobList:
+        """Jobs, the newest first; those that are over are kept for a while."""
+        service = service_of(request)
+        return JobList(data=[_job(service, job) for job in service.jobs.jobs()])
+
+    @routes.get("/v1/jobs/{id}", **more)
+    def job(request: Request, id: Name) -> JobAnswer:
+        """One job, and how far it is."""
+        service = service_of(request)
+        return _job(service, service.jobs.job(id))
+
+    @routes.post("/v1/jobs/{id}/cancel", **more)
+    def cancel(request: Request, id: Name) -> JobAnswer:
+        """Stop a job, and remove what it has written so far."""
+        service = service_of(request)
+        return _job(service, service.jobs.cancel(id))
+
+    @routes.post("/v1/jobs/{id}/retry", **more)
+    def retry(request: Request, id: Name) -> JobAnswer:
+        """Have a job that failed go on where it stopped."""
+        service = service_of(request)
+        return _job(service, service.jobs.retry(id))
+
+    return routes
+
+
+def _body(shape: type[BaseModel]) -> dict[str, Any]:
+    """What an OpenAPI document says of a body that is JSON or a form."""
+    plain = shape.model_json_schema()
+    plain["properties"]["documents"]["items"] = plain.pop("$defs")[Text.__name__]
+    files = {"type": "array", "items": {"type": "string", "format": "binary"}}
+    form = {**plain, "properties": {**plain["properties"], "file": files}}
+    content = {"application/json": {"schema": plain}, FORM: {"schema": form}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@asynccontextmanager
+async def _sent(request: Request, shape: type[Sent]) -> AsyncIterator[tuple[Sent, list[Upload]]]:
+    """The fields of a request and its documents, which can be read inside the block. Raises `WrongField`,
+    `TooLarge` and `RequestValidationError`.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == FORM:
+        limits = {"max_files": MOST_DOCUMENTS, "max_fields": _MOST_FIELDS, "max_part_size": _MOST_FIELD_BYTES}
+        async with request.form(**limits) as form:
+            files = [each for _, each in form.multi_items() if isinstance(each, UploadFile)]
+            fields = {
+                name: _parsed(value, name) if name in _JSON_FIELDS else value
+                for name, value in form.multi_items()
+                if isinstance(value, str)
+            }
+            asked = _checked(shape, fields)
+            yield asked, [*_texts(asked), *(Upload(one.filename or "", one.file) for one in files)]
+    elif kind == "application/json":
+        body = await _read(request)
+        asked = await run_sync(lambda: _checked(shape, _parsed(body, None)))
+        yield asked, _texts(asked)
+    else:
+        raise WrongField(
+            f"send a JSON object, with the header Content-Type: application/json, or a form ({FORM})"
+        )
+
+
+async def _read(request: Request) -> bytes:
+    """A body that is read whole. Raises `TooLarge`."""
+    most = service_of(request).settings.max_body
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            raise TooLarge(
+                f"JSON may have {most:,} bytes here: send the documents as the files of a form ({FORM})"
+            )
+    return bytes(body)
+
+
+def _parsed(data: str | bytes, field: str | None) -> Any:
+    try:
+        value = plain_json.parse(data)
+        json.dumps(value, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
+    except ValueError as error:
+        raise WrongField(f"{field or 'the body'} is not JSON: {error}", field) from error
+    return value
+
+
+def _checked(shape: type[Sent], fields: Any) -> Sent:
+    try:
+        return shape.model_validate(fields)
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(found, body=fields) from error
+
+
+def _texts(asked: Texts) -> list[Upload]:
+    return [_upload(document.name, document.text) for document in asked.documents]
+
+
+def _upload(name: str, text: str) -> Upload:
+    return Upload(name, io.BytesIO(text.encode()), text=True)
+
+
+def _told(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.name,
+        "created": entry.created,
+        "root": entry.base,
+        "tokens": entry.tokens,
+        "documents": entry.documents,
+        "recall": entry.recall,
+        "digest": entry.digest,
+    }
+
+
+def _job(service: Service, job: Job) -> JobAnswer:
+    now = service.jobs.progress(job.id)
+    error = None if job.error is None else without_paths(job.error, known_names(service))
+    return JobAnswer(
+        id=job.id,
+        kind=job.work.kind,
+        store=job.work.name,
+        status=job.state,
+        documents=len(job.documents),
+        created_at=int(job.created),
+        started_at=None if job.started is None else int(job.started),
+        finished_at=None if job.ended is None else int(job.ended),
+        progress=None
+        if now is None
+        else JobProgress(stage=now.stage, done=now.done, total=now.total, seconds_left=now.left_s),
+        result=job.result,
+        error=None if error is None else JobError(message=error),
+    )

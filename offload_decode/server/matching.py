@@ -1,0 +1,211 @@
+"""A stored text in a client's message: clients that know nothing of stores send a whole document with every
+question, and are answered from the store that holds it.
+
+Texts are compared, not tokens: those of a store are the tokens of its text, and where a client's own would
+differ, at the seams, the text is the same. Every letter is compared; only the white space around documents
+may be another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import re
+import threading
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from offload_decode.errors import OffloadDecodeError, StoreMismatch
+from offload_decode.models.loading import LoadedModel
+from offload_decode.models.pieces import encode, special_tokens
+from offload_decode.server.messages import BETWEEN, read_messages, without_system
+from offload_decode.store.reader import KVStore
+
+log = logging.getLogger("offload_decode.server")
+
+LEAST = 1_000
+"""Characters of a message that is looked at: a shorter one is read as quickly as it is matched."""
+AHEAD = 8_192
+"""Characters that may stand before the documents: what the system says, or a client's own words."""
+
+_HEAD = 64  # characters by which a store is recognised, before all of it is compared
+_HEAD_TOKENS = 256
+_MOST = 4_096  # stores whose texts are known
+_BLANK = re.compile(r"\s*")
+_ENDS = re.compile(r"""\Z|\s|[<"'`)\]}]""")  # else the text goes on as another would
+
+
+class Held(Protocol):
+    """What the catalog has of a store: where it lies, and the digest of all its bytes."""
+
+    @property
+    def path(self) -> Path | None:
+        """None for what is no store."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """`KVStore.store_digest`."""
+        ...
+
+
+H = TypeVar("H", bound=Held)
+R = TypeVar("R")
+
+
+_Key = tuple[str, ...]
+"""The digest of a store, and what tells models apart."""
+
+
+class _Document(NamedTuple):
+    """Characters of a document, and their SHA-256."""
+
+    length: int
+    sha256: bytes
+
+
+class Matcher:
+    """Knows the texts of stores by their digests, each read once. Thread-safe; loads no model."""
+
+    def __init__(self, least: int = LEAST):
+        self._least = least
+        self._heads: dict[_Key, str] = {}
+        self._documents: dict[_Key, tuple[_Document, ...]] = {}
+        self._lock = threading.Lock()
+
+    def match(
+        self, loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], stores: Iterable[H]
+    ) -> tuple[H, list[Mapping[str, Any]]] | None:
+        """The store whose text the beginning of a chat holds whole, the longest of several, and the messages
+        without it: what stood around it is the question. None where there is none.
+
+        Of `stores`, those that were made with another model are passed over. Raises `WrongField` for messages
+        that cannot be read.
+        """
+        first = without_system(read_messages(messages))[0]
+        if first.role != "user" or len(first.text) < self._least:
+            return None
+        stored = [store for store in stores if store.path is not None]
+        with self._lock:
+            found = [
+                (end - start, start, text, store)
+                for text in dict.fromkeys(_spellings(first.text))
+                for store in stored
+                for start, end in self._places(loaded, store, text)
+            ]
+        if not found:
+            return None
+        length, start, text, store = max(found, key=lambda each: each[0])
+        around = (text[:start].strip(), text[start + length :].strip())
+        question = {"role": "user", "content": BETWEEN.join(filter(None, around))}
+        return store, [question, *messages[_opening(messages) :]]
+
+    def _places(self, loaded: LoadedModel, store: Held, text: str) -> Iterator[tuple[int, int]]:
+        """Where the text of a store lies in one, if it is there whole."""
+        key = (store.digest, loaded.dtype, loaded.weights_hash, loaded.tokenizer_hash)
+        if key not in self._heads:
+            if len(self._heads) >= _MOST:
+                self._heads, self._documents = {}, {}
+            self._heads[key] = _read(store, lambda opened: _head(loaded, opened), "")
+        head = self._heads[key]
+        start = text.find(head, 0, AHEAD + len(head)) if head else -1
+        if start < 0:
+            return
+        if key not in self._documents:
+            self._documents[key] = _read(store, lambda opened: _documents(loaded, opened), ())
+        end = start
+        for document in self._documents[key]:
+            begin = _after_blank(text, end)
+            end = begin + document.length
+            if _sha256(text[begin:end]) != document.sha256:
+                return
+        if end > start and _ENDS.match(text, end):
+            yield start, end
+
+
+def _spellings(text: str) -> Iterator[str]:
+    """A text, and as it was when it was stored: line ends as `prefill` reads them, and letters as tokenizers
+    put them together.
+    """
+    yield text
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")
+    yield lines
+    yield unicodedata.normalize("NFC", lines)
+
+
+def _opening(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many messages come before the assistant's first."""
+    own = ("system", "developer", "user")
+    return next((place for place, one in enumerate(messages) if one["role"] not in own), len(messages))
+
+
+def _read(store: Held, what: Callable[[KVStore], R], otherwise: R) -> R:
+    assert store.path is not None, "only stores have texts"
+    try:
+        return what(KVStore.open(store.path))
+    except StoreMismatch:
+        return otherwise
+    except (OffloadDecodeError, OSError) as error:
+        log.warning("no message is matched to %s: %s", store.path, error)
+        return otherwise
+
+
+def _head(loaded: LoadedModel, store: KVStore) -> str:
+    """The first letters of the stored text. Raises `StoreMismatch` where it is of another model."""
+    store.check_model(
+        config_hash=loaded.config_hash,
+        weights_hash=loaded.weights_hash,
+        tokenizer_hash=loaded.tokenizer_hash,
+        dtype=loaded.dtype,
+    )
+    text = _first(loaded, store, min(store.documents[0].end, len(_ahead(loaded)) + _HEAD_TOKENS))
+    # A character may be cut in two where the tokens end.
+    return text[:_HEAD].rstrip("\ufffd").strip()
+
+
+def _documents(loaded: LoadedModel, store: KVStore) -> tuple[_Document, ...]:
+    """The documents of a store, without the white space around them."""
+    first, *others = store.documents
+    texts = [_first(loaded, store, first.end)]
+    texts += [_decoded(loaded, store.tokens[each.start : each.end].tolist()).strip() for each in others]
+    return tuple(_Document(len(text), _sha256(text)) for text in texts if text)
+
+
+def _first(loaded: LoadedModel, store: KVStore, end: int) -> str:
+    """The first document's text as far as the `end`th token; empty where it cannot be told from what the
+    template puts before it.
+
+    That may name the day on which the store was made, so that it is known by its end, from the last special
+    token on; decoders put spaces around these as they like.
+    """
+    ahead, special = _decoded(loaded, _ahead(loaded)), special_tokens(loaded.known_tokenizer)
+    last = max((found.start() for found in special.finditer(ahead)), default=0) if special else 0
+    letters = map(re.escape, "".join(ahead[last:].split()))
+    pattern = re.compile(("" if last else r"\A") + r"\s*".join(["", *letters, ""]))
+    text = _decoded(loaded, store.tokens[:end].tolist())
+    times = len(pattern.findall(ahead))
+    found = list(itertools.islice(pattern.finditer(text), times))
+    return text[found[-1].end() :].strip() if len(found) == times else ""
+
+
+def _ahead(loaded: LoadedModel) -> list[int]:
+    """Tokens before the first document."""
+    return [*loaded.prompt.opening, *encode(loaded.known_tokenizer, loaded.prompt.before)]
+
+
+def _decoded(loaded: LoadedModel, tokens: list[int]) -> str:
+    return str(
+        loaded.known_tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
+
+
+def _after_blank(text: str, place: int) -> int:
+    found = _BLANK.match(text, place)
+    return place if found is None else found.end()
+
+
+def _sha256(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,247 @@
+"""What a server counts and times, for Prometheus: vLLM's names where the thing is the same, under our prefix.
+
+Every `Metrics` has a registry of its own. A `Watch` follows one request by its events; what others know at
+any time (jobs, memory in use) is read when somebody looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+
+from offload_decode.server import logs
+from offload_decode.server.errors import Busy
+from offload_decode.server.requests import Delta, Done, Ended, Event, Failed, Prompted, Usage
+from offload_decode.types import StepStats
+
+PREFIX = "offload_decode"
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20)
+_WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+Values = float | Mapping[str, float]
+
+
+class Metrics:
+    """The counters of one service. Every method may be called from any thread, and takes microseconds."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._running = self._gauge("num_requests_running", "Requests that are being answered.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+        self._refused = self._counter("admission_rejections", "Requests refused because the queue was full.")
+        self._queued = self._times("request_queue_time_seconds", "In the queue.", _WHOLE)
+        self._first = self._times("time_to_first_token_seconds", "Until the first token.", _FIRST)
+        self._between = self._times("inter_token_latency_seconds", "From token to token.", _BETWEEN)
+        self._whole = self._times("e2e_request_latency_seconds", "Until the last token.", _WHOLE)
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts, the stored ones among them.")
+        self._written = self._counter("generation_tokens", "Tokens of answers.")
+        self._looked_up = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up.")
+        self._found = self._counter("prefix_cache_hits", "Tokens of prompts that were stored or remembered.")
+        self._success = self._counter(
+            "request_success", "Answers, by why they ended.", ("model_name", "finished_reason")
+        )
+        self._rows = self._times("iteration_rows", "Requests that share a forward pass.", _COUNTS, ())
+        self._tokens = self._times("iteration_tokens_total", "Tokens of a forward pass.", _COUNTS, ())
+        self._passes = self._times("iteration_seconds", "Seconds of a forward pass.", _BETWEEN, ())
+        self._fetched = self._counter("stored_kv_read_bytes", "Stored keys and values that were read.", ())
+        self._bus = self._counter("bus_bytes", "Bytes sent to a device and back.", ())
+        self._attended = self._counter(
+            "attended_tokens", "Stored tokens attended to, for every layer and query head.", ()
+        )
+        self._hits = self._counter("device_cache_hits", "Rows that the device's cache held.", ())
+        self._misses = self._counter("device_cache_misses", "Rows that the device's cache did not hold.", ())
+        stages = self._counter("iteration_stage_seconds", "Seconds of passes, by stage.", ("stage",))
+        self._stages = {stage: stages.labels(stage) for stage in ("search", "gather", "attend")}
+        self._models: dict[str, _OfModel] = {}
+
+    def watch(self, model: str) -> Watch:
+        """Follow a request from now, its submission, on; `model` is a name of the catalog."""
+        return Watch(self._of(model))
+
+    def passed(self, rows: int, tokens: int, seconds: float, stats: StepStats) -> None:
+        """A forward pass of `tokens` tokens of `rows` requests; `stats` are the pass' own."""
+        self._rows.observe(rows)
+        self._tokens.observe(tokens)
+        self._passes.observe(seconds)
+        for counter, amount in (
+            (self._fetched, stats.bytes_moved),
+            (self._bus, stats.bus_bytes),
+            (self._attended, stats.selected),
+            (self._hits, stats.cache_hits),
+            (self._misses, stats.cache_misses),
+        ):
+            counter.inc(amount)
+        for stage, seconds_of in self._stages.items():
+            seconds_of.inc(getattr(stats, f"{stage}_s"))
+
+    def read(self, name: str, about: str, value: Callable[[], Values], label: str = "model_name") -> None:
+        """A gauge that is read whenever somebody looks: `value` gives a number, or numbers by `label`."""
+        self.registry.register(_Read(f"{PREFIX}:{name}", about, value, label))
+
+    def text(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self.registry)
+
+    def _of(self, model: str) -> _OfModel:
+        if model not in self._models:
+            self._models[model] = _OfModel(self, model)
+        return self._models[model]
+
+    def _gauge(self, name: str, about: str, labels: Sequence[str] = ("model_name",)) -> Gauge:
+        return Gauge(f"{PREFIX}:{name}", about, labels, registry=self.registry)
+
+    def _counter(self, name: str, about: str, labels: Sequence[str] = ("model_name",)) -> Counter:
+        return Counter(f"{PREFIX}:{name}", about, labels, registry=self.registry)
+
+    def _times(
+        self, name: str, about: str, buckets: Sequence[float], labels: Sequence[str] = ("model_name",)
+    ) -> Histogram:
+        return Histogram(f"{PREFIX}:{name}", about, labels, buckets=buckets, registry=self.registry)
+
+
+class _OfModel:
+    """The metrics of one model, looked up once."""
+
+    def __init__(self, own: Metrics, model: str):
+        self.model = model
+        self.running, self.waiting = own._running.labels(model), own._waiting.labels(model)
+        self.queued, self.first = own._queued.labels(model), own._first.labels(model)
+        self.between, self.whole = own._between.labels(model), own._whole.labels(model)
+        self.refused = own._refused.labels(model)
+        self.prompt, self.written = own._prompt.labels(model), own._written.labels(model)
+        self.looked_up, self.found = own._looked_up.labels(model), own._found.labels(model)
+        self.ended = {
+            reason: own._success.labels(model, reason) for reason in ("stop", "length", "abort", "error")
+        }
+
+
+class Watch:
+    """One request: it waits, starts, tells its events, and ends, by its last event or given up.
+
+    Its figures go to the metrics, and to the line that is logged of the HTTP request it came with.
+    """
+
+    def __init__(self, counts: _OfModel):
+        self._counts = counts
+        self._began = time.perf_counter()
+        self._last: dict[int, float] = {}
+        self._first: float | None = None
+        self._reasons: list[str] = []
+        self._tokens = 0
+        self._started = self._over = False
+        self._line = logs.line()
+        self._line["model"] = counts.model
+        counts.waiting.inc()
+
+    def started(self) -> None:
+        """It leaves the queue."""
+        self._started = True
+        self._counts.waiting.dec()
+        self._counts.running.inc()
+        self._counts.queued.observe(time.perf_counter() - self._began)
+
+    def event(self, event: Event) -> None:
+        """What it is told, in the order of the events; nothing more counts when it has ended."""
+        if self._over:
+            return
+        match event:
+            case Prompted(usage):
+                self._prompted(usage)
+            case Delta(index, _, tokens) if tokens:
+                self._written(index, len(tokens))
+            case Ended(_, finish):
+                self._counts.ended[finish].inc()
+                self._reasons.append(finish)
+            case Done():
+                self._end(",".join(self._reasons))
+            case Failed(error):
+                self._line["error"] = type(error).__name__
+                if isinstance(error, Busy) and not self._started:
+                    self._counts.refused.inc()
+                self._counts.ended["error"].inc()
+                self._end("error")
+
+    def aborted(self) -> None:
+        """Its client has gone; nothing where it has ended already."""
+        if not self._over:
+            self._counts.ended["abort"].inc()
+            self._end("abort")
+
+    def _prompted(self, usage: Usage) -> None:
+        counts = self._counts
+        counts.prompt.inc(usage.prompt)
+        counts.looked_up.inc(usage.prompt)
+        counts.found.inc(usage.cached)
+        self._line |= {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached}
+
+    def _written(self, index: int, tokens: int) -> None:
+        counts, now = self._counts, time.perf_counter()
+        if self._first is None:
+            self._first = now
+            counts.first.observe(now - self._began)
+            self._line["first_token_s"] = round(now - self._began, 4)
+        if index in self._last:
+            for _ in range(tokens):
+                counts.between.observe((now - self._last[index]) / tokens)
+        self._last[index] = now
+        self._tokens += tokens
+        counts.written.inc(tokens)
+        self._line["completion_tokens"] = self._tokens
+
+    def _end(self, finish: str) -> None:
+        counts, now = self._counts, time.perf_counter()
+        self._over = True
+        (counts.running if self._started else counts.waiting).dec()
+        counts.whole.observe(now - self._began)
+        self._line["finish"] = finish
+        if self._first is not None and self._tokens > 1:
+            self._line["tokens_per_s"] = round((self._tokens - 1) / max(now - self._first, 1e-9), 1)
+
+
+class _Read:
+    """A gauge that is asked for its value."""
+
+    def __init__(self, name: str, about: str, value: Callable[[], Values], label: str):
+        self.name, self.about, self.value, self.label = name, about, value, label
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """So that registering does not read it."""
+        return [GaugeMetricFamily(self.name, self.about)]
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Its samples now."""
+        value = self.value()
+        if isinstance(value, Mapping):
+            family = GaugeMetricFamily(self.name, self.about, labels=[self.label])
+            for key, one in value.items():
+                family.add_metric([key], one)
+            yield family
+        else:
+            yield GaugeMetricFamily(self.name, self.about, value=value)

@@ -1,0 +1,286 @@
+"""Servers on the machines of a Ray cluster, behind one front: Ray Serve keeps the replicas and chooses among
+them, by the store that a request names. The only file of the server that knows ray.
+
+A replica opens the stores that it is asked for, and pulls them from a bucket first where that is their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from offload_decode.errors import ConfigError, OffloadDecodeError, StoreBusy, StoreExists, StoreNotFound
+from offload_decode.planning.caps import apply_caps
+from offload_decode.prefill_jobs.buckets import is_url, pull
+from offload_decode.prefill_jobs.buckets.bucket import Bucket
+from offload_decode.prefill_jobs.buckets.cache import user_cache
+from offload_decode.prefill_jobs.on_ray.cluster import connected, installed, shares
+from offload_decode.server import logs
+from offload_decode.server.catalog import SUFFIX, Catalog, Entry, model_name, readable
+from offload_decode.server.errors import Busy
+from offload_decode.server.http.app import create_app
+from offload_decode.server.http.errors import refused
+from offload_decode.server.http.front import STORES, Lost, run
+from offload_decode.server.service import Service
+from offload_decode.server.settings import Settings
+from offload_decode.store.format import Manifest
+from offload_decode.store.metadata import ROOT, header_of
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message
+
+APP = "offload-decode"
+_POLL_S = 1.0
+_HEALTH_S = 2.0
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every replica is told. `places` are stores and folders on its own machine; `far` are stores in
+    buckets, by URL, which are pulled to their paths there.
+    """
+
+    places: tuple[Path, ...]
+    far: Mapping[str, Entry]
+    settings: Settings
+    log_format: Literal["text", "json"] = "text"
+
+
+def plan_for(
+    stores: Sequence[str], settings: Settings, cache: Path, log_format: Literal["text", "json"] = "text"
+) -> Plan:
+    """For paths and URLs; those of buckets are pulled into `cache`, a folder of the replica's machine. Raises
+    what a bucket that cannot be read raises, and `ConfigError` for two of one name.
+    """
+    places = tuple(Path(os.path.abspath(store)) for store in stores if not is_url(store))
+    far = {url: _far(url, cache) for url in stores if is_url(url)}
+    if len({entry.name for entry in far.values()}) < len(far):
+        raise ConfigError(
+            "two stores in buckets have one name: serve one of them, or copy it to another name"
+        )
+    return Plan(places, far, settings, log_format)
+
+
+def _far(url: str, cache: Path) -> Entry:
+    """A store that is still in its bucket: its manifest alone is read."""
+    bucket = Bucket(url)
+    header = header_of(bucket.read(f"{bucket.name}/{ROOT}") or b"")
+    if header is None:
+        raise StoreNotFound(f"there is no store at {url}: push one there first")
+    manifest = Manifest.from_json(header)
+    name = PurePosixPath(bucket.name).name.removesuffix(SUFFIX)
+    return Entry(
+        name=readable(name),
+        path=cache / f"{name}{SUFFIX}",
+        base=model_name(manifest.model_id),
+        model_id=manifest.model_id,
+        dtype=manifest.dtype,
+        weights=manifest.weights,
+        tokens=manifest.n_tokens,
+        documents=0,
+        created=0,
+        digest="",
+        recall=None,
+    )
+
+
+class Shelves(Catalog):
+    """A catalog that names the stores of buckets too, before they are here."""
+
+    def __init__(self, plan: Plan):
+        self._far = {entry.name: entry for entry in plan.far.values()}
+        caches = {entry.path.parent for entry in self._far.values() if entry.path is not None}
+        for cache in caches:
+            cache.mkdir(parents=True, exist_ok=True)
+        super().__init__([*plan.places, *sorted(caches)], plan.settings.config.model)
+
+    def entries(self) -> tuple[Entry, ...]:
+        here = super().entries()
+        return (
+            *here,
+            *(entry for name, entry in self._far.items() if name not in {one.name for one in here}),
+        )
+
+    def entry(self, name: str) -> Entry:
+        found = next((one for one in self.entries() if one.name == name), None)
+        return found or super().entry(name)
+
+
+class Replica:
+    """A whole server, in a process of its own; `serve.deployment` makes it one of several."""
+
+    def __init__(self, plan: Plan) -> None:
+        settings = plan.settings
+        apply_caps(settings.caps, settings.config.device)
+        logs.configure(plan.log_format)
+        self.far = {entry.name: (url, entry) for url, entry in plan.far.items()}
+        self.service = Service(Shelves(plan), settings)
+        self.service.preload()
+        self.app = create_app(self.service)
+        # Ray is told of what this has given, and sends requests for it here.
+        self.hold = _serve().multiplexed(max_num_models_per_replica=settings.max_open)(self._holder())
+
+    async def ask(self, scope: Mapping[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
+        """Answer a request; see `front.Replicas`."""
+        name = _serve().get_multiplexed_model_id()
+        app: ASGIApp = self.app
+        try:
+            if name == STORES or self._is_store(name):
+                await self.hold(name)
+        except OffloadDecodeError as error:
+            app = refused(error).response()
+        async with aclosing(run(app, scope, body)) as answered:
+            async for messages in answered:
+                yield messages
+
+    async def metrics(self) -> bytes:
+        """What it counts."""
+        return await asyncio.to_thread(self.service.metrics.text)
+
+    def _is_store(self, name: str) -> bool:
+        return any(entry.name == name and entry.path for entry in self.service.catalog.entries())
+
+    def _holder(self) -> Callable[[str], Awaitable[Held]]:
+        async def hold(name: str) -> Held:
+            if name in self.far:
+                await asyncio.to_thread(self._fetch, *self.far[name])
+            return Held(self.service, name)
+
+        return hold
+
+    def _fetch(self, url: str, entry: Entry) -> None:
+        """Pull a store, unless it is here; another replica of this machine may be at it. Then load its
+        model.
+        """
+        assert entry.path is not None, "a store has a path"
+        while not entry.path.exists():
+            try:
+                pull(url, entry.path)
+            except StoreBusy:
+                time.sleep(_POLL_S)
+            except StoreExists:
+                break
+        self.service.catalog.refresh()
+        self.service.residents.preload(self.service.catalog.entry(entry.name)).result()
+
+
+class Held:
+    """A store that a replica has open, until it is given up for another."""
+
+    def __init__(self, service: Service, name: str):
+        self._service, self._name = service, name
+
+    def __del__(self) -> None:
+        self._service.residents.forget(self._name)
+
+
+class RayReplicas:
+    """`front.Replicas`, through a handle of Ray Serve."""
+
+    def __init__(self, handle: Any):
+        self._handle = handle
+        self._errors = importlib.import_module("ray.exceptions")
+        self._refusals = importlib.import_module("ray.serve.exceptions")
+
+    async def ask(self, name: str, scope: Mapping[str, Any], body: bytes) -> AsyncGenerator[list[Message]]:
+        handle = self._handle.options(stream=True, multiplexed_model_id=name)
+        answering = handle.ask.remote(dict(scope), body)
+        try:
+            async for messages in answering:
+                yield messages
+        except self._refusals.BackPressureError:
+            raise Busy("all servers are at work: try again in a moment") from None
+        except (self._errors.RayActorError, self._refusals.DeploymentUnavailableError) as error:
+            raise Lost from error
+        finally:
+            answering.cancel()
+
+    async def metrics(self) -> bytes:
+        """Of all replicas, each under its number."""
+        told = await self._handle.broadcast("metrics").results_async(timeout_s=10, return_exceptions=True)
+        return merged([text for text in told if isinstance(text, bytes)])
+
+
+def merged(texts: list[bytes]) -> bytes:
+    """Metrics of several servers as one text, with a label `replica`."""
+    families: dict[str, Metric] = {}
+    for number, text in enumerate(texts):
+        for family in text_string_to_metric_families(text.decode()):
+            whole = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type, family.unit)
+            )
+            for sample in family.samples:
+                labels = {**sample.labels, "replica": str(number)}
+                whole.samples.append(sample._replace(labels=labels))
+    registry = CollectorRegistry()
+    registry.register(_Collected(list(families.values())))
+    return generate_latest(registry)
+
+
+class _Collected:
+    def __init__(self, families: list[Metric]):
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+@contextmanager
+def on_ray(plan: Plan, replicas: int | None = None) -> Iterator[RayReplicas]:
+    """Replicas on the cluster that RAY_ADDRESS names, or on this machine alone, one for each GPU or for each
+    machine where nothing else is said. They end with the block. Raises `ConfigError` where Ray is not
+    installed, `OffloadDecodeError` where no cluster answers.
+    """
+    ray = installed("--on ray")
+    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ConfigError(
+            "answers cannot be streamed through a Ray client: run this on a machine of the cluster, with "
+            "RAY_ADDRESS=auto"
+        )
+    settings = plan.settings
+    with connected(ray, "ray"):
+        count, share = shares(ray, replicas, settings.config.device)
+        serve = _serve()
+        deployed = serve.deployment(
+            name=APP,
+            num_replicas=count,
+            ray_actor_options=share,
+            max_ongoing_requests=settings.max_running,
+            max_queued_requests=settings.max_waiting,
+            health_check_period_s=_HEALTH_S,
+            graceful_shutdown_timeout_s=_GRACE_S,
+        )(Replica)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(proxy_location="Disabled")
+        name = f"{APP}-{uuid4().hex[:8]}"  # others may serve on the same cluster
+        try:
+            yield RayReplicas(serve.run(deployed.bind(plan), name=name, route_prefix=None))
+        finally:
+            if os.environ.get("RAY_ADDRESS"):
+                serve.delete(name)
+            else:
+                serve.shutdown()
+
+
+def cache_for(stores: Sequence[str]) -> Path:
+    """Where a machine keeps the stores that it pulled: a folder for each list of stores."""
+    return user_cache() / "served" / hashlib.sha256("\n".join(stores).encode()).hexdigest()[:16]
+
+
+def _serve() -> Any:
+    return importlib.import_module("ray.serve")

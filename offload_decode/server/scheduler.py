@@ -1,0 +1,312 @@
+"""Continuous batching: what is asked of many stores and models, run together step by step in one thread.
+
+Each step runs one token of every answer that is being written, and a part of the prompts that are not read
+yet; conversations that may share a forward pass do (`engine.joint`), the others take turns. Requests join and
+leave between steps. Nothing here knows HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from offload_decode.engine.citations import cite
+from offload_decode.engine.joint import join_key, run_turns
+from offload_decode.errors import OffloadDecodeError
+from offload_decode.memory import give_back
+from offload_decode.selection.budgets import PASS_TOKENS
+from offload_decode.server.answering import Answering, Part
+from offload_decode.server.errors import Busy, TimedOut, TooLarge
+from offload_decode.server.metrics import Metrics
+from offload_decode.server.requests import Done, Emit, Failed, Request
+from offload_decode.server.residents import Resident
+from offload_decode.server.settings import Settings
+from offload_decode.server.tails import Tails
+from offload_decode.types import StepStats
+
+LOG = logging.getLogger("offload_decode.server")
+LEAST_SHARE = 16
+"""Tokens of prompts in a step, however slow they are."""
+IDLE_S = 1.0
+"""Seconds without a request after which freed memory goes back to the system."""
+STEP_S = 0.25
+"""Seconds by which prompts may delay the next token of the answers that are being written."""
+
+
+class Ticket:
+    """A request that was taken on."""
+
+    def __init__(self, scheduler: Scheduler, answering: Answering):
+        self._scheduler = scheduler
+        self._answering = answering
+
+    @property
+    def id(self) -> str:
+        """As the request's."""
+        return self._answering.request.id
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: it is dropped before the next step. Any thread may say so."""
+        self._scheduler.cancel(self._answering)
+
+
+class Scheduler:
+    """Takes requests from any thread, and answers them in one of its own."""
+
+    def __init__(self, settings: Settings, tails: Tails, metrics: Metrics):
+        self.settings = settings
+        self.tails = tails
+        self.metrics = metrics
+        self._waiting: deque[Answering] = deque()
+        self._running: list[Answering] = []
+        self._pace: dict[str, float] = {}  # seconds for a token of a prompt, by model
+        self._changed = threading.Condition()
+        self._closing = self._stopped = False
+        self._ending = ThreadPoolExecutor(1, "ending")  # what follows an answer keeps no other waiting
+        self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, resident: Resident, emit: Emit) -> Ticket:
+        """Take on a request; its events go to `emit`, from the scheduler's threads, one after another.
+
+        Raises `Busy` where too many wait, and `TooLarge` for what can never run.
+        """
+        answering = Answering(request, resident, emit, self.metrics.watch(resident.entry.name))
+        try:
+            self._check(answering)
+            with self._changed:
+                full = len(self._waiting) >= max(self.settings.max_waiting, 1)
+                if full or self._closing:
+                    raise Busy(
+                        "the server is being stopped"
+                        if self._closing
+                        else f"{len(self._waiting)} requests are waiting already: try again in a moment"
+                    )
+                self._waiting.append(answering)
+                self._changed.notify()
+        except OffloadDecodeError as error:
+            answering.refuse(error)
+            raise
+        return Ticket(self, answering)
+
+    def cancel(self, answering: Answering) -> None:
+        """Drop a request before the next step, and free what it holds."""
+        with self._changed:
+            answering.cancelled = True
+            self._changed.notify()
+
+    def count(self) -> tuple[int, int]:
+        """Requests that run and that wait."""
+        with self._changed:
+            return len(self._running), len(self._waiting)
+
+    def uses(self, name: str) -> bool:
+        """Whether a name is being answered from, or an answer of it is being put away."""
+        with self._changed:
+            if any(one.resident.entry.name == name for one in (*self._running, *self._waiting)):
+                return True
+        with suppress(RuntimeError):  # the scheduler is closed: nothing is put away any more
+            self._ending.submit(int).result()  # all that has ended before is put away then
+        return False
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Take on nothing more; what runs has so many seconds to end, and is then ended."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+            self._changed.wait_for(lambda: not (self._running or self._waiting), grace_s)
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join(timeout=60)
+        self._ending.shutdown()
+
+    def _check(self, answering: Answering) -> None:
+        request, settings = answering.request, self.settings
+        if len(request.tokens) > settings.max_prompt:
+            raise TooLarge(
+                f"the prompt has {len(request.tokens):,} tokens, and this server takes "
+                f"{settings.max_prompt:,}"
+            )
+        if request.n > settings.max_running:
+            raise TooLarge(f"this server writes at most {settings.max_running} answers at a time")
+        if answering.bytes > settings.running_bytes:
+            raise TooLarge(
+                "the prompt and its answers need more memory than this server has for them: ask for fewer "
+                "tokens, or fewer answers"
+            )
+
+    def _work(self) -> None:
+        patience: float | None = None
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(self._asked, patience):
+                    give_back()
+                    patience = None
+                    continue
+                patience = IDLE_S
+                if self._closing and not self._running and not self._waiting:
+                    return
+            try:
+                self._step()
+            except Exception as error:  # whatever it was, the next request is answered
+                LOG.exception("a step of the scheduler failed")
+                for answering in list(self._running):
+                    self._fail(answering, error)
+
+    def _asked(self) -> bool:
+        return bool(self._running or self._waiting or self._closing)
+
+    def _step(self) -> None:
+        """One token of every answer, and a part of the prompts."""
+        self._drop_gone()
+        self._admit()
+        groups: dict[Hashable, list[Answering]] = defaultdict(list)
+        whole = [one for one in self._running if one.prompting and one.whole]
+        for answering in self._running:
+            if answering in whole[1:]:
+                continue  # of questions that run whole, one in a step
+            key = join_key(answering.conversation)
+            groups[answering if key is None else key].append(answering)
+        asking = sum(any(one.prompting for one in group) for group in groups.values())
+        for group in groups.values():
+            self._run(self._parts(group, asking))
+        for answering in [one for one in self._running if one.done]:
+            self._end(answering)
+        if not self._running:
+            with self._changed:
+                self._changed.notify_all()  # `close` waits for this
+
+    def _drop_gone(self) -> None:
+        now = time.perf_counter()
+        with self._changed:
+            here = [*self._running, *self._waiting]
+        for answering in here:
+            if answering.cancelled:
+                self._leave(answering)
+                answering.abort()
+            elif self._stopped:
+                self._fail(answering, Busy("the server is being stopped: ask again in a moment"))
+            elif now > answering.deadline:
+                limit = answering.deadline - answering.submitted
+                self._fail(answering, TimedOut(f"the answer was not whole after {limit:g} seconds"))
+
+    def _admit(self) -> None:
+        """Begin what waits, in its order, as far as there is room."""
+        while True:
+            with self._changed:
+                rows = sum(one.request.n for one in self._running)
+                held = sum(one.bytes for one in self._running)
+                first = self._waiting[0] if self._waiting else None
+                if first is None:
+                    return
+                fits = rows + first.request.n <= self.settings.max_running
+                if not fits or held + first.bytes > self.settings.running_bytes:
+                    return
+                self._running.append(self._waiting.popleft())
+            try:
+                # Each token that is scored must be run.
+                scored = first.request.prompt_logprobs is not None
+                key, tokens = first.resident.key, first.request.tokens
+                first.begin(None if scored else self.tails.take(key, tokens))
+            except Exception as error:  # noqa: BLE001  # of this request alone
+                self._fail(first, error)
+
+    def _parts(self, group: Sequence[Answering], asking: int) -> list[Part]:
+        """What a group runs in one pass: a token of every answer, and prompts, the shortest first, but some
+        of the oldest in any case. So many groups are `asking` in this step.
+        """
+        parts = [part for one in group if not one.prompting for part in one.parts()]
+        prompts = sorted((one for one in group if one.prompting), key=lambda one: one.prompting)
+        if not prompts:
+            return parts
+        if prompts[0].whole:
+            return parts + prompts[0].parts(prompts[0].prompting)
+        left = self._share(prompts[0].resident, asking)
+        oldest = min(prompts, key=lambda one: one.submitted)
+        shares = {oldest: min(oldest.prompting, max(LEAST_SHARE, left // 4))}
+        left -= shares[oldest]
+        for one in prompts:
+            before = shares.get(one, 0)
+            more = max(0, min(one.prompting - before, left))
+            shares[one], left = before + more, left - more
+        return parts + [part for one, share in shares.items() if share for part in one.parts(share)]
+
+    def _share(self, resident: Resident, asking: int) -> int:
+        """Tokens of prompts in one pass: fewer while answers are being written, and the more groups ask."""
+        pace = self._pace.get(resident.loaded.model_id)
+        if pace is None or all(one.prompting for one in self._running):
+            return PASS_TOKENS
+        return max(LEAST_SHARE, min(PASS_TOKENS, int(STEP_S / pace / asking)))
+
+    def _run(self, parts: Sequence[Part]) -> None:
+        """One pass; where it fails, each part on its own, so that one request takes no other along."""
+        began = time.perf_counter()
+        try:
+            logits = run_turns([part.turn for part in parts])
+        except Exception as error:  # noqa: BLE001  # of the requests that it concerns
+            if len(parts) == 1:
+                self._fail(parts[0].answering, error)
+            else:
+                for part in parts:
+                    if part.answering in self._running:
+                        self._run([part])
+            return
+        self._count(parts, time.perf_counter() - began)
+        for part, one in zip(parts, logits, strict=True):
+            if part.answering not in self._running:  # another of its answers failed
+                continue
+            try:
+                part.took(one)
+            except Exception as error:  # noqa: BLE001  # of this request alone
+                self._fail(part.answering, error)
+
+    def _count(self, parts: Sequence[Part], seconds: float) -> None:
+        stats, tokens = StepStats(), 0
+        for part in parts:
+            own = part.turn.conversation.prefix.take_stats()
+            part.answering.stats.add(own)
+            stats.add(own)
+            tokens += len(part.turn.tokens)
+        self.metrics.passed(len(parts), tokens, seconds, stats)
+        if tokens - len(parts) >= LEAST_SHARE:
+            model = parts[0].answering.resident.loaded.model_id
+            self._pace[model] = 0.5 * self._pace.get(model, seconds / tokens) + 0.5 * seconds / tokens
+
+    def _end(self, answering: Answering) -> None:
+        with self._changed:  # `uses` must not look between these two
+            self._leave(answering)
+            self._ending.submit(self._ended, answering)
+
+    def _ended(self, answering: Answering) -> None:
+        """Remember the turn, and say what it attended to."""
+        try:
+            found = None
+            if answering.watch is not None:
+                store, loaded = answering.resident.start.store, answering.resident.loaded
+                found = cite(answering.watch, store, loaded.known_tokenizer)
+            for conversation in answering.conversations():
+                conversation.prefix.watches = ()
+                self.tails.keep(answering.resident.key, conversation)
+            answering.emit(Done(answering.usage, answering.stats, found))
+        except Exception as error:
+            LOG.exception("the end of a request failed")
+            answering.emit(Failed(error))
+        answering.forget()
+
+    def _fail(self, answering: Answering, error: Exception) -> None:
+        if not isinstance(error, OffloadDecodeError):
+            LOG.error("request %s failed", answering.request.id, exc_info=error)
+        self._leave(answering)
+        answering.emit(Failed(error))
+        answering.forget()
+
+    def _leave(self, answering: Answering) -> None:
+        with self._changed:
+            for place in (self._running, self._waiting):
+                if answering in place:
+                    place.remove(answering)
