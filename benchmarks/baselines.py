@@ -20,10 +20,10 @@ from benchmarks.fidelity import Ids, Sample
 from benchmarks.layers import Float32, Layer
 from benchmarks.traffic import Traffic
 from benchmarks.ways import BASELINE, Maker, Way
-from offload_decode.indexes import backends
-from offload_decode.indexes.rows import encodings
+from offload_decode.common.rows import encodings
+from offload_decode.indexes import registry
 
-faiss = backends.faiss()
+faiss = registry.faiss()
 
 LINKS, CONSTRUCTION_EF = 32, 100
 LISTS = 4  # times the square root of the number of keys
@@ -119,7 +119,7 @@ def hnsw(layer: Layer) -> Maker:
 
 def hnswlib(layer: Layer) -> Maker:
     """The graphs of HNSW's authors."""
-    library = backends.hnswlib()
+    library = registry.hnswlib()
     began = time.perf_counter()
     built = []
     for keys in layer.keys:

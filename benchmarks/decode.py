@@ -33,18 +33,18 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from benchmarks import history, machine, tables
+from offload_decode.attention.rows import Rows, tensor_view
+from offload_decode.common.memory import total_memory
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.ruler import ASK
+from offload_decode.hf.attention import NAME, prefix_attention, tail_mask
+from offload_decode.hf.cache import PrefixLayer
+from offload_decode.hf.compat import generate_name
 from offload_decode.indexes import registry
-from offload_decode.kernels.rows import Rows, tensor_view
-from offload_decode.kv.head_indexes import indexes_folder
-from offload_decode.memory import total_memory
-from offload_decode.models.arguments import generate_name
-from offload_decode.models.attention import NAME, prefix_attention, tail_mask
-from offload_decode.models.cache import PrefixLayer
+from offload_decode.kv.indexes import indexes_folder
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.layers import Float32, Layer
-from offload_decode.indexes.rows import encodings
+from offload_decode.common.rows import encodings
 
 ENOUGH = 0.99  # of the oracle's mass, on average: below, a time does not count
 BLOCK = 1 << 16

@@ -19,12 +19,12 @@ QUESTION = "What is the special magic number for brisk-lantern mentioned in the 
 
 def main(store: str, selector: str, *options: str) -> None:
     began = time.perf_counter()
-    from offload_decode.models.lean import import_lean
+    from offload_decode.common.fast_import import import_lean
 
     import_lean()  # as the commands do
+    from offload_decode.common.rows.scan import ordered
     from offload_decode.config import split_pairs
     from offload_decode.engine.engine import Engine
-    from offload_decode.indexes.rows.scan import ordered
 
     ordered(1.0)  # Numba imports the rest of itself when the first function is called
     faults, read = _major_faults(), _read_bytes()

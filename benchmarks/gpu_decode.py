@@ -37,15 +37,15 @@ from benchmarks import fidelity, layers, machine, traffic
 from benchmarks.gpu_prefill import EIGHT_BILLION, TINY
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.evals.made_with import made_with
-from offload_decode.models.captured import WORTH, CapturedForward, report
+from offload_decode.hf.cuda_graphs import WORTH, CapturedForward, report
 from offload_decode.models.fingerprints import weights_hash
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.models.quantised import check_weights, quantise
-from offload_decode.planning import bandwidth
+from offload_decode.models.made_with import made_with
+from offload_decode.models.quantization import check_weights, quantise
+from offload_decode.planning import speed
 from offload_decode.planning.caps import Caps, apply_caps
-from offload_decode.planning.request import Workload
-from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.planning.sizes import Workload
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.reader import KVStore
 from offload_decode.store.writer import KVStoreWriter
@@ -186,7 +186,7 @@ def main() -> int:
     depth = len(loaded.shape.layers)
     steps = (WARM_UP + given.decode) * -(-depth // given.distinct)
     host = machine.measure(1 << 22) if given.tiny else machine.measure()
-    rates = bandwidth.measure(
+    rates = speed.measure(
         loaded.shape, loaded.dtype, Workload(given.tokens, budget=str(given.budget)), device
     )
     table = loaded.model.get_input_embeddings().weight  # one row of it is read

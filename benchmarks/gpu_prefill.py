@@ -25,19 +25,17 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload_decode.cli.counts import byte_count
+from offload_decode.cli.options import byte_count
+from offload_decode.common.memory import own_memory
 from offload_decode.config import STREAMED, split_pairs
-from offload_decode.evals.made_with import made_with
-from offload_decode.memory import own_memory
-from offload_decode.models.devices import device_room
+from offload_decode.hf.compat import device_room
+from offload_decode.models.layer_streaming import stream
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.models.outline import outline_of
-from offload_decode.models.streamed import stream
+from offload_decode.models.made_with import made_with
+from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.caps import Caps, apply_caps
-from offload_decode.planning.prefill_rates import measure_prefill
-from offload_decode.planning.prefill_time import prefill_time
-from offload_decode.planning.request import Workload
-from offload_decode.planning.sizes import kept_tokens
+from offload_decode.planning.prefill_speed import measure_prefill, prefill_time
+from offload_decode.planning.sizes import Workload, kept_tokens
 from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill_tokens
 from offload_decode.types import Document
 

@@ -25,8 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from offload_decode.pages import reference as paging
-from offload_decode.pages.reference import SCALE_PAGES, PageBounds
+from offload_decode.attention import pages_reference as paging
+from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
 from offload_decode.types import AttentionState
 
 BUDGET = 2048
@@ -148,7 +148,7 @@ def measure(
     device: torch.device,
 ) -> dict[str, object]:
     """One row of the table: scoring, top-k and attention of one layer's step for one token."""
-    from offload_decode.pages import device as device_pages
+    from offload_decode.attention import pages_device as device_pages
 
     kv_heads, group = heads
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload_decode.indexes.arrays import aligned
+from offload_decode.indexes.files import aligned
 from offload_decode.store.reader import KVStore
 
 Array = npt.NDArray[Any]

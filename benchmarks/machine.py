@@ -1,6 +1,6 @@
 """What this machine's memory moves, measured in a second or two by loops that do nothing else.
 
-`offload_decode.planning.bandwidth` measures the engine's own code; these are the bounds that any code meets:
+`offload_decode.planning.speed` measures the engine's own code; these are the bounds that any code meets:
 reading in order, reading rows of 256 bytes (a key of 128 halves) from random places, and copying.
 """
 
@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from offload_decode.evals.made_with import cpu_name
-from offload_decode.indexes.rows.prefetch import prefetch_row
-from offload_decode.memory import total_memory
+from offload_decode.common.memory import total_memory
+from offload_decode.common.rows.loops import prefetch_row
+from offload_decode.models.made_with import cpu_name
 
 BYTES = 512 << 20  # far beyond the caches
 ROW = 256

@@ -21,11 +21,11 @@ from typing import Any
 from offload_decode.config import split_pairs
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.made_with import made_with
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import insert, string_match
 from offload_decode.evals.tasks.ruler import ASK, FACT, MultiKeyNeedle
 from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.made_with import made_with
 
 NEEDLES = 10
 DEPTHS = tuple((place + 0.5) / NEEDLES for place in range(NEEDLES))

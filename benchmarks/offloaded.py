@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from benchmarks.layers import Float32, Layer
 from benchmarks.traffic import Traffic
 from benchmarks.ways import BASELINE, Maker, Way
-from offload_decode.indexes.rows import encodings
+from offload_decode.common.rows import encodings
 
 LAYERS = 2  # alike: while one attends, the other's keys and values are on their way
 

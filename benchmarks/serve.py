@@ -27,7 +27,7 @@ from benchmarks.clients import Body, Load, Seen, ask, client, load
 from benchmarks.gguf_demo import write_demo
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.ruler import ASK
-from offload_decode.kv.head_indexes import indexes_folder
+from offload_decode.kv.indexes import indexes_folder
 from offload_decode.models.checkpoint import source_of
 from offload_decode.store.reader import KVStore
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import tables
-from offload_decode.evals.made_with import cpu_name
+from offload_decode.models.made_with import cpu_name
 
 ROOT = Path(__file__).parent.parent
 QUESTION = "What is this about?"

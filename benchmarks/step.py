@@ -30,10 +30,10 @@ from benchmarks.fidelity import Truth, truth
 from benchmarks.layers import Layer
 from benchmarks.measured import Row
 from benchmarks.ways import WHOLE, Maker, index_way
+from offload_decode.attention.rows import tensor_view
+from offload_decode.common.errors import MissingBackend
+from offload_decode.common.memory import Peak
 from offload_decode.indexes import registry
-from offload_decode.indexes.errors import MissingBackend
-from offload_decode.kernels.rows import tensor_view
-from offload_decode.memory import Peak
 
 SMALL = 200_000  # tokens up to which baselines are built for all heads
 CAPTURED = 32_768  # tokens of the text that is prefilled where no store is given

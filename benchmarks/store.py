@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks import history, machine, tables
 from offload_decode.indexes import registry
-from offload_decode.kv.head_indexes import indexes_folder
+from offload_decode.kv.indexes import indexes_folder
 from offload_decode.store.format import KV_KINDS, Manifest, stored_types, token_hash
 from offload_decode.store.reader import KVStore
 from offload_decode.store.writer import KVStoreWriter

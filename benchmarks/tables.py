@@ -9,8 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from offload_decode.errors import ConfigError
-from offload_decode.indexes import durable
+from offload_decode.common import files
+from offload_decode.common.errors import ConfigError
 
 Points = Sequence[tuple[float, float]]
 
@@ -81,7 +81,7 @@ def draw(
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=130, facecolor="white")
     path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write(path, buffer.getvalue())
+    files.write(path, buffer.getvalue())
 
 
 def _matplotlib() -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.layers import Array, Float32, Layer
 from offload_decode.indexes.base import VectorIndex
-from offload_decode.indexes.clusters import ClusteredIndex
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.indexes.flat import FlatIndex
 
 

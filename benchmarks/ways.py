@@ -15,12 +15,12 @@ from benchmarks import traffic
 from benchmarks.fidelity import Ids, Sample
 from benchmarks.layers import Float32, Layer
 from benchmarks.traffic import Traffic
+from offload_decode.attention.pages import loaded_tokens
+from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries
 from offload_decode.indexes import registry
-from offload_decode.kv.host import HostKV
-from offload_decode.pages.dispatch import loaded_tokens
-from offload_decode.pages.reference import page_tokens
-from offload_decode.selection.selector import EVERYTHING
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.base import EVERYTHING
 from offload_decode.selectors.registry import create
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape, PageSelection, Selection, StepStats

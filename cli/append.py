@@ -23,9 +23,9 @@ from offload_decode.cli.options import (
     Store,
     rules_of,
 )
+from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import skipped_files
-from offload_decode.cli.progress import Progress
-from offload_decode.indexes import durable
+from offload_decode.common import files
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.append import AppendReport
@@ -88,7 +88,7 @@ def append(
     own = manifest.weights if weights == "auto" else weights
     admit_prefill(named, chunk, device, manifest.dtype, own, gpu_memory, ram)
     del earlier
-    with Progress(quiet) as progress, durable.synced(not no_sync):
+    with Progress(quiet) as progress, files.synced(not no_sync):
         report = run(
             store, corpus, model=model, device=device, weights=weights, rules=rules, progress=progress
         )

@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from offload_decode.cli import completion, output
-from offload_decode.cli.collected import Choosing, Collected, choosing, collected_of
-from offload_decode.cli.failures import FAILURE, exit_code, sentence
-from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli import options, output
+from offload_decode.cli.client import Manner, Reached, Server, check_left_to_server, reaching
+from offload_decode.cli.collections import Choosing, Collected, choosing, collected_of
+from offload_decode.cli.errors import FAILURE, exit_code, sentence
 from offload_decode.cli.limits import Asking, asking, check_here, opener
 from offload_decode.cli.options import (
     Cite,
+    From,
     MaxNewTokens,
     Quiet,
     WorkerCount,
     Workers,
     a_path,
     check_worker_count,
+    with_groups,
 )
-from offload_decode.cli.progress import Progress
+from offload_decode.cli.output import Progress
 from offload_decode.cli.questions import (
     Question,
     among,
@@ -35,8 +37,7 @@ from offload_decode.cli.questions import (
     read_answered,
     read_questions,
 )
-from offload_decode.cli.remote import Manner, Reached, Server, check_left_to_server, reaching
-from offload_decode.errors import ConfigError, OffloadDecodeError
+from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from offload_decode.types import CitedDocument
@@ -51,7 +52,7 @@ def batch(
             help="The stores to ask, or one collection, or its URL in a bucket.",
             show_default=False,
             parser=a_path,
-            autocompletion=completion.stores,
+            autocompletion=options.stores,
         ),
     ],
     questions: Annotated[

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from offload_decode.cli.limits import Asking
-from offload_decode.cli.progress import Progress
+from offload_decode.cli.output import Progress
 from offload_decode.cli.questions import Question, append_answers
-from offload_decode.errors import OffloadDecodeError
+from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.prefill_jobs.buckets.far_stores import FarStores
 from offload_decode.prefill_jobs.on_ray.asking import Given, Part, answer_on_ray
 from offload_decode.prefill_jobs.on_ray.cluster import Cluster

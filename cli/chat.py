@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
 from offload_decode.cli.ask import show
-from offload_decode.cli.failures import sentence
-from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli.client import Manner, Reached, Server, check_left_to_server, reaching
+from offload_decode.cli.errors import sentence
 from offload_decode.cli.limits import Asking, asking, open_engine
-from offload_decode.cli.options import MaxNewTokens, Seed, Store, Temperature, TopP
-from offload_decode.cli.remote import Manner, Reached, Server, check_left_to_server, reaching
+from offload_decode.cli.options import From, MaxNewTokens, Seed, Store, Temperature, TopP, with_groups
 from offload_decode.cli.transcript import Transcript
-from offload_decode.errors import OffloadDecodeError
+from offload_decode.common.errors import OffloadDecodeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

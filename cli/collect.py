@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.failures import FAILURE
-from offload_decode.cli.groups import From, with_groups
-from offload_decode.cli.making import Making, Running, making, running
+from offload_decode.cli.errors import FAILURE
 from offload_decode.cli.options import (
     Exclude,
     FollowLinks,
+    From,
     Glob,
     Json,
     NoSync,
@@ -24,11 +23,13 @@ from offload_decode.cli.options import (
     a_path,
     on_this_machine,
     rules_of,
+    with_groups,
 )
+from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import skipped_files
-from offload_decode.cli.progress import Progress
+from offload_decode.cli.prefill_options import Making, Running, making, running
+from offload_decode.common import files
 from offload_decode.demo_models import QUOTED
-from offload_decode.indexes import durable
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.collect import CollectReport
@@ -88,15 +89,14 @@ def collect(
     on_this_machine(out)
     rules = rules_of(glob, [*(exclude or []), *_itself(folder, metadata)], follow_links, [folder])
 
-    from offload_decode.prefill_jobs.collect import Maker
+    from offload_decode.prefill_jobs.collect import Maker, read_metadata
     from offload_decode.prefill_jobs.collect import collect as run
-    from offload_decode.prefill_jobs.metadata import read_metadata
 
     settings = made.settings
     described = None if metadata is None else read_metadata(metadata)
     run_as.admit(model, settings.chunk)
     maker = Maker(model, settings, run_as.device, run_as.dtype, run_as.weights)
-    with Progress(quiet) as progress, durable.synced(not no_sync):
+    with Progress(quiet) as progress, files.synced(not no_sync):
         report = run(folder, out, maker, rules=rules, metadata=described, drop=drop, progress=progress)
     if as_json:
         output.answer_json({"collection": out} | _as_json(report))

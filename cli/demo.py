@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.counts import token_count
-from offload_decode.cli.failures import FAILURE
-from offload_decode.cli.options import Device, Json, Quiet, a_path
-from offload_decode.cli.progress import Progress
+from offload_decode.cli.errors import FAILURE
+from offload_decode.cli.options import Device, Json, Quiet, a_path, token_count
+from offload_decode.cli.output import Progress
+from offload_decode.common.errors import ConfigError
 from offload_decode.demo_models import QUOTED
-from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
+    from offload_decode.evals.demo import Fact, Hidden
     from offload_decode.evals.side_by_side import Opened, WayAnswer
     from offload_decode.models.loading import LoadedModel
-    from offload_decode.prefill_jobs.build import BuildReport
-    from offload_decode.prefill_jobs.demo import Fact, Hidden
+    from offload_decode.prefill_jobs.indexing import BuildReport
     from offload_decode.prefill_jobs.job import PrefillReport
 
 TEXT, STORE = "python-topics.txt", "store"
@@ -79,8 +78,8 @@ def demo(
     say("Five facts are hidden in the Python documentation. Can they be found again from disk?")
 
     from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.evals.demo import hide_facts
     from offload_decode.models.loading import load
-    from offload_decode.prefill_jobs.demo import hide_facts
 
     tell_of_compiling()
     loaded = load(model, device)
@@ -112,15 +111,15 @@ def demo(
 
 
 def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet: bool) -> PrefillReport:
-    from offload_decode.indexes import durable
+    from offload_decode.common import files
     from offload_decode.prefill_jobs.corpus import TextDocument
     from offload_decode.prefill_jobs.job import prefill_texts
-    from offload_decode.store.publish import refuse_existing
+    from offload_decode.store.writer import refuse_existing
 
     say("\n1  Prefill: the text goes through the model once, and its keys and values stay on disk")
     refuse_existing(folder / STORE)
     folder.mkdir(parents=True, exist_ok=True)
-    durable.write(folder / TEXT, hidden.text.encode())
+    files.write(folder / TEXT, hidden.text.encode())
     with Progress(quiet) as progress:
         report = prefill_texts(loaded, [TextDocument(TEXT, hidden.text)], folder / STORE, progress=progress)
     say(f"   {folder / TEXT}{' (repeated, because it is too short)' if hidden.repeated else ''}")
@@ -133,8 +132,8 @@ def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet:
 
 def _index(store: Path, say: Say, quiet: bool) -> dict[str, BuildReport]:
     """The default index, and those beside it whose libraries are installed."""
-    from offload_decode.indexes.errors import MissingBackend
-    from offload_decode.prefill_jobs.build import build_indexes
+    from offload_decode.common.errors import MissingBackend
+    from offload_decode.prefill_jobs.indexing import build_indexes
 
     say("\n2  Index: each KV head's keys, so that a search need not read them all")
     built: dict[str, BuildReport] = {}
@@ -160,8 +159,8 @@ def _ways(built: Mapping[str, BuildReport]) -> list[str]:
 def _ask(
     store: Path, hidden: Hidden, built: Mapping[str, BuildReport], device: str, say: Say, quiet: bool
 ) -> tuple[Opened, list[WayAnswer]]:
+    from offload_decode.evals.demo import ask_in_new_process
     from offload_decode.evals.side_by_side import Way
-    from offload_decode.prefill_jobs.demo import ask_in_new_process
 
     ways = [
         Way(way, "dense", {}) if way == _DENSE else Way(way, "topk", {"budget": str(_BUDGET), "index": way})

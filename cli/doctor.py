@@ -10,14 +10,103 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import typer
 
-from offload_decode.cli import installed, output
-from offload_decode.cli.failures import FAILURE, sentence
+from offload_decode.cli import output
+from offload_decode.cli.errors import FAILURE, sentence
 from offload_decode.cli.options import Json
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
+
+# What is installed, by the metadata of the packages: nothing heavy is imported.
+
+PROJECT = "offload-decode"
+LIBRARIES = ("torch", "transformers", "numpy", "numba", "zarr")
+OPTIONAL = (
+    "hnswlib",
+    "triton",
+    "matplotlib",
+    "pypdf",
+    "python-docx",
+    "obstore",
+    "ray",
+    "bitsandbytes",
+    "accelerate",
+    "compressed-tensors",
+    "gguf",
+)
+# All of these provide the module `faiss`: one may be installed.
+FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu12", "faiss-gpu-cu11")
+ABSENT = "not installed"
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def faiss_packages() -> list[tuple[str, str]]:
+    """Every installed package that provides Faiss, with its version."""
+    return [(name, found) for name in FAISS if (found := version_of(name))]
+
+
+def nvidia_driver() -> str | None:
+    """The version of the NVIDIA driver; None where there is none."""
+    try:
+        words = _DRIVER.read_text().split()
+    except OSError:
+        return None
+    return next((word for word in words if word[:1].isdigit()), "of an unknown version")
+
+
+def versions(optional: bool = True) -> list[tuple[str, str]]:
+    """This project, Python and the libraries with their versions; then the `optional` ones and the GPU."""
+    found = [
+        (PROJECT, version(PROJECT)),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        *((name, version_of(name) or ABSENT) for name in LIBRARIES),
+    ]
+    if optional:
+        driver = nvidia_driver()
+        found += faiss_packages() or [("faiss", ABSENT)]
+        found += [(name, version_of(name) or ABSENT) for name in OPTIONAL]
+        found.append(("gpu", f"NVIDIA driver {driver}" if driver else "no NVIDIA driver"))
+        found += [("extension", brought) for brought in installed_extensions()]
+    return found
+
+
+def installed_extensions() -> list[str]:
+    """What every other distribution brings, one line each; none of it is imported."""
+    from offload_decode.common.plugins import GROUPS, found
+
+    brought: dict[str, list[str]] = {}
+    for group, what in GROUPS.items():
+        for one in found()[0]:
+            if one.group == group:
+                brought.setdefault(one.by, []).append(f"{what} {one.name}")
+    return [f"{by}: {', '.join(names)}" for by, names in sorted(brought.items())]
+
+
+def unmet() -> list[str]:
+    """What the project requires and what is installed do not agree on, one sentence each."""
+    from packaging.requirements import Requirement
+
+    problems = []
+    for requirement in map(Requirement, requires(PROJECT) or []):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = version_of(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            problems.append(f"{requirement} is needed, and {found or 'none'} is installed")
+    return problems
+
 
 _MARKS = {"ok": "✓", "absent": "–", "broken": "✗"}
 _FACT, _CODE = "The secret code for the brisk lantern is: 52718.", "52718"
@@ -82,11 +171,11 @@ def _checked(name: str, needed: bool, look: Callable[[], str]) -> Check:
 
 
 def _versions() -> str:
-    return ", ".join(f"{name} {version}" for name, version in installed.versions(optional=False))
+    return ", ".join(f"{name} {version}" for name, version in versions(optional=False))
 
 
 def _requirements() -> str:
-    if problems := installed.unmet():
+    if problems := unmet():
         raise ConfigError("; ".join(problems))
     return "all at versions that this release works with"
 
@@ -98,7 +187,7 @@ def _system() -> str:
 
 
 def _command() -> str:
-    found = shutil.which(installed.PROJECT)
+    found = shutil.which(PROJECT)
     if found is None:
         raise Absent(
             f"offload-decode is not on the PATH: call {sys.argv[0]}, or install it by `uv tool install .` or "
@@ -108,8 +197,8 @@ def _command() -> str:
 
 
 def _processor() -> str:
-    from offload_decode.indexes.dots import forms
-    from offload_decode.indexes.rows.numbers import converted, half_to_single
+    from offload_decode.common.rows.numbers import converted, half_to_single
+    from offload_decode.indexes.clusters.dot4 import forms
 
     names = {"avx512vnni": "AVX-512 VNNI", "avx2": "AVX2", "vectors": "plain vector operations"}
     halves = (
@@ -119,7 +208,7 @@ def _processor() -> str:
 
 
 def _memory() -> str:
-    from offload_decode.memory import total_memory
+    from offload_decode.common.memory import total_memory
 
     return output.size(total_memory())
 
@@ -133,7 +222,7 @@ def _temporary() -> str:
 
 
 def _cache() -> str:
-    from offload_decode.prefill_jobs.places import default_staging
+    from offload_decode.prefill_jobs.destinations import default_staging
 
     return f"{_writable(default_staging())} can be written"
 
@@ -146,7 +235,7 @@ def _writable(folder: Path) -> Path:
 
 
 def _compiler() -> str:
-    from offload_decode.indexes.rows.loops import dot_row
+    from offload_decode.common.rows.loops import dot_row
 
     if not hasattr(dot_row, "stats"):  # a plain function
         raise ConfigError("NUMBA_DISABLE_JIT is set, and the search needs compiled loops: unset it")
@@ -154,9 +243,9 @@ def _compiler() -> str:
 
 
 def _faiss() -> str:
-    from offload_decode.indexes import backends
+    from offload_decode.indexes import registry
 
-    packages = installed.faiss_packages()
+    packages = faiss_packages()
     if not packages:
         raise Absent(
             "not installed: pip install 'offload-decode[cpu]' for the kinds faiss-ivf and faiss-hnsw"
@@ -164,29 +253,29 @@ def _faiss() -> str:
     if len(packages) > 1:
         both = " and ".join(name for name, _ in packages)
         raise ConfigError(f"{both} are both installed and provide the same module: uninstall one")
-    (name, version), library = packages[0], backends.faiss()
+    (name, version), library = packages[0], registry.faiss()
     return f"{name} {version}, built for {library.get_compile_options().strip()}"
 
 
 def _hnswlib() -> str:
-    from offload_decode.indexes import backends
+    from offload_decode.indexes import registry
 
-    version = installed.version_of("hnswlib")
+    version = version_of("hnswlib")
     if version is None:
         raise Absent("not installed: pip install 'offload-decode[hnsw]' gives the kind hnswlib")
-    backends.hnswlib()
+    registry.hnswlib()
     return version
 
 
 def _extensions() -> str:
     """Each is imported, as it would be when it is asked for."""
-    from offload_decode.errors import ExtensionError
-    from offload_decode.indexes import extensions
+    from offload_decode.common import plugins
+    from offload_decode.common.errors import ExtensionError
     from offload_decode.indexes import registry as kinds
     from offload_decode.prefill_jobs.methods import registry as methods
     from offload_decode.selectors import registry as selectors
 
-    problems = list(extensions.found()[1])
+    problems = list(plugins.found()[1])
     for group in (selectors.EXTENSIONS, kinds.EXTENSIONS, methods.EXTENSIONS):
         for name in sorted({one.name for one in group.installed()}):
             try:
@@ -195,7 +284,7 @@ def _extensions() -> str:
                 problems.append(str(error))
     if problems:
         raise ConfigError("; ".join(problems))
-    if not (brought := installed.extensions()):
+    if not (brought := installed_extensions()):
         raise Absent("none")
     return "; ".join(brought)
 
@@ -203,7 +292,7 @@ def _extensions() -> str:
 def _gpu() -> str:
     import torch
 
-    driver = installed.nvidia_driver()
+    driver = nvidia_driver()
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
         return ", ".join(f"{device.name} ({output.size(device.total_memory)})" for device in devices)
@@ -218,8 +307,8 @@ def _self_test() -> str:
     from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.engine.engine import Engine
     from offload_decode.models.loading import load
-    from offload_decode.prefill_jobs.build import build_indexes
     from offload_decode.prefill_jobs.corpus import TextDocument
+    from offload_decode.prefill_jobs.indexing import build_indexes
     from offload_decode.prefill_jobs.job import prefill_texts
 
     tell_of_compiling()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload_decode.cli import completion, output
-from offload_decode.cli.failures import FAILURE, sentence
+from offload_decode.cli import options, output
+from offload_decode.cli.errors import FAILURE, sentence
 from offload_decode.cli.options import (
     Json,
     NoSync,
@@ -20,12 +20,12 @@ from offload_decode.cli.options import (
     check_worker_count,
     on_this_machine,
 )
-from offload_decode.cli.progress import Progress
-from offload_decode.errors import ConfigError, OffloadDecodeError
-from offload_decode.indexes import durable
+from offload_decode.cli.output import Progress
+from offload_decode.common import files
+from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from offload_decode.prefill_jobs.build import BuildReport
+    from offload_decode.prefill_jobs.indexing import BuildReport
 
 
 def index(
@@ -37,7 +37,7 @@ def index(
             show_default=False,
             parser=a_path,
             callback=lambda stores: [on_this_machine(store) for store in stores],
-            autocompletion=completion.stores,
+            autocompletion=options.stores,
         ),
     ],
     kind: Annotated[
@@ -46,7 +46,7 @@ def index(
             metavar="K",
             help="clusters (4-bit scan, exact scores), flat (exact, needs no building), faiss-ivf, "
             "faiss-hnsw, hnswlib, or an extension's.",
-            autocompletion=completion.index_kinds,
+            autocompletion=options.index_kinds,
         ),
     ] = "clusters",
     recall: Annotated[
@@ -80,7 +80,7 @@ def index(
     """
     from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.cli.faults import end_with_a_sentence
-    from offload_decode.prefill_jobs.build import build_indexes, check_target
+    from offload_decode.prefill_jobs.indexing import build_indexes, check_target
 
     check_worker_count(workers, worker_count)
     check_target(recall, k)
@@ -101,7 +101,7 @@ def index(
             results = index_on_ray(given, cluster, kind, recall=recall, k=k, progress=progress)
         _report_all(results, recall, as_json, quiet)
         return
-    with Progress(quiet) as progress, durable.synced(not no_sync):
+    with Progress(quiet) as progress, files.synced(not no_sync):
         if several:
             results = _one_by_one(given, kind, recall, k, progress)
         else:
@@ -135,7 +135,7 @@ def _of_collections(stores: list[Path]) -> tuple[list[Path], bool]:
 
 def _one_by_one(stores: list[Path], kind: str, recall: float, k: int, progress: Progress) -> Results:
     from offload_decode.indexes import registry
-    from offload_decode.prefill_jobs.build import build_indexes
+    from offload_decode.prefill_jobs.indexing import build_indexes
 
     registry.get(kind)  # what is wrong with it is wrong for all
     results: Results = {}

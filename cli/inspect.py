@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_decode.cli import output
 from offload_decode.cli.options import Json, StoreOrCollection
+from offload_decode.common.errors import StoreDamaged
 
 if TYPE_CHECKING:
-    from offload_decode.kv.saved_indexes import SavedIndexes
+    from offload_decode.collections.collection import Collection
+    from offload_decode.collections.journal import Entry
+    from offload_decode.kv.indexes import SavedIndexes
     from offload_decode.store.format import Manifest
     from offload_decode.store.reader import KVStore
     from offload_decode.types import ModelShape
+
 
 _SHOWN = 10
 
@@ -28,11 +35,9 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
     from offload_decode.collections.collection import is_collection
 
     if is_collection(store):
-        from offload_decode.cli.inspect_collection import inspect_collection
-
         inspect_collection(store, as_json)
         return
-    from offload_decode.kv.saved_indexes import describe, saved_kinds
+    from offload_decode.kv.indexes import describe, saved_kinds
     from offload_decode.store.reader import KVStore
 
     opened = KVStore.open(store)
@@ -50,7 +55,7 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
 
 
 def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
-    from offload_decode.models.proved import noted
+    from offload_decode.models.fingerprints import noted
 
     cost = store.cost()
     return {
@@ -70,7 +75,7 @@ def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
 
 
 def _facts(store: KVStore) -> list[tuple[str, str]]:
-    from offload_decode.models.positions import told_of
+    from offload_decode.hf.positions import told_of
 
     manifest = store.manifest
     prefill = dict(manifest.prefill)
@@ -84,7 +89,7 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
         ("model", f"{manifest.model_id} (configuration {_short(manifest.model_config_hash)})"),
         ("tokenizer", _short(manifest.tokenizer_hash)),
         ("layers", _layers(manifest)),
-        ("equivalence check", _check(manifest)),
+        ("checked", _check(manifest)),
         (
             "tokens",
             f"{manifest.n_tokens:,} (hash {_short(manifest.token_hash)}), a {manifest.template} prompt",
@@ -107,7 +112,7 @@ def _weights(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _check(manifest: Manifest) -> str:
-    from offload_decode.models.proved import noted
+    from offload_decode.models.fingerprints import noted
 
     release = f"transformers {version('transformers')}"
     difference = noted(manifest.model_config_hash)
@@ -190,3 +195,92 @@ def _scans(found: SavedIndexes) -> str:
 
 def _short(digest: str) -> str:
     return digest[:12] or "none"
+
+
+# `inspect` of a collection: what its documents are and what their stores take.
+
+_COLLECTION_SHOWN = 10
+
+
+def inspect_collection(path: Path, as_json: bool) -> None:
+    """Show a collection; no store is opened."""
+    from offload_decode.collections.collection import Collection
+    from offload_decode.collections.words import WORDS
+
+    collection = Collection(path)
+    entries, header = collection.entries, collection.header
+    sizes = [_store_bytes(collection, entry) for entry in entries]
+    lists = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
+    fields = Counter(field for entry in entries for field in entry.metadata)
+    if as_json:
+        output.answer_json(
+            {
+                "collection": str(path),
+                "model": header.model_id,
+                "dtype": header.dtype,
+                "weights": header.weights,
+                "settings": header.settings,
+                "documents": [
+                    {
+                        "name": entry.name,
+                        "tokens": entry.tokens,
+                        "bytes": size,
+                        "store": collection.address(entry),
+                        "metadata": entry.metadata,
+                    }
+                    for entry, size in zip(entries, sizes, strict=True)
+                ],
+                "tokens": sum(entry.tokens for entry in entries),
+                "bytes": lists + sum(filter(None, sizes)),
+                "missing": sizes.count(None),
+                "metadata": fields,
+                "words": (path / WORDS).exists(),
+            }
+        )
+        return
+    tokens = sorted(entry.tokens for entry in entries) or [0]
+    facts = [
+        ("collection", str(path)),
+        ("model", f"{header.model_id}, {header.dtype}"),
+        ("weights", header.weights),
+        ("prefill", ", ".join(f"{name} {value}" for name, value in header.settings.items() if value)),
+        (
+            "documents",
+            f"{len(entries):,} of {tokens[0]:,} to {tokens[-1]:,} tokens, {sum(tokens):,} in all",
+        ),
+        ("on disk", f"{output.size(sum(filter(None, sizes)))} of stores, {output.size(lists)} of lists"),
+        ("metadata", ", ".join(f"{name} ({count:,})" for name, count in fields.most_common()) or "none"),
+    ]
+    if missing := sizes.count(None):
+        facts.append(("missing", f"{output.count(missing, 'store')}: collect again"))
+    if not (path / WORDS).exists():
+        facts.append(("words", "missing, so --top finds nothing: collect again"))
+    output.answer(f"{output.facts(facts)}\n\n{output.table(_collection_documents(entries, sizes))}")
+
+
+def _store_bytes(collection: Collection, entry: Entry) -> int | None:
+    """Of a store and what lies beside it; None where it is not there."""
+    try:
+        store = collection.store(entry)
+    except StoreDamaged:  # a link, which is not followed
+        return None
+    if not store.is_dir():
+        return None
+    beside = store.with_name(f"{store.name}.indexes")
+    return sum(
+        os.lstat(os.path.join(folder, name)).st_size
+        for top in (store, beside)
+        for folder, _, files in os.walk(top)
+        for name in files
+    )
+
+
+def _collection_documents(entries: Sequence[Entry], sizes: Sequence[int | None]) -> list[list[str]]:
+    rows = [
+        [entry.name, f"{entry.tokens:,}", "missing" if size is None else output.size(size)]
+        for entry, size in zip(entries[:_COLLECTION_SHOWN], sizes, strict=False)
+    ]
+    if more := entries[_COLLECTION_SHOWN:]:
+        tokens, rest = sum(entry.tokens for entry in more), sum(filter(None, sizes[_COLLECTION_SHOWN:]))
+        rows.append([f"… {len(more):,} more (--json lists them)", f"{tokens:,}", output.size(rest)])
+    return [["documents", "tokens", "size"], *rows]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_decode.cli import output
-from offload_decode.cli.counts import byte_count
 from offload_decode.cli.options import (
     Attend,
     Device,
@@ -20,6 +19,7 @@ from offload_decode.cli.options import (
     Ram,
     Selector,
     Weights,
+    byte_count,
     cache_size,
 )
 from offload_decode.config import EngineConfig, parse_options, split_pairs
@@ -104,7 +104,7 @@ def check_here(how: Asking, answers: bool = True) -> None:
 
 def opener(how: Asking) -> OpenEngine:
     """Opens engines one after another; a model is loaded once while the stores share it."""
-    from offload_decode.memory import own_memory
+    from offload_decode.common.memory import own_memory
 
     held: dict[tuple[str, str, str], LoadedModel] = {}
     before: int | None = None
@@ -137,9 +137,9 @@ def check_store(
     """
     from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.cli.faults import end_with_a_sentence
-    from offload_decode.kv.head_indexes import default_kind
-    from offload_decode.memory import own_memory
-    from offload_decode.models.outline import outline
+    from offload_decode.common.memory import own_memory
+    from offload_decode.kv.indexes import default_kind
+    from offload_decode.models.size_estimate import outline
     from offload_decode.planning.caps import admit_question, check_ask, planned_ask
     from offload_decode.store.reader import KVStore
 
@@ -168,8 +168,8 @@ def admit_prefill(
     caps = caps_of(gpu_memory, ram)
 
     from offload_decode.cli.compiling import tell_of_compiling
-    from offload_decode.memory import own_memory
-    from offload_decode.models.outline import outline
+    from offload_decode.common.memory import own_memory
+    from offload_decode.models.size_estimate import outline
     from offload_decode.planning.caps import apply_caps, check_prefill
 
     tell_of_compiling()

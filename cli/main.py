@@ -22,19 +22,18 @@ from offload_decode.cli import (
     eval,
     index,
     inspect,
-    installed,
     models,
     output,
     plan,
     prefill,
-    pull,
-    push,
+    push_pull,
     selectors,
     serve,
     verify,
 )
-from offload_decode.cli.failures import guard
-from offload_decode.models.lean import import_lean
+from offload_decode.cli import doctor as installed
+from offload_decode.cli.errors import guard
+from offload_decode.common.fast_import import import_lean
 
 COLLECT = 50_000, 20, 20
 """When Python looks for cycles: seldom, as imports make a million objects, of which none is garbage."""
@@ -98,8 +97,8 @@ app.command("models")(models.models)
 app.command("selectors")(selectors.selectors)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
-app.command("push")(push.push)
-app.command("pull")(pull.pull)
+app.command("push")(push_pull.push)
+app.command("pull")(push_pull.pull)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.add_typer(eval.app, name="eval")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.failures import FAILURE
+from offload_decode.cli.errors import FAILURE
 from offload_decode.cli.options import Json
 from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
-    from offload_decode.models.proof import EquivalenceCheck
+    from offload_decode.hf.verify import EquivalenceCheck
     from offload_decode.types import LayerShape, ModelShape
 
 
@@ -71,12 +71,11 @@ def _listed() -> tuple[str, dict[str, list[str]]]:
 
 
 def _one(model: str, as_json: bool) -> None:
-    from offload_decode.errors import UnsupportedModel
+    from offload_decode.common.errors import UnsupportedModel
+    from offload_decode.hf.gate import claimed_shape
+    from offload_decode.hf.verify import check_equivalence
     from offload_decode.models.checkpoint import stated_config
-    from offload_decode.models.fingerprints import config_hash
-    from offload_decode.models.gate import claimed_shape
-    from offload_decode.models.proof import check_equivalence
-    from offload_decode.models.proved import note
+    from offload_decode.models.fingerprints import config_hash, note
 
     config = stated_config(model)
     shape: ModelShape | None = None
@@ -115,8 +114,8 @@ def _one(model: str, as_json: bool) -> None:
 
 def checked(model: str) -> str:
     """The equivalence check of a model that is served, in a line."""
+    from offload_decode.hf.verify import check_equivalence
     from offload_decode.models.checkpoint import stated_config
-    from offload_decode.models.proof import check_equivalence
 
     difference = check_equivalence(stated_config(model)).difference
     spread = f"{difference:.0e} of the spread of the logits"

@@ -2,22 +2,151 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from offload_decode.cli import completion
-from offload_decode.cli.counts import byte_count
-from offload_decode.errors import ConfigError, CorpusError
+from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.prefill_jobs.plain_files import read_bounded
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.folders import Rules
+
+
+# Groups of options: a command takes what a group makes of its options, and Typer sees the options.
+
+
+class From:
+    """`Annotated[T, From(make)]`: a parameter that `make`, a function of options, gives the value of."""
+
+    def __init__(self, make: Callable[..., Any]):
+        self.make = make
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of its groups in their place."""
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in _parameters(command):
+        make = _maker(parameter.annotation)
+        if make is None:
+            parameters.append(parameter)
+            continue
+        own = _parameters(make)
+        groups[parameter.name] = make, [one.name for one in own]
+        parameters.extend(own)
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        made = {
+            name: make(**{option: given.pop(option) for option in own})
+            for name, (make, own) in groups.items()
+        }
+        command(**given, **made)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
+    flat.__annotations__ = {one.name: one.annotation for one in parameters}
+    del flat.__wrapped__
+    return flat
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(function, include_extras=True)
+    found = inspect.signature(function).parameters.values()
+    # By name alone: an option without a default may follow one that has it.
+    return [one.replace(annotation=hints[one.name], kind=inspect.Parameter.KEYWORD_ONLY) for one in found]
+
+
+def _maker(annotation: Any) -> Callable[..., Any] | None:
+    if get_origin(annotation) is not Annotated:
+        return None
+    return next((extra.make for extra in get_args(annotation)[1:] if isinstance(extra, From)), None)
+
+
+# Numbers as people write them: `32K` tokens are 32,768, `16GiB` are 2**34 bytes.
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+_PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+# More than any machine has; the system takes no limit of 2**63 bytes and more.
+_MOST_TOKENS, _MOST_BYTES = 1 << 40, 1 << 60
+_SHOWN = 40
+
+
+def token_count(text: str) -> int:
+    """A count such as `2048`, `2K` or `1M`; raises `ConfigError` for anything else, for 0 and for
+    more than there can be.
+    """
+    found = re.fullmatch(r"(\d{1,15})([KM]?)", text.strip().upper())
+    count = 0 if found is None else int(found[1]) * _UNITS[found[2]]
+    if not 0 < count <= _MOST_TOKENS:
+        raise ConfigError(f"'{text:.{_SHOWN}}' is no number of tokens: write one like 2048, 32K or 1M")
+    return count
+
+
+def byte_count(text: str) -> int:
+    """Bytes such as `16GiB`, `1.5 GB`, `512MB`; `16G` is 16GiB. Raises `ConfigError` for anything else."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(|I?B)", text.strip().upper())
+    size = (
+        0
+        if found is None
+        else round(float(found[1]) * (1000 if found[3] == "B" else 1024) ** _PREFIXES[found[2]])
+    )
+    if not 0 < size <= _MOST_BYTES:
+        raise ConfigError(f"'{text:.{_SHOWN}}' is no size: write one like 16GiB, 64GB or 512MB")
+    return size
+
+
+# What the shell offers when Tab is pressed: names that are known without heavy imports.
+
+_STORE = "zarr.json"
+
+
+def selector_names(incomplete: str) -> list[str]:
+    """Selectors whose names begin with `incomplete`."""
+    from offload_decode.selectors.registry import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+def index_kinds(incomplete: str) -> list[str]:
+    """Index kinds whose names begin with `incomplete`."""
+    from offload_decode.indexes.registry import kinds
+
+    return [kind for kind in kinds() if kind.startswith(incomplete)]
+
+
+def prefill_methods(incomplete: str) -> list[str]:
+    """Prefill methods whose names begin with `incomplete`."""
+    from offload_decode.prefill_jobs.methods.registry import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+def selector_options(incomplete: str) -> list[str]:
+    """KEY= of the options that most selectors have, and index=KIND."""
+    keys = ("budget=", "schedule=linear", "dense_layers=", "tail=clusters", "tail=sample")
+    known = [*keys, *(f"index={kind}" for kind in index_kinds(""))]
+    return [option for option in known if option.startswith(incomplete)]
+
+
+def stores(incomplete: str) -> Iterator[str]:
+    """Stores whose path begins with `incomplete`, and folders, which may hold some."""
+    folder, slash, name = incomplete.rpartition("/")
+    try:
+        there = sorted(Path(folder + slash or ".").expanduser().iterdir())
+    except OSError:
+        return
+    for path in there:
+        if path.name.startswith(name) and (name or not path.name.startswith(".")) and path.is_dir():
+            whole = (path / _STORE).is_file()
+            yield f"{folder}{slash}{path.name}{'' if whole else '/'}"
 
 
 def a_path(text: str) -> Path:
@@ -51,7 +180,7 @@ def _a_store(told: str, callback: Callable[[Path], Path] | None = on_this_machin
         show_default=False,
         parser=a_path,
         callback=callback,
-        autocompletion=completion.stores,
+        autocompletion=stores,
     )
 
 
@@ -76,7 +205,7 @@ Selector = Annotated[
         "--selector",
         metavar="NAME",
         help="Method that chooses the stored tokens to attend to.",
-        autocompletion=completion.selector_names,
+        autocompletion=selector_names,
     ),
 ]
 Options = Annotated[
@@ -87,7 +216,7 @@ Options = Annotated[
         metavar="KEY=VALUE",
         help="Selector option, such as budget=2% or index=faiss-ivf; repeatable.",
         show_default=False,
-        autocompletion=completion.selector_options,
+        autocompletion=selector_options,
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.", min=1)]

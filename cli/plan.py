@@ -6,23 +6,253 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload_decode.cli import output, plan_report
-from offload_decode.cli.counts import byte_count, token_count
-from offload_decode.cli.options import Json, Options, Selector
+from offload_decode.cli import output
+from offload_decode.cli.options import Json, Options, Selector, byte_count, token_count
+from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
 from offload_decode.demo_models import QUOTED
-from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offload_decode.planning.plan import Plan
-    from offload_decode.planning.prefill_time import PrefillTime
-    from offload_decode.planning.request import Workload
-    from offload_decode.planning.traffic import Speed
+    from offload_decode.planning.plan import Medium, Plan
+    from offload_decode.planning.prefill_speed import PrefillTime
+    from offload_decode.planning.sizes import Workload
+    from offload_decode.planning.speed import Speed
+
+
+# What `offload-decode plan` says of a plan, in words and for programs.
+
+
+def show(
+    planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed, prefill: PrefillTime | None
+) -> None:
+    """What there is, what it needs, whether it fits, and what is expected of it."""
+    output.answer(_counts(planned))
+    output.answer("\n" + _needs({"ask": planned, "prefill": planned}))
+    output.answer("\n" + _verdict(planned, proposed, most))
+    if proposed is not None and proposed is not planned:
+        output.answer("\n" + _needs({"ask": proposed}))
+    output.answer("\n" + _moved(proposed or planned, speed, prefill))
+
+
+def _counts(planned: Plan) -> str:
+    """What there is to choose from: the same model and corpus in other encodings."""
+    from offload_decode.indexes.registry import usable
+    from offload_decode.models.quantization import FORMATS
+    from offload_decode.planning import sizes
+    from offload_decode.store.format import kv_kinds
+    from offload_decode.types import PAGE_METADATA
+
+    outline, request = planned.outline, planned.request
+    shape, tokens = outline.shape, request.tokens
+    kinds = kv_kinds(shape)
+    if outline.packed:
+        whole = replace(outline, format="")
+        weights = [
+            (FORMATS[outline.format].said, outline.packed),
+            (outline.dtype, sizes.weights_bytes(whole, "auto")),
+        ]
+    else:
+        weights = [
+            (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
+            for name in (("auto", "int8", "int4") if outline.linear else ("auto",))
+        ]
+    stores = [(kv, sizes.store_bytes(shape, tokens, kv, outline.dtype)) for kv in kinds]
+    bounds = [
+        (
+            f"{page} tokens in {metadata}",
+            sizes.page_bytes(shape, tokens, page, metadata, len(shape.full_layers)),
+        )
+        for page in (16, 32, 64)
+        for metadata in PAGE_METADATA
+    ]
+    positions = outline.lengths.told(outline.lengths.chosen(tokens))
+    given = (shape, tokens, request.kv, outline.dtype)
+    of_a_layer = {kind: sizes.index_costs(kind, *given) for kind in usable()}
+    indexes = [
+        (kind, len(shape.full_layers) * (costs.memory or costs.file)) for kind, costs in of_a_layer.items()
+    ]
+    return output.facts(
+        [
+            ("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters"),
+            ("corpus", f"{tokens:,} tokens, {_each(planned)} of keys and values each"),
+            *([("positions", positions)] if positions else []),
+            ("weights", _listed(weights)),
+            ("store", _listed(stores)),
+            ("page bounds", _listed(bounds)),
+            ("indexes", _listed(indexes)),
+        ]
+    )
+
+
+def _each(planned: Plan) -> str:
+    return output.size(planned.kv_bytes / planned.request.tokens)
+
+
+def _listed(amounts: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {output.size(amount)}" for name, amount in amounts)
+
+
+def _needs(plans: dict[str, Plan]) -> str:
+    """Part by part, for asking and for prefilling."""
+    from offload_decode.planning.plan import Medium
+
+    rows = [("", "where", "takes", "of")]
+    for job, shown in plans.items():
+        parts = shown.asking if job == "ask" else shown.prefilling
+        for place in Medium:
+            there = shown.machine.size(place)
+            own = [part for part in parts if part.place is place]
+            rows += [(f"{job}: {part.name}", _named(place), output.size(part.bytes), "") for part in own]
+            if need := shown.need(place, parts):
+                verdict = "fits" if need <= there else "does not fit"
+                rows.append((f"{job}: {verdict}", _named(place), output.size(need), output.size(there)))
+    return output.table(rows)
+
+
+def _named(place: Medium) -> str:
+    return {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}[place]
+
+
+def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
+    from offload_decode.planning.caps import described
+    from offload_decode.planning.proposals import changes, least_machine
+
+    if proposed is planned:
+        lines = ["It fits: the store can be kept here and asked."]
+    elif proposed is not None:
+        lines = [f"It does not fit. This does: {described(changes(planned.request, proposed.request))}"]
+    else:
+        machine = ", ".join(
+            f"{output.size(need)} of {_named(place)}" for place, need in least_machine(planned).items()
+        )
+        lines = [f"It does not fit, whatever the settings. The least it takes is {machine}."]
+        if most is not None:
+            settings = described(
+                {k: v for k, v in changes(planned.request, most.request).items() if k != "tokens"}
+            )
+            lines.append(f"The most that fits here is {most.request.tokens:,} tokens, with {settings}.")
+    shown = proposed or most
+    if shown is not None:
+        lines += [_prefill_verdict(shown, "It" if proposed else "So many"), *_paging(shown)]
+    return "\n".join(lines)
+
+
+def _prefill_verdict(planned: Plan, what: str) -> str:
+    from offload_decode.planning.caps import described
+    from offload_decode.planning.plan import plan
+    from offload_decode.planning.proposals import can_stream, changes, nearest_prefill
+
+    fits = nearest_prefill(planned)
+    if fits is None:
+        return f"{what} cannot be prefilled here: do that on a larger machine, and bring the store."
+    few = fits.request.weights in ("int8", "int4") and not fits.request.streamed
+    own = {"streamed": fits.request.streamed} | ({"weights": fits.request.weights} if few else {})
+    settings = described(own | changes(planned.request, fits.request))
+    also = ""
+    if few:
+        whole = replace(fits.request, weights="auto")
+        if plan(fits.source, whole, fits.machine).prefill_fits:
+            also = ", or with full weights"
+        elif can_stream(fits.source, fits.machine):
+            streamed = plan(fits.source, replace(whole, streamed=True), fits.machine)
+            also = ", or with full weights by --weights streamed" if streamed.prefill_fits else ""
+    return f"{what} can be prefilled here{f' with {settings}' if settings else ''}{also}."
+
+
+def _paging(planned: Plan) -> list[str]:
+    from offload_decode.planning.caps import described
+    from offload_decode.planning.proposals import changes, nearest
+
+    if not planned.from_disk:
+        return ["Its keys and values stay in memory."]
+    lines = [
+        f"Its {output.size(planned.kv_bytes)} of keys and values do not stay in the "
+        f"{output.size(planned.spare_ram)} of memory that are left: each token reads up to "
+        f"{output.size(planned.from_disk)} from the disk."
+    ]
+    if held := nearest(planned, in_memory=True):
+        lines.append(f"They would stay with {described(changes(planned.request, held.request))}")
+    return lines
+
+
+def _moved(planned: Plan, speed: Speed, prefill: PrefillTime | None) -> str:
+    moved = asdict(planned.traffic)
+    names = {
+        "weights": "weights read",
+        "pages": "page bounds read",
+        "scanned": "keys scanned",
+        "gathered": "rows gathered",
+        "attended": "dense layers read",
+        "bus": "over the bus",
+    }
+    spent = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in speed.seconds.items())
+    measured = "from bandwidths measured on this machine just now: an expectation, not a measurement"
+    if planned.machine.gpu and "bus" not in speed.seconds:
+        measured += (
+            ";\nno GPU is here: weights, page bounds and calls count at this CPU's speed, and the bus not "
+            "at all, nor is it known how long a prefill takes there"
+        )
+    return (
+        output.facts(
+            [
+                *(
+                    (f"{names[name]}", f"{output.size(amount)} a token")
+                    for name, amount in moved.items()
+                    if amount and name in names
+                ),
+                ("expected", f"{speed.tokens_per_second:.3g} tokens/s; most of it {speed.limit} ({spent})"),
+                *([("prefill", _lasting(prefill))] if prefill else []),
+            ]
+        )
+        + f"\n{measured}"
+    )
+
+
+def _lasting(prefill: PrefillTime) -> str:
+    """How long a dense prefill is expected to take."""
+    named = ", ".join(f"{name} {output.duration(took)}" for name, took in prefill.parts.items() if took)
+    return f"{output.duration(prefill.seconds)} where dense; most of it {prefill.limit} ({named})"
+
+
+def plan_as_json(
+    planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed, prefill: PrefillTime | None
+) -> dict[str, object]:
+    """The same for programs."""
+    from offload_decode.planning.proposals import changes, least_machine, prefill_chunk
+
+    def one(shown: Plan | None) -> dict[str, object] | None:
+        if shown is None:
+            return None
+        return {
+            "request": asdict(shown.request),
+            "fits": shown.fits,
+            "changes": changes(planned.request, shown.request),
+            "ask": [asdict(part) for part in shown.asking],
+            "prefill": [asdict(part) for part in shown.prefilling],
+            "prefill_chunk": prefill_chunk(shown),
+            "lacking": shown.lacking(),
+            "traffic": asdict(shown.traffic),
+            "from_disk": shown.from_disk,
+        }
+
+    return {
+        "model": planned.outline.model_id,
+        "positions": asdict(planned.outline.lengths.chosen(planned.request.tokens)),
+        "machine": asdict(planned.machine),
+        "asked": one(planned),
+        "proposed": one(proposed),
+        "most_tokens": one(most),
+        "least_machine": None if proposed else least_machine(planned),
+        "expected": asdict(speed) | {"limit": speed.limit},
+        "expected_prefill": None if prefill is None else asdict(prefill) | {"limit": prefill.limit},
+    }
+
 
 _OPTIONS = ("budget", "dense_layers", "index", "page_size", "metadata")
 
@@ -91,9 +321,9 @@ def plan(
         output.note("Reading the model's config and measuring this machine …")
 
     with _uncollected():
-        from offload_decode.models.outline import outline
-        from offload_decode.planning.nearest import most_tokens, nearest
+        from offload_decode.models.size_estimate import outline
         from offload_decode.planning.plan import plan as plan_for
+        from offload_decode.planning.proposals import most_tokens, nearest
 
         rows = None if chunk == "auto" else token_count(chunk)
         request = _request(wanted, rows, kv, weights, selector, options)
@@ -103,9 +333,9 @@ def plan(
         speed = _speed(proposed or planned)
         prefill = _prefill_time(proposed or planned)
     if as_json:
-        output.answer_json(plan_report.as_json(planned, proposed, most, speed, prefill))
+        output.answer_json(plan_as_json(planned, proposed, most, speed, prefill))
     else:
-        plan_report.show(planned, proposed, most, speed, prefill)
+        show(planned, proposed, most, speed, prefill)
     if proposed is None:
         raise typer.Exit(1)
 
@@ -125,7 +355,7 @@ def _uncollected() -> Iterator[None]:
 def _request(
     tokens: int, chunk: int | None, kv: str, weights: str, selector: str, options: dict[str, str]
 ) -> Workload:
-    from offload_decode.planning.request import Workload, weights_given
+    from offload_decode.planning.sizes import Workload, weights_given
 
     if unknown := [name for name in options if name not in _OPTIONS]:
         raise ConfigError(f"plan has no option '{unknown[0]}'; it has: {', '.join(_OPTIONS)}")
@@ -140,7 +370,7 @@ def _request(
 def _machine(sizes: list[int | None], without_gpu: bool) -> Any:
     import torch
 
-    from offload_decode.memory import own_memory, total_memory
+    from offload_decode.common.memory import own_memory, total_memory
     from offload_decode.planning.caps import free_space
     from offload_decode.planning.plan import Machine
 
@@ -155,8 +385,7 @@ def _speed(planned: Plan) -> Speed:
     import torch
 
     from offload_decode.cli.compiling import tell_of_compiling
-    from offload_decode.planning.bandwidth import measure, measure_disk
-    from offload_decode.planning.traffic import speed
+    from offload_decode.planning.speed import measure, measure_disk, speed
 
     tell_of_compiling()
     outline = planned.outline
@@ -171,9 +400,8 @@ def _prefill_time(planned: Plan) -> PrefillTime | None:
     """Expected of a dense prefill as it fits here; None where none does, and for a GPU that is not here."""
     import torch
 
-    from offload_decode.planning.nearest import nearest_prefill
-    from offload_decode.planning.prefill_rates import measure_prefill
-    from offload_decode.planning.prefill_time import expected_prefill
+    from offload_decode.planning.prefill_speed import expected_prefill, measure_prefill
+    from offload_decode.planning.proposals import nearest_prefill
 
     fits = nearest_prefill(planned)
     if fits is None or (fits.machine.gpu and not torch.cuda.is_available()):

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.failures import FAILURE, sentence
-from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli.errors import FAILURE, sentence
 from offload_decode.cli.limits import caps_of
-from offload_decode.cli.making import Making, Running, making, running
 from offload_decode.cli.models import checked
 from offload_decode.cli.options import (
     Exclude,
     FollowLinks,
+    From,
     Glob,
     Json,
     NoSync,
@@ -25,12 +24,14 @@ from offload_decode.cli.options import (
     a_path,
     check_worker_count,
     rules_of,
+    with_groups,
 )
-from offload_decode.cli.progress import Progress
-from offload_decode.cli.push import summary
+from offload_decode.cli.output import Progress
+from offload_decode.cli.prefill_options import Making, Running, making, running
+from offload_decode.cli.push_pull import summary
+from offload_decode.common import files
+from offload_decode.common.errors import ConfigError
 from offload_decode.demo_models import QUOTED
-from offload_decode.errors import ConfigError
-from offload_decode.indexes import durable
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.folders import Skipped
@@ -137,7 +138,7 @@ def prefill(
         _report_all(results, as_json, quiet)
         return
     run_as.admit(model, settings.chunk)
-    with Progress(quiet) as progress, durable.synced(not no_sync):
+    with Progress(quiet) as progress, files.synced(not no_sync):
         if several:
             results = prefill_many(jobs, **given, progress=progress)
         else:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload_decode import plain_json
 from offload_decode.cli.options import without_surrogates
 from offload_decode.cli.output import json_line
-from offload_decode.errors import ConfigError, CorpusError
-from offload_decode.indexes import durable
+from offload_decode.common import files
+from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.prefill_jobs.plain_files import read_plain
 
 # What an answer adds to its question: a question's own field of that name would be lost.
@@ -147,15 +146,15 @@ def append_answers(path: Path, answers: Iterable[dict[str, Any]]) -> None:
     lines = "".join(json_line(answer) + "\n" for answer in answers)
     with path.open("a", encoding="utf-8") as file:
         file.write(lines)
-    durable.sync_files([path])
+    files.sync_files([path])
     if fresh:
-        durable.sync_folders([path.parent])
+        files.sync_folders([path.parent])
 
 
 def _question(path: Path, number: int, line: str) -> Question:
     where = f"line {number} of {path}"
     try:
-        fields = plain_json.parse(line)
+        fields = files.parse(line)
     except json.JSONDecodeError as error:
         problem = f"{error.msg} at column {error.colno}"
         raise ConfigError(
@@ -187,7 +186,7 @@ def _named(question: Question, stores: Sequence[str]) -> str:
 
 def _answered(path: Path, number: int, line: bytes, settings: dict[str, Any]) -> str:
     try:
-        fields = plain_json.parse(line)
+        fields = files.parse(line)
         key = _key(fields["store"], fields["id"], fields["question"])
         before = {name: fields[name] for name in settings}
     except (ValueError, KeyError, TypeError) as error:

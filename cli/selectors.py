@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from offload_decode.cli import output
-from offload_decode.cli.failures import sentence
+from offload_decode.cli.errors import sentence
 from offload_decode.cli.options import Json
 
 
@@ -37,9 +37,8 @@ def selectors(as_json: Json = False) -> None:
 
 def _about(name: str) -> dict[str, Any]:
     """What a selector says of itself, and for an extension who brings it, or why it cannot be used."""
-    from offload_decode.errors import ExtensionError
-    from offload_decode.selection.declared import declared, declared_by
-    from offload_decode.selectors.registry import EXTENSIONS
+    from offload_decode.common.errors import ExtensionError
+    from offload_decode.selectors.registry import EXTENSIONS, declared, declared_by
 
     claims = [one.by for one in EXTENSIONS.installed() if one.name == name]
     if not claims:

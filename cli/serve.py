@@ -7,20 +7,28 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from offload_decode.cli import completion, output
-from offload_decode.cli.counts import byte_count, token_count
-from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli import options, output
+from offload_decode.cli.client import KEY
 from offload_decode.cli.limits import Asking, asking
-from offload_decode.cli.options import MaxNewTokens, Temperature, TopP, a_path, on_this_machine
-from offload_decode.cli.remote import KEY
-from offload_decode.errors import ConfigError
+from offload_decode.cli.options import (
+    From,
+    MaxNewTokens,
+    Temperature,
+    TopP,
+    a_path,
+    byte_count,
+    on_this_machine,
+    token_count,
+    with_groups,
+)
+from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from offload_decode.server.http.security import Access
     from offload_decode.server.on_ray import RayReplicas
-    from offload_decode.server.settings import Settings
+    from offload_decode.server.requests import Settings
 
 GRACE_S = 5.0
 
@@ -35,7 +43,7 @@ def serve(
             help="Stores, and folders of stores; what is published there appears by itself. With --on ray "
             "also URLs of stores in buckets.",
             show_default=False,
-            autocompletion=completion.stores,
+            autocompletion=options.stores,
         ),
     ] = None,
     host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
@@ -120,7 +128,7 @@ def serve(
     if not places and how.config.model is None:
         raise ConfigError("name a store, or a folder of stores; or a model, with --model, to serve it alone")
     try:
-        from offload_decode.server.http.listen import address_of, bind, is_loopback, listen
+        from offload_decode.server.http.app import address_of, bind, is_loopback, listen
     except ModuleNotFoundError as error:
         raise ConfigError(
             "serving needs packages of its own: pip install 'offload-decode[server]'"
@@ -132,12 +140,12 @@ def serve(
     from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.cli.faults import end_with_a_sentence
     from offload_decode.planning.caps import apply_caps
-    from offload_decode.server import logs
+    from offload_decode.server import metrics
     from offload_decode.server.catalog import Catalog
     from offload_decode.server.http.app import create_app
     from offload_decode.server.http.front import create_front
+    from offload_decode.server.requests import Settings
     from offload_decode.server.service import Service
-    from offload_decode.server.settings import Settings
 
     settings = Settings(
         config=how.config,
@@ -154,7 +162,7 @@ def serve(
         deadline_s=deadline,
         tail_bytes=byte_count(memory_for_turns),
     )
-    logs.configure(log_format)
+    metrics.configure(log_format)
     if on is not None:
         with _on_ray(places, settings, log_format, replicas) as running:
             _announce(address_of(bound), bool(access.keys) or is_loopback(host))

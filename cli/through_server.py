@@ -9,10 +9,10 @@ from threading import Event
 from typing import Any
 
 from offload_decode.cli import output
+from offload_decode.cli.client import Manner, Received, Served, Server
 from offload_decode.cli.questions import Question
-from offload_decode.cli.remote import Manner, Received, Served, Server
 from offload_decode.cli.transcript import Turn
-from offload_decode.errors import ConfigError, OffloadDecodeError
+from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 
 def asked(question: str) -> list[dict[str, str]]:

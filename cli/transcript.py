@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_decode.cli.options import without_surrogates
-from offload_decode.errors import ConfigError
-from offload_decode.plain_json import parse
+from offload_decode.common.errors import ConfigError
+from offload_decode.common.files import parse
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
@@ -70,7 +70,7 @@ class Transcript:
 
     def save(self, file: Path) -> None:
         """Write the turns to `file`; raises `ConfigError` where it cannot or where something else lies."""
-        from offload_decode.indexes import durable
+        from offload_decode.common import files
 
         if not self.turns:
             raise ConfigError("there is nothing to save yet: ask a question first")
@@ -87,7 +87,7 @@ class Transcript:
         if len(data) > MAX_BYTES:
             raise ConfigError(f"the conversation is longer than the {MAX_BYTES >> 20} MiB that can be saved")
         try:
-            durable.write(file, data)
+            files.write(file, data)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot write {file}: {_reason(error)}; choose another file") from error
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.failures import FAILURE, sentence
+from offload_decode.cli.errors import FAILURE, sentence
 from offload_decode.cli.options import Json, Quiet, StoreOrCollection
-from offload_decode.cli.progress import Progress
-from offload_decode.errors import OffloadDecodeError
+from offload_decode.cli.output import Progress
+from offload_decode.common.errors import OffloadDecodeError
 
 
 def verify(store: StoreOrCollection, as_json: Json = False, quiet: Quiet = False) -> None:
@@ -98,8 +98,8 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
     whole.
     """
     from offload_decode.cli.faults import end_with_a_sentence
-    from offload_decode.indexes.errors import VectorIndexError
-    from offload_decode.kv import saved_indexes
+    from offload_decode.common.errors import VectorIndexError
+    from offload_decode.kv import indexes
     from offload_decode.store.reader import KVStore, verify_store
 
     checked: list[str] = []
@@ -112,10 +112,10 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
     end_with_a_sentence()
     store = KVStore.open(path)
     checked.append(output.size(sum(store.cost().values())))
-    for kind in saved_indexes.saved_kinds(store):
+    for kind in indexes.saved_kinds(store):
         try:
-            left = saved_indexes.unfinished(store, kind)
-            found = [sentence(error) for error in saved_indexes.verify(store, kind, progress)]
+            left = indexes.unfinished(store, kind)
+            found = [sentence(error) for error in indexes.verify(store, kind, progress)]
         except VectorIndexError as error:  # of the kind itself: it is unknown, or its library is not there
             left, found = None, [sentence(error)]
         problems += found

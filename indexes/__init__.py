@@ -9,17 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offload_decode.common.errors import VectorIndexError
+    from offload_decode.common.rows.arrays import keys_digest
     from offload_decode.indexes.base import Hits, RecallRecord, VectorIndex
-    from offload_decode.indexes.errors import VectorIndexError
-    from offload_decode.indexes.keys import keys_digest
     from offload_decode.indexes.registry import get, kinds
 
 __all__ = ["Hits", "RecallRecord", "VectorIndex", "VectorIndexError", "get", "keys_digest", "kinds"]
 
 _HOMES = {
     **dict.fromkeys(("Hits", "RecallRecord", "VectorIndex"), "offload_decode.indexes.base"),
-    "VectorIndexError": "offload_decode.indexes.errors",
-    "keys_digest": "offload_decode.indexes.keys",
+    "VectorIndexError": "offload_decode.common.errors",
+    "keys_digest": "offload_decode.common.rows.arrays",
     **dict.fromkeys(("get", "kinds"), "offload_decode.indexes.registry"),
 }
 

@@ -7,18 +7,103 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
+from offload_decode.common.errors import IndexDamaged, InvalidIndexInput
+from offload_decode.common.rows import encodings, scan
+from offload_decode.common.rows.arrays import (
+    Float32,
+    Keys,
+    check_keys,
+    check_more,
+    check_queries,
+    keys_digest,
+)
+from offload_decode.common.rows.loops import dot_row
 from offload_decode.indexes import files
-from offload_decode.indexes.base import Hits, RecallRecord, StrPath, VectorIndex, check_recall_options
-from offload_decode.indexes.errors import IndexDamaged
-from offload_decode.indexes.flat import FlatIndex
-from offload_decode.indexes.keys import Float32, Keys, check_keys, check_more, check_queries, keys_digest
-from offload_decode.indexes.rows import encodings
-from offload_decode.indexes.tuning import tune
+from offload_decode.indexes.base import (
+    FROM_KEYS,
+    FROM_QUERIES,
+    Hits,
+    RecallRecord,
+    StrPath,
+    VectorIndex,
+    check_recall_options,
+)
+from offload_decode.indexes.flat import NOT_FINITE, FlatIndex
+
+# Choosing `nprobe` or `ef` by a measured recall: queries are unlike keys, so no default can be trusted.
+
+_MAX_QUERIES = 512  # half chooses, half measures: a standard error near 0.01 at worst
+_KEY_SAMPLE = 256
+_TIE = 1e-5  # relative; scores of one key from two loops differ by summation order
+
+
+class Tunable(Protocol):
+    """What `tune` needs of an index."""
+
+    @property
+    def parameter(self) -> str: ...
+
+    def ladder(self, k: int) -> Sequence[float]:
+        """Rising parameter values to try for `k`; at the last one the search is exhaustive."""
+        ...
+
+    def search_at(self, queries: Float32, k: int, value: float) -> Hits:
+        """The search at one parameter value, 1 <= k <= N; ids of -1 where it found fewer."""
+        ...
+
+
+def tune(
+    index: Tunable, flat: FlatIndex, queries: npt.NDArray[Any] | None, k: int, target: float
+) -> RecallRecord | None:
+    """The first value of the ladder whose recall@k on one half of the queries reaches `target`, with the
+    recall of the other half. A sample of the keys stands in for missing queries. None for an empty index.
+    """
+    if len(flat) == 0:
+        return None
+    k = min(k, len(flat))
+    if queries is not None and len(queries):
+        source, sample = FROM_QUERIES, check_queries(_spread(queries, _MAX_QUERIES), flat.dim)
+    else:
+        source, sample = FROM_KEYS, encodings.decode(_spread(flat.keys, _KEY_SAMPLE))
+        sample = check_queries(sample, flat.dim)
+    choose, report = (sample[0::2], sample[1::2]) if len(sample) > 1 else (sample, sample)
+    truth = flat.search(choose, k)
+    ladder = index.ladder(k)
+    for value in ladder:
+        if recall(index.search_at(choose, k, value), truth) >= target:
+            break
+    measured = recall(index.search_at(report, k, value), flat.search(report, k))
+    full_scan = value == ladder[-1]
+    return RecallRecord(target, k, measured, len(report), source, index.parameter, value, full_scan)
+
+
+def recall(hits: Hits, truth: Hits) -> float:
+    """Mean share of the true top-k `[G, k]` that was found; a key that ties with the k-th counts as found."""
+    worst = truth.scores[:, -1:]
+    tolerance = _TIE * np.abs(truth.scores).max(axis=1, keepdims=True)
+    return float(np.mean(hits.scores >= worst - tolerance))
+
+
+def geometric(start: int, stop: int) -> list[int]:
+    """Rising values from `start`, by about half each, below `stop`."""
+    values = []
+    while start < stop:
+        values.append(start)
+        start = max(start + 1, start * 3 // 2)
+    return values
+
+
+def _spread(rows: Keys, count: int) -> Keys:
+    """At most `count` rows, evenly spread."""
+    if len(rows) <= count:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)]
 
 
 class ApproximateIndex(VectorIndex):
@@ -168,3 +253,58 @@ class ApproximateIndex(VectorIndex):
             raise IndexDamaged(
                 f"{native} is not an index that can be read ({error}); build the index again."
             ) from error
+
+
+# Exact scores of the keys that a library found, whatever arithmetic it found them by.
+#
+# Libraries score with the instructions of the processor at hand, some of which round queries or keys. So
+# they are asked for somewhat more keys than are wanted, and these are scored here, from the stored keys.
+
+_RIGHT, _WRONG_ID, _NOT_FINITE = range(3)
+
+
+def asked_for(k: int, n: int) -> int:
+    """How many of `n` keys a library is to find, so that the `k` best are among them though it rounds."""
+    return min(n, k + k // 4 + 16)
+
+
+def rescored(keys: Keys, queries: Float32, ids: npt.NDArray[np.int64], k: int) -> Hits:
+    """The `k` best of the keys `ids [G, c]` (-1 for none) for each of `queries [G, D]`: by descending score,
+    ties to the lower id, as the exact scan has it.
+
+    Raises IndexDamaged for ids that are not those of keys, InvalidIndexInput for scores that are not finite.
+    """
+    hits = Hits.empty(len(queries), k)
+    state = _rescore(scan.bits(keys), scan.layout(keys), queries, ids, hits.ids, hits.scores)
+    if state == _WRONG_ID:
+        raise IndexDamaged(
+            "The index names keys that there are not, or one key twice: build it again with "
+            "`offload-decode index`."
+        )
+    if state == _NOT_FINITE:
+        raise InvalidIndexInput(NOT_FINITE)
+    return hits
+
+
+@njit(nogil=True, cache=True)
+def _rescore(rows: Any, layout: int, queries: Any, ids: Any, found: Any, scores: Any) -> int:
+    best = np.empty(ids.shape[1], np.uint64)
+    for g in range(len(queries)):
+        count = 0
+        for place in range(ids.shape[1]):
+            row = ids[g, place]
+            if row < -1 or row >= len(rows):
+                return _WRONG_ID
+            if row >= 0:
+                score = dot_row(queries[g], rows, layout, row)
+                if not np.isfinite(score):
+                    return _NOT_FINITE
+                best[count] = scan.candidate(score, row)
+                count += 1
+        best[:count].sort()
+        for place in range(1, count):
+            if best[place] == best[place - 1]:
+                return _WRONG_ID
+        for place in range(min(found.shape[1], count)):
+            scores[g, place], found[g, place] = scan.score_and_row(best[count - 1 - place])
+    return _RIGHT

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from offload_decode.indexes.errors import InvalidIndexInput
-from offload_decode.indexes.keys import Float32, Keys, check_count, check_keys, check_queries
-from offload_decode.indexes.rows import encodings, pool
+from offload_decode.common.errors import InvalidIndexInput
+from offload_decode.common.rows import encodings, threads
+from offload_decode.common.rows.arrays import Float32, Keys, check_count, check_keys, check_queries
 
 StrPath = str | os.PathLike[str]
 
@@ -169,7 +169,7 @@ class VectorIndex(ABC):
         def search(head: int) -> None:
             found[head] = heads[head].search(queries[head], k)
 
-        pool.run(search, range(len(heads)))
+        threads.run(search, range(len(heads)))
         return Hits(np.stack([hits.ids for hits in found]), np.stack([hits.scores for hits in found]))
 
     @abstractmethod

@@ -12,14 +12,30 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from offload_decode.indexes import arrays, backends, faiss_storage
-from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.common.rows.arrays import BFLOAT16, Float32, Keys, float32_blocks
+from offload_decode.common.rows.encodings import row_size
+from offload_decode.indexes import files, registry
+from offload_decode.indexes.approximate import ApproximateIndex, asked_for, geometric, rescored
 from offload_decode.indexes.base import Costs, Hits
-from offload_decode.indexes.faiss_storage import faiss
-from offload_decode.indexes.keys import Float32, Keys, float32_blocks
-from offload_decode.indexes.rescoring import asked_for, rescored
-from offload_decode.indexes.rows.encodings import row_size
-from offload_decode.indexes.tuning import geometric
+
+# How faiss stores keys without loss: in their own 16 bits, or in float32, which holds encoded keys too.
+
+faiss = registry.Library(registry.faiss)
+
+
+def code_bytes(dim: int, dtype: np.dtype[Any]) -> int:
+    """Bytes of a key as faiss holds it: `dim` floats, of 16 bits where keys of `dtype` are."""
+    return dim * (2 if dtype.names is None and dtype.itemsize == 2 else 4)
+
+
+def scalar_quantizer(keys: Keys) -> Any:
+    """faiss' 16-bit code that holds these keys without loss, or None for plain float32."""
+    if keys.dtype == np.float16:
+        return faiss.ScalarQuantizer.QT_fp16
+    if keys.dtype == BFLOAT16:
+        return getattr(faiss.ScalarQuantizer, "QT_bf16", None)  # from faiss 1.9 on
+    return None
+
 
 LINKS = 16
 CONSTRUCTION_EF = 100
@@ -43,14 +59,14 @@ class FaissHNSW(ApproximateIndex):
 
     @classmethod
     def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
-        code, links = faiss_storage.code_bytes(dim, dtype), round(n * 4 * LINKS * (2 + UPPER))
+        code, links = code_bytes(dim, dtype), round(n * 4 * LINKS * (2 + UPPER))
         exact = min(n, rows * asked_for(k, n)) * row_size(dim, dtype)
         walked = round(min(1.0, rows * WALKED) * n) * code
         return Costs(n * (code + 12) + links, 4 * n + links, walked + exact)
 
     @classmethod
     def need_library(cls) -> None:
-        backends.faiss()
+        registry.faiss()
 
     @property
     def scan_from(self) -> int:
@@ -75,7 +91,7 @@ class FaissHNSW(ApproximateIndex):
         return self._assembled(*_links(graph))
 
     def _empty(self, metric: Any) -> Any:
-        code = faiss_storage.scalar_quantizer(self.keys)
+        code = scalar_quantizer(self.keys)
         if code is None:
             return faiss.IndexHNSWFlat(self.dim, LINKS, metric)
         graph = faiss.IndexHNSWSQ(self.dim, code, LINKS, metric)
@@ -105,24 +121,24 @@ class FaissHNSW(ApproximateIndex):
 
     def _write_native(self, file: str) -> None:
         entry, levels, neighbours = _links(self._native)
-        arrays.write(file, [_MAGIC, len(self), self.dim, entry + 1, len(neighbours)], [levels, neighbours])
+        files.write(file, [_MAGIC, len(self), self.dim, entry + 1, len(neighbours)], [levels, neighbours])
 
     def _read_native(self, file: str) -> Any:
         """Faiss itself reads no file: it would trust sizes and ids. The keys come from the store."""
 
-        def layout(numbers: Sequence[int]) -> arrays.Layout:
+        def layout(numbers: Sequence[int]) -> files.Layout:
             if list(numbers[:3]) != [_MAGIC, len(self), self.dim]:
                 raise RuntimeError(f"it is no file of a graph of {len(self)} x {self.dim}")
             return {"levels": (np.int32, (len(self),)), "neighbours": (np.int32, (numbers[4],))}
 
-        numbers, found = arrays.read(file, 5, layout)
+        numbers, found = files.read(file, 5, layout)
         entry, levels, neighbours = numbers[3] - 1, found["levels"], found["neighbours"]
         _check_links(entry, levels, neighbours, _room(self._empty(faiss.METRIC_L2)))
         return self._assembled(entry, levels, neighbours)
 
     @property
     def nbytes(self) -> int:
-        code = faiss_storage.scalar_quantizer(self.keys)
+        code = scalar_quantizer(self.keys)
         per_key = self.dim * (4 if code is None else 2) + 8 + 4  # code, offset, level
         return int(len(self) * per_key + 4 * self._native.hnsw.neighbors.size())
 

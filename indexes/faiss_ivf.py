@@ -12,14 +12,12 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from offload_decode.indexes import arrays, backends, faiss_storage
-from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.common.rows.arrays import Float32, Keys, drawn, float32_blocks
+from offload_decode.common.rows.encodings import row_size
+from offload_decode.indexes import faiss_hnsw, files, registry
+from offload_decode.indexes.approximate import ApproximateIndex, asked_for, geometric, rescored
 from offload_decode.indexes.base import Costs, Hits
-from offload_decode.indexes.faiss_storage import faiss
-from offload_decode.indexes.keys import Float32, Keys, drawn, float32_blocks
-from offload_decode.indexes.rescoring import asked_for, rescored
-from offload_decode.indexes.rows.encodings import row_size
-from offload_decode.indexes.tuning import geometric
+from offload_decode.indexes.faiss_hnsw import faiss
 
 _KEYS_PER_LIST = 40  # at least; faiss wants 39 training points a centroid
 _TRAINING_KEYS_PER_LIST = 64
@@ -44,14 +42,14 @@ class FaissIVF(ApproximateIndex):
 
     @classmethod
     def costs(cls, n: int, dim: int, dtype: np.dtype[Any], k: int, rows: int = 1) -> Costs:
-        code, centroids = faiss_storage.code_bytes(dim, dtype), 4 * dim * _lists(n)
+        code, centroids = faiss_hnsw.code_bytes(dim, dtype), 4 * dim * _lists(n)
         exact = min(n, rows * asked_for(k, n)) * row_size(dim, dtype)
         scanned = round(min(1.0, rows * _READ) * n) * code
         return Costs(n * (code + 8) + centroids, 4 * n + centroids, centroids + scanned + exact)
 
     @classmethod
     def need_library(cls) -> None:
-        backends.faiss()
+        registry.faiss()
 
     @property
     def scan_from(self) -> int:
@@ -78,7 +76,7 @@ class FaissIVF(ApproximateIndex):
         """Inverted lists around `centroids [L, D]`, key by key in those that `lists [N]` says."""
         quantizer = faiss.IndexFlatIP(self.dim)
         quantizer.add(np.ascontiguousarray(centroids))
-        code = faiss_storage.scalar_quantizer(self.keys)
+        code = faiss_hnsw.scalar_quantizer(self.keys)
         metric = faiss.METRIC_INNER_PRODUCT
         if code is None:
             index = faiss.IndexIVFFlat(quantizer, self.dim, self.nlist, metric)
@@ -120,17 +118,17 @@ class FaissIVF(ApproximateIndex):
 
     def _write_native(self, file: str) -> None:
         centroids, lists = self._lists()
-        arrays.write(file, [_MAGIC, len(self), self.dim, self.nlist], [centroids, lists])
+        files.write(file, [_MAGIC, len(self), self.dim, self.nlist], [centroids, lists])
 
     def _read_native(self, file: str) -> Any:
         """Faiss itself reads no file: it would trust sizes and ids. Its lists are filled from the keys."""
 
-        def layout(numbers: Sequence[int]) -> arrays.Layout:
+        def layout(numbers: Sequence[int]) -> files.Layout:
             if list(numbers[:3]) != [_MAGIC, len(self), self.dim] or not 0 < numbers[3] <= self.nlist:
                 raise RuntimeError(f"it is no file of lists of {len(self)} x {self.dim}")
             return {"centroids": (np.float32, (numbers[3], self.dim)), "lists": (np.int32, (len(self),))}
 
-        numbers, found = arrays.read(file, 4, layout)
+        numbers, found = files.read(file, 4, layout)
         self.nlist = numbers[3]
         centroids, lists = found["centroids"], found["lists"]
         if not np.isfinite(centroids).all():

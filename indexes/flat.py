@@ -8,13 +8,20 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from offload_decode.common.errors import InvalidIndexInput
+from offload_decode.common.rows import scan, threads
+from offload_decode.common.rows.arrays import (
+    Float32,
+    Keys,
+    check_keys,
+    check_more,
+    float32_blocks,
+    keys_digest,
+)
+from offload_decode.common.rows.encodings import row_size
+from offload_decode.common.rows.top_k import join
 from offload_decode.indexes import files
 from offload_decode.indexes.base import Costs, Hits, StrPath, VectorIndex, check_heads, check_recall_options
-from offload_decode.indexes.errors import InvalidIndexInput
-from offload_decode.indexes.keys import Float32, Keys, check_keys, check_more, float32_blocks, keys_digest
-from offload_decode.indexes.parts import joined_hits
-from offload_decode.indexes.rows import pool, scan
-from offload_decode.indexes.rows.encodings import row_size
 
 NOT_FINITE = (
     "A score is not finite: the keys hold NaN or infinite values, or an inner product overflows float32; the "
@@ -44,7 +51,7 @@ class FlatIndex(VectorIndex):
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
         # Candidates, and as many again twice while the best of them are told apart.
         kept = 3 * 8 * min(_GROUP_ROWS, rows) * min(n, 2 * (k + _BLOCK_ROWS))
-        return min(pool.THREADS, heads * max(1, n // _KEYS_OF_A_PART)) * kept
+        return min(threads.THREADS, heads * max(1, n // _KEYS_OF_A_PART)) * kept
 
     @classmethod
     def build(
@@ -73,7 +80,7 @@ class FlatIndex(VectorIndex):
     def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
         """As `VectorIndex.search_heads`; where threads would idle, a head's keys are read in parts."""
         check_heads(heads, queries)
-        parts = pool.THREADS // max(1, len(heads))
+        parts = threads.THREADS // max(1, len(heads))
         parts = min(parts, min((len(head) for head in heads), default=0) // _KEYS_OF_A_PART)
         if parts < 2:
             return super().search_heads(heads, queries, k)
@@ -134,3 +141,14 @@ def _largest(candidates: scan.Candidates, k: int) -> scan.Candidates:
     """The `k` largest of each row, in any order; every row has at least `k`."""
     smaller = candidates.shape[1] - k
     return candidates if smaller == 0 else np.partition(candidates, smaller, axis=1)[:, smaller:]
+
+
+def joined_hits(ids: npt.NDArray[np.int64], scores: Float32, counts: npt.NDArray[np.int64]) -> Hits:
+    """What was found in P parts of each head's keys, `[P, H, R, k]` of which `counts [P, H, R]` are there, as
+    one search gives it.
+    """
+    if len(ids) == 1:
+        return Hits(ids[0], scores[0])
+    hits = Hits(np.full(ids.shape[1:], -1), np.full(ids.shape[1:], -np.inf, np.float32))
+    join(ids, scores, counts, hits.ids, hits.scores)
+    return hits

@@ -14,16 +14,14 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from offload_decode.indexes import backends, hnswlib_file
-from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.common.rows.arrays import Float32, Keys, float32_blocks
+from offload_decode.common.rows.encodings import row_size
+from offload_decode.indexes import hnswlib_file, registry
+from offload_decode.indexes.approximate import ApproximateIndex, asked_for, geometric, rescored
 from offload_decode.indexes.base import Costs, Hits
 from offload_decode.indexes.faiss_hnsw import UPPER, WALKED
-from offload_decode.indexes.keys import Float32, Keys, float32_blocks
-from offload_decode.indexes.rescoring import asked_for, rescored
-from offload_decode.indexes.rows.encodings import row_size
-from offload_decode.indexes.tuning import geometric
 
-hnswlib = backends.Library(backends.hnswlib)
+hnswlib = registry.Library(registry.hnswlib)
 
 LINKS = 16
 CONSTRUCTION_EF = 100
@@ -46,7 +44,7 @@ class HnswlibIndex(ApproximateIndex):
 
     @classmethod
     def need_library(cls) -> None:
-        backends.hnswlib()
+        registry.hnswlib()
 
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)

@@ -4,16 +4,18 @@ library when it is used.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
+from offload_decode.common.errors import MissingBackend, UnknownIndex, UnusableKind
+from offload_decode.common.plugins import INDEXES, Extensions
 from offload_decode.indexes.base import VectorIndex
-from offload_decode.indexes.errors import MissingBackend, UnknownIndex, UnusableKind
-from offload_decode.indexes.extensions import INDEXES, Extensions
 
 _CLASSES = {
-    "clusters": "offload_decode.indexes.clusters:ClusteredIndex",
+    "clusters": "offload_decode.indexes.clusters.index:ClusteredIndex",
     "flat": "offload_decode.indexes.flat:FlatIndex",
     "faiss-ivf": "offload_decode.indexes.faiss_ivf:FaissIVF",
     "faiss-hnsw": "offload_decode.indexes.faiss_hnsw:FaissHNSW",
@@ -71,3 +73,36 @@ def stated(kind: str) -> type[VectorIndex]:
         raise UnknownIndex(f"There is no index kind {kind!r}; the kinds are {', '.join(kinds())}.")
     module, name = _CLASSES[kind].split(":")
     return cast(type[VectorIndex], getattr(import_module(module), name))
+
+
+# The optional libraries, imported where an index kind needs them.
+
+
+class Library:
+    """A module that is imported when something of it is first used."""
+
+    def __init__(self, imported: Callable[[], Any]):
+        self._imported = imported
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._imported(), name)
+
+
+def faiss() -> Any:
+    """The module `faiss`, from the CPU or the GPU package."""
+    return _import("faiss", "pip install 'offload-decode[cpu]' (or [gpu] on a CUDA machine, never both)")
+
+
+def hnswlib() -> Any:
+    """The module `hnswlib`, which is compiled at installation."""
+    return _import("hnswlib", "pip install 'offload-decode[hnsw]' (needs a C++ compiler)")
+
+
+def _import(module: str, remedy: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingBackend(
+            f"This index kind needs {module}, which cannot be imported ({error}): "
+            f"{remedy}, or use kind 'flat'."
+        ) from error

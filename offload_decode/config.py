@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 
 OptionsT = TypeVar("OptionsT")
 

@@ -7,35 +7,46 @@ it was not whole, runs again with what follows.
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from offload_decode.errors import ConfigError, CorpusError, DoesNotFit, StoreBusy, StoreForeign, StoreMismatch
-from offload_decode.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory
-from offload_decode.models.latent import tell_of_indexer
+from offload_decode.common.errors import (
+    ConfigError,
+    CorpusError,
+    DoesNotFit,
+    StoreBusy,
+    StoreForeign,
+    StoreMismatch,
+)
+from offload_decode.common.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory
+from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import Prompt
-from offload_decode.prefill_jobs.build import BuildReport
-from offload_decode.prefill_jobs.chunked import prefill_chunks
+from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, encode_further, read_corpus
-from offload_decode.prefill_jobs.extend import Extended, extend_indexes, publish_indexes
+from offload_decode.prefill_jobs.destinations import Progress
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
-from offload_decode.prefill_jobs.job import Tokens, admit_text
+from offload_decode.prefill_jobs.indexing import (
+    BuildReport,
+    Extended,
+    build_indexes,
+    extend_indexes,
+    publish_indexes,
+)
+from offload_decode.prefill_jobs.job import Settings, Tokens, admit_text, prefill_tokens
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, names
-from offload_decode.prefill_jobs.places import Progress
-from offload_decode.store.exchange import restore
 from offload_decode.store.format import running_software, token_hash
 from offload_decode.store.growth import Growth, is_left
-from offload_decode.store.publish import clear
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
-from offload_decode.store.writer import KVStoreWriter
+from offload_decode.store.writer import KVStoreWriter, clear, restore
 from offload_decode.types import Document
 
 
@@ -287,3 +298,51 @@ def _tidy(store: KVStore) -> None:
             clear(partial)
     with suppress(OSError):  # an empty folder is what a kill leaves as the very last thing
         partial.rmdir()
+
+
+# A store of a text's beginning that is made longer again and again.
+
+
+class GrowingStore:
+    """One store in `folder`, of the tokens that were asked for last, with indexes of the `indexes` kinds.
+
+    `most`: the tokens that it may come to hold, with all that follow it.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        folder: Path,
+        most: int,
+        settings: Settings,
+        indexes: Sequence[str] = (),
+    ):
+        self._loaded, self._most, self._settings, self._indexes = loaded, most, settings, indexes
+        self._path = folder / "store"
+        self._held: Tokens = np.zeros(0, np.int32)
+
+    def __call__(self, tokens: Tokens, report: Callable[[int], None]) -> KVStore:
+        """The store of `tokens [N]`: only what is new is prefilled where the last one holds their beginning.
+
+        Raises as `prefill_tokens` and `append_tokens`.
+        """
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == "prefill":
+                report(done)
+
+        held = len(self._held)
+        if held and np.array_equal(self._held, tokens[:held]):
+            if held < len(tokens):
+                document = Document(f"from {held}", held, len(tokens))
+                append_tokens(self._loaded, tokens[held:], [document], self._path, progress=progress)
+        else:
+            shutil.rmtree(self._path, ignore_errors=True)
+            document = Document("from 0", 0, len(tokens))
+            # Keys may be rotated by the length of the whole, which is said before the first is stored.
+            settings = replace(self._settings, context=self._most - len(tokens))
+            prefill_tokens(self._loaded, tokens, [document], self._path, settings, progress=progress)
+            for kind in self._indexes:
+                build_indexes(self._path, kind)
+        self._held = tokens
+        return KVStore.open(self._path)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offload_decode.errors import CorpusError
+from offload_decode.common.errors import CorpusError
 from offload_decode.models.prompt import Prompt
 from offload_decode.prefill_jobs.decoding import text_of
 from offload_decode.prefill_jobs.folders import (

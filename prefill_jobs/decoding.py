@@ -7,7 +7,7 @@ import mimetypes
 import re
 from pathlib import PurePath
 
-from offload_decode.errors import CorpusError
+from offload_decode.common.errors import CorpusError
 from offload_decode.prefill_jobs import documents, html
 
 # These are letters and no text.

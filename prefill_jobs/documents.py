@@ -14,7 +14,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from offload_decode.errors import CorpusError
+from offload_decode.common.errors import CorpusError
 
 PDF, ZIP = b"%PDF-", b"PK\x03\x04"
 MOST_PAGES = 50_000

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from offload_decode.errors import CorpusError
+from offload_decode.common.errors import CorpusError
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup

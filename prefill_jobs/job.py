@@ -9,24 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.errors import ConfigError, DoesNotFit
-from offload_decode.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
-from offload_decode.models.devices import device_room
-from offload_decode.models.latent import tell_of_indexer
+from offload_decode.common.errors import ConfigError, DoesNotFit
+from offload_decode.common.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory, own_memory, room
+from offload_decode.hf.compat import device_room
+from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.models.outline import outline_of
 from offload_decode.models.prompt import prompt_for
+from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYTES, largest_chunk
 from offload_decode.prefill_jobs.buckets import Transfer
-from offload_decode.prefill_jobs.chunked import prefill_chunks
+from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
+from offload_decode.prefill_jobs.destinations import Found, Place, Progress, place_of, same_store
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, parse
-from offload_decode.prefill_jobs.places import Found, Place, Progress, place_of, same_store
-from offload_decode.store.fields import MOST_SAMPLES
-from offload_decode.store.format import Manifest, kv_encodings, stored_types, token_hash
-from offload_decode.store.metadata import read_header
+from offload_decode.store.format import MOST_SAMPLES, Manifest, kv_encodings, stored_types, token_hash
+from offload_decode.store.layout import read_header
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, partial_path
 from offload_decode.store.writer import KVStoreWriter

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from offload_decode.errors import (
+from offload_decode.common.errors import (
     BucketError,
     ConfigError,
     CorpusError,
     DoesNotFit,
     OffloadDecodeError,
+    OffloadDecodeWarning,
+    StoreBusy,
     StoreError,
+    StoreExists,
 )
-from offload_decode.models.loading import load
+from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.corpus import TextDocument, read_corpus
+from offload_decode.prefill_jobs.destinations import Place, place_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, STDIN, Rules, Skipped
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, Work, make, prepare, settled
-from offload_decode.prefill_jobs.places import Place, place_of
+from offload_decode.store.reader import KVStore
 
 SUFFIX = ".kv"
 
@@ -162,3 +172,58 @@ def _name(corpus: str) -> str:
     if path.name in ("", ".."):
         path = path.resolve()
     return (path.name if path.is_dir() else path.stem) or "root"
+
+
+# Stores that are kept, and found again by whoever needs the same one: by what name, and each made once.
+
+LOOK_S = 0.5  # how often it is looked whether another process is done,
+TRY_S = 5.0  # and whether it was killed, which takes a text to be tokenized again
+_TOLD: set[Path] = set()  # folders: waiting is said once, not for each of hundreds of stores
+
+
+def kept_name(loaded: LoadedModel, settings: Settings, *of: object) -> str:
+    """A file's name, by the model, how it is prefilled, and what it is `of` (a text or tokens, and whatever
+    else shapes what is stored of them): plain JSON values.
+    """
+    model = [loaded.weights_hash, loaded.config_hash, loaded.tokenizer_hash, loaded.dtype, loaded.weights]
+    said = json.dumps([*of, model, asdict(settings)], sort_keys=True, default=dict)
+    return f"{hashlib.sha256(said.encode()).hexdigest()[:32]}.kv"
+
+
+def kept(path: Path, make: Callable[[], object], kinds: Iterable[str] = ()) -> KVStore:
+    """The store at `path`, which `make` makes where it is not there yet, with indexes of these kinds.
+
+    What another process is making is waited for, with a warning that says so; where that process is killed,
+    this one goes on with what it began.
+    """
+
+    def made() -> None:
+        if not path.exists():
+            try:
+                make()
+            except StoreExists:
+                if not path.exists():  # it is not that another process was faster
+                    raise
+
+    _patiently(made, path, path.exists)
+    for kind in kinds:
+        _patiently(partial(build_indexes, path, kind), path, lambda: True)
+    return KVStore.open(path)
+
+
+def _patiently(work: Callable[[], object], path: Path, done: Callable[[], bool]) -> None:
+    while True:
+        try:
+            work()
+            return
+        except StoreBusy:
+            if path.parent not in _TOLD:
+                _TOLD.add(path.parent)
+                told = (
+                    f"Another process makes stores in {path.parent}: this one waits for those that both need."
+                )
+                warnings.warn(OffloadDecodeWarning(told), stacklevel=3)
+        until = time.monotonic() + TRY_S
+        time.sleep(LOOK_S)
+        while not done() and time.monotonic() < until:
+            time.sleep(LOOK_S)

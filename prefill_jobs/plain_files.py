@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import BinaryIO
 
-from offload_decode.errors import CorpusError
-from offload_decode.indexes.plain_files import NotPlain, open_plain
+from offload_decode.common.errors import CorpusError
+from offload_decode.common.files import NotPlain, open_plain
 
 LARGEST = 256 << 20
 """Bytes of a document: some fifty million tokens, of which no store is made in one piece."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload_decode.indexes.clusters import ClusteredIndex
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.models.loading import LoadedModel
-from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.store.reader import KVStore
 from tests.store.jobs import FULL, make_job
 

@@ -18,10 +18,9 @@ from offload_decode.cli.eval.run import (
     checked_selector,
     tasks_named,
 )
-from offload_decode.cli.groups import with_groups
-from offload_decode.cli.options import Selector
+from offload_decode.cli.options import Selector, with_groups
+from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
-from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import Contender
 
 _BUDGET = "64"

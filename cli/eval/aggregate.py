@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload_decode.cli.eval.run import Contenders, Group, Lengths, Limit, Tasks, Text, ask_all, tasks_named
-from offload_decode.cli.groups import with_groups
+from offload_decode.cli.options import with_groups
 
 
 @with_groups

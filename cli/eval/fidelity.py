@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli import output
+from offload_decode.cli.errors import FAILURE
 from offload_decode.cli.eval.run import read_contenders
-from offload_decode.cli.failures import FAILURE
 from offload_decode.cli.options import Device, Json, Model, Quiet, Store, question_from
-from offload_decode.cli.progress import Progress
+from offload_decode.cli.output import Progress
+from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
-from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import Contender
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ def fidelity(
 
     from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.common import files
     from offload_decode.engine.engine import Engine
     from offload_decode.evals.extra import PICTURES, require
     from offload_decode.evals.fidelity import FidelityPlan, check, measure
     from offload_decode.evals.plots import save_fidelity
-    from offload_decode.indexes import durable
     from offload_decode.store.reader import KVStore
 
     require(*PICTURES)
@@ -115,7 +115,7 @@ def fidelity(
     with Progress(quiet) as progress:
         report = measure(loaded, opened, plan, lambda done, total: progress("fidelity", done, total))
     result = report.to_json()
-    durable.write(out / RESULT, json.dumps(result).encode())
+    files.write(out / RESULT, json.dumps(result).encode())
     save_fidelity(report, out / PICTURE)
     if as_json:
         output.answer_json(result)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.counts import token_count
 from offload_decode.cli.eval.run import EvalModel, PrefilledStores, checked_selector, index_of, read_haystack
-from offload_decode.cli.options import Device, Json, Options, Quiet, Selector
-from offload_decode.cli.progress import Progress
+from offload_decode.cli.options import Device, Json, Options, Quiet, Selector, token_count
+from offload_decode.cli.output import Progress
+from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
-from offload_decode.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.evals.needle_grid import NeedleGrid
@@ -75,13 +74,13 @@ def needle(
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
     from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.common import files
     from offload_decode.evals.extra import PICTURES, STATISTICS, require
     from offload_decode.evals.needle_grid import GridPlan, measure
     from offload_decode.evals.plots import save_needles
-    from offload_decode.indexes import durable
     from offload_decode.models.loading import load
     from offload_decode.prefill_jobs.job import Settings
-    from offload_decode.selection.budgets import Budget
+    from offload_decode.selectors.budgets import Budget
 
     require(*PICTURES, *STATISTICS)
     tell_of_compiling()
@@ -102,7 +101,7 @@ def needle(
             stores,
             lambda done, total: progress("prefill", done, total),
         )
-    durable.write(out / RESULT, json.dumps(grid.to_json(), indent=1).encode())
+    files.write(out / RESULT, json.dumps(grid.to_json(), indent=1).encode())
     save_needles(grid, out / PICTURE)
     if as_json:
         output.answer_json(grid.to_json())

@@ -12,7 +12,7 @@ from offload_decode.cli.eval.run import (
     ask_all,
     contenders_of,
 )
-from offload_decode.cli.groups import with_groups
+from offload_decode.cli.options import with_groups
 
 
 @with_groups

@@ -10,7 +10,6 @@ import typer
 
 from offload_decode import demo_models
 from offload_decode.cli import output
-from offload_decode.cli.counts import token_count
 from offload_decode.cli.eval.run import (
     Contenders,
     EvalModel,
@@ -23,9 +22,8 @@ from offload_decode.cli.eval.run import (
     rehearse,
     show,
 )
-from offload_decode.cli.groups import with_groups
-from offload_decode.cli.options import Device, Json, Quiet
-from offload_decode.cli.progress import Progress
+from offload_decode.cli.options import Device, Json, Quiet, token_count, with_groups
+from offload_decode.cli.output import Progress
 
 if TYPE_CHECKING:
     from offload_decode.evals.runs import Results
@@ -101,12 +99,12 @@ def perplexity(
     NLL that is than with dense attention, with a 95 % interval over blocks of 32 tokens.
     """
     from offload_decode.cli.compiling import tell_of_compiling
-    from offload_decode.errors import ConfigError
+    from offload_decode.common.errors import ConfigError
     from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.perplexity import Perplexity, PerplexityPlan
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
-    from offload_decode.prefill_jobs.growing import GrowingStore
+    from offload_decode.prefill_jobs.append import GrowingStore
 
     counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
     if sliding and len(counts) > 1:

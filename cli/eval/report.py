@@ -9,7 +9,7 @@ import typer
 
 from offload_decode.cli import output
 from offload_decode.cli.options import Quiet
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 
 
 def report(
@@ -33,10 +33,10 @@ def report(
     if out.exists() and not force:
         raise ConfigError(f"{out} exists already: choose another --out, or say --force")
 
+    from offload_decode.common import files
     from offload_decode.evals.report.page import page
-    from offload_decode.indexes import durable
 
     text = page(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
-    durable.write(out, text.encode())
+    files.write(out, text.encode())
     output.note(str(out), quiet)

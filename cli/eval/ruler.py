@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli.eval.run import Contenders, Group, Lengths, Limit, Tasks, Text, ask_all, tasks_named
-from offload_decode.cli.groups import with_groups
-from offload_decode.errors import ConfigError
+from offload_decode.cli.options import with_groups
+from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload_decode.evals.tasks import Task

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.counts import token_count
-from offload_decode.cli.groups import From
-from offload_decode.cli.options import Device, Json, Quiet
-from offload_decode.cli.progress import Progress
+from offload_decode.cli.options import Device, From, Json, Quiet, token_count
+from offload_decode.cli.output import Progress
+from offload_decode.common.errors import ConfigError
 from offload_decode.config import parse_options, split_pairs
 from offload_decode.demo_models import QUOTED
-from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE, Contender
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from offload_decode.evals.tasks import Task
     from offload_decode.models.loading import LoadedModel
     from offload_decode.prefill_jobs.job import Settings
-    from offload_decode.selection.selector import SelectorOptions
+    from offload_decode.selectors.base import SelectorOptions
     from offload_decode.store.reader import KVStore
 
 _REHEARSED = 64  # tokens
@@ -354,7 +352,7 @@ def checked_selector(selector: str, options: Mapping[str, str]) -> SelectorOptio
 
 def index_of(options: Mapping[str, str]) -> str | None:
     """The kind that is asked for by name."""
-    from offload_decode.kv.head_indexes import AUTO
+    from offload_decode.kv.indexes import AUTO
 
     kind = options.get("index", AUTO)
     return None if kind == AUTO else kind
@@ -401,7 +399,7 @@ class PrefilledStores:
     @contextmanager
     def __call__(self, text: str, report: Callable[[int], None]) -> Iterator[KVStore]:
         """The store of a text; `report` is told the tokens that are prefilled."""
-        from offload_decode.prefill_jobs.kept import kept_name
+        from offload_decode.prefill_jobs.many import kept_name
 
         if self._keep is not None:
             self._keep.mkdir(parents=True, exist_ok=True)
@@ -414,7 +412,7 @@ class PrefilledStores:
     def _made(self, text: str, path: Path, report: Callable[[int], None]) -> KVStore:
         from offload_decode.prefill_jobs.corpus import TextDocument
         from offload_decode.prefill_jobs.job import prefill_texts
-        from offload_decode.prefill_jobs.kept import kept
+        from offload_decode.prefill_jobs.many import kept
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage == "prefill":

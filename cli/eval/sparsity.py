@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.counts import token_count
 from offload_decode.cli.eval.run import (
     Group,
     Lengths,
@@ -22,7 +21,7 @@ from offload_decode.cli.eval.run import (
     show,
     tasks_named,
 )
-from offload_decode.cli.groups import with_groups
+from offload_decode.cli.options import token_count, with_groups
 
 if TYPE_CHECKING:
     from offload_decode.evals.runs import Results

@@ -10,6 +10,7 @@ from mkdocs.structure.files import File, Files
 SHOWN = (
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "docs/*.md",
     "docs/site/*.css",

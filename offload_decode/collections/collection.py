@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from offload_decode import plain_json
-from offload_decode.collections.journal import DOCUMENTS, Entry, Journal, read
+from offload_decode.collections.journal import DOCUMENTS, Entry, Journal, Value, read
 from offload_decode.collections.words import WORDS
-from offload_decode.errors import (
+from offload_decode.common import files
+from offload_decode.common.errors import (
+    ConfigError,
     StoreBusy,
     StoreDamaged,
     StoreExists,
@@ -31,11 +34,10 @@ from offload_decode.errors import (
     StoreMismatch,
     StoreNotFound,
 )
-from offload_decode.indexes import durable
-from offload_decode.indexes.plain_files import remove
+from offload_decode.common.files import remove
 from offload_decode.store.files import read_regular
-from offload_decode.store.metadata import COLLECTION as HEADER
-from offload_decode.store.metadata import ROOT
+from offload_decode.store.layout import COLLECTION as HEADER
+from offload_decode.store.layout import ROOT
 from offload_decode.store.staging import LOCK, locked
 
 STORES = "stores"
@@ -64,7 +66,7 @@ class Header:
     def read(cls, path: Path) -> Header:
         """Raises `StoreNotFound`, `StoreForeign` and `StoreDamaged`."""
         try:
-            data = plain_json.parse(read_regular(path / HEADER))
+            data = files.parse(read_regular(path / HEADER))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreNotFound(
                 f"There is no collection at {path}: make one with `offload-decode collect`."
@@ -163,13 +165,13 @@ class Changing:
         if self.header is None:
             self.header = header
             data = json.dumps(asdict(header), indent=2, ensure_ascii=False).encode()
-            durable.write(self.path / HEADER, data)
+            files.write(self.path / HEADER, data)
         self.header.check(self.path, header)
 
     def store(self, name: str) -> Path:
         """Where the store of that name lies, its folder made."""
         path = _within(self.path, name)
-        durable.make_folders(path.parent)
+        files.make_folders(path.parent)
         return path
 
     def sweep(self, wanted: set[str]) -> None:
@@ -206,3 +208,67 @@ def _within(collection: Path, name: str) -> Path:
         if path.is_symlink():
             raise StoreDamaged(f"{path} is a link, and what a collection holds lies in it: collect again.")
     return path
+
+
+# Which documents of a collection are meant: conditions on their names and metadata.
+
+NAME = "name"
+_CONDITION = re.compile(r"([^=!<>]+)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
+_ORDERED: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`field`, which is `name` or one of the metadata, compared with a text as users write it.
+
+    `=` and `!=` take a text with `*`, `?` and `[…]` as a shell does; `<`, `<=`, `>`, `>=` order texts by
+    their characters (dates such as 2024-05-31 too) and numbers by size. A document without the field, or
+    whose field is of another kind than what it is compared with, does not meet it.
+    """
+
+    field: str
+    comparison: str
+    wanted: str
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """`ConfigError` for what is no condition."""
+        found = _CONDITION.fullmatch(text.strip())
+        if found is None:
+            raise ConfigError(
+                f"'{text}' is no condition: write one like name=2024/*, author!=Ada or year>=2020"
+            )
+        return cls(found[1].strip(), found[2], found[3].strip())
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether a document meets it."""
+        if self.field == NAME:
+            return self._compares(entry.name)
+        return self.field in entry.metadata and self._compares(entry.metadata[self.field])
+
+    def _compares(self, value: Value) -> bool:
+        if self.comparison in _ORDERED:
+            wanted = self.wanted if isinstance(value, str) else _number(self.wanted)
+            if wanted is None or value is None or isinstance(value, bool):
+                return False
+            return _ORDERED[self.comparison](value, wanted)
+        return self._equals(value) == (self.comparison == "=")
+
+    def _equals(self, value: Value) -> bool:
+        if isinstance(value, str):
+            return fnmatchcase(value, self.wanted)
+        if isinstance(value, bool | None):
+            return self.wanted == {True: "true", False: "false", None: "null"}[value]
+        return value == _number(self.wanted)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

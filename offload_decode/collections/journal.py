@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from offload_decode import plain_json
-from offload_decode.errors import ConfigError, DoesNotFit, StoreDamaged, StoreForeign
-from offload_decode.indexes import durable
-from offload_decode.indexes.plain_files import NotPlain, open_plain
+from offload_decode.common import files
+from offload_decode.common.errors import ConfigError, DoesNotFit, StoreDamaged, StoreForeign
+from offload_decode.common.files import NotPlain, open_plain
 
 Value = str | int | float | bool | None
 
@@ -118,7 +117,7 @@ class Journal:
 
     def _rewrite(self) -> None:
         lines = [_line(one._asdict() | {"metadata": dict(one.metadata)}) for one in self.entries.values()]
-        durable.write(self.path, b"".join(lines))
+        files.write(self.path, b"".join(lines))
         self._count = len(lines)
 
     def _append(self, lines: list[bytes]) -> None:
@@ -126,7 +125,7 @@ class Journal:
         try:
             with open(self.path, "ab") as file:
                 file.write(b"".join(lines))
-            durable.sync_files([self.path])
+            files.sync_files([self.path])
         except OSError:
             os.truncate(self.path, before)  # half a line would swallow the next one
             raise
@@ -158,7 +157,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def _parsed(line: bytes) -> tuple[str, Entry | None]:
-    fields = plain_json.parse(line)
+    fields = files.parse(line)
     name = fields["name"]
     if not isinstance(name, str) or not 0 < len(name) <= _NAME:
         raise ValueError("its name is none")

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Self
 
-from offload_decode.errors import ConfigError, StoreBusy, StoreDamaged
+from offload_decode.common.errors import ConfigError, StoreBusy, StoreDamaged
 
 WORDS = "words.sqlite"
 _TABLE = "CREATE VIRTUAL TABLE words USING fts5(text, tokenize = 'unicode61 remove_diacritics 2')"

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload_decode.attention.host_tokens import score_tokens
+from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError, StoreDamaged
-from offload_decode.kernels.host_tokens import score_tokens
-from offload_decode.kv.host import BLOCK_TOKENS, HostKV
-from offload_decode.pages.reference import page_tokens
+from offload_decode.common.errors import ConfigError, StoreDamaged
+from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
 from offload_decode.store.base import Store
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, CitedDocument, CitedSpan, Document, PageSelection, Selection

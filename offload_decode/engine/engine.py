@@ -8,21 +8,24 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from offload_decode.common.errors import ConfigError
 from offload_decode.config import EngineConfig
-from offload_decode.engine.batch import answer_batch
+from offload_decode.engine.batching import answer_batch
 from offload_decode.engine.citations import cite
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.sampler import Sampler
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
+from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.compat import generate_name
+from offload_decode.hf.mla import tell_of_indexer
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.kv.placement import check_placement
-from offload_decode.models.arguments import generate_name
-from offload_decode.models.cache import PrefixCache
-from offload_decode.models.latent import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load, wrap
+from offload_decode.store.base import EmptyStore
+from offload_decode.store.format import Manifest, token_hash
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Answer
 
@@ -138,3 +141,25 @@ class Engine(Conversation):
         if room == math.inf:
             return False
         return any(len(self.question_tokens(question)) > room for question in questions)
+
+
+# A conversation with the bare model, through the engine that answers from a corpus.
+
+
+def without_corpus(loaded: LoadedModel, context: int | None = None) -> Conversation:
+    """A conversation behind no stored tokens, which answers as the model itself does.
+
+    `context`: the tokens that it may come to hold, by which a model that rotates by the length of its text
+    does; None for the shortest length that it knows. Raises `ConfigError` where there are not so many
+    positions.
+    """
+    positions = loaded.lengths.chosen(0, context)
+    manifest = Manifest(
+        **loaded.stated(positions),
+        n_tokens=0,
+        token_hash=token_hash(np.zeros(0, np.int32)),
+        prefill={"method": "none"},
+        kv={"keys": loaded.dtype, "values": loaded.dtype},
+    )
+    host = HostKV(EmptyStore(manifest), loaded.device)
+    return Conversation(loaded, host.store, StoredPrefix.over(host, loaded.shape, "dense", {}))

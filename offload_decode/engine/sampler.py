@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 
 _FEW = 1024
 
@@ -66,3 +68,50 @@ def _nucleus(weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
     # A token stays if the ones before it do not fill the nucleus yet; the first always stays.
     before = best.cumsum(-1, dtype=torch.float64) - best
     return torch.where(before < share, best, 0.0), places
+
+
+# The text of generated tokens, piece by piece as they come.
+
+# So many tokens whose text is not whole yet are no character any more.
+_LONG = 64
+
+
+def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Text of generated tokens, as they spell it: no spaces are removed before full stops."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class Pieces:
+    """Tokens in, text out: no piece ends within a character, and together they are the text of all tokens."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        # The first `_ready` were shown last; they may join with what follows.
+        self._tokens: list[int] = []
+        self._ready = 0
+
+    def push(self, token: int) -> str:
+        """What one more token lets be shown; it may be nothing."""
+        self._tokens.append(token)
+        many = len(self._tokens)
+        if many > _LONG and many % (many // 8):  # all are decoded again, so not after every one
+            return ""
+        before, written = decode(self._tokenizer, self._tokens[: self._ready]), self._written
+        # A character of several bytes may lack its last ones: they decode to U+FFFD until they come.
+        if written.endswith("\ufffd"):
+            return ""
+        # Of special tokens nothing is shown, and behind nothing a decoder leaves out a space.
+        if written != before:
+            del self._tokens[: self._ready]
+        self._ready = len(self._tokens)
+        return written[len(before) :]
+
+    def rest(self) -> str:
+        """What is left when no more tokens come."""
+        before = decode(self._tokenizer, self._tokens[: self._ready])
+        rest, self._tokens, self._ready = self._written[len(before) :], [], 0
+        return rest
+
+    @property
+    def _written(self) -> str:
+        return decode(self._tokenizer, self._tokens)

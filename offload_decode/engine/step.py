@@ -9,23 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload_decode.attention.pages_reference import count_tokens
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.states import merge_states
+from offload_decode.attention.state import merge_states
 from offload_decode.engine.citations import Watch, last_rows
-from offload_decode.kv.host import HostKV, attend_selected, on_host
-from offload_decode.kv.tail import TailKV
-from offload_decode.pages.reference import count_tokens
-from offload_decode.selection.budgeted import Budgeted
-from offload_decode.selection.budgets import SELECTED_IDS
-from offload_decode.selection.selector import Selector
+from offload_decode.kv.generated import TailKV
+from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
+from offload_decode.selectors import unselected as tails
+from offload_decode.selectors.base import Selector
+from offload_decode.selectors.budgeted import Budgeted
+from offload_decode.selectors.budgets import SELECTED_IDS
 from offload_decode.selectors.registry import create
-from offload_decode.tails import registry as tails
-from offload_decode.tails.base import Tail
+from offload_decode.selectors.unselected import Tail
 from offload_decode.types import AttentionState, ModelShape, PageSelection, Selection, StepStats
 
 
 class StoredPrefix:
-    """Implements `offload_decode.kv.tail.Prefix` over a store.
+    """Implements `offload_decode.kv.generated.Prefix` over a store.
 
     watches: see what is attended to, one for each sequence of a pass; forks do not have them. ends: where
     conversations are packed into one sequence, the token behind the last one of each that is watched.

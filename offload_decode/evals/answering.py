@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack, Strand
 from offload_decode.evals.runs import ANSWER, GUESSES, QUESTION, Asked, Record, Said, Stores, Unit, record

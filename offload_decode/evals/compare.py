@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals.runs import QUESTION, Asked, Results
 from offload_decode.evals.stats import (
     CONFIDENCE,

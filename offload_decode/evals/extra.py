@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 
 STATISTICS = ("scipy.stats", "statsmodels.stats.proportion")
 PICTURES = ("matplotlib",)

@@ -18,13 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload_decode.common.errors import ConfigError, OffloadDecodeError
 from offload_decode.config import parse_options
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.errors import ConfigError, OffloadDecodeError
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.exact import MEASURES, Exact, together
-from offload_decode.evals.made_with import made_with
 from offload_decode.evals.recorded_queries import (
     SAMPLE_SHARE,
     Call,
@@ -34,9 +33,10 @@ from offload_decode.evals.recorded_queries import (
     sampled_calls,
     sampled_tokens,
 )
-from offload_decode.kv.host import HostKV
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
-from offload_decode.selection.selector import SelectorOptions
+from offload_decode.models.made_with import made_with
+from offload_decode.selectors.base import SelectorOptions
 from offload_decode.store.reader import KVStore
 from offload_decode.types import StepStats
 

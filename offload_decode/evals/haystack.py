@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from offload_decode.errors import CorpusError
+from offload_decode.common.errors import CorpusError
 
 _BETWEEN = "\n\n"
 _CHARS_PER_TOKEN = 6  # more than most tokenizers reach, so that one attempt usually cuts enough text

@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 from offload_decode.engine.engine import Engine
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.made_with import made_with
 from offload_decode.evals.runs import Stores
 from offload_decode.evals.tasks import Example
 from offload_decode.models.loading import LoadedModel
+from offload_decode.models.made_with import made_with
 from offload_decode.store.reader import KVStore
 
 Panel = Literal["dense", "selected", "control"]

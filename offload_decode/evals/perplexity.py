@@ -17,18 +17,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.conversation import Conversation
-from offload_decode.engine.corpusless import without_corpus
-from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
+from offload_decode.engine.engine import Engine, without_corpus
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.recorded_queries import Heard
 from offload_decode.evals.runs import Record, Results, Unit
 from offload_decode.evals.stats import Estimate, block_mean
 from offload_decode.models.loading import LoadedModel
-from offload_decode.models.pieces import encode_text
-from offload_decode.models.prompt import opening_of
+from offload_decode.models.prompt import encode_text, opening_of
 from offload_decode.store.reader import KVStore
 
 Tokens = npt.NDArray[np.int32]

@@ -13,13 +13,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from offload_decode.common import files
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.extra import library
 from offload_decode.evals.fidelity import CONTROLS
 from offload_decode.evals.lengths import label
 from offload_decode.evals.needle_grid import PANELS, NeedleGrid, Panel
 from offload_decode.evals.stats import Share
-from offload_decode.indexes import durable
 
 if TYPE_CHECKING:
     from offload_decode.evals.fidelity import Entry, FidelityReport
@@ -235,7 +235,7 @@ def save_needles(grid: NeedleGrid, path: Path) -> None:
         figure.supxlabel(foot, fontsize=9, color=_FAINT)
 
     size = 3 * width + 1.9, height + 1.9
-    durable.write(path, _drawn(size, draw, {}, format="png", dpi=160, facecolor="white"))
+    files.write(path, _drawn(size, draw, {}, format="png", dpi=160, facecolor="white"))
 
 
 def _panel(axis: Any, grid: NeedleGrid, panel: Panel, colours: Any) -> Any:
@@ -294,7 +294,7 @@ def save_fidelity(report: FidelityReport, path: Path) -> None:
         figure.suptitle(f"Fidelity to dense attention: {title}", fontsize=13, fontweight="bold")
         figure.supxlabel(foot, fontsize=9, color=_FAINT)
 
-    durable.write(path, _drawn((12.5, 8.4), draw, {}, format="png", dpi=130, facecolor="white"))
+    files.write(path, _drawn((12.5, 8.4), draw, {}, format="png", dpi=130, facecolor="white"))
 
 
 def _fidelity_lines(report: FidelityReport) -> list[tuple[dict[str, Any], list[Entry]]]:

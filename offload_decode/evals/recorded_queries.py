@@ -14,16 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.states import attend
+from offload_decode.attention.rows import tensor_view
+from offload_decode.attention.state import attend
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.kernels.rows import tensor_view
-from offload_decode.kv.host import HostKV
-from offload_decode.models.cache import PrefixCache
+from offload_decode.hf.cache import PrefixCache
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel
-from offload_decode.pages.reference import page_tokens
-from offload_decode.selection.budgeted import Budgeted
+from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.registry import create
 from offload_decode.store.base import Store
 from offload_decode.store.reader import KVStore

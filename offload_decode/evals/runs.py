@@ -25,11 +25,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Protocol, Self, get_type_hints
 
-from offload_decode.errors import ConfigError
-from offload_decode.evals.made_with import made_with
-from offload_decode.indexes.plain_files import NotPlain, open_plain
+from offload_decode.common.errors import ConfigError
+from offload_decode.common.files import NotPlain, open_plain, parse
 from offload_decode.models.loading import LoadedModel
-from offload_decode.plain_json import parse
+from offload_decode.models.made_with import made_with
 from offload_decode.store.reader import KVStore
 
 FORMAT = 1

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from offload_decode.errors import OffloadDecodeError
-from offload_decode.models.lean import import_lean
+from offload_decode.common.errors import OffloadDecodeError
+from offload_decode.common.fast_import import import_lean
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
 from offload_decode.evals.answering import Answering, AnswerPlace
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Strand
@@ -30,7 +30,7 @@ from offload_decode.evals.recorded_queries import Call, Heard
 from offload_decode.evals.runs import Asked, Record, Results, Said, questions_and_answers
 from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
 from offload_decode.evals.tasks import Question as Asking
-from offload_decode.kv.host import BLOCK_TOKENS, HostKV
+from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
 from offload_decode.store.reader import KVStore
 
 SHARES = (0.75, 0.9, 0.95, 0.99)

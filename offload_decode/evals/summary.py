@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, median
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals.contender import DENSE
 from offload_decode.evals.lengths import label
 from offload_decode.evals.runs import GUESSES, Asked, Results, Said, questions_and_answers

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.types import PageSelection, Selection
 
 HOST, DEVICE, PINNED = "host", "device", "pinned"
@@ -108,3 +108,15 @@ def check_placement(attend: str, cache_bytes: int, device: torch.device) -> None
 
 def _round(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
+
+
+# How a prefill uses a card and the way to the disk behind it: what the job keeps to and `plan` counts.
+
+BLOCK_TOKENS = 1 << 15
+"""Earlier tokens that lie or come together: so many that to merge a block takes little beside attending."""
+AHEAD = 2
+"""Blocks that have room on a card without staying there: one is attended to while another comes."""
+RESERVE = 16
+"""One part of so many of a card's memory is left free, for what torch's pool loses between its pieces."""
+QUEUED = 4
+"""Things that wait to be written, each at most the keys and values of a layer's chunk."""

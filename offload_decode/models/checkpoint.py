@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from offload_decode import demo_models
-from offload_decode.errors import ConfigError, ModelError, OffloadDecodeError
-from offload_decode.memory import is_out_of_memory
-from offload_decode.models.formats import GGUF, check_packages, quantization_of
-from offload_decode.models.gate import shape_of
+from offload_decode.common.errors import ConfigError, ModelError, OffloadDecodeError
+from offload_decode.common.memory import is_out_of_memory
+from offload_decode.hf.compat import class_of, text_of
+from offload_decode.hf.gate import shape_of
 from offload_decode.models.gguf import SUFFIX, check_gguf
-from offload_decode.models.pieces import panicked
+from offload_decode.models.prompt import panicked
+from offload_decode.models.quantization import GGUF, check_packages, quantization_of
 from offload_decode.models.tokenizer_file import check_tokenizer
-from offload_decode.models.wrappers import class_of, text_of
 from offload_decode.types import ModelShape
 
 WAY_OUT = f"give {demo_models.QUOTED}, a folder, a .gguf file, or a transformers id"

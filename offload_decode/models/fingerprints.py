@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_decode.indexes.rows import pool
-from offload_decode.models.positions import rope_parameters, rotations
-from offload_decode.models.rotation import DEPENDENT, depends_on_length
+from offload_decode.common.rows import threads
+from offload_decode.hf.positions import DEPENDENT, depends_on_length, rope_parameters, rotations
+from offload_decode.hf.user_cache import keep, recall
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 _BLOCK = 64 << 20  # bytes that one thread hashes at a time, and that a device's weights are copied in
@@ -115,7 +116,7 @@ def _hashed(named: Sequence[tuple[str, Tensor]]) -> Any:
         digests[place] = hashlib.sha256(blocks[place].cpu().numpy().data).digest()
 
     if blocks:
-        pool.run(digest, list(blocks))
+        threads.run(digest, list(blocks))
     whole = hashlib.sha256()
     for name, weight, own in weights:
         whole.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
@@ -206,3 +207,40 @@ def _blocks(weight: Tensor) -> tuple[Tensor, ...]:
 
 def _place(block: Tensor) -> tuple[Any, ...]:
     return block.device, block.data_ptr(), block.numel()
+
+
+# Names of ours, for libraries that are told the name of a model and ask transformers for its tokenizer.
+
+
+def find_tokenizer(name: str, tokenizer: Any) -> None:
+    """From here on `AutoTokenizer.from_pretrained(name)` finds `tokenizer`, whatever the name."""
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained
+
+    def from_pretrained(cls: Any, asked: Any, *more: Any, **how: Any) -> Any:
+        return tokenizer if asked == name else found(asked, *more, **how)
+
+    AutoTokenizer.from_pretrained = classmethod(from_pretrained)
+
+
+# What the equivalence check of a model said, for programs that do not load it: kept in the user's cache
+# by the model's fingerprint and the release of transformers.
+
+
+def note(config_hash: str, difference: float) -> None:
+    """Keep the largest difference of a check that holds, in standard deviations of the logits."""
+    if noted(config_hash) != difference:
+        keep(_key(config_hash), repr(difference))
+
+
+def noted(config_hash: str) -> float | None:
+    """What was kept for a model with the transformers that is installed; None where no check was run."""
+    try:
+        return float(recall(_key(config_hash)) or "")
+    except ValueError:
+        return None
+
+
+def _key(config_hash: str) -> str:
+    return f"checked {version('transformers')} {version('torch')} {config_hash}"

@@ -10,8 +10,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from offload_decode.errors import ModelError
-from offload_decode.indexes.plain_files import NotPlain, open_plain
+from offload_decode.common.errors import ModelError
+from offload_decode.common.files import NotPlain, open_plain
 
 SUFFIX = ".gguf"
 _STRING, _ARRAY = 8, 9

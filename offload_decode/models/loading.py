@@ -12,11 +12,17 @@ from torch import Tensor
 
 from offload_decode import demo_models
 from offload_decode.attention.transfers import to_device
+from offload_decode.common.errors import ConfigError, ModelError
+from offload_decode.common.memory import lifted
 from offload_decode.config import STREAMED
-from offload_decode.errors import ConfigError, ModelError
-from offload_decode.memory import lifted
-from offload_decode.models.arguments import with_cache
-from offload_decode.models.cache import PrefixCache
+from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.compat import DTYPES, check_alone, check_dtype, pick_device, with_cache
+from offload_decode.hf.gate import shape_of
+from offload_decode.hf.hooks import activate
+from offload_decode.hf.packed_batch import JointCache, logits_after
+from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_parameters
+from offload_decode.hf.user_cache import remembered
+from offload_decode.hf.verify import check_equivalence, packs
 from offload_decode.models.checkpoint import (
     CONFIG,
     check_rules,
@@ -27,23 +33,19 @@ from offload_decode.models.checkpoint import (
     told,
     weight_files,
 )
-from offload_decode.models.devices import DTYPES, check_dtype, pick_device
-from offload_decode.models.fingerprints import config_hash, tokenizer_hash, weights_hash
-from offload_decode.models.formats import check_packages, check_weights_of, quantization_of
-from offload_decode.models.gate import shape_of
+from offload_decode.models.fingerprints import config_hash, note, tokenizer_hash, weights_hash
 from offload_decode.models.gguf import SUFFIX
-from offload_decode.models.joint import JointCache, logits_after
-from offload_decode.models.packing import packs
-from offload_decode.models.positions import Lengths, Positions, lengths_of, rope_parameters
+from offload_decode.models.layer_streaming import check_card, stream
 from offload_decode.models.prompt import Prompt, prompt_for
-from offload_decode.models.proof import check_equivalence
-from offload_decode.models.proved import note
-from offload_decode.models.published import read_gguf, read_packed, whole_model
-from offload_decode.models.quantised import check_weights, quantise
-from offload_decode.models.remembered import remembered
-from offload_decode.models.seam import activate
-from offload_decode.models.streamed import check_card, stream
-from offload_decode.models.wrappers import check_alone
+from offload_decode.models.quantization import (
+    check_packages,
+    check_weights,
+    check_weights_of,
+    quantise,
+    quantization_of,
+)
+from offload_decode.models.quantized_loading import read_gguf, read_packed, whole_model
+from offload_decode.selectors.budgets import pass_tokens
 from offload_decode.store.format import FINGERPRINT_VERSION
 from offload_decode.types import ModelShape
 
@@ -261,3 +263,41 @@ def _known_as(model_id: str, source: str) -> str:
     if model_id not in demo_models.NAMES and Path(model_id).is_dir():
         return str(Path(model_id).resolve())
     return str(Path(source).absolute()) if source.endswith(SUFFIX) else model_id
+
+
+# A long question in several forward passes: each attends to those before it, so that memory grows with a
+# pass and not with the square of the question.
+
+
+def run_in_passes(
+    loaded: LoadedModel,
+    tokens: Tensor,
+    cache: PrefixCache,
+    limit: int,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    every: bool = False,
+) -> Tensor:
+    """`LoadedModel.forward` for `tokens [B, T]`, about `limit` of them in a pass, in equal parts: the last
+    token's logits `[B, V]`, or those of `every` one `[B, T, V]`.
+
+    `attention_mask [B, covered + T]` and `position_ids [B, T]` are those of one forward pass.
+    """
+    batch, length = tokens.shape
+    passes = -(-length // pass_tokens(limit, batch))
+    covered = 0 if attention_mask is None else attention_mask.shape[1] - length
+    before = cache.tail_length
+    logits = []
+    ends = [length * (one + 1) // passes for one in range(passes)]
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        seen = None
+        if attention_mask is not None:
+            seen = attention_mask[:, : covered + end]
+            seen.offload_covered = getattr(attention_mask, "offload_covered", 0)  # type: ignore[attr-defined]
+        positions = None if position_ids is None else position_ids[:, start:end]
+        if every or end == length:
+            logits.append(loaded.forward(tokens[:, start:end], cache, seen, positions, every))
+        else:
+            loaded.encode(tokens[:, start:end], cache, seen, positions)
+    cache.join(before)
+    return torch.cat(logits, dim=1) if every else logits[-1]

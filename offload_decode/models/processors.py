@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import StopStringCriteria
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.models.checkpoint import told
 
 _NOT_OBEYED = "the model's generation_config cannot be obeyed"

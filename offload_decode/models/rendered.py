@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any, NoReturn
 
-from offload_decode.errors import ModelError
-from offload_decode.memory import limit_memory, own_memory
+from offload_decode.common.errors import ModelError
+from offload_decode.common.memory import limit_memory, own_memory
 
 SECONDS, MEMORY = 2, 256 << 20
 """Of the processor's time, and bytes: templates take hundredths of a second, and little memory."""

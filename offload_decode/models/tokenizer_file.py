@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from offload_decode.errors import ModelError
-from offload_decode.models.remembered import remembered
+from offload_decode.common.errors import ModelError
+from offload_decode.hf.user_cache import remembered
 
 # All several times the largest that are known.
 _MOST_ID = 1 << 22

@@ -7,22 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offload_decode.common.errors import ConfigError, DoesNotFit
+from offload_decode.common.memory import limit_memory, total_memory
 from offload_decode.config import STREAMED, EngineConfig
-from offload_decode.errors import ConfigError, DoesNotFit
+from offload_decode.hf.compat import check_dtype, pick_device
 from offload_decode.indexes.registry import kinds, load_libraries
-from offload_decode.kv.host import BLOCK_TOKENS
-from offload_decode.memory import limit_memory, total_memory
-from offload_decode.models.devices import check_dtype, pick_device
-from offload_decode.models.formats import GGUF
-from offload_decode.models.outline import Outline
-from offload_decode.models.quantised import check_weights
-from offload_decode.models.streamed import check_card
-from offload_decode.planning.nearest import LEAST_CHUNK, can_stream, changes, nearest, nearest_prefill
+from offload_decode.kv.host_cache import BLOCK_TOKENS
+from offload_decode.models.layer_streaming import check_card
+from offload_decode.models.quantization import GGUF, check_weights
+from offload_decode.models.size_estimate import Outline
 from offload_decode.planning.plan import CUDA_BYTES, Machine, Medium, Part, Plan, plan
-from offload_decode.planning.request import QUESTION_TOKENS, SELECTORS, Workload, weights_given
-from offload_decode.planning.sizes import least_index
-from offload_decode.selection.budgets import PASS_TOKENS
+from offload_decode.planning.proposals import LEAST_CHUNK, can_stream, changes, nearest, nearest_prefill
+from offload_decode.planning.sizes import QUESTION_TOKENS, SELECTORS, Workload, least_index, weights_given
 from offload_decode.selectors import registry
+from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.store.format import Manifest, kv_kinds, stored_types
 from offload_decode.types import PAGE_METADATA
 

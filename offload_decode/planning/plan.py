@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
+from offload_decode.common.errors import ConfigError
+from offload_decode.common.rows import threads
 from offload_decode.config import STREAMED
-from offload_decode.errors import ConfigError
-from offload_decode.indexes.rows import pool
-from offload_decode.kv import card
-from offload_decode.models.formats import FORMATS, check_weights_of
-from offload_decode.models.outline import Outline
-from offload_decode.models.streamed import NO_CARD
-from offload_decode.planning import ask_sizes, sizes
-from offload_decode.planning.request import Workload, in_dtype
-from offload_decode.planning.traffic import Traffic, traffic
+from offload_decode.kv import placement
+from offload_decode.models.layer_streaming import NO_CARD
+from offload_decode.models.quantization import FORMATS, check_weights_of
+from offload_decode.models.size_estimate import Outline
+from offload_decode.planning import sizes
+from offload_decode.planning import sizes as ask_sizes
+from offload_decode.planning.sizes import Workload, in_dtype
+from offload_decode.planning.speed import Traffic, traffic
 
 CUDA_BYTES = 512 << 20
 """What CUDA itself takes of a GPU's memory, beyond all tensors."""
@@ -139,7 +140,7 @@ def card_room(outline: Outline, request: Workload, gpu: int) -> int:
     weights = (
         sizes.streamed_bytes(outline) if streamed else sizes.weights_bytes(outline, request.weights, True)
     )
-    return gpu - CUDA_BYTES - weights - gpu // card.RESERVE
+    return gpu - CUDA_BYTES - weights - gpu // placement.RESERVE
 
 
 def chosen_chunk(source: Outline, request: Workload, machine: Machine) -> int:
@@ -159,7 +160,7 @@ def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part
         *_program(device, machine),
         _weights(outline, request.weights, device),
         Part("question and answer", device, ask_sizes.ask_bytes(outline, request, on_gpu)),
-        Part("search", Medium.RAM, ask_sizes.search_bytes(outline, request, pool.THREADS)),
+        Part("search", Medium.RAM, ask_sizes.search_bytes(outline, request, threads.THREADS)),
         Part("store", Medium.DISK, _store_bytes(outline, request)),
     ]
     if shape.state_layers:

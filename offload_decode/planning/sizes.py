@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
+from math import isqrt, prod
+from typing import Any
 
 import numpy as np
 
+from offload_decode.attention import dense, host_dense
+from offload_decode.attention.host_tokens import ENTRIES
 from offload_decode.attention.transfers import power_of_two
+from offload_decode.common.errors import ConfigError
+from offload_decode.common.rows import encodings
+from offload_decode.config import STREAMED
 from offload_decode.indexes import registry
 from offload_decode.indexes.base import Costs
-from offload_decode.indexes.rows import encodings
-from offload_decode.kernels import dense
-from offload_decode.kv import card
-from offload_decode.kv.host import BLOCK_TOKENS
-from offload_decode.kv.tail import room_for
-from offload_decode.models.outline import Outline
-from offload_decode.models.quantised import BLOCK
-from offload_decode.pages.bounds import bounds_bytes
-from offload_decode.store.format import Manifest, numpy_dtype, stored_types
+from offload_decode.kv import placement
+from offload_decode.kv.generated import room_for
+from offload_decode.kv.host_cache import BLOCK_TOKENS, SCORES
+from offload_decode.kv.page_bounds import bounds_bytes
+from offload_decode.models.quantization import BLOCK
+from offload_decode.models.size_estimate import Outline
+from offload_decode.selectors.budgets import PASS_TOKENS, SELECTED_IDS, Budget, pass_tokens
+from offload_decode.store.format import KV_KINDS, Manifest, numpy_dtype, stored_types
 from offload_decode.store.layout import array_specs
-from offload_decode.types import LayerKind, LayerShape, ModelShape
+from offload_decode.types import PAGE_METADATA, LayerKind, LayerShape, ModelShape
 
 # Of bitsandbytes' NF4 with quantised scales: a byte for each block, four for each 256 blocks.
 _INT4_BYTES = 1 / 2 + (1 + 4 / 256) / BLOCK
@@ -216,13 +222,13 @@ def prefill_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: s
     block, or on a card the blocks that come while others are attended to.
     """
     shape, item = outline.shape, itemsize(outline.dtype)
-    block = min(card.BLOCK_TOKENS if on_gpu else BLOCK_TOKENS, tokens)
+    block = min(placement.BLOCK_TOKENS if on_gpu else BLOCK_TOKENS, tokens)
     numbers = block * shape.kv_heads * pair_dim(shape)
     read = numbers * (item + 4)
     if on_gpu:
         stored = block * shape.kv_heads * pair_bytes(shape, kv, outline.dtype)
         plain = stored_types(kv, outline.dtype, shape) == stored_types("auto", outline.dtype, shape)
-        read = card.AHEAD * stored + (0 if plain else read)
+        read = placement.AHEAD * stored + (0 if plain else read)
     # Fused kernels keep no scores; the reference, which runs where a card has none, has four such tensors.
     keys = shape.query_heads * max(block, chunk)
     scores = 4 * 4 * min(chunk * keys, max(dense.DEVICE_SCORES, keys)) if on_gpu else 0
@@ -239,14 +245,188 @@ def staging_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: s
     numbers = [_row_numbers(own) for own in shape.layers]
     if not on_gpu:
         return 3 * chunk * sum(numbers) * item
-    leaving = (card.QUEUED + 3) * chunk * max(numbers) * item
-    block = min(card.BLOCK_TOKENS, tokens) * shape.kv_heads * max(row_bytes(shape, kv, outline.dtype))
-    return leaving + 2 * card.AHEAD * power_of_two(block)
+    leaving = (placement.QUEUED + 3) * chunk * max(numbers) * item
+    block = min(placement.BLOCK_TOKENS, tokens) * shape.kv_heads * max(row_bytes(shape, kv, outline.dtype))
+    return leaving + 2 * placement.AHEAD * power_of_two(block)
 
 
 def kept_tokens(outline: Outline, chunk: int, tokens: int, room: int, kv: str) -> int:
     """Of the tokens before the last chunk, those that stay on a card with `room` bytes beside the weights."""
     left = room - prefill_bytes(outline, chunk, tokens, True, kv)
-    block = card.BLOCK_TOKENS * kv_token_bytes(outline.shape, kv, outline.dtype)
+    block = placement.BLOCK_TOKENS * kv_token_bytes(outline.shape, kv, outline.dtype)
     blocks = max(0, left) // max(1, block)
-    return min(blocks * card.BLOCK_TOKENS, (tokens - 1) // chunk * chunk)
+    return min(blocks * placement.BLOCK_TOKENS, (tokens - 1) // chunk * chunk)
+
+
+# What is to be planned: a model, a number of tokens, and the settings that sizes follow from.
+
+KV = tuple(KV_KINDS)
+WEIGHTS = ("auto", "fp16", "int8", "int4")
+SELECTORS = ("topk", "quest", "dense")
+QUESTION_TOKENS = PASS_TOKENS  # a question and its answer are planned with twice as many in all
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A store of `tokens` and how it is to be asked.
+
+    `kv`: how keys and values are stored, `auto` in the model's dtype. `weights`: `auto` is the checkpoint's
+    dtype. `selector` with `budget`, `dense_layers` (None: the selector's own), `index` (topk), `page_size`
+    and `metadata` (quest). `streamed`: a prefill has its weights come to a GPU layer by layer, in the model's
+    dtype whatever `weights` are asked with. `chunk`: tokens of its forward pass; `chunk_chosen`: those that
+    fit, which `plan` finds. `tail`: tokens of question and answer, in each of `batch` conversations at once,
+    of whose questions a forward pass takes `pass_tokens`. `device_cache`: bytes of a GPU that keep stored
+    rows.
+    """
+
+    tokens: int
+    kv: str = "auto"
+    weights: str = "auto"
+    selector: str = "topk"
+    budget: str = "1024"
+    dense_layers: str | None = None
+    index: str = "clusters"
+    page_size: int = 16
+    metadata: str = "fp16"
+    streamed: bool = False
+    chunk: int = 512
+    chunk_chosen: bool = False
+    tail: int = 2 * QUESTION_TOKENS
+    batch: int = 1
+    pass_tokens: int = PASS_TOKENS
+    device_cache: int = 0
+
+    def __post_init__(self) -> None:
+        for what, given, known in (
+            ("kv", self.kv, KV),
+            ("weights", self.weights, WEIGHTS),
+            ("selector", self.selector, SELECTORS),
+            ("index", self.index, registry.kinds()),
+            ("metadata", self.metadata, PAGE_METADATA),
+        ):
+            if given not in known:
+                raise ConfigError(f"{what} '{given}' cannot be planned; choose one of: {', '.join(known)}")
+        for what, number in (("tokens", self.tokens), ("page_size", self.page_size), ("chunk", self.chunk)):
+            if number < 1:
+                raise ConfigError(f"{what} must be 1 or more, not {number}")
+
+    def budgets(self, shape: ModelShape) -> dict[int, int | None]:
+        """Tokens for each query row of every searched layer; None is all of them."""
+        if self.selector == "dense":
+            return dict.fromkeys(shape.full_layers)
+        own = "first:2" if self.selector == "quest" else ""
+        dense = own if self.dense_layers is None else self.dense_layers
+        layers = Budget(self.budget, dense_layers=dense).per_layer(
+            self.tokens, shape.full_layers, shape.kv_heads
+        )
+        return {
+            layer: None if budget is None or budget.largest >= self.tokens else budget.largest
+            for layer, budget in layers.items()
+        }
+
+
+def weights_given(weights: str) -> dict[str, Any]:
+    """What `--weights` of a prefill says of a `Workload`. Raises `ConfigError`."""
+    if weights not in (*WEIGHTS, STREAMED):
+        known = ", ".join((*WEIGHTS, STREAMED))
+        raise ConfigError(f"weights '{weights}' cannot be planned; choose one of: {known}")
+    return {"weights": "auto", "streamed": True} if weights == STREAMED else {"weights": weights}
+
+
+def in_dtype(outline: Outline, weights: str) -> Outline:
+    """The outline with the dtype that the model will run in: `fp16` halves float32."""
+    halved = weights == "fp16" and outline.dtype == "float32"
+    return replace(outline, dtype="float16") if halved else outline
+
+
+# How many bytes it takes to ask a store: arithmetic on a model's outline and a request, nothing measured.
+
+_PAGE_SCORES = 1 << 24  # of Quest, in memory at once
+
+
+def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:
+    """Beyond weights and pages, on the device: the tail, and what a question holds while a layer attends."""
+    shape, n = outline.shape, request.tokens
+    question, largest = _question(request), _largest(request, shape)
+    total = request.batch * tail_bytes(shape, request.tail, outline.dtype) + layer_bytes(outline, question)
+    total += mask_bytes(question, request.tail)
+    # The layer that attends widens its part of the tail.
+    total += request.batch * 4 * attended_numbers(shape) * request.tail
+    fetched = 0
+    if largest and request.selector == "quest":
+        fetched = 8 * min(_PAGE_SCORES, shape.kv_heads * question * (n // request.page_size))
+        if on_gpu:
+            fetched += shape.kv_heads * largest * pair_dim(shape) * (4 + itemsize(outline.dtype))
+    elif largest and on_gpu:
+        fetched = _copied_bytes(outline, request)
+    block = 0
+    if None in request.budgets(shape).values():
+        rows = shape.group * question
+        if on_gpu:
+            length = min(BLOCK_TOKENS, n)
+            block = length * pair_dim(shape) * (4 + itemsize(outline.dtype))
+            block += 4 * 4 * min(rows * length, dense.DEVICE_SCORES)
+        else:
+            block = host_dense.state_bytes(n, shape.kv_heads, rows, shape.value_dim)
+    return total + max(fetched, block)
+
+
+def search_bytes(outline: Outline, request: Workload, threads: int) -> int:
+    """On the host, while a question is searched for: ids and scores, which are held twice when the heads are
+    joined, else beside the candidates of the search or the pairs of a query and a token that are attended to.
+    """
+    shape, k = outline.shape, _largest(request, outline.shape)
+    if request.selector != "topk" or not k:
+        return 0
+    rows = _part_rows(request, shape)
+    ids = 12 * shape.kv_heads * rows * k
+    pairs = 20 * min(max(ENTRIES, k), rows * k) + request.tokens // 8  # and a bit for each token
+    searching = registry.stated(request.index).search_bytes(request.tokens, k, shape.kv_heads, rows)
+    return ids + max(ids, threads * pairs, searching)
+
+
+def staged_bytes(outline: Outline, request: Workload) -> int:
+    """On the host of a GPU: two buffers for values on their way there, and the bookkeeping of its cache."""
+    shape, k = outline.shape, _largest(request, outline.shape)
+    if request.selector != "topk" or not k:
+        return 0
+    key, value = row_bytes(shape, request.kv, outline.dtype)
+    _, union = _union(request, shape, k)
+    kept = request.device_cache // max(key, value)
+    # A kept row has its number and two neighbours, in a table that is at most half full.
+    return 2 * power_of_two(shape.kv_heads * union * value) + 16 * kept + 4 * power_of_two(2 * kept)
+
+
+def _copied_bytes(outline: Outline, request: Workload) -> int:
+    """On a GPU: the values that some rows share, as they are stored and as floats, and these rows' scores."""
+    shape, k = outline.shape, _largest(request, outline.shape)
+    rows, union = _union(request, shape, k)
+    _, value = row_bytes(shape, request.kv, outline.dtype)
+    stored = value * (2 if request.device_cache else 1)  # what is kept is copied once more
+    # Floats at most three times: of the rows before, of codes, and of codes and their scales.
+    floats = 3 * 4 * shape.value_dim
+    # Seven tensors from scores to weights, and of each selected token its place.
+    return shape.kv_heads * (union * (stored + floats) + 8 * rows * k) + 7 * 4 * rows * union
+
+
+def _union(request: Workload, shape: ModelShape, k: int) -> tuple[int, int]:
+    """Rows that fetch together for a GPU, and the most tokens that they name."""
+    rows = min(max(1, SCORES // request.tokens, isqrt(SCORES // k)), _part_rows(request, shape))
+    return rows, min(request.tokens, rows * k)
+
+
+def _part_rows(request: Workload, shape: ModelShape) -> int:
+    """Query rows of a KV head that are searched for together."""
+    held = SELECTED_IDS // (_largest(request, shape) * shape.kv_heads)
+    return min(shape.group * _question(request), max(shape.group, held))
+
+
+def _largest(request: Workload, shape: ModelShape) -> int:
+    """The most tokens that a query row chooses; 0 where all layers are dense."""
+    return max((k for k in request.budgets(shape).values() if k is not None), default=0)
+
+
+def _question(request: Workload) -> int:
+    """Tokens of questions that are run together: of all but room for an answer, those of a pass."""
+    wanted = request.batch * max(1, request.tail - QUESTION_TOKENS)
+    return min(wanted, request.batch * pass_tokens(request.pass_tokens, request.batch))

@@ -1,0 +1,5 @@
+"""Which stored tokens does a query attend to? One file a method, named like it.
+
+`base` (`Selector`, budgets), `budgeted`, `registry`, `evicting`, `scores`; `unselected` estimates the rest.
+A selector may import `kv`, `store`, `attention`, `indexes` and `common`, and no model.
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload_decode.attention.queries import Queries
-from offload_decode.selection.selector import EVERYTHING, Selector, SelectorOptions
+from offload_decode.selectors.base import EVERYTHING, Selector, SelectorOptions
 from offload_decode.types import Selection
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload_decode.selection import eviction
+from offload_decode.selectors import evicting
 
 
-class H2O(eviction.Evicting):
+class H2O(evicting.Evicting):
     """Drop the token with the smallest running sum of attention outside the recent half."""
 
     name = "h2o"

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from offload_decode.attention.queries import Queries
-from offload_decode.kernels.rows import Rows
-from offload_decode.kv.host import HostKV
-from offload_decode.selection.budgets import Budgets
-from offload_decode.selection.key_scores import blocks, top_tokens
-from offload_decode.selection.selector import Selector, SelectorOptions
+from offload_decode.attention.rows import Rows
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.base import Selector, SelectorOptions
+from offload_decode.selectors.budgets import Budgets
+from offload_decode.selectors.scores import blocks, top_tokens
 from offload_decode.types import ModelShape, Selection
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.transfers import to_host
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
-from offload_decode.selection.budgets import Budgets, any_by_mass
-from offload_decode.selection.key_scores import blocks, inner_products, top_tokens
-from offload_decode.selection.selector import EVERYTHING, Selector, SelectorOptions
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.base import EVERYTHING, Selector, SelectorOptions
+from offload_decode.selectors.budgets import Budgets, any_by_mass
+from offload_decode.selectors.scores import blocks, inner_products, top_tokens
 from offload_decode.types import ModelShape, Selection
 
 

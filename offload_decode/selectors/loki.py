@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from offload_decode.kernels.rows import Rows, numpy_view
-from offload_decode.kv.host import HostKV
-from offload_decode.selection.budgets import Budgets
-from offload_decode.selection.key_scores import blocks, channels, top_inner_products
-from offload_decode.selection.selector import Selector, SelectorOptions
+from offload_decode.attention.rows import Rows, numpy_view
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.base import Selector, SelectorOptions
+from offload_decode.selectors.budgets import Budgets
+from offload_decode.selectors.scores import blocks, channels, top_inner_products
 from offload_decode.types import ModelShape, Selection
 
 

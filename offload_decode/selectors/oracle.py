@@ -6,8 +6,8 @@ Top-k decoding (arXiv 2502.06766), Algorithm 1, with every inner product compute
 from __future__ import annotations
 
 from offload_decode.attention.queries import Queries
-from offload_decode.selection.key_scores import top_inner_products
-from offload_decode.selection.selector import Selector
+from offload_decode.selectors.base import Selector
+from offload_decode.selectors.scores import top_inner_products
 from offload_decode.types import Selection
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload_decode.attention.pages import page_scores, top_pages
+from offload_decode.attention.pages_reference import PageBounds, places
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
-from offload_decode.kv.tail import TailKV
-from offload_decode.pages.bounds import stored_bounds
-from offload_decode.pages.dispatch import page_scores, top_pages
-from offload_decode.pages.reference import PageBounds, places
-from offload_decode.selection.budgets import Budgets
-from offload_decode.selection.selector import Selector, SelectorOptions
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.generated import TailKV
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.kv.page_bounds import stored_bounds
+from offload_decode.selectors.base import Selector, SelectorOptions
+from offload_decode.selectors.budgets import Budgets
 from offload_decode.types import PAGE_METADATA, ModelShape, PageSelection, Selection
 
 SCORES = 1 << 24  # in memory at once: a long question is taken in parts

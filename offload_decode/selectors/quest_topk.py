@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload_decode.attention.pages_host import top_pages
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
-from offload_decode.pages.host import top_pages
-from offload_decode.selection.budgets import Budgets
-from offload_decode.selection.key_scores import page_token_scores
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors import quest
+from offload_decode.selectors.budgets import Budgets
+from offload_decode.selectors.scores import page_token_scores
 from offload_decode.types import ModelShape, Selection
 
 

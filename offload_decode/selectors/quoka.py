@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from offload_decode.attention.queries import Queries
+from offload_decode.attention.rows import Rows
 from offload_decode.attention.transfers import to_device, to_host
-from offload_decode.errors import ConfigError
-from offload_decode.kernels.rows import Rows
-from offload_decode.selection.budgets import WHOLE_QUESTION
-from offload_decode.selection.key_scores import inner_products, top_tokens
-from offload_decode.selection.selector import Selector, SelectorOptions
+from offload_decode.common.errors import ConfigError
+from offload_decode.selectors.base import Selector, SelectorOptions
+from offload_decode.selectors.budgets import WHOLE_QUESTION
+from offload_decode.selectors.scores import inner_products, top_tokens
 from offload_decode.types import Selection
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
-from offload_decode.selection.budgets import Budgets
-from offload_decode.selection.selector import Selector, SelectorOptions
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.base import Selector, SelectorOptions
+from offload_decode.selectors.budgets import Budgets
 from offload_decode.types import ModelShape, Selection
 
 

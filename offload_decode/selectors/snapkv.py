@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
-from offload_decode.selection.budgets import WHOLE_QUESTION, Budgets
-from offload_decode.selection.key_scores import blocks, inner_products
-from offload_decode.selection.selector import EVERYTHING, Memory, SelectorOptions
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.base import EVERYTHING, Memory, SelectorOptions
+from offload_decode.selectors.budgets import WHOLE_QUESTION, Budgets
+from offload_decode.selectors.scores import blocks, inner_products
 from offload_decode.types import ModelShape, Selection
 
 LARGEST = 1 << 16  # window or kernel

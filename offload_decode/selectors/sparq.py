@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from offload_decode.attention.queries import Queries
-from offload_decode.kv.host import HostKV
-from offload_decode.selection.budgets import Budgets
-from offload_decode.selection.key_scores import channels, top_inner_products
-from offload_decode.selection.selector import Selector, SelectorOptions
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.base import Selector, SelectorOptions
+from offload_decode.selectors.budgets import Budgets
+from offload_decode.selectors.scores import channels, top_inner_products
 from offload_decode.types import ModelShape, Selection
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.selection.selector import Selector, SelectorOptions
+from offload_decode.common.errors import ConfigError
+from offload_decode.selectors.base import Selector, SelectorOptions
 from offload_decode.types import Selection
 
 

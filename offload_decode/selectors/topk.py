@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from offload_decode.attention.queries import Queries
-from offload_decode.kernels.rows import numpy_view
-from offload_decode.kv.head_indexes import HeadIndexes
-from offload_decode.kv.host import HostKV
-from offload_decode.selection.budgets import Budgets
-from offload_decode.selection.selector import Selector, SelectorOptions
+from offload_decode.attention.rows import numpy_view
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.kv.indexes import HeadIndexes
+from offload_decode.selectors.base import Selector, SelectorOptions
+from offload_decode.selectors.budgets import Budgets
 from offload_decode.types import ModelShape, Selection
 
 

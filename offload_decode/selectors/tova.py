@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload_decode.selection import eviction
+from offload_decode.selectors import evicting
 
 
-class TOVA(eviction.Evicting):
+class TOVA(evicting.Evicting):
     """Drop the token with the lowest attention of the current query."""
 
     name = "tova"

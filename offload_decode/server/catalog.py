@@ -10,18 +10,192 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from offload_decode import demo_models
-from offload_decode.server.errors import NoSuchName
-from offload_decode.server.shelf import Shelf, Shelved
-from offload_decode.server.watching import watch
+from offload_decode.common.errors import ConfigError, OffloadDecodeError
+from offload_decode.kv.indexes import OLD, PARTIAL, describe, kind_folder
+from offload_decode.server.requests import NoSuchName
+from offload_decode.store.files import SEAL
+from offload_decode.store.layout import ROOT
+from offload_decode.store.reader import KVStore
+
+# What lies in the folders that are served: stores, each read once for as long as it is the same.
 
 log = logging.getLogger("offload_decode.server")
+
+_NO_STORES = (PARTIAL, OLD, ".indexes")
+_SEARCHED = "clusters"
+
+Identity = tuple[tuple[int, int, int, int] | None, ...]
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """A store that can be served. `model_id`, `dtype` and `weights` are how its model is loaded; `created` is
+    when it was published, in seconds since 1970; `digest` names all its bytes; `recall` is what the clusters
+    beside it measured when they were built, mean over heads, None where there are none that are whole.
+    `identity` is another where the store or its clusters were replaced.
+    """
+
+    path: Path
+    model_id: str
+    dtype: str
+    weights: str
+    tokens: int
+    documents: int
+    created: int
+    digest: str
+    recall: float | None
+    identity: Identity
+
+
+class Shelf:
+    """Looks into `places`, stores or folders of stores. Raises `ConfigError` for one that is not there."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = [Path(os.path.abspath(place)) for place in places]
+        for place in self._places:
+            if not place.is_dir():
+                raise ConfigError(f"there is no store and no folder at {place}: give one, or make it first")
+        self.folders = tuple(place for place in self._places if not _is_store(place))
+        self._known: dict[Path, Shelved] = {}
+        self._problems: dict[Path, str] = {}
+
+    @property
+    def watched(self) -> set[Path]:
+        """The folders in which stores come and go."""
+        return {place if place in self.folders else place.parent for place in self._places}
+
+    def look(self) -> list[Shelved]:
+        """The stores, in the order of the places and of their names. One that cannot be served is left out,
+        and the log says why, once.
+        """
+        before, self._known = self._known, {}
+        problems: dict[Path, str] = {}
+        for path in dict.fromkeys(self._paths(problems)):
+            try:
+                identity = _identity(path)
+                known = before.get(path)
+                self._known[path] = known if known and known.identity == identity else _read(path, identity)
+            except (OffloadDecodeError, OSError) as error:
+                problems[path] = str(error)
+        for path, problem in problems.items():
+            if self._problems.get(path) != problem:
+                log.warning("%s is left out: %s", path, problem)
+        self._problems = problems
+        return list(self._known.values())
+
+    def _paths(self, problems: dict[Path, str]) -> Iterator[Path]:
+        for place in self._places:
+            if place not in self.folders:
+                if _is_store(place):
+                    yield place
+                continue
+            try:
+                with os.scandir(place) as entries:
+                    names = sorted(entry.name for entry in entries)
+            except OSError as error:
+                problems[place] = error.strerror or str(error)
+                continue
+            for name in names:
+                if not name.startswith(".") and not name.endswith(_NO_STORES) and _is_store(place / name):
+                    yield place / name
+
+
+def _is_store(path: Path) -> bool:
+    return os.path.lexists(path / ROOT)
+
+
+def _read(path: Path, identity: Identity) -> Shelved:
+    store = KVStore.open(path)
+    manifest = store.manifest
+    return Shelved(
+        path=path,
+        model_id=manifest.model_id,
+        dtype=manifest.dtype,
+        weights=manifest.weights,
+        tokens=manifest.n_tokens,
+        documents=len(store.documents),
+        created=int(os.stat(path / SEAL).st_mtime),
+        digest=store.store_digest,
+        recall=_recall(store),
+        identity=identity,
+    )
+
+
+def _recall(store: KVStore) -> float | None:
+    if not kind_folder(store.path, _SEARCHED).is_dir():
+        return None
+    found = describe(store, _SEARCHED)
+    return found.recall if found.heads == found.heads_in_all else None
+
+
+def _identity(path: Path) -> Identity:
+    """Of the store's folder and the files that are written last; of its clusters the folder, which is renamed
+    when they are whole.
+    """
+    return tuple(map(_stat, (path, path / ROOT, path / SEAL, kind_folder(path, _SEARCHED))))
+
+
+def _stat(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+# Folders that are watched: by what the system tells of them, and now and then in any case.
+
+
+POLL_S = 2.0
+"""File systems of a network tell nothing, nor is it told what happens below the folders."""
+_SETTLE_MS, _STEP_MS = 100, 50
+
+
+def watch(folders: Iterable[Path], stop: Event, changed: Callable[[], None]) -> None:
+    """Call `changed` when something came into one of `folders` or went, and every `POLL_S`, until `stop` is
+    set. An error of the file system is logged, and it goes on.
+    """
+    for _ in _moments([*folders], stop):
+        if stop.is_set():
+            return
+        try:
+            changed()
+        except OSError as error:
+            log.warning("%s cannot be looked at: %s", error.filename, error.strerror)
+        except Exception:  # whatever it was, the next change is noticed
+            log.exception("a look at the folders failed")
+
+
+def _moments(folders: list[Path], stop: Event) -> Iterator[object]:
+    try:
+        from watchfiles import watch as notified
+
+        yield from notified(
+            *folders,
+            watch_filter=None,
+            debounce=_SETTLE_MS,
+            step=_STEP_MS,
+            stop_event=stop,
+            rust_timeout=int(POLL_S * 1000),
+            yield_on_timeout=True,
+            raise_interrupt=False,
+            recursive=False,
+            ignore_permission_denied=True,
+        )
+    # The package is not there, no watch is to be had, or a name in a folder is no text (a RuntimeError).
+    except (ImportError, OSError, RuntimeError) as error:
+        log.info("folders are looked at every %.0f s, because %s", POLL_S, error)
+    while not stop.wait(POLL_S):
+        yield None
+
 
 SUFFIX = ".kv"
 """Stores are mostly folders that end so; their names leave it out."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload_decode.models.loading import LoadedModel
-from offload_decode.server.errors import WrongField
+from offload_decode.server.requests import WrongField
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

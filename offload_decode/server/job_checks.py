@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload_decode.server.errors import WrongField
 from offload_decode.server.job_files import Upload, Work
+from offload_decode.server.requests import WrongField
 
 MOST_DOCUMENTS, MOST_LETTERS = 10_000, 500
 
 
 def check(work: Work, documents: Sequence[Upload]) -> None:
     """Raises `WrongField` or `ConfigError` for what no prefill could be made of."""
-    from offload_decode.models.devices import check_dtype
-    from offload_decode.models.quantised import check_weights
+    from offload_decode.hf.compat import check_dtype
+    from offload_decode.models.quantization import check_weights
     from offload_decode.prefill_jobs.job import Settings
 
     Settings(work.method, work.options, kv=work.kv)

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 from uuid import uuid4
 
-from offload_decode import plain_json
-from offload_decode.errors import StoreBusy
-from offload_decode.indexes import durable
-from offload_decode.indexes.locks import lock
-from offload_decode.indexes.plain_files import NotPlain, open_plain
+from offload_decode.common import files
+from offload_decode.common.errors import StoreBusy
+from offload_decode.common.files import NotPlain, lock, open_plain
 
 JOBS, LOCK, RECORD, STAGED = ".jobs", "lock", "job.json", ".partial"
 _LARGEST_RECORD = 64 << 20
@@ -116,8 +114,8 @@ class JobFiles:
                 with open(staged / str(number), "wb") as file:
                     shutil.copyfileobj(document.data, file)
             _write(staged, job)
-            durable.sync_tree(staged)
-            durable.rename(staged, self.of(job.id))
+            files.sync_tree(staged)
+            files.rename(staged, self.of(job.id))
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise
@@ -154,7 +152,7 @@ def read(folder: Path) -> Job:
     """The job that lies in a folder. Raises `OSError` and `ValueError`."""
     try:
         with os.fdopen(open_plain(folder / RECORD), "rb") as file:
-            data = plain_json.parse(file.read(_LARGEST_RECORD))
+            data = files.parse(file.read(_LARGEST_RECORD))
         work = Work(**data.pop("work"))
         documents = tuple(Stated(str(name), bool(text)) for name, text in data.pop("documents"))
         job = Job(**data, work=work, documents=documents)
@@ -166,4 +164,4 @@ def read(folder: Path) -> Job:
 
 
 def _write(folder: Path, job: Job) -> None:
-    durable.write(folder / RECORD, json.dumps(asdict(job)).encode())
+    files.write(folder / RECORD, json.dumps(asdict(job)).encode())

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from offload_decode.errors import CorpusError, OffloadDecodeError
-from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
-from offload_decode.models.lean import import_lean
+from offload_decode.common.errors import CorpusError, OffloadDecodeError
+from offload_decode.common.fast_import import import_lean
+from offload_decode.common.memory import OUT_OF_MEMORY, is_out_of_memory
 from offload_decode.server.job_files import Job, Work, read
 
 NICE = 10
@@ -82,14 +82,14 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     documents = _texts(folder, job)
     progress("load", 0, 1)
 
-    from offload_decode.memory import own_memory
+    from offload_decode.common.memory import own_memory
     from offload_decode.models.loading import load
-    from offload_decode.models.outline import outline
+    from offload_decode.models.size_estimate import outline
     from offload_decode.planning.caps import Caps, check_prefill
     from offload_decode.prefill_jobs.append import append_texts, method_of, opened
     from offload_decode.prefill_jobs.corpus import TextDocument
+    from offload_decode.prefill_jobs.destinations import place_of
     from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
-    from offload_decode.prefill_jobs.places import place_of
 
     texts = [TextDocument(*each) for each in documents]
     if work.kind == "append":
@@ -129,8 +129,8 @@ def _texts(folder: Path, job: Job) -> list[tuple[str, str]]:
 
 
 def _index(work: Work, store: Path, progress: Progress) -> float | None:
-    from offload_decode.kv.head_indexes import heads_of
-    from offload_decode.prefill_jobs.build import build_indexes
+    from offload_decode.kv.indexes import heads_of
+    from offload_decode.prefill_jobs.indexing import build_indexes
     from offload_decode.store.reader import KVStore
 
     if not work.index or not heads_of(KVStore.open(store)):

@@ -9,27 +9,70 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from offload_decode.errors import ConfigError, StoreBusy, StoreError, StoreExists
+from offload_decode.common.errors import ConfigError, StoreBusy, StoreError, StoreExists
+from offload_decode.kv.indexes import indexes_folder
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry, readable
-from offload_decode.server.errors import Busy, NoSuchName, ReadOnly, WrongField
 from offload_decode.server.job_checks import check
 from offload_decode.server.job_files import JOBS, Job, JobFiles, State, Upload, Work
 from offload_decode.server.job_process import EXCHANGE
 from offload_decode.server.job_progress import Progress, Speed
-from offload_decode.server.removal import discard, empty_trash, remove
+from offload_decode.server.requests import Busy, Loading, NoSuchName, ReadOnly, WrongField
+from offload_decode.store.staging import LOCK, REPLACED, locked, partial_path
+from offload_decode.store.writer import clear, restore
+
+# Stores that leave their folder: gone from their name at once, whatever happens on the way.
 
 log = logging.getLogger("offload_decode.server")
+
+_TRASH = ".deleted-"
+
+
+def discard(path: Path) -> None:
+    """Remove what a job staged for the store at `path`. The store itself, where there is one, stays."""
+    partial = partial_path(path)
+    if (partial / LOCK).exists():
+        try:
+            with locked(partial):
+                restore(path, partial / REPLACED)
+                clear(partial)
+        except StoreBusy as error:
+            log.warning("%s", error)
+
+
+def remove(path: Path) -> None:
+    """Remove a store with all that lies beside it; it is gone from its name at once."""
+    discard(path)
+    trash = path.with_name(f"{_TRASH}{uuid4().hex}")
+    try:
+        trash.mkdir()
+        os.rename(path, trash / path.name)
+        if indexes_folder(path).exists():
+            os.rename(indexes_folder(path), trash / indexes_folder(path).name)
+        shutil.rmtree(trash)
+    except OSError as error:
+        raise StoreError(f"the store could not be removed: {error.strerror}") from error
+
+
+def empty_trash(folder: Path) -> None:
+    """Remove what a server left of stores when it was killed while it deleted them."""
+    for left in folder.glob(f"{_TRASH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_WAITING, MOST_KEPT = 100, 200
@@ -367,3 +410,65 @@ class Jobs:
         with suppress(BrokenPipeError):
             process.stdin.write("go\n")
             process.stdin.flush()
+
+
+# Stores that are about to be replaced or removed: the answers that read them are waited for.
+
+PATIENCE_S = 30.0
+"""So long it waits for a moment in which nobody asks; then nobody may ask until it is done."""
+_LOOK_S = 0.02
+
+
+class Releases:
+    """`busy` says whether a name is being answered from, and `close` closes what is open under it."""
+
+    def __init__(self, busy: Callable[[str], bool], close: Callable[[str], None]) -> None:
+        self._busy, self._close = busy, close
+        self._lock = threading.Lock()
+        self._beginning: Counter[str] = Counter()
+        self._held: set[str] = set()
+
+    @contextmanager
+    def asking(self, name: str) -> Iterator[None]:
+        """While a request for a name is begun. Raises `Loading` where its store is about to be another."""
+        with self._lock:
+            if name in self._held:
+                raise Loading(f"'{name}' is being replaced: try again in a moment", 1)
+            self._beginning[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._beginning[name] -= 1
+                if not self._beginning[name]:
+                    del self._beginning[name]  # names are what clients write
+
+    @contextmanager
+    def released(self, name: str) -> Iterator[None]:
+        """A time in which nothing uses the store of a name; one at a time for each."""
+        hold_from = time.monotonic() + PATIENCE_S
+        while not self._take(name, time.monotonic() >= hold_from):
+            time.sleep(_LOOK_S)
+        try:
+            while self._used(name):
+                time.sleep(_LOOK_S)
+            self._close(name)
+            yield
+        finally:
+            with self._lock:
+                self._held.discard(name)
+
+    def _take(self, name: str, used_or_not: bool) -> bool:
+        if not used_or_not and self._used(name):
+            return False
+        with self._lock:
+            if name in self._held:
+                return False
+            self._held.add(name)
+            return True
+
+    def _used(self, name: str) -> bool:
+        with self._lock:
+            if self._beginning[name]:
+                return True
+        return self._busy(name)

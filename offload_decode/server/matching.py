@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from offload_decode.errors import OffloadDecodeError, StoreMismatch
+from offload_decode.common.errors import OffloadDecodeError, StoreMismatch
 from offload_decode.models.loading import LoadedModel
-from offload_decode.models.pieces import encode, special_tokens
-from offload_decode.server.messages import BETWEEN, read_messages, without_system
+from offload_decode.models.prompt import encode, special_tokens
+from offload_decode.server.chat_prompt import BETWEEN, read_messages, without_system
 from offload_decode.store.reader import KVStore
 
 log = logging.getLogger("offload_decode.server")

@@ -23,22 +23,27 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from offload_decode.errors import ConfigError, OffloadDecodeError, StoreBusy, StoreExists, StoreNotFound
+from offload_decode.common.errors import (
+    ConfigError,
+    OffloadDecodeError,
+    StoreBusy,
+    StoreExists,
+    StoreNotFound,
+)
 from offload_decode.planning.caps import apply_caps
 from offload_decode.prefill_jobs.buckets import is_url, pull
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.prefill_jobs.on_ray.cluster import connected, installed, shares
-from offload_decode.server import logs
+from offload_decode.server import metrics as logs
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry, model_name, readable
-from offload_decode.server.errors import Busy
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.errors import refused
 from offload_decode.server.http.front import STORES, Lost, run
+from offload_decode.server.requests import Busy, Settings
 from offload_decode.server.service import Service
-from offload_decode.server.settings import Settings
 from offload_decode.store.format import Manifest
-from offload_decode.store.metadata import ROOT, header_of
+from offload_decode.store.layout import ROOT, header_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message

@@ -13,9 +13,8 @@ from torch import Tensor
 from offload_decode.engine.sampler import Sampler
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.processors import Processors
-from offload_decode.server.errors import WrongField
 from offload_decode.server.grammar import check_grammar, grammar_of
-from offload_decode.server.requests import MOST_TOP, Generation, Scored
+from offload_decode.server.requests import MOST_TOP, Generation, Scored, WrongField
 
 MOST_STOPS, LONGEST_STOP = 64, 1024
 MOST_BIASED = 4096

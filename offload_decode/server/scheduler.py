@@ -15,18 +15,16 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from offload_decode.common.errors import OffloadDecodeError
+from offload_decode.common.memory import give_back
+from offload_decode.engine.batching import join_key, run_turns
 from offload_decode.engine.citations import cite
-from offload_decode.engine.joint import join_key, run_turns
-from offload_decode.errors import OffloadDecodeError
-from offload_decode.memory import give_back
-from offload_decode.selection.budgets import PASS_TOKENS
-from offload_decode.server.answering import Answering, Part
-from offload_decode.server.errors import Busy, TimedOut, TooLarge
+from offload_decode.selectors.budgets import PASS_TOKENS
+from offload_decode.server.loaded_models import Resident
 from offload_decode.server.metrics import Metrics
-from offload_decode.server.requests import Done, Emit, Failed, Request
-from offload_decode.server.residents import Resident
-from offload_decode.server.settings import Settings
-from offload_decode.server.tails import Tails
+from offload_decode.server.prefix_cache import Tails
+from offload_decode.server.requests import Busy, Done, Emit, Failed, Request, Settings, TimedOut, TooLarge
+from offload_decode.server.sequences import Answering, Part
 from offload_decode.types import StepStats
 
 LOG = logging.getLogger("offload_decode.server")

@@ -11,22 +11,33 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from offload_decode.server.calls import Calling, as_sent
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.errors import TooLarge, WrongField
-from offload_decode.server.jobs import Jobs
+from offload_decode.server.chat_prompt import (
+    Spellings,
+    chat_tokens,
+    completion_tokens,
+    keep_answer,
+    text_tokens,
+)
+from offload_decode.server.jobs import Jobs, Releases
+from offload_decode.server.loaded_models import Resident, Residents
 from offload_decode.server.matching import Matcher
 from offload_decode.server.metrics import Metrics
-from offload_decode.server.prompts import chat_tokens, completion_tokens, keep_answer, text_tokens
-from offload_decode.server.releases import Releases
-from offload_decode.server.requests import Delta, Done, Emit, Event, Generation, Request
-from offload_decode.server.residents import Resident, Residents
+from offload_decode.server.prefix_cache import Tails
+from offload_decode.server.requests import (
+    Delta,
+    Done,
+    Emit,
+    Event,
+    Generation,
+    Request,
+    Settings,
+    TooLarge,
+    WrongField,
+)
 from offload_decode.server.sampling import check_generation, check_top
 from offload_decode.server.scheduler import Scheduler, Ticket
-from offload_decode.server.settings import Settings
-from offload_decode.server.spellings import Spellings
-from offload_decode.server.tails import Tails
-from offload_decode.server.tools import choice_of
+from offload_decode.server.tool_calls import Calling, as_sent, choice_of
 
 LETTERS = 16
 """Characters of a prompt for each of the tokens that it may have, which are 4 or so as a rule: tokenizers

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from offload_decode.store.base import Store
 from offload_decode.store.format import FORMAT_VERSION, Manifest, token_hash
+from offload_decode.store.layout import sample_plan
 from offload_decode.store.memory import MemoryStore
 from offload_decode.store.reader import KVStore, verify_store
-from offload_decode.store.sampling import sample_plan
 from offload_decode.store.writer import KVStoreWriter
 
 __all__ = [

@@ -4,20 +4,222 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from offload_decode.errors import ConfigError, StoreForeign
-from offload_decode.indexes.rows import encodings
-from offload_decode.store.fields import MOST_SAMPLES, check_errors, check_fields
-from offload_decode.store.shapes import shape_from
-from offload_decode.types import LayerShape, ModelShape
+from offload_decode.common.errors import ConfigError, StoreForeign
+from offload_decode.common.rows import encodings
+from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
+
+# What a value of a manifest may be; each raises `ValueError` with the name of what is wrong.
+
+TEXT = 4096
+
+
+def text(name: str, value: Any) -> None:
+    """A text that is not too long."""
+    if not isinstance(value, str) or len(value) > TEXT:
+        raise ValueError(f"{name} is not a text of at most {TEXT:,} letters")
+
+
+def count(name: str, value: Any, most: int, least: int = 1) -> None:
+    """A whole number in a range."""
+    if type(value) is not int or not least <= value <= most:  # True is an int to isinstance
+        raise ValueError(f"{name} is not a whole number from {least} to {most:,}")
+
+
+def one_of(name: str, value: Any, known: Collection[str]) -> None:
+    """One of some known texts."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} is none of {', '.join(known)}")
+
+
+def plain_object(name: str, value: Any) -> None:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is not an object")
+
+
+def just_names(name: str, value: dict[str, Any], wanted: Collection[str]) -> None:
+    """An object with just these names."""
+    if odd := sorted({*value} ^ {*wanted}):
+        raise ValueError(
+            f"{name} should have just {', '.join(wanted)}, and {odd[0]!r} is too many or missing"
+        )
+
+
+def plain_values(name: str, value: Any, depth: int) -> None:
+    """Values of JSON, nested no deeper than options and RoPE parameters are."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if inner and not depth:
+        raise ValueError(f"{name} is nested too deeply")
+    for each in inner:
+        plain_values(name, each, depth - 1)
+
+
+# What each field of a manifest may hold. All of it is looked at before any of it is used: a manifest is
+# text from outside, and its checksums only tell that nobody changed it later.
+
+MOST_TOKENS = 2**31 - 1
+"""Tokens of a store: indexes number them with int32."""
+
+MOST_SAMPLES = 1 << 20
+"""Queries of a KV head in a store: a thousand times what tuning takes; their places are held in memory."""
+
+_DEPTH = 8
+
+
+def check_fields(data: Mapping[str, Any], dtypes: Collection[str], encodings: Collection[str]) -> None:
+    """`ValueError` names the field of a manifest that has not the type or the range that it must have."""
+    for name in ("model_id", "model_config_hash", "weights_hash", "tokenizer_hash", "token_hash", "software"):
+        text(name, data[name])
+    for name in ("n_tokens", "page_size"):
+        count(name, data[name], MOST_TOKENS)
+    count("query_samples", data["query_samples"], 2**63 - 1)
+    if data["format_version"] != 2 or data["seam"] is not None:
+        count("seam", data["seam"], data["n_tokens"], least=0)
+    one_of("dtype", data["dtype"], dtypes)
+    one_of("template", data["template"], ("chat", "plain"))
+    for name in ("rope", "prefill"):
+        plain_object(name, data[name])
+        plain_values(name, data[name], _DEPTH)
+    text("prefill.method", data["prefill"].get("method"))
+    if "weights" in data["prefill"]:
+        one_of("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
+    plain_object("kv", data["kv"])
+    just_names("kv", data["kv"], ("keys", "values"))
+    for kind, form in data["kv"].items():
+        one_of(f"kv.{kind}", form, (data["dtype"], *encodings))
+
+
+def check_errors(data: Mapping[str, Any], shape: ModelShape, encodings: Collection[str]) -> None:
+    """`ValueError` unless `kv_error` is empty, or has an entry a full layer of all that is encoded."""
+    found, full = data["kv_error"], shape.full_layers
+    kinds = ("keys",) if shape.latent else ("keys", "values")
+    encoded = [kind for kind in kinds if data["kv"][kind] in encodings]
+    plain_object("kv_error", found)
+    if not found:
+        return
+    just_names("kv_error", found, encoded)
+    for kind, entries in found.items():
+        name = f"kv_error.{kind}"
+        if not isinstance(entries, list) or len(entries) != len(full):
+            raise ValueError(f"{name} is not a list with an entry a full-attention layer")
+        for entry, layer in zip(entries, full, strict=True):
+            plain_object(name, entry)
+            sums = () if data["seam"] is None else ("sums",)
+            just_names(name, entry, ("layer", "relative_rms", "largest", *sums))
+            if type(entry["layer"]) is not int or entry["layer"] != layer:
+                raise ValueError(f"{name} has no entry of layer {layer} in its place")
+            for part in ("relative_rms", "largest"):
+                if not _is_size(entry[part]):
+                    raise ValueError(f"{name} has a {part} that is no number of 0 or more")
+            for part in sums:
+                if (
+                    not isinstance(entry[part], list)
+                    or len(entry[part]) != 3
+                    or not all(map(_is_size, entry[part]))
+                ):
+                    raise ValueError(f"{name} has {part} that are not three numbers of 0 or more")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < float("inf")
+
+
+# The shape of a model as a manifest states it, looked at before it is used.
+
+_LAYERS, _HEADS, _CHANNELS, _STATES, _AXES = 4096, 65_536, 65_536, 64, 8
+_MOST_NUMBERS = 1 << 32  # of a recurrent state; the largest that are known have a thousandth
+
+
+def shape_from(data: Any, version: int, dtypes: Collection[str]) -> ModelShape:
+    """The shape in a manifest of that format version; `ValueError` names what it cannot be."""
+    plain_object("shape", data)
+    layers = data.get("layers")
+    if not isinstance(layers, list) or not 0 < len(layers) <= _LAYERS:
+        raise ValueError(f"shape.layers is not a list of 1 to {_LAYERS:,} layers")
+    if version == 2:
+        data = _of_version_2(data, layers)
+    just_names("shape", data, ("layers", "query_heads"))
+    count("shape.query_heads", data["query_heads"], _HEADS)
+    shapes = tuple(_layer(own, dtypes) for own in data["layers"])
+    full = [own for own in shapes if own.kind is LayerKind.FULL] or [own for own in shapes if own.local][:1]
+    if len({(own.kv_heads, own.key_dim, own.value_dim, own.latent) for own in full}) != 1:
+        raise ValueError("shape.layers has no full layers of one geometry")
+    if data["query_heads"] % full[0].kv_heads:
+        raise ValueError("shape.query_heads is no multiple of the KV heads")
+    return ModelShape(shapes, data["query_heads"])
+
+
+def _layer(data: Any, dtypes: Collection[str]) -> LayerShape:
+    name = "a layer of shape.layers"
+    plain_object(name, data)
+    just_names(name, data, ("kind", "kv_heads", "key_dim", "value_dim", "window", "states", "latent"))
+    one_of(f"the kind of {name}", data["kind"], [*LayerKind])
+    kind = LayerKind(data["kind"])
+    keeps, local = kind is not LayerKind.NONE, kind in (LayerKind.SLIDING, LayerKind.CHUNKED)
+    for extent, most in (("kv_heads", _HEADS), ("key_dim", _CHANNELS), ("value_dim", _CHANNELS)):
+        count(f"{extent} of {name}", data[extent], most if keeps else 0, least=int(keeps))
+    if local:
+        count(f"the window of {name}", data["window"], 2**63 - 1, least=2)
+    elif data["window"] is not None:
+        raise ValueError(f"{name} has a window and does not slide")
+    if type(data["latent"]) is not bool or (data["latent"] and data["key_dim"] != data["value_dim"]):
+        raise ValueError(f"latent of {name} is not what its widths say")
+    states = data["states"]
+    if not isinstance(states, list) or len(states) > _STATES:
+        raise ValueError(f"the states of {name} are no list of at most {_STATES}")
+    found = tuple(_state(own, dtypes) for own in states)
+    if len({own.name for own in found}) != len(found):
+        raise ValueError(f"the states of {name} have one name twice")
+    return LayerShape(**{**data, "kind": kind, "states": found})
+
+
+def _state(data: Any, dtypes: Collection[str]) -> StateShape:
+    name = "a state of shape.layers"
+    plain_object(name, data)
+    just_names(name, data, ("name", "shape", "dtype"))
+    text(f"the name of {name}", data["name"])
+    if not data["name"].isalnum() or not data["name"].isascii():
+        raise ValueError(f"the name of {name} is not of letters and digits")
+    one_of(f"the dtype of {name}", data["dtype"], dtypes)
+    sizes = data["shape"]
+    if not isinstance(sizes, list) or not 0 < len(sizes) <= _AXES:
+        raise ValueError(f"the shape of {name} is no list of 1 to {_AXES} sizes")
+    for size in sizes:
+        count(f"a size of {name}", size, _MOST_NUMBERS)
+    if prod(sizes) > _MOST_NUMBERS:
+        raise ValueError(f"{name} has more than {_MOST_NUMBERS:,} numbers")
+    return StateShape(data["name"], tuple(sizes), data["dtype"])
+
+
+def _of_version_2(data: dict[str, Any], kinds: list[Any]) -> dict[str, Any]:
+    """Version 2 states the heads once, for layers that are full or slide."""
+    just_names("shape", data, ("layers", "query_heads", "kv_heads", "head_dim", "sliding_window"))
+    return {
+        "query_heads": data["query_heads"],
+        "layers": [
+            {
+                "kind": kind,
+                "kv_heads": data["kv_heads"],
+                "key_dim": data["head_dim"],
+                "value_dim": data["head_dim"],
+                "window": data["sliding_window"] if kind == "sliding" else None,
+                "states": [],
+                "latent": False,
+            }
+            for kind in kinds
+        ],
+    }
+
 
 FORMAT_VERSION = 3
 READ_VERSIONS = (2, FORMAT_VERSION)

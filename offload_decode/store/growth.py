@@ -6,6 +6,8 @@ All that a resumed prefill restores is seeded here, and nowhere else: rows, wind
 
 from __future__ import annotations
 
+import os
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +16,76 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.indexes.plain_files import remove
-from offload_decode.store import metadata
-from offload_decode.store.encoded import errors_at_seam
+from offload_decode.common.files import remove
+from offload_decode.store import layout
+from offload_decode.store.files import open_regular
 from offload_decode.store.format import Manifest
-from offload_decode.store.layout import ArraySpec
+from offload_decode.store.layer_states import StateLog, WindowLog
+from offload_decode.store.layout import ArraySpec, sample_plan
 from offload_decode.store.reader import KVStore
-from offload_decode.store.sampling import sample_plan
-from offload_decode.store.sharing import copy_range, link
 from offload_decode.store.staging import PROGRESS, REPLACED, STORE, WINDOWS, Committed, Segment
-from offload_decode.store.states import StateLog
-from offload_decode.store.streams import RowStream, allocate, as_bytes, head_view, kind_of, rows_at
-from offload_decode.store.windows import WindowLog
+from offload_decode.store.streams import (
+    RowStream,
+    allocate,
+    as_bytes,
+    errors_at_seam,
+    head_view,
+    kind_of,
+    rows_at,
+)
+
+# Bytes of a file that another one begins with: shared where the file system can, else copied.
+#
+# A hard link is for files that are the same and never written again; blocks are shared by file systems
+# that copy on write (btrfs, XFS), which write to neither.
+
+BLOCK = 64 * 1024
+"""Clones begin and end on the blocks of a file system, which have 4 to 64 KiB."""
+_CLONE_RANGE = 0x4020940D  # FICLONERANGE of Linux
+_PIECE = 1 << 20
+
+
+def link(source: Path, target: Path) -> bool:
+    """Whether `target` is now a hard link to `source`; not every file system has them."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
+
+
+def copy_range(source: Path, start: int, target: Path, at: int, count: int) -> int:
+    """Make `count` bytes of `target` from `at` on those of `source` from `start` on; how many are shared."""
+    here, there = open_regular(source), os.open(target, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        whole = count // BLOCK * BLOCK
+        shared = whole if whole and _cloned(here, start, there, at, whole) else 0
+        for done in range(shared, count, _PIECE):
+            _copy(here, start + done, there, at + done, min(_PIECE, count - done))
+        return shared
+    finally:
+        os.close(here)
+        os.close(there)
+
+
+def _cloned(here: int, start: int, there: int, at: int, count: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.ioctl(there, _CLONE_RANGE, struct.pack("=qQQQ", here, start, count, at))
+    except OSError:  # it cannot, or not these two
+        return False
+    return True
+
+
+def _copy(here: int, start: int, there: int, at: int, count: int) -> None:
+    data = memoryview(os.pread(here, count, start))
+    if len(data) != count:
+        raise OSError(0, "it ends too early")
+    while data:
+        written = os.pwrite(there, data, at)
+        data, at = data[written:], at + written
+
 
 Progress = Callable[[str, int, int], None]
 
@@ -158,7 +218,7 @@ def is_left(partial: Path, manifest: Manifest) -> bool:
     """Whether the staging folder is what an append left that was killed when its store, of this `manifest`,
     had its name: what lies there then is the store that was replaced, or some of it.
     """
-    staged = metadata.read_header(partial / STORE) or {}
+    staged = layout.read_header(partial / STORE) or {}
     tokens = staged.get("n_tokens")
     begun = (partial / PROGRESS).exists() and type(tokens) is int and tokens > manifest.n_tokens
     return (partial / REPLACED).exists() or not begun

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from offload_decode.indexes.rows import encodings
-from offload_decode.store.format import Manifest, numpy_dtype
+from offload_decode.common import files
+from offload_decode.common.errors import StoreDamaged
+from offload_decode.common.rows import encodings
+from offload_decode.store.files import LARGEST_LIST, LARGEST_MANIFEST, LARGEST_METADATA, read_regular
+from offload_decode.store.format import ATTRIBUTE, Array, Manifest, numpy_dtype
 from offload_decode.types import LayerKind, LayerShape
 
 CHUNK_TOKENS = 65_536
@@ -156,3 +162,198 @@ def _whole(
     yield rows("page_min", pages, own.key_dim, MAX_PAGE_MAPS)
     yield rows("page_max", pages, own.key_dim, MAX_PAGE_MAPS)
     yield rows("queries", manifest.n_samples, own.key_dim, None)
+
+
+# The Zarr v3 side of a store: metadata is written through zarr, and checked as the JSON that it is.
+#
+# Reading it needs no zarr, so that a store opens at once.
+
+ROOT = "zarr.json"
+COLLECTION = "collection.json"
+"""In a folder of stores, and in none of a store (`collections.collection`)."""
+
+# One folder an array; with the separator "/" there would be one a chunk, tens of thousands in a large store.
+_KEYS: Any = {"name": "default", "configuration": {"separator": "."}}
+
+
+def create_group(root: Path, manifest: Manifest, specs: Iterable[ArraySpec]) -> None:
+    """Write the metadata of the group at `root` and of all its arrays; chunk files are not made."""
+    import zarr
+
+    group = zarr.create_group(str(root), zarr_format=3, attributes={ATTRIBUTE: manifest.to_json()})
+    for spec in specs:
+        group.create_array(
+            spec.name,
+            shape=spec.shape,
+            chunks=spec.chunk,
+            dtype=_stored_dtype(spec.dtype),
+            filters=None,
+            compressors=None,
+            attributes={"dtype": spec.dtype},
+            chunk_key_encoding=_KEYS,
+            config={"write_empty_chunks": True},
+        )
+
+
+def group_files(manifest: Manifest) -> list[str]:
+    """The metadata files of the groups."""
+    layers = (
+        layer_name(layer)
+        for layer, own in enumerate(manifest.shape.layers)
+        if own.states or own.kind is not LayerKind.NONE
+    )
+    return [ROOT, "documents/zarr.json", "layers/zarr.json", *(f"{layer}/zarr.json" for layer in layers)]
+
+
+def record(partial: Path, root: Path, manifest: Manifest) -> None:
+    """Put another manifest into the group at `root`; its new file is made in the folder `partial`."""
+    group = json.loads((root / ROOT).read_bytes())
+    group["attributes"][ATTRIBUTE] = manifest.to_json()
+    files.write(partial / ROOT, json.dumps(group, indent=2).encode())
+    files.rename(partial / ROOT, root / ROOT)
+
+
+def read_header(root: Path) -> dict[str, Any] | None:
+    """The manifest of the group at `root` as JSON, not yet looked at; None where there is none."""
+    try:
+        return header_of(read_regular(root / ROOT, LARGEST_MANIFEST))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def header_of(data: bytes) -> dict[str, Any] | None:
+    """`read_header` of the bytes of a root group's metadata."""
+    try:
+        header = files.parse(data)["attributes"][ATTRIBUTE]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return header if isinstance(header, dict) else None
+
+
+def read_specs(root: Path, manifest: Manifest) -> dict[str, ArraySpec]:
+    """The arrays of the store at `root` by name; StoreDamaged where they are not what the manifest says."""
+    offsets, names = (_length(root, f"documents/{name}") for name in ("offsets", "names"))
+    if names > LARGEST_LIST or offsets > min(names, manifest.n_tokens + 2):
+        raise StoreDamaged(f"{root} lists more documents than it has tokens, or names: prefill again.")
+    specs = array_specs(manifest, offsets - 1, names)
+    return {spec.name: _stored_spec(root, spec) for spec in specs}
+
+
+def _stored_spec(root: Path, spec: ArraySpec) -> ArraySpec:
+    """`spec` with the chunk length of the stored array: all else must agree."""
+    metadata = _read(root, spec.name)
+    try:
+        chunk = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+        stored = replace(spec, chunk=chunk)
+        sane = len(chunk) == len(spec.shape) and all(type(step) is int for step in chunk)
+        if sane and _is_as_expected(metadata, stored) and _is_mappable(stored):
+            return stored
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        pass
+    raise StoreDamaged(
+        f"{root / spec.metadata_file} does not describe the array that the manifest promises: "
+        "restore the store from a copy, or prefill again."
+    )
+
+
+def _is_as_expected(metadata: dict[str, Any], spec: ArraySpec) -> bool:
+    """Whether the metadata is that of `spec`, and a chunk file the little-endian bytes of its chunk."""
+    expected = {
+        "node_type": "array",
+        "zarr_format": 3,
+        "shape": list(spec.shape),
+        "data_type": _stored_dtype(spec.dtype),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.chunk)}},
+        "chunk_key_encoding": _KEYS,
+        "attributes": {"dtype": spec.dtype},
+    }
+    codec = metadata["codecs"][0]
+    return (
+        {key: metadata[key] for key in expected} == expected
+        and [each["name"] for each in metadata["codecs"]] == ["bytes"]
+        and codec.get("configuration", {}).get("endian", "little") == "little"
+        and not metadata.get("storage_transformers")
+    )
+
+
+def _is_mappable(spec: ArraySpec) -> bool:
+    """Whether the chunk files of a head can be mapped one after another."""
+    whole = spec.chunk == (1, *spec.shape[1:]) if len(spec.shape) == 3 else spec.chunk == spec.shape
+    split = (
+        len(spec.shape) == 3 and spec.chunk[::2] == (1, spec.shape[2]) and spec.chunk_bytes % ALIGNMENT == 0
+    )
+    return min(spec.chunk) > 0 and (whole or split)
+
+
+def _stored_dtype(dtype: str) -> str:
+    """Zarr has neither bfloat16 nor encoded rows: their bits are stored, and the attribute `dtype` says what
+    they are.
+    """
+    return "uint16" if dtype == "bfloat16" else numpy_dtype(dtype).name
+
+
+def _length(root: Path, name: str) -> int:
+    shape = _read(root, name).get("shape")
+    if not (isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] > 0):
+        raise StoreDamaged(f"{root / name} is not a list: restore the store from a copy, or prefill again.")
+    return shape[0]
+
+
+def _read(root: Path, name: str) -> dict[str, Any]:
+    try:
+        metadata = files.parse(read_regular(root / name / "zarr.json", LARGEST_METADATA))
+    except (FileNotFoundError, ValueError) as error:
+        raise StoreDamaged(
+            f"{root / name / 'zarr.json'} is missing or cannot be read: "
+            "restore it from a copy, or prefill again."
+        ) from error
+    return metadata if isinstance(metadata, dict) else {}
+
+
+# Which prefill queries a store keeps: such that those of a longer corpus are, of its beginning, all kept.
+
+Int64s = npt.NDArray[np.int64]
+
+_GOLDEN = 2654435769  # 2^32 divided by the golden ratio: its multiples are spread evenly modulo 2^32
+
+
+def sample_plan(n_tokens: int, group: int, n: int) -> tuple[Int64s, Int64s]:
+    """Positions and heads (within the GQA group) of `n` queries spread evenly over `n_tokens` tokens.
+
+    Both are int64 `[min(n, n_tokens * group)]`, ordered by position, then head; no pair comes twice. The
+    pairs of a longer corpus that lie in a shorter one are pairs of the shorter one too, for as many samples.
+    """
+    each, more = divmod(min(n, n_tokens * group), n_tokens)
+    every = np.arange(n_tokens * each, dtype=np.int64)
+    positions = np.concatenate([every // max(each, 1), _spread(n_tokens, more)])
+    turns = np.concatenate([every % max(each, 1), np.full(more, each)])
+    first = ((positions * _GOLDEN) % 2**32 * group) >> 32
+    pairs = np.sort(positions * group + (first + turns) % group)
+    return pairs // group, pairs % group
+
+
+def _spread(m: int, n: int) -> Int64s:
+    """`n` of the numbers below `m`, in order: the first n of them in an order that does not depend on `m`.
+
+    Counted from 1, the multiples of a power of two come first; between them, those of its half, which are
+    themselves taken in that order.
+    """
+    if n in (0, m):
+        return np.arange(n, dtype=np.int64)
+    step = 1 << (m // (n + 1)).bit_length()  # the smallest power of two with m // step <= n
+    regular, half = np.arange(step - 1, m, step), step // 2
+    between = half * (2 * _spread(m // half - len(regular), n - len(regular)) + 1) - 1
+    return np.sort(np.concatenate([regular, between]))
+
+
+# Lengths of the stored keys, which cosine scores divide by (QuoKA, §3.2).
+
+
+def row_norms(keys: Array) -> Array:
+    """Euclidean lengths `[Hkv, T, 1]` float32 of `keys [Hkv, T, D]`.
+
+    Each row is summed on its own, so that the bytes do not depend on how the tokens were grouped.
+    """
+    wide = keys.astype(np.float32)
+    norms: Array = np.sqrt((wide * wide).sum(axis=-1, keepdims=True, dtype=np.float32))
+    return norms

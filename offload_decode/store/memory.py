@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.errors import ConfigError
-from offload_decode.indexes.rows.encodings import INT4, INT8, decode, dim, encoding_of, name_of
+from offload_decode.common.errors import ConfigError
+from offload_decode.common.rows.encodings import INT4, INT8, decode, dim, encoding_of, name_of
 from offload_decode.store.format import Array, Manifest
-from offload_decode.store.norms import row_norms
+from offload_decode.store.layout import row_norms, sample_plan
 from offload_decode.store.pages import fold_pages, rounded_outward
-from offload_decode.store.sampling import sample_plan
 from offload_decode.store.streams import as_bytes
 from offload_decode.types import LayerKind, ModelShape
 

@@ -9,8 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete, StoreNotFound
-from offload_decode.store import checksums, metadata
+from offload_decode.common.errors import (
+    StoreDamaged,
+    StoreError,
+    StoreForeign,
+    StoreIncomplete,
+    StoreNotFound,
+)
+from offload_decode.store import files as checksums
+from offload_decode.store import layout
 from offload_decode.store.files import (
     LARGEST_MANIFEST,
     LARGEST_METADATA,
@@ -49,7 +56,7 @@ def checked(root: Path) -> Checked:
     if header is None:
         raise StoreForeign(f"{root} is a checksummed folder but not a KV store: give the path of a store.")
     manifest = Manifest.from_json(header)
-    specs = metadata.read_specs(root, manifest)
+    specs = layout.read_specs(root, manifest)
     _check_files(root, manifest, specs, sums)
     return Checked(manifest, specs, sums)
 
@@ -59,7 +66,7 @@ def expected_sizes(root: Path, files: int) -> Mapping[str, int]:
     promise more than that many `files`.
     """
     try:
-        specs = metadata.read_specs(root, Manifest.from_json(metadata.read_header(root) or {}))
+        specs = layout.read_specs(root, Manifest.from_json(layout.read_header(root) or {}))
     except StoreError:  # whoever reads the files names what is wrong with them
         return {}
     return _sizes(specs) if _count(specs) <= files else {}
@@ -72,13 +79,13 @@ def existing(path: Path) -> Path:
         raise StoreForeign(
             f"{path} is not a KV store: give the path of one that `offload-decode prefill` made."
         )
-    if (path / metadata.COLLECTION).exists():
+    if (path / layout.COLLECTION).exists():
         raise StoreForeign(
             f"{path} is a collection, and no store: `index`, `ask`, `batch`, `inspect` and `verify` take it "
             f"as a whole, and its stores lie in {path / 'stores'}."
         )
     for partial in (path, partial_path(path)):
-        if (partial / LOCK).exists() and not (path / metadata.ROOT).exists():
+        if (partial / LOCK).exists() and not (path / layout.ROOT).exists():
             raise StoreIncomplete(_how_far(partial))
     if not os.path.lexists(path):
         raise StoreNotFound(f"There is no store at {path}: make one with `offload-decode prefill`.")
@@ -106,14 +113,14 @@ def _how_far(partial: Path) -> str:
         done = f"{Committed.load(partial).tokens:,}"
     except (FileNotFoundError, StoreDamaged):
         done = "an unknown number"
-    total = (metadata.read_header(partial / STORE) or {}).get("n_tokens")
+    total = (layout.read_header(partial / STORE) or {}).get("n_tokens")
     of_all = f" of {total:,}" if isinstance(total, int) else ""
     return f"The prefill in {partial} has not finished ({done}{of_all} tokens): run it again to go on."
 
 
 def _readable_header(root: Path) -> dict[str, object] | None:
     """The manifest as JSON; None where only the checksums can tell what is wrong with it."""
-    header = metadata.read_header(root)
+    header = layout.read_header(root)
     if header is not None:
         check_version(header)
     elif not (root / checksums.SEAL).exists():
@@ -143,7 +150,7 @@ def surfaced(root: Path) -> Iterator[None]:
 
 def _matches(root: Path, name: str, digest: str) -> bool:
     try:
-        most = LARGEST_MANIFEST if name == metadata.ROOT else LARGEST_METADATA
+        most = LARGEST_MANIFEST if name == layout.ROOT else LARGEST_METADATA
         return hashlib.sha256(read_regular(root / name, most)).hexdigest() == digest
     except FileNotFoundError:
         return False
@@ -154,7 +161,7 @@ def _check_files(root: Path, manifest: Manifest, specs: dict[str, ArraySpec], su
     if _count(specs) > len(sums):  # it may be too many to list
         raise StoreDamaged(f"The manifest in {root} describes more files than there are: prefill again.")
     sizes = _sizes(specs)
-    described = {*sizes, *metadata.group_files(manifest), *(spec.metadata_file for spec in specs.values())}
+    described = {*sizes, *layout.group_files(manifest), *(spec.metadata_file for spec in specs.values())}
     if described != sums.keys():
         odd = listed(sorted(described ^ sums.keys()))
         raise StoreDamaged(

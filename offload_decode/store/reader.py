@@ -4,24 +4,63 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
-from offload_decode.errors import StoreDamaged, StoreMismatch
-from offload_decode.store import checksums
-from offload_decode.store.costs import bytes_by_kind
-from offload_decode.store.documents import names_of
+from offload_decode.common import files
+from offload_decode.common.errors import StoreDamaged, StoreMismatch
+from offload_decode.store import files as checksums
 from offload_decode.store.files import check_sizes, read_regular
 from offload_decode.store.format import Array, Manifest, fingerprint_version, token_hash
-from offload_decode.store.layout import SEAM, ArraySpec, array_name
+from offload_decode.store.layout import SEAM, ArraySpec, array_name, sample_plan
 from offload_decode.store.opening import checked, existing, expected_sizes, identity, of_one, surfaced
-from offload_decode.store.sampling import sample_plan
 from offload_decode.store.streams import head_view, list_view
 from offload_decode.types import Document, ModelShape
+
+# The names of a store's documents, as they are kept in it.
+
+# Looked at before it is parsed: empty lists and objects take thirty times the memory of their text.
+_LIST_OF_TEXTS = re.compile(rb"""\s*+\[(?:\s*+"(?:[^"\\]|\\.)*+"\s*+,?+)*+\]\s*+""", re.DOTALL)
+
+
+def names_of(data: bytes) -> list[str]:
+    """The names of documents; `ValueError` for anything else."""
+    if not _LIST_OF_TEXTS.fullmatch(data):
+        raise ValueError("it is no list of names")
+    names: list[str] = files.parse(data)
+    return names
+
+
+# What a store takes on disk.
+
+_STATES = ("conv", "recurrent")
+_KINDS = {
+    "key_norms": "key norms",
+    "page_min": "page bounds",
+    "page_max": "page bounds",
+    "window_keys": "windows",
+    "window_values": "windows",
+    "offsets": "documents",
+    "names": "documents",
+    "query_positions": "queries",
+}
+
+
+def bytes_by_kind(root: Path, specs: Mapping[str, ArraySpec], files: Iterable[str]) -> dict[str, int]:
+    """Bytes of the store at `root` by kind of array. `files`: all of its own, by their names."""
+    cost: dict[str, int] = {}
+    for spec in specs.values():
+        name = spec.name.rpartition("/")[2].removesuffix(SEAM)
+        kind = _KINDS.get(name, "states" if name.rstrip("0123456789") in _STATES else name)
+        cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * sum(1 for _ in spec.files())
+    small = [name for name in files if name.endswith("zarr.json")] + [checksums.SUMS, checksums.SEAL]
+    cost["metadata and checksums"] = sum(os.path.getsize(root / name) for name in small)
+    return cost
 
 
 class KVStore:

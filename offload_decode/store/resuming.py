@@ -11,21 +11,29 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.errors import StoreDamaged, StoreMismatch
-from offload_decode.indexes import durable
-from offload_decode.indexes.plain_files import remove
-from offload_decode.indexes.rows.encodings import decode
-from offload_decode.store import metadata
-from offload_decode.store.encoded import Encoder, EncodingLoss, no_errors
+from offload_decode.common import files
+from offload_decode.common.errors import StoreDamaged, StoreMismatch
+from offload_decode.common.files import remove
+from offload_decode.common.rows.encodings import decode
+from offload_decode.store import layout
 from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regular, read_regular
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.growth import Growth
+from offload_decode.store.layer_states import StateLog, WindowLog
 from offload_decode.store.layout import ArraySpec, array_name, array_specs
 from offload_decode.store.pages import OpenPage, fold_pages
 from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed, staging_damaged
-from offload_decode.store.states import StateLog
-from offload_decode.store.streams import RowStream, allocate, as_bytes, kind_of, rows_of, write_array
-from offload_decode.store.windows import WindowLog
+from offload_decode.store.streams import (
+    Encoder,
+    EncodingLoss,
+    RowStream,
+    allocate,
+    as_bytes,
+    kind_of,
+    no_errors,
+    rows_of,
+    write_array,
+)
 from offload_decode.types import Document
 
 
@@ -80,7 +88,7 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
     earlier = growth.specs if growth else None
     sizes = len(given["documents/offsets"]) - 1, len(given["documents/names"])
     specs = list(array_specs(manifest, *sizes, earlier))
-    metadata.create_group(root, manifest, specs)
+    layout.create_group(root, manifest, specs)
     committed = Committed(
         crcs={s.name: [0] * s.shape[0] for s in specs if kind_of(s)},
         segments={str(layer): [] for layer in manifest.shape.local_layers},
@@ -98,13 +106,13 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
         if spec.name in given:
             write_array(root, spec, given[spec.name])
     for folder in (root, partial / WINDOWS):
-        durable.sync_tree(folder)
+        files.sync_tree(folder)
     committed.save(partial)
 
 
 def _resumed(partial: Path, manifest: Manifest, positions: Array) -> Begun:
     progress = Committed.load(partial)
-    specs = metadata.read_specs(partial / STORE, manifest)
+    specs = layout.read_specs(partial / STORE, manifest)
     _check_sizes(partial, manifest, specs)
     streams = {name: RowStream(partial / STORE, spec) for name, spec in specs.items() if kind_of(spec)}
     shape, folder, dtype = manifest.shape, partial / WINDOWS, manifest.numpy_dtype
@@ -138,7 +146,7 @@ def _resumed(partial: Path, manifest: Manifest, positions: Array) -> Begun:
 def _check_sizes(partial: Path, manifest: Manifest, specs: Mapping[str, ArraySpec]) -> None:
     """Every file has had its full size since the beginning; one that has more would be published so."""
     root = partial / STORE
-    for name in metadata.group_files(manifest):
+    for name in layout.group_files(manifest):
         try:
             read_regular(root / name, LARGEST_MANIFEST)
         except (FileNotFoundError, StoreDamaged) as error:
@@ -154,9 +162,9 @@ def _refuse_other_job(
     partial: Path, manifest: Manifest, given: Mapping[str, Array], growth: Growth | None
 ) -> None:
     """StoreMismatch where the staged store is not the one that was asked for."""
-    staged, asked = metadata.read_header(partial / STORE), manifest.to_json()
+    staged, asked = layout.read_header(partial / STORE), manifest.to_json()
     if staged is None:
-        raise staging_damaged(partial, metadata.ROOT)
+        raise staging_damaged(partial, layout.ROOT)
     asked["kv_error"] = staged.get("kv_error")  # it is there already where publishing was interrupted
     others = sorted(name for name in {*staged, *asked} if staged.get(name) != asked.get(name))
     changed = [

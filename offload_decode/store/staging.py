@@ -20,14 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload_decode import plain_json
-from offload_decode.errors import StoreBusy, StoreDamaged, StoreError, StoreForeign
-from offload_decode.indexes import durable
-from offload_decode.indexes.locks import lock
-from offload_decode.store.checks import count
-from offload_decode.store.fields import MOST_TOKENS
-from offload_decode.store.files import read_regular
-from offload_decode.store.mapping import require_posix
+from offload_decode.common import files
+from offload_decode.common.errors import StoreBusy, StoreDamaged, StoreError, StoreForeign
+from offload_decode.common.files import lock
+from offload_decode.store.files import read_regular, require_posix
+from offload_decode.store.format import MOST_TOKENS, count
 
 LOCK, PROGRESS, STORE, WINDOWS, REPLACED = "lock", "progress.json", "store", "windows", "replaced"
 
@@ -42,7 +39,7 @@ def locked(partial: Path) -> Iterator[None]:
     """Hold the staging folder `partial`, made if need be; StoreBusy where another process does."""
     require_posix()
     fresh = not partial.exists()
-    durable.make_folders(partial)
+    files.make_folders(partial)
     try:
         # One look: in between two, another process may make its lock.
         found = os.listdir(partial)
@@ -58,7 +55,7 @@ def locked(partial: Path) -> Iterator[None]:
         if gone or not os.path.samestat(os.fstat(held.fileno()), os.stat(partial / LOCK)):
             raise _busy(partial)
         if fresh:  # without its lock the folder would be taken for another's
-            durable.sync_folders([partial])
+            files.sync_folders([partial])
         yield
 
 
@@ -106,13 +103,13 @@ class Committed:
 
     def save(self, partial: Path) -> None:
         body = asdict(self)
-        durable.write(partial / PROGRESS, json.dumps({**body, "crc": _crc(body)}).encode())
+        files.write(partial / PROGRESS, json.dumps({**body, "crc": _crc(body)}).encode())
 
     @classmethod
     def load(cls, partial: Path) -> Committed:
         """StoreDamaged where the file cannot be read."""
         try:
-            data = plain_json.parse(read_regular(partial / PROGRESS))
+            data = files.parse(read_regular(partial / PROGRESS))
             if data.pop("crc") != _crc(data):
                 raise ValueError("it has changed")
             count("tokens", data["tokens"], MOST_TOKENS, least=0)

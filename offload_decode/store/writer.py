@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,24 +17,130 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from offload_decode.errors import StoreIncomplete
-from offload_decode.indexes import durable
-from offload_decode.store import metadata
-from offload_decode.store.checksums import Report
-from offload_decode.store.encoded import Encoder, no_errors
+from offload_decode.common import files
+from offload_decode.common import files as durable
+from offload_decode.common.errors import StoreBusy, StoreExists, StoreIncomplete
+from offload_decode.common.files import remove
+from offload_decode.store import layout
+from offload_decode.store.files import SEAL, SUMS, Report, hash_files, render, seal_of
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.growth import Growth
-from offload_decode.store.layout import SEAM, ArraySpec, array_name
-from offload_decode.store.norms import row_norms
+from offload_decode.store.layer_states import StateLog, WindowLog
+from offload_decode.store.layout import SEAM, ArraySpec, array_name, row_norms, sample_plan
 from offload_decode.store.pages import OpenPage, fold_pages, rounded_outward
-from offload_decode.store.publish import publish, refuse_existing, seal
 from offload_decode.store.resuming import Begun, begin
-from offload_decode.store.sampling import sample_plan
-from offload_decode.store.staging import STORE, WINDOWS, Committed, locked, partial_path, surfaced
-from offload_decode.store.states import StateLog
-from offload_decode.store.streams import RowStream, rows_of, write_array
-from offload_decode.store.windows import WindowLog
+from offload_decode.store.staging import (
+    LOCK,
+    PROGRESS,
+    REPLACED,
+    STORE,
+    WINDOWS,
+    Committed,
+    locked,
+    partial_path,
+    surfaced,
+)
+from offload_decode.store.streams import Encoder, RowStream, no_errors, rows_of, write_array
 from offload_decode.types import Document
+
+# Two folders that change places: at once where the system can, so that none is ever missing.
+
+_HERE, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
+_UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def exchange(new: Path, old: Path, aside: Path) -> None:
+    """Give `new` the name of `old`, which is left under the name of `new`.
+
+    Where the file system cannot exchange names, `old` goes `aside` first, and stays there: for a moment
+    nothing has its name. `restore` brings it back if that is where the process was killed.
+    """
+    if _at_once(new, old):
+        files.sync_names(old, new)
+    else:
+        files.rename(old, aside)
+        files.rename(new, old)
+
+
+def restore(old: Path, aside: Path) -> None:
+    """Undo an `exchange` that was killed halfway."""
+    if aside.exists() and not os.path.lexists(old):
+        files.rename(aside, old)
+
+
+def _at_once(one: Path, other: Path) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    try:
+        if sys.platform == "darwin":
+            failed = libc.renamex_np(*names, ctypes.c_uint(_SWAP))
+        else:
+            failed = libc.renameat2(_HERE, names[0], _HERE, names[1], ctypes.c_uint(_EXCHANGE))
+    except AttributeError:  # an older C library
+        return False
+    if failed and (number := ctypes.get_errno()) not in _UNKNOWN:
+        raise OSError(number, os.strerror(number), str(other))
+    return not failed
+
+
+# The last act of a prefill: checksums, everything flushed to the disk, and one rename.
+
+
+def refuse_existing(path: Path, staging: Path | None = None) -> None:
+    """StoreExists where `path` is taken; `remove_left` of its `staging` then."""
+    if os.path.lexists(path):
+        remove_left(staging or partial_path(path))
+        raise StoreExists(f"{path} exists already: choose another path, or remove it first.")
+    for parent in Path(os.path.abspath(path)).parents:
+        if (parent / SEAL).exists():  # a file more would make it a damaged store
+            raise StoreExists(f"{parent} is a store itself: choose a path outside of it.")
+
+
+def remove_left(partial: Path) -> None:
+    """Remove the staging folder of a prefill, or what else had one, that was killed when its store had its
+    name already: there is no store in it.
+    """
+    if (partial / LOCK).exists() and not (partial / STORE).exists():
+        with suppress(StoreBusy), locked(partial):
+            shutil.rmtree(partial)
+    with suppress(OSError):  # an empty folder is what a kill leaves as the very last thing
+        partial.rmdir()
+
+
+def seal(partial: Path, files: Iterable[str], progress: Report | None = None) -> None:
+    """Put the checksums of all files into the store in the staging folder, and flush it to the disk."""
+    root = partial / STORE
+    sums = render(hash_files(root, files, progress))
+    for name, data in ((SUMS, sums), (SEAL, seal_of(sums))):
+        durable.write(partial / name, data)  # its temporary file must not lie in the store
+        durable.rename(partial / name, root / name)
+    durable.sync_tree(root)
+
+
+def publish(partial: Path, path: Path, *, replacing: bool = False) -> None:
+    """Give the sealed store in the staging folder its name, `replacing` the one that has it, and remove the
+    folder.
+
+    A crash at any point leaves the staging folder, from which this can be done again, or the store; where one
+    is replaced, the earlier store has its name until the new one has it.
+    """
+    if replacing:
+        exchange(partial / STORE, path, aside=partial / REPLACED)
+    else:
+        refuse_existing(path)
+        durable.rename(partial / STORE, path)
+    clear(partial)
+
+
+def clear(partial: Path) -> None:
+    """Remove a staging folder that is done with."""
+    (partial / PROGRESS).unlink(missing_ok=True)
+    for folder in (WINDOWS, STORE, REPLACED):
+        with suppress(OSError):
+            remove(partial / folder)
+    # The lock goes last: as long as it is there, what is left is known to be ours.
+    durable.sync_folders([partial])
+    shutil.rmtree(partial)
 
 
 class KVStoreWriter:
@@ -235,8 +345,8 @@ class KVStoreWriter:
                     for own, state in zip(shapes, states.states(at_seam=bool(suffix)) or (), strict=True):
                         spec = self._specs[array_name(layer, own.name + suffix)]
                         write_array(self._root, spec, state.reshape(-1))
-            metadata.record(self._partial, self._root, replace(self.manifest, kv_error=self._encoder.cost()))
-            files = metadata.group_files(self.manifest)
+            layout.record(self._partial, self._root, replace(self.manifest, kv_error=self._encoder.cost()))
+            files = layout.group_files(self.manifest)
             for spec in self._specs.values():
                 files += [spec.metadata_file, *spec.files()]
             seal(self._partial, files, progress)

@@ -1,4 +1,4 @@
-"""What selectors, indexes and prefill methods promise, as suites that pytest collects: docs/extensions.md.
+"""What selectors, indexes and prefill methods promise, as suites that pytest collects: docs/extending.md.
 
 A test class inherits one and names what it tests. pytest is imported here and nowhere else, and nothing but
 tests imports this room.

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from offload_decode.common.errors import IndexDamaged, IndexMismatch, IndexNotFound, InvalidIndexInput
+from offload_decode.common.rows import encodings
 from offload_decode.indexes import Hits, VectorIndex, get, keys_digest
-from offload_decode.indexes.errors import IndexDamaged, IndexMismatch, IndexNotFound, InvalidIndexInput
-from offload_decode.indexes.rows import encodings
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
 ENCODINGS = [encodings.INT8, encodings.INT4]

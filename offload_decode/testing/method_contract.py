@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError, StoreMismatch
-from offload_decode.kernels.rows import Rows
+from offload_decode.attention.rows import Rows
+from offload_decode.common.errors import ConfigError, StoreMismatch
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.prefill_jobs.methods.base import Method, Sparse
@@ -150,7 +150,7 @@ class MethodContract:
             assert_same_rows(prefilled(path, self.name, {**self.options, **options}), dense)
 
     def test_on_a_device_it_writes_what_it_writes_on_the_host_bit_for_bit(self, tmp_path: Path) -> None:
-        """Host and device do not mix, and numpy does not read what is on a device: docs/extensions.md."""
+        """Host and device do not mix, and numpy does not read what is on a device: docs/extending.md."""
         options = {**self.options, **self.budgets("20%")[0]}
         with devices.beside_device():
             expected = prefilled(tmp_path / "host", self.name, options)

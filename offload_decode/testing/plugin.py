@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _refuse_unknown(registry: str, name: str) -> None:
     from importlib import import_module
 
-    from offload_decode.errors import OffloadDecodeError
+    from offload_decode.common.errors import OffloadDecodeError
 
     try:
         import_module(registry).get(name)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.states import attend
-from offload_decode.errors import ConfigError
-from offload_decode.kernels.rows import Rows
-from offload_decode.kv.host import HostKV
-from offload_decode.pages.reference import page_tokens
-from offload_decode.selection.budgeted import Budgeted
+from offload_decode.attention.rows import Rows
+from offload_decode.attention.state import attend
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.registry import create, get
 from offload_decode.store.base import Store
 from offload_decode.testing import devices
@@ -50,7 +50,7 @@ def assert_same(ids: Tensor | None, others: Tensor | None) -> None:
 
 
 class SelectorContract:
-    """Promises of `offload_decode.selection.selector.Selector`, over stores of several shapes."""
+    """Promises of `offload_decode.selectors.base.Selector`, over stores of several shapes."""
 
     name: ClassVar[str]
     options: ClassVar[dict[str, object]] = {}
@@ -187,7 +187,7 @@ class SelectorContract:
             assert_same(alone.sort(-1).values, of_token.sort(-1).values)
 
     def test_on_a_device_it_chooses_what_it_chooses_on_the_host(self, store: Store) -> None:
-        """Host and device do not mix, and numpy does not read what is on a device: docs/extensions.md."""
+        """Host and device do not mix, and numpy does not read what is on a device: docs/extending.md."""
         queries = self.queries(store)
         with devices.beside_device():
             expected = selected_ids(self.make(store, budget="7"), queries)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload_decode.indexes.rows.encodings import encode
+from offload_decode.common.rows.encodings import encode
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.base import Store

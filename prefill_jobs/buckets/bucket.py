@@ -17,11 +17,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from offload_decode.errors import ConfigError, DoesNotFit, StoreDamaged
-from offload_decode.memory import room
+from offload_decode.common.errors import ConfigError, DoesNotFit, StoreDamaged
+from offload_decode.common.memory import room
 from offload_decode.prefill_jobs.buckets.failures import PREFIX, no_bucket, surfaced
-from offload_decode.store.checksums import SEAL
-from offload_decode.store.files import LARGEST_LIST
+from offload_decode.store.files import LARGEST_LIST, SEAL
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

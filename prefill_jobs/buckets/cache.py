@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from offload_decode.errors import DoesNotFit
-from offload_decode.indexes import durable
-from offload_decode.indexes.locks import lock
+from offload_decode.common import files
+from offload_decode.common.errors import DoesNotFit
+from offload_decode.common.files import lock
 
 Fill = Callable[[Path, Callable[[int], None]], object]
 """Makes what shall lie at a path, once it has said how many bytes that takes. What a killed one left beside
@@ -71,7 +71,7 @@ class Cache:
         entry = self.folder / name_of(key)
         content = entry / _CONTENT
         while True:
-            durable.make_folders(entry)
+            files.make_folders(entry)
             try:
                 held = open(entry / _LOCK, "ab")  # noqa: SIM115
             except FileNotFoundError:  # it has left in between
@@ -113,7 +113,7 @@ class Cache:
                 if may_fit and total > self.limit and _dropped(other.path):
                     total -= other.bytes
             if total <= self.limit:
-                durable.write(entry / _BYTES, str(size).encode())
+                files.write(entry / _BYTES, str(size).encode())
             return total
 
     def _entries(self) -> Iterator[_Entry]:

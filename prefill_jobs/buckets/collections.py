@@ -23,18 +23,24 @@ from pathlib import Path
 from offload_decode.collections.collection import STORES, Changing, Collection, Header
 from offload_decode.collections.journal import DOCUMENTS, Entry
 from offload_decode.collections.words import WORDS, Words
-from offload_decode.errors import ConfigError, StoreExists, StoreIncomplete, StoreMismatch, StoreNotFound
-from offload_decode.indexes import durable
-from offload_decode.kv.head_indexes import kind_folders
+from offload_decode.common import files as durable
+from offload_decode.common.errors import (
+    ConfigError,
+    StoreExists,
+    StoreIncomplete,
+    StoreMismatch,
+    StoreNotFound,
+)
+from offload_decode.kv.indexes import kind_folders
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket
 from offload_decode.prefill_jobs.buckets.far_collection import Watch, fetch_list, lists_at
 from offload_decode.prefill_jobs.buckets.pull import check_room, pull, pulling_path
 from offload_decode.prefill_jobs.buckets.push import push, send
 from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Transfer, in_parallel
-from offload_decode.store.checksums import SEAL
-from offload_decode.store.metadata import COLLECTION as HEADER
-from offload_decode.store.publish import refuse_existing
+from offload_decode.store.files import SEAL
+from offload_decode.store.layout import COLLECTION as HEADER
 from offload_decode.store.staging import STORE, locked, surfaced
+from offload_decode.store.writer import refuse_existing
 
 _STORE = re.compile(r"([0-9a-f]{32}\.kv)(?:\.indexes)?")
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offload_decode.errors import BucketError, OffloadDecodeError
+from offload_decode.common.errors import BucketError, OffloadDecodeError
 
 PREFIX = {"s3": "AWS_", "gs": "GOOGLE_"}
 """How the environment variables of a service begin."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.journal import DOCUMENTS, Entry
 from offload_decode.collections.words import WORDS
-from offload_decode.errors import BucketError, StoreIncomplete, StoreNotFound
-from offload_decode.indexes import durable
+from offload_decode.common import files
+from offload_decode.common.errors import BucketError, StoreIncomplete, StoreNotFound
 from offload_decode.prefill_jobs.buckets.bucket import Bucket, Found
 from offload_decode.prefill_jobs.buckets.far_stores import FarStores, cache_of
 from offload_decode.prefill_jobs.buckets.transfer import Progress
-from offload_decode.store.metadata import COLLECTION as HEADER
+from offload_decode.store.layout import COLLECTION as HEADER
 
 Watch = Callable[[str, int, int, str], None]
 """Told the stage, how many of how many are done, and the document."""
@@ -47,7 +47,7 @@ def lists_at(bucket: Bucket) -> dict[str, Found]:
 def fetch_list(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
     """Fetch one of them into a folder. Raises `BucketError` where its bytes are not those of its checksum."""
     key, digest = f"{bucket.name}/{name}", hashlib.sha256()
-    with durable.replacing(folder / name) as beside:
+    with files.replacing(folder / name) as beside:
         with open(beside, "xb") as file:
             for part in bucket.parts(key, found.size):
                 digest.update(part)
@@ -84,10 +84,10 @@ class FarCollection(Collection):
         def fill(path: Path, admit: Callable[[int], None]) -> None:
             admit(sum(found.size for found in lists.values()))
             partial = path.with_suffix(".partial")
-            durable.make_folders(partial)
+            files.make_folders(partial)
             for name, found in lists.items():
                 fetch_list(bucket, found, name, partial)
-            durable.rename(partial, path)
+            files.rename(partial, path)
 
         with cache_of(limit).holding(" ".join([bucket.url, *map(str, lists.values())]), fill) as path:
             yield cls(bucket.url, path, limit, watching)

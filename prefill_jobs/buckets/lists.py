@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from offload_decode.errors import StoreDamaged, StoreIncomplete, StoreNotFound
+from offload_decode.common.errors import StoreDamaged, StoreIncomplete, StoreNotFound
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket, is_plain
-from offload_decode.store.checksums import SEAL, SUMS, seal_of
+from offload_decode.store.files import SEAL, SUMS, seal_of
 
 
 def store_sums(bucket: Bucket) -> tuple[dict[str, str], bytes]:

@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from offload_decode.errors import StoreDamaged, StoreError
-from offload_decode.indexes import durable
-from offload_decode.indexes.plain_files import remove
-from offload_decode.kv.head_indexes import indexes_folder
+from offload_decode.common import files as durable
+from offload_decode.common.errors import StoreDamaged, StoreError
+from offload_decode.common.files import remove
+from offload_decode.kv.indexes import indexes_folder
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.lists import parse_sums, store_sums
 from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
-from offload_decode.store.checksums import SEAL, SUMS
-from offload_decode.store.publish import refuse_existing, remove_left
+from offload_decode.store.files import SEAL, SUMS
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, surfaced
+from offload_decode.store.writer import refuse_existing, remove_left
 
 PARTS = "parts"
 

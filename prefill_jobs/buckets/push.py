@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from offload_decode.errors import StoreDamaged, StoreExists
-from offload_decode.kv.head_indexes import indexes_folder, kind_folders
+from offload_decode.common.errors import StoreDamaged, StoreExists
+from offload_decode.kv.indexes import indexes_folder, kind_folders
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, PART, Bucket
 from offload_decode.prefill_jobs.buckets.lists import parse_sums
 from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
-from offload_decode.store.checksums import SEAL, SUMS, hash_files, read_sums, render, seal_of
+from offload_decode.store.files import SEAL, SUMS, hash_files, read_sums, render, seal_of
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from offload_decode.errors import OffloadDecodeError
+from offload_decode.common.errors import OffloadDecodeError
 
 Progress = Callable[[str, int, int], None]
 

@@ -2,18 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from offload_decode.common.errors import StoreMismatch
+from offload_decode.config import EngineConfig
+from offload_decode.engine.batching import LOGITS, Turn, run_turns
 from offload_decode.engine.conversation import Conversation
-from offload_decode.engine.joint import LOGITS, Turn, run_turns
+from offload_decode.engine.engine import Engine, without_corpus
+from offload_decode.kv.indexes import AUTO
+from offload_decode.models.loading import LoadedModel
 from offload_decode.models.processors import Processors
-from offload_decode.prefill_jobs.lm_eval.prefixes import Tokens
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
+from offload_decode.prefill_jobs.many import kept, kept_name
+from offload_decode.store.format import token_hash
+from offload_decode.types import Document
+
+# Which contexts share a stored prefix, and where each is cut: decided by tokens alone.
+
+Tokens = NDArray[np.int32]
+
+SHARED = 0.75
+"""A prefix is shared by contexts of which it is at least this part of what each could have stored alone."""
+
+
+class Group(NamedTuple):
+    """Contexts, by their places, whose first `stored` tokens are the same; 0: nothing is stored for them."""
+
+    stored: int
+    members: list[int]
+
+
+def groups(contexts: Sequence[Tokens], least: int, question: int) -> list[Group]:
+    """Every context `[T]` in one group. At least `least` tokens are stored, and never the last `question`
+    (1 or more) of a context; contexts that are too short for this are one group, which stores nothing.
+    """
+    rooms = [len(context) - question for context in contexts]
+    order = sorted(range(len(contexts)), key=lambda place: contexts[place].astype(">u4").tobytes())
+    short = [place for place in order if rooms[place] < least]
+    found: list[Group] = [Group(0, short)] if short else []
+    # Of the last group: its last member, and the most that one of its members could store.
+    before, longest = None, 0
+    for place in order:
+        if rooms[place] < least:
+            continue
+        if before is not None:
+            last = found[-1]
+            shared = min(last.stored, rooms[place], _common(contexts[before], contexts[place]))
+            if shared >= max(least, SHARED * max(longest, rooms[place])):
+                found[-1] = Group(shared, [*last.members, place])
+                longest, before = max(longest, rooms[place]), place
+                continue
+        found.append(Group(rooms[place], [place]))
+        longest, before = rooms[place], place
+    return found
+
+
+def _common(one: Tokens, other: Tokens) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
 
 T = TypeVar("T")
 
@@ -169,3 +230,66 @@ def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
     left = iter(items)
     while some := list(islice(left, size)):
         yield some
+
+
+# Prefixes as stores: made when they are asked behind, and kept where a folder for them is named.
+
+
+class Stores:
+    """Of one model, prefilled with the same `settings`, and asked as `config` says. `folder`: where they are
+    kept, for later runs too; None for a temporary one, from which each is removed after use.
+    """
+
+    def __init__(self, loaded: LoadedModel, settings: Settings, config: EngineConfig, folder: Path | None):
+        self.loaded = loaded
+        self.settings = settings
+        self.config = config
+        self.folder = folder
+
+    @contextmanager
+    def behind(
+        self, prefix: Tokens, following: int, progress: Callable[[int], None]
+    ) -> Iterator[Conversation]:
+        """A conversation behind `prefix [P]`, which at most `following` tokens will follow; behind none, that
+        with the bare model. `progress` is told the tokens that are prefilled so far.
+
+        Raises `StoreError`, `ConfigError`, `DoesNotFit`.
+        """
+        if not len(prefix):
+            yield without_corpus(self.loaded, following)
+        elif self.folder is not None:
+            yield self._opened(self.folder, prefix, following, progress)
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="offload-decode-"))
+            try:
+                yield self._opened(folder, prefix, following, progress)
+            finally:
+                shutil.rmtree(folder)
+
+    def _opened(
+        self, folder: Path, prefix: Tokens, following: int, progress: Callable[[int], None]
+    ) -> Engine:
+        settings = replace(self.settings, context=following)
+        path = folder / self._name(prefix, following)
+
+        def make() -> None:
+            documents = [Document("context", 0, len(prefix))]
+            prefill_tokens(
+                self.loaded,
+                prefix,
+                documents,
+                path,
+                settings,
+                progress=lambda stage, done, total: progress(done) if stage == "prefill" else None,
+            )
+
+        kind = str(self.config.options.get("index", AUTO))
+        store = kept(path, make, () if kind == AUTO else (kind,))
+        if store.manifest.token_hash != token_hash(prefix):
+            raise StoreMismatch(f"{path} is of another text than its name says: remove it.")
+        return Engine.open(store, self.loaded, self.config)
+
+    def _name(self, prefix: Tokens, following: int) -> str:
+        """What follows shapes what is stored as far as the model's rotation depends on it."""
+        rotation = self.loaded.lengths.chosen(len(prefix), following).noted
+        return kept_name(self.loaded, self.settings, token_hash(prefix), rotation)

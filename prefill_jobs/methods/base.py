@@ -9,9 +9,9 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.kernels.rows import Rows
-from offload_decode.selection.budgets import Budget
+from offload_decode.attention.rows import Rows
+from offload_decode.common.errors import ConfigError
+from offload_decode.selectors.budgets import Budget
 from offload_decode.types import ModelShape
 
 

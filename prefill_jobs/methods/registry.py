@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
+from offload_decode.common.errors import ConfigError
+from offload_decode.common.plugins import METHODS, Extensions
 from offload_decode.config import parse_options
-from offload_decode.errors import ConfigError
-from offload_decode.indexes.extensions import METHODS, Extensions
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.methods.base import Method, Options

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.kernels.rows import Rows
+from offload_decode.attention.rows import Rows
+from offload_decode.common.errors import ConfigError
 from offload_decode.prefill_jobs.methods.base import Earlier, Sparse, SparseOptions
-from offload_decode.selection.key_scores import blocks, inner_products
+from offload_decode.selectors.scores import blocks, inner_products
 
 
 @dataclass(frozen=True)

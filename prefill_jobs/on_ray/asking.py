@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from offload_decode.common.errors import OffloadDecodeError
+from offload_decode.common.memory import own_memory
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import OffloadDecodeError
-from offload_decode.kv.head_indexes import default_kind
-from offload_decode.memory import own_memory
+from offload_decode.kv.indexes import default_kind
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.models.outline import outline
+from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
 from offload_decode.prefill_jobs.buckets.far_stores import FarStores
 from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares

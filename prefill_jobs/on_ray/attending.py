@@ -14,16 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload_decode.common.errors import OffloadDecodeError, StoreMismatch
 from offload_decode.config import EngineConfig
+from offload_decode.engine.distributed import Ask, Promised, ScatteredPrefix
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.scattered import Ask, Promised, ScatteredPrefix
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.errors import OffloadDecodeError, StoreMismatch
-from offload_decode.kv.host import HostKV
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.planning.caps import Caps, apply_caps
 from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
 from offload_decode.prefill_jobs.on_ray.pool import TRIES
-from offload_decode.store.part import PartOfStore, ranges
+from offload_decode.store.base import PartOfStore, ranges
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, StepStats
 

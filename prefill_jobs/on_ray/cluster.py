@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offload_decode.errors import ConfigError, OffloadDecodeError
+from offload_decode.common.errors import ConfigError, OffloadDecodeError
 from offload_decode.planning.caps import Caps
 
 _ENVIRONMENT = {

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload_decode.errors import OffloadDecodeError
+from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.indexes import registry
-from offload_decode.prefill_jobs.build import BuildReport, build_indexes
+from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
 from offload_decode.prefill_jobs.on_ray.pool import Pool, Standing, after_the_lost
 from offload_decode.prefill_jobs.on_ray.routing import AtStores, routed

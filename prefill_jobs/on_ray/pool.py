@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from offload_decode.errors import OffloadDecodeError, StoreBusy
+from offload_decode.common.errors import OffloadDecodeError, StoreBusy
 from offload_decode.prefill_jobs.on_ray.waiting import InOrder, Waiting
 
 TRIES = 6

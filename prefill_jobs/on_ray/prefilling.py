@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload_decode.errors import OffloadDecodeError
-from offload_decode.memory import own_memory
+from offload_decode.common.errors import OffloadDecodeError
+from offload_decode.common.memory import own_memory
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.models.outline import outline
+from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_prefill
+from offload_decode.prefill_jobs.destinations import place_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
 from offload_decode.prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
 from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
 from offload_decode.prefill_jobs.on_ray.pool import TRIES, Lost, Pool, Standing, after_the_lost
-from offload_decode.prefill_jobs.places import place_of
 
 
 @dataclass(frozen=True)

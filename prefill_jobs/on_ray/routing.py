@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from offload_decode.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreError, StoreNotFound
+from offload_decode.common.errors import (
+    BucketError,
+    DoesNotFit,
+    OffloadDecodeError,
+    StoreError,
+    StoreNotFound,
+)
 from offload_decode.prefill_jobs.buckets.far_stores import FarStores
 from offload_decode.prefill_jobs.buckets.transfer import Progress
 from offload_decode.prefill_jobs.on_ray.pool import TRIES, Again, Lost, Pool, Standing, Told

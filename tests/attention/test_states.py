@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_decode.attention.states import attend, empty_state, merge_states, sink_state
-from offload_decode.kernels import dense
-from offload_decode.kernels.dense import attend_blocks, attend_dense
+from offload_decode.attention import dense
+from offload_decode.attention.dense import attend_blocks, attend_dense
+from offload_decode.attention.state import attend, empty_state, merge_states, sink_state
 from offload_decode.types import AttentionState
 
 SCALING = 0.3

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks import decode, store
 from offload_decode.engine.engine import Engine
-from offload_decode.models.arguments import with_cache
+from offload_decode.hf.compat import with_cache
 from offload_decode.models.loading import LoadedModel, load
-from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document

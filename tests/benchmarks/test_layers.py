@@ -10,7 +10,7 @@ import pytest
 from benchmarks import layers
 from benchmarks.fidelity import truth
 from benchmarks.ways import MemoryLayer
-from offload_decode.indexes.rows.encodings import decode, encode
+from offload_decode.common.rows.encodings import decode, encode
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape, Selection
 

@@ -10,21 +10,23 @@ from unittest import mock
 
 from torch import Tensor
 
-from offload_decode import pages as index_pages
-from offload_decode.attention.states import attend
-from offload_decode.kernels import dense, device_tokens
-from offload_decode.kernels.rows import Rows
-from offload_decode.pages import dispatch, reference
+from offload_decode import attention as index_pages
+from offload_decode.attention import dense, device_tokens, pages_reference
+from offload_decode.attention import pages as dispatch
+from offload_decode.attention.rows import Rows
+from offload_decode.attention.state import attend
 from offload_decode.types import AttentionState
 
-_DEVICE = "offload_decode.pages.device"
+_DEVICE = "offload_decode.attention.pages_device"
 
 
 @contextmanager
 def references() -> Iterator[None]:
     """Within the block attention and Quest's pages are computed by their references, on both."""
     pages = SimpleNamespace(
-        page_scores=reference.page_scores, top_pages=reference.top_pages, attend_pages=_attend_pages
+        page_scores=pages_reference.page_scores,
+        top_pages=pages_reference.top_pages,
+        attend_pages=_attend_pages,
     )
     known = sys.modules.get(_DEVICE)
     with ExitStack() as stack:
@@ -57,4 +59,4 @@ def _attend_pages(
         assert not isinstance(values, Tensor)
         keys, values, pages = dispatch.gather_pages(keys, values, pages, page_size, query.device)
     assert isinstance(values, Tensor)
-    return reference.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
+    return pages_reference.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offload_decode.common.errors import OffloadDecodeError, StoreMismatch, StoreNotFound
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import OffloadDecodeError, StoreMismatch, StoreNotFound
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray import attending
 from offload_decode.prefill_jobs.on_ray.attending import Attender, How, scattered
 from offload_decode.prefill_jobs.on_ray.cluster import Cluster
-from offload_decode.store.part import ranges
+from offload_decode.store.base import ranges
 from offload_decode.store.reader import KVStore
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.test_ray import descendants

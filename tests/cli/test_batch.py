@@ -13,7 +13,7 @@ import pytest
 
 from offload_decode import Engine
 from offload_decode.cli.questions import append_answers, read_answered
-from offload_decode.errors import ConfigError, StoreDamaged
+from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.models import loading
 from offload_decode.prefill_jobs import plain_files
 from tests.cli.conftest import Ran, refused, run

@@ -17,8 +17,8 @@ import pytest
 from offload_decode import Engine
 from offload_decode.cli import batch_on_ray
 from offload_decode.cli.questions import append_answers
+from offload_decode.common.errors import OffloadDecodeError, StoreNotFound
 from offload_decode.config import EngineConfig
-from offload_decode.errors import OffloadDecodeError, StoreNotFound
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray import asking
 from offload_decode.prefill_jobs.on_ray.asking import Asker, Given, How, Part

@@ -14,7 +14,7 @@ tell_of_compiling()
 import numpy as np
 from numba import njit
 njit(lambda: 1)()  # not one of ours
-from offload_decode.indexes.pruned_scan import _candidates_for
+from offload_decode.indexes.clusters.search import _candidates_for
 for k in (5, np.int32(5)):
     _candidates_for(k)
 """

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from offload_decode import Engine
-from offload_decode.errors import OffloadDecodeError
+from offload_decode.common.errors import MissingBackend, OffloadDecodeError
+from offload_decode.evals import demo as job
 from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
-from offload_decode.indexes.errors import MissingBackend
-from offload_decode.prefill_jobs import build
-from offload_decode.prefill_jobs import demo as job
+from offload_decode.prefill_jobs import indexing
 from offload_decode.store.reader import KVStore
 from tests.cli.conftest import refused, run
 from tests.tiny import tiny_tokenizer
@@ -152,14 +151,14 @@ def rows(out: str) -> dict[str, str]:
 def test_what_is_not_installed_is_left_out_and_said(
     answered: Callable[[Reader], tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = build.build_indexes
+    real = indexing.build_indexes
 
-    def missing(store: Path, kind: str, **options: Any) -> build.BuildReport:
+    def missing(store: Path, kind: str, **options: Any) -> indexing.BuildReport:
         if kind == "clusters":
             return real(store, kind, **options)
         raise MissingBackend(f"{kind}: pip install 'offload-decode[{kind}]'")
 
-    monkeypatch.setattr(build, "build_indexes", missing)
+    monkeypatch.setattr(indexing, "build_indexes", missing)
     code, out = answered(lambda way, fact: fact.depth is not None)
     assert code == 0
     for kind in ("faiss-ivf", "hnswlib"):

@@ -53,7 +53,7 @@ def test_the_commands_of_the_documentation_are_understood(page: Path) -> None:
             params = understood(arguments)
             named = params.get("selector") or []
             for selector in [named] if isinstance(named, str) else named:
-                # docs/extending.md adds one, docs/extensions.md installs another
+                # docs/extending.md adds one and installs another
                 assert selector in [*registry.built_in(), "longest", "longest-keys"]
 
 

@@ -80,8 +80,10 @@ def test_no_page_fetches_from_a_network_and_all_that_it_fetches_is_there(site: P
 
 
 def test_docstrings_of_what_people_import_are_on_the_page(site: Path) -> None:
-    text = (site / "docs" / "api.html").read_text(encoding="utf-8")
-    named = re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    text = (site / "docs" / "library.html").read_text(encoding="utf-8")
+    named = re.findall(
+        r"^::: (\S+)", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert named
     assert ":::" not in re.sub(r"<code>:::</code>", "", text)
     for name in named:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.cli import completion, doctor, installed
+from offload_decode.cli import doctor, options
+from offload_decode.cli import doctor as installed
 from offload_decode.cli.main import app
 from offload_decode.indexes.registry import kinds
 from offload_decode.selectors import registry
@@ -102,13 +103,13 @@ def test_the_self_test_finds_its_fact() -> None:
 
 
 def test_names_are_completed_without_heavy_imports() -> None:
-    assert completion.selector_names("") == registry.names()
-    assert completion.selector_names("top") == ["topk"]
-    assert completion.index_kinds("") == list(kinds())
-    assert completion.index_kinds("faiss-i") == ["faiss-ivf"]
-    assert completion.selector_options("index=f") == ["index=flat", "index=faiss-ivf", "index=faiss-hnsw"]
+    assert options.selector_names("") == registry.names()
+    assert options.selector_names("top") == ["topk"]
+    assert options.index_kinds("") == list(kinds())
+    assert options.index_kinds("faiss-i") == ["faiss-ivf"]
+    assert options.selector_options("index=f") == ["index=flat", "index=faiss-ivf", "index=faiss-hnsw"]
     script = (
-        "import sys; from offload_decode.cli import completion as c; "
+        "import sys; from offload_decode.cli import options as c; "
         "c.selector_names(''); c.selector_options('');"
     )
     loaded = subprocess.run(
@@ -125,11 +126,11 @@ def test_stores_are_completed_and_folders_can_be_entered(
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "notes.txt").touch()
     (tmp_path / "corpora" / "a.kv").symlink_to(store)
-    assert list(completion.stores("")) == ["corpora/"]
-    assert list(completion.stores("corpora/")) == ["corpora/a.kv"]
-    assert list(completion.stores("corpora/b")) == []
-    assert list(completion.stores(f"{tmp_path}/co")) == [f"{tmp_path}/corpora/"]
-    assert list(completion.stores("nowhere/")) == []
+    assert list(options.stores("")) == ["corpora/"]
+    assert list(options.stores("corpora/")) == ["corpora/a.kv"]
+    assert list(options.stores("corpora/b")) == []
+    assert list(options.stores(f"{tmp_path}/co")) == [f"{tmp_path}/corpora/"]
+    assert list(options.stores("nowhere/")) == []
 
 
 @pytest.mark.parametrize(

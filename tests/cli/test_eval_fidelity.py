@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.cli.reference import reference
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals.fidelity import FidelityReport
 from offload_decode.models import loading
 from offload_decode.selectors.registry import names

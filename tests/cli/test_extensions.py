@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.cli import completion
+from offload_decode.cli import options
 from tests.cli.conftest import refused, run
 from tests.extensions.installing import install, install_example
 
@@ -75,10 +75,10 @@ def test_it_is_listed_by_the_distribution_that_brings_it() -> None:
 
 @pytest.mark.usefixtures("example")
 def test_the_shell_completes_its_names() -> None:
-    assert completion.selector_names("lo") == ["loki", "longest-keys"]
-    assert completion.index_kinds("s") == ["sorted-keys"]
-    assert completion.prefill_methods("") == ["dense", "quoka", "sample", "window", "evenly", "torn"]
-    assert completion.selector_options("index=so") == ["index=sorted-keys"]
+    assert options.selector_names("lo") == ["loki", "longest-keys"]
+    assert options.index_kinds("s") == ["sorted-keys"]
+    assert options.prefill_methods("") == ["dense", "quoka", "sample", "window", "evenly", "torn"]
+    assert options.selector_options("index=so") == ["index=sorted-keys"]
 
 
 @pytest.mark.usefixtures("example")

@@ -18,8 +18,8 @@ import pytest
 from offload_decode.cli import batch_on_ray
 from offload_decode.cli.questions import append_answers
 from offload_decode.collections.collection import Collection
+from offload_decode.common.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreNotFound
 from offload_decode.config import EngineConfig
-from offload_decode.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreNotFound
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.prefill_jobs.buckets.far_stores import FarStores

@@ -14,7 +14,7 @@ import pytest
 from offload_decode.collections.collection import Collection
 from offload_decode.collections.words import WORDS
 from offload_decode.prefill_jobs.buckets.cache import user_cache
-from offload_decode.store.checksums import SEAL
+from offload_decode.store.files import SEAL
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.services import Service, clear, moto, serving, use_s3

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from offload_decode.cli.groups import From, with_groups
+from offload_decode.cli.options import From, with_groups
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offload_decode.common.errors import StoreDamaged, StoreMismatch
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import StoreDamaged, StoreMismatch
 from offload_decode.models.loading import load
 from offload_decode.store import KVStore
 from tests.cli.conftest import refused, run

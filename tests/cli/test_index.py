@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from offload_decode.errors import OffloadDecodeError, StoreNotFound
-from offload_decode.indexes.errors import UnknownIndex
-from offload_decode.prefill_jobs.build import BuildReport, build_indexes
+from offload_decode.common.errors import OffloadDecodeError, StoreNotFound, UnknownIndex
+from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.on_ray import pool
 from offload_decode.prefill_jobs.on_ray.indexing import How, Indexer, Whole, indexed
 from offload_decode.prefill_jobs.on_ray.pool import Standing, Told

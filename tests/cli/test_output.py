@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from offload_decode.cli import output, progress
-from offload_decode.cli.progress import Progress
+from offload_decode.cli import output
+from offload_decode.cli import output as progress
+from offload_decode.cli.output import Progress
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_decode.cli.counts import byte_count
-from offload_decode.errors import ConfigError
+from offload_decode.cli.options import byte_count
+from offload_decode.common.errors import ConfigError
 from tests.cli.conftest import refused, run
 from tests.planning.outlines import llama_8b
 
@@ -148,7 +148,7 @@ def test_a_cap_on_a_gpu_that_is_not_used_is_wrong_use(store: Path, command: str)
 
 
 def test_an_8b_model_for_a_card_of_16_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload_decode.models import outline as outlines
+    from offload_decode.models import size_estimate as outlines
 
     monkeypatch.setattr(outlines, "outline", lambda model: llama_8b())
     args = ("--gpu", "16GiB", "--ram", "64GiB", "--disk", "200GB")

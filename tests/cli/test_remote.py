@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from offload_decode.cli import remote
-from offload_decode.cli.remote import Manner, Reached, Received, Server
-from offload_decode.errors import StoreError
-from offload_decode.server.errors import Busy
+from offload_decode.cli import client
+from offload_decode.cli.client import Manner, Reached, Received, Server
+from offload_decode.common.errors import StoreError
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.security import Access
+from offload_decode.server.requests import Busy
 from tests.cli.conftest import refused, run
 from tests.server.fakes import STORED, FakeService
 from tests.server.http.conftest import listening
@@ -135,7 +135,7 @@ def test_errors_of_the_server_are_its_sentences(url: str, service: FakeService) 
 def test_a_busy_server_is_asked_again(
     url: str, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0)
+    monkeypatch.setattr(client, "LONGEST_WAIT_S", 0)
     faults = iter([Busy("the queue is full", 1), Busy("the queue is full", 1), None])
     begin = service.chat
 

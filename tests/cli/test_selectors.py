@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from offload_decode.selection.declared import declared
 from offload_decode.selectors import registry
+from offload_decode.selectors.registry import declared
 from tests.cli.conftest import run
 
 

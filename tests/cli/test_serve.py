@@ -17,9 +17,9 @@ import pytest
 
 from offload_decode.cli import serve
 from offload_decode.cli.main import app
-from offload_decode.server.http.listen import address_of, bind, is_loopback
+from offload_decode.server.http.app import address_of, bind, is_loopback
 from offload_decode.server.http.security import LOOPBACK
-from offload_decode.server.settings import Settings
+from offload_decode.server.requests import Settings
 from tests.cli.conftest import refused, run
 
 

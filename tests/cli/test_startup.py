@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers.utils.import_utils import fetch__all__
 
-from offload_decode.models import observed, proof
-from offload_decode.models.lean import LatePattern, last_list
+from offload_decode.common.fast_import import LatePattern, last_list
+from offload_decode.hf import shape, verify
 from tests.cli.conftest import run
 
 ASKING = """
@@ -38,7 +38,7 @@ NEVER = {
 }
 GIVING_WAY = """
 from offload_decode.models import observed, proof
-from offload_decode.models.lean import import_lean
+from offload_decode.common.fast_import import import_lean
 import_lean()
 import torch, transformers.modeling_utils
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -53,7 +53,7 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).sum() == 4
 
 LATE = """
 import re
-from offload_decode.models.lean import LatePattern, import_lean
+from offload_decode.common.fast_import import LatePattern, import_lean
 import_lean()
 import transformers.core_model_loading
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -72,9 +72,9 @@ for pattern in late:
 def test_ask_imports_nothing_that_it_does_not_need_and_answers_as_with_all(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "_known", {})
-    monkeypatch.setattr(observed, "_known", {})
-    monkeypatch.setattr(observed, "_LONG_S", -1.0)  # all is remembered, as by any first process
+    monkeypatch.setattr(verify, "_known", {})
+    monkeypatch.setattr(shape, "_known", {})
+    monkeypatch.setattr(shape, "_LONG_S", -1.0)  # all is remembered, as by any first process
     here = run("ask", store, "Which colour?", "--max-new-tokens", "4")
     command = [sys.executable, "-c", ASKING, "ask", str(store), "Which colour?", "--max-new-tokens", "4"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)

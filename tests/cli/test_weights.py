@@ -79,7 +79,7 @@ def test_streamed_weights_are_for_a_prefill_on_a_gpu(home: Path, store: Path, tm
 
 
 def test_plan_names_streamed_weights_where_full_ones_do_not_fit(monkeypatch) -> None:
-    monkeypatch.setattr("offload_decode.models.outline.outline", lambda _: llama_8b())
+    monkeypatch.setattr("offload_decode.models.size_estimate.outline", lambda _: llama_8b())
     ran = run(
         "plan", "--model", "8B", "--tokens", "128K", "--gpu", "16GiB", "--ram", "64GiB", "--disk", "1TB"
     )

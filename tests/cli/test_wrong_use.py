@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.cli.counts import byte_count, token_count
-from offload_decode.errors import ConfigError
+from offload_decode.cli.options import byte_count, token_count
+from offload_decode.common.errors import ConfigError
 from offload_decode.models.checkpoint import read_config
 from tests.cli.conftest import refused, run
 

@@ -11,7 +11,7 @@ import pytest
 
 from offload_decode.collections import journal as module
 from offload_decode.collections.journal import LONGEST, Entry, Journal, check_metadata, read
-from offload_decode.errors import ConfigError, DoesNotFit, StoreDamaged
+from offload_decode.common.errors import ConfigError, DoesNotFit, StoreDamaged
 
 
 def entry(name: str, tokens: int = 1, **metadata: Any) -> Entry:
@@ -118,7 +118,7 @@ def test_a_line_that_a_full_disk_cut_off_does_not_stay(path: Path, monkeypatch: 
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload_decode.indexes.durable.sync_files", full)
+        patch.setattr("offload_decode.common.files.sync_files", full)
         with pytest.raises(OSError, match="No space"):
             journal.put(entry("b"))
     journal.put(entry("c"))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from offload_decode.collections.collection import Condition
 from offload_decode.collections.journal import Entry
-from offload_decode.collections.where import Condition
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 
 METADATA: dict[str, Any] = {
     "author": "Ada [ed.]", "year": 1999, "share": 0.5, "draft": True, "none": None, "date": "2024-05-31",

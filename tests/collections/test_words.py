@@ -13,7 +13,7 @@ import pytest
 
 from offload_decode.collections import words
 from offload_decode.collections.words import WORDS, Words, number_of, ranked, verify
-from offload_decode.errors import StoreDamaged
+from offload_decode.common.errors import StoreDamaged
 
 TEXTS = {
     f"stores/{digit * 2}/{digit * 32}.kv": text

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from offload_decode.attention.queries import Queries
+from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.engine.citations import REACH, Watch, cite
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError, StoreDamaged
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.types import AttentionState, Selection
 from tests.store.test_refusals import reseal

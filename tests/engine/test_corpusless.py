@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from offload_decode.engine.corpusless import without_corpus
-from offload_decode.engine.joint import Turn, join_key, run_turns
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
+from offload_decode.engine.batching import Turn, join_key, run_turns
+from offload_decode.engine.engine import without_corpus
 from offload_decode.models.loading import wrap
 from tests.families import SERVED, VOCAB
 from tests.tiny import tiny_model

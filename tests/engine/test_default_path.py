@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.common.errors import OffloadDecodeWarning, VectorIndexError
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import OffloadDecodeWarning
-from offload_decode.indexes.clusters import ClusteredIndex
-from offload_decode.indexes.errors import VectorIndexError
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.models.loading import wrap
 from tests.long_stores import FORMS, TOKENS, cells_read, long_store, rebuilt
 from tests.store.test_bit_flips import flip, verified

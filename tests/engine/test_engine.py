@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.common.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
 from offload_decode.engine import step as prefix
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.sampler import Sampler
-from offload_decode.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
-from offload_decode.models.arguments import with_cache
-from offload_decode.models.devices import pick_device
+from offload_decode.hf.compat import pick_device, with_cache
 from offload_decode.models.fingerprints import config_hash, weights_hash
 from offload_decode.models.loading import load, wrap
 from offload_decode.prefill_jobs.job import Settings, prefill

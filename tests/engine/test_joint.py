@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.engine import joint, step
+from offload_decode.common.errors import ConfigError, StoreDamaged
+from offload_decode.engine import batching, step
+from offload_decode.engine.batching import Turn, join_key, run_turns
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.joint import Turn, join_key, run_turns
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.errors import ConfigError, StoreDamaged
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import registry
@@ -75,8 +75,8 @@ def check_equal(turns, alone):
 def passes(monkeypatch):
     """How many conversations ran in each pass of several."""
     counted = []
-    run = joint._run_pass
-    monkeypatch.setattr(joint, "_run_pass", lambda parts: (counted.append(len(parts)), run(parts)))
+    run = batching._run_pass
+    monkeypatch.setattr(batching, "_run_pass", lambda parts: (counted.append(len(parts)), run(parts)))
     return counted
 
 
@@ -165,7 +165,7 @@ def test_logits_of_every_token(opened, monkeypatch):
     engine, long = opened(0), made(40)
     expected = torch.stack([engine.extend(long[:1]), *(engine.extend([token]) for token in long[1:])])
     engine.crop(engine.prefix.length)
-    monkeypatch.setattr(joint, "LOGITS", 12 * 259)  # of a few tokens a pass
+    monkeypatch.setattr(batching, "LOGITS", 12 * 259)  # of a few tokens a pass
     for others in (0, 2):
         talks = [engine.fork() for _ in range(1 + others)]
         found = check_equal([Turn(talk, long, every=True) for talk in talks], [talk.fork() for talk in talks])

@@ -13,12 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload_decode.attention import dense
+from offload_decode.common.errors import DoesNotFit
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import DoesNotFit
-from offload_decode.kernels import dense
 from offload_decode.prefill_jobs.job import Settings, prefill
-from offload_decode.selection.budgets import LEAST_PASS, PASS_TOKENS, WHOLE_QUESTION, pass_tokens
 from offload_decode.selectors import registry
+from offload_decode.selectors.budgets import LEAST_PASS, PASS_TOKENS, WHOLE_QUESTION, pass_tokens
 from tests.tiny import text_model, tiny_tokenizer
 
 QUESTION = [(7 * place) % 50 + 3 for place in range(150)]
@@ -45,7 +45,7 @@ def store(request, tmp_path_factory):
 GROWTH = """
 import sys
 from offload_decode.engine.engine import Engine
-from offload_decode.memory import Peak, own_memory
+from offload_decode.common.memory import Peak, own_memory
 
 engine = Engine.open(sys.argv[1], device="cpu")
 engine.fork().extend(list(range(10, 600)))

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_decode.engine import batch
+from offload_decode.common.errors import ConfigError
+from offload_decode.engine import batching
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
-from offload_decode.models.arguments import cache_in
+from offload_decode.hf.compat import cache_in
 from offload_decode.models.loading import LoadedModel
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selectors import quest
@@ -195,5 +195,5 @@ def test_a_conversation_that_may_be_paged_is_asked_one_by_one(folder, monkeypatc
     engine.extend([5, 6, 7] * 10)
     alone = [engine.answer(question, max_new_tokens=12).tokens for question in QUESTIONS]
     assert [answer.tokens for answer in engine.answer_many(QUESTIONS, max_new_tokens=12)] == alone
-    monkeypatch.setattr(batch, "answer_batch", lambda *_: pytest.fail("they went as a batch"))
+    monkeypatch.setattr(batching, "answer_batch", lambda *_: pytest.fail("they went as a batch"))
     engine.answer_many(QUESTIONS, max_new_tokens=2)

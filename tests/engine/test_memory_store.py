@@ -8,7 +8,7 @@ import torch
 
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.kv.host import HostKV
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.store import KVStore, MemoryStore

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.joint import Turn, run_turns
 from offload_decode.engine.sampler import Sampler
-from offload_decode.models import captured
+from offload_decode.hf import cuda_graphs
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import quest, registry
@@ -35,7 +35,7 @@ def model(family: str = "llama"):
 @pytest.fixture(autouse=True)
 def _plain_passes(monkeypatch):
     """Bit by bit as on the host: tests/models/test_captured.py has those that are captured."""
-    monkeypatch.setattr(captured, "WORTH", 10**9)
+    monkeypatch.setattr(cuda_graphs, "WORTH", 10**9)
 
 
 @pytest.fixture(scope="module")

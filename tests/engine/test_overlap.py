@@ -13,7 +13,7 @@ from torch import Tensor
 from offload_decode.attention.queries import HostCopy, Queries
 from offload_decode.engine import step as prefix
 from offload_decode.engine.engine import Engine
-from offload_decode.models import attention
+from offload_decode.hf import attention
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.types import Document

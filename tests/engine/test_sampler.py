@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine import sampler
 from offload_decode.engine.sampler import Sampler
-from offload_decode.errors import ConfigError
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.9999], [30.0, -3e4, 29.0]])
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from offload_decode import Engine
-from offload_decode.attention.states import attend
-from offload_decode.engine.scattered import Promised, ScatteredPrefix
+from offload_decode.attention.state import attend
+from offload_decode.common.errors import ConfigError
+from offload_decode.engine.distributed import Promised, ScatteredPrefix
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.store.base import PartOfStore, ranges
 from offload_decode.store.memory import MemoryStore
-from offload_decode.store.part import PartOfStore, ranges
 from offload_decode.types import LayerKind, ModelShape
 from tests.tiny import text_model, tiny_tokenizer
 

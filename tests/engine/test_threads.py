@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.types import Document

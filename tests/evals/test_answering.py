@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from offload_decode.cli.eval.run import PrefilledStores
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
 from offload_decode.evals import answering, tasks
 from offload_decode.evals.answering import Answering, AnswerPlan
 from offload_decode.evals.contender import Contender

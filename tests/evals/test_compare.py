@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals.compare import Comparison, compare, sentence
 from offload_decode.evals.runs import read as read_run
 from offload_decode.evals.stats import holm, paired, unpaired

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from offload_decode.attention.queries import Queries
+from offload_decode.attention.rows import tensor_view
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.errors import ConfigError
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.exact import MEASURES, Exact
 from offload_decode.evals.fidelity import (
@@ -28,13 +29,12 @@ from offload_decode.evals.fidelity import (
     summarize,
 )
 from offload_decode.evals.recorded_queries import DenseRun, Replay, run_dense, sampled_calls
-from offload_decode.kernels.rows import tensor_view
-from offload_decode.kv.host import HostKV
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
-from offload_decode.selection.budgeted import Budgeted
-from offload_decode.selection.selector import Memory, Selector
+from offload_decode.selectors.base import Memory, Selector
+from offload_decode.selectors.budgeted import Budgeted
 from offload_decode.selectors.dense import Dense
 from offload_decode.selectors.registry import create
 from offload_decode.selectors.topk import TopK

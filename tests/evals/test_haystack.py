@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from offload_decode.errors import CorpusError
+from offload_decode.common.errors import CorpusError
 from offload_decode.evals.haystack import Haystack, python_topics
 from tests.tiny import tiny_tokenizer
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from offload_decode.cli.eval.run import PrefilledStores
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
 from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.lengths import label

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals import runs
 from offload_decode.evals.contender import Contender
 from offload_decode.evals.haystack import Haystack
@@ -27,7 +27,7 @@ from offload_decode.evals.perplexity import (
 from offload_decode.evals.runs import Record, Results
 from offload_decode.evals.stats import Estimate
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.prefill_jobs.growing import GrowingStore
+from offload_decode.prefill_jobs.append import GrowingStore
 from offload_decode.prefill_jobs.job import Settings
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -212,7 +212,7 @@ def test_a_text_that_is_too_short_is_refused(
 def test_lengths_share_a_store_that_grows(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload_decode.prefill_jobs import growing
+    from offload_decode.prefill_jobs import append
 
     def refuse(*_: object) -> None:
         pytest.fail("the store was made anew")
@@ -220,7 +220,7 @@ def test_lengths_share_a_store_that_grows(
     grown = GrowingStore(loaded, tmp_path, 1000, Settings())
     tokens = np.array(ids()[:90], np.int32)
     grown(tokens[:50], lambda done: None)
-    monkeypatch.setattr(growing, "prefill_tokens", refuse)
+    monkeypatch.setattr(append, "prefill_tokens", refuse)
     told: list[int] = []
     store = grown(tokens, told.append)
     assert np.array_equal(store.tokens, tokens)

@@ -17,7 +17,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, sync_playwright
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals.needle_grid import Cell, GridPlan, NeedleGrid, ScoredText
 from offload_decode.evals.plots import Line, Point, lines_svg, shares_svg
 from offload_decode.evals.report.blocks import cut

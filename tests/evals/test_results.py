@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals import runs
 from offload_decode.evals.runs import Header, Record, Unit
 from offload_decode.evals.stats import wilson

@@ -30,7 +30,7 @@ from offload_decode.evals.sparsity import (
     sparse_by,
 )
 from offload_decode.evals.stats import FEWEST, block_mean, bootstrapped, pearson, spearman
-from offload_decode.kv.host import HostKV
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import Settings, prefill_texts

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals import runs
 from offload_decode.evals.runs import ANSWER
 from offload_decode.evals.stats import (

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import ConfigError, ExtensionError
-from offload_decode.indexes import extensions, registry
-from offload_decode.indexes.errors import UnusableKind, VectorIndexError
+from offload_decode.common import plugins
+from offload_decode.common.errors import ConfigError, ExtensionError, UnusableKind, VectorIndexError
+from offload_decode.indexes import registry
 from offload_decode.prefill_jobs.methods import registry as methods
 from offload_decode.selectors import registry as selectors
 from tests.extensions.installing import install, install_example, write
 
 FIRST = """
 import torch
-from offload_decode.selection.selector import Selector
+from offload_decode.selectors.base import Selector
 from offload_decode.types import Selection
 
 class First(Selector):
@@ -39,8 +39,8 @@ def test_what_is_installed_stands_beside_what_is_built_in(
     assert selectors.get("longest-keys").__module__ == "key_lengths.selector"
     assert registry.get("sorted-keys").name == "sorted-keys"
     assert methods.get("evenly").name == "evenly"
-    assert extensions.found()[1] == ()
-    assert extensions.versions() == {"key-lengths": "0.1.0"}, "which results name"
+    assert plugins.found()[1] == ()
+    assert plugins.versions() == {"key-lengths": "0.1.0"}, "which results name"
 
 
 def test_names_are_known_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_what_is_wrong_with_one_distribution_is_said_and_the_others_are_found(
     install_example(tmp_path / "b", monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     assert "longest-keys" in selectors.names()
-    told = "\n".join(extensions.found()[1])
+    told = "\n".join(plugins.found()[1])
     assert "the entry points of torn in" in told
     assert "typo 0.1 has entry points of the group 'offload_decode.selector', which means nothing" in told
     assert told.count("the entry points of a distribution in") == 2

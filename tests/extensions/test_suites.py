@@ -10,7 +10,7 @@ import pytest
 
 from offload_decode.indexes.base import VectorIndex
 from offload_decode.prefill_jobs.methods.base import Method
-from offload_decode.selection.selector import Selector
+from offload_decode.selectors.base import Selector
 from offload_decode.testing import IndexContract, MethodContract, SelectorContract, index_contract
 from offload_decode.testing.stores import of_parameter
 from tests.extensions import wrong

@@ -10,7 +10,7 @@ import torch
 from offload_decode.indexes.base import Costs, Hits
 from offload_decode.indexes.flat import FlatIndex
 from offload_decode.prefill_jobs.methods.base import Sparse
-from offload_decode.selection.selector import Selector
+from offload_decode.selectors.base import Selector
 from offload_decode.types import Selection
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from offload_decode.models.arguments import generate_name
+from offload_decode.hf.compat import generate_name
 from tests.families import dense, experts, latent, learned, recurrent
 from tests.families.common import VOCAB, Family
 

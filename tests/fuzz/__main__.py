@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from offload_decode.errors import OffloadDecodeError
-from offload_decode.memory import limit_memory, own_memory
+from offload_decode.common.errors import OffloadDecodeError
+from offload_decode.common.memory import limit_memory, own_memory
 from tests.fuzz.target import Case, Target
 
 SECONDS, WAITING = 5, 60

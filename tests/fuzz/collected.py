@@ -12,9 +12,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from offload_decode.collections.collection import HEADER, Changing, Collection, Header, store_name
+from offload_decode.collections.collection import HEADER, Changing, Collection, Condition, Header, store_name
 from offload_decode.collections.journal import DOCUMENTS, Entry, Journal
-from offload_decode.collections.where import Condition
 from offload_decode.collections.words import WORDS, Words, ranked, verify
 from tests.fuzz.edits import KINDS, Edit, apply, put_back, remove
 from tests.fuzz.target import Files

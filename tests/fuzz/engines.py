@@ -6,7 +6,7 @@ from pathlib import Path
 
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import load
-from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill
 from offload_decode.store import KVStore
 from tests.fuzz.stores import Sealed, is_list

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.server.http.app import create_app
 from tests.fuzz.edits import Edit, plain
 from tests.fuzz.target import Files

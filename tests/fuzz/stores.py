@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.errors import StoreError, StoreIncomplete
-from offload_decode.store import KVStore, checksums, verify_store
+from offload_decode.common.errors import StoreError, StoreIncomplete
+from offload_decode.store import KVStore, files, verify_store
 from tests.fuzz.edits import Edit, plain
 from tests.fuzz.target import Files
 from tests.store.jobs import FULL, SLIDING, make_job
 
-LISTS = (checksums.SUMS, checksums.SEAL)
+LISTS = (files.SUMS, files.SEAL)
 TOKENS = 300
 
 
@@ -30,7 +30,7 @@ class Sealed(Files):
         names = (str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
         super().__init__(path, list(filter(chosen, names)))
         self.lists = {name: (path / name).read_bytes() for name in LISTS}
-        self.sums = checksums.read_sums(path)
+        self.sums = files.read_sums(path)
 
     def fit(self, case: Sequence[Edit]) -> None:
         edited = {edit.name for edit in case} - {*LISTS}
@@ -39,12 +39,12 @@ class Sealed(Files):
             file = self.path / name
             if plain(file):
                 sums[name] = hashlib.sha256(file.read_bytes()).hexdigest()
-        if not any(edit.name == checksums.SUMS for edit in case):
-            (self.path / checksums.SUMS).write_bytes(checksums.render(sums))
-        if not any(edit.name == checksums.SEAL for edit in case):
-            list_ = self.path / checksums.SUMS
+        if not any(edit.name == files.SUMS for edit in case):
+            (self.path / files.SUMS).write_bytes(files.render(sums))
+        if not any(edit.name == files.SEAL for edit in case):
+            list_ = self.path / files.SUMS
             if plain(list_):
-                (self.path / checksums.SEAL).write_bytes(checksums.seal_of(list_.read_bytes()))
+                (self.path / files.SEAL).write_bytes(files.seal_of(list_.read_bytes()))
 
     def restore(self, case: Sequence[Edit]) -> None:
         super().restore(case)

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from offload_decode.common.errors import VectorIndexError
 from offload_decode.indexes import VectorIndex, files, get
 from offload_decode.indexes.approximate import ApproximateIndex
-from offload_decode.indexes.errors import VectorIndexError
 from offload_decode.testing.index_contract import (
     assert_truthful,
     assert_well_formed,

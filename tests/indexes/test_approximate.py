@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offload_decode.common.errors import IndexNotWritten
 from offload_decode.indexes import get
-from offload_decode.indexes.approximate import ApproximateIndex
+from offload_decode.indexes.approximate import ApproximateIndex, geometric, recall, tune
 from offload_decode.indexes.base import Hits
-from offload_decode.indexes.errors import IndexNotWritten
 from offload_decode.indexes.flat import FlatIndex
-from offload_decode.indexes.tuning import geometric, recall, tune
 from offload_decode.testing.index_contract import (
     DTYPES,
     IndexContract,

@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 from numba import njit
 
-from offload_decode.indexes import cells, clusters, dots, get, pruned_scan, pruning
-from offload_decode.indexes.clusters import ClusteredIndex
-from offload_decode.indexes.errors import InvalidIndexInput
-from offload_decode.indexes.rows import encodings, pool
+from offload_decode.common.errors import InvalidIndexInput
+from offload_decode.common.rows import encodings
+from offload_decode.common.rows import threads as pool
+from offload_decode.indexes import get
+from offload_decode.indexes.clusters import cells, dot4
+from offload_decode.indexes.clusters import index as clusters
+from offload_decode.indexes.clusters import search as pruned_scan
+from offload_decode.indexes.clusters import search as pruning
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.testing.index_contract import (
     DIM,
     DTYPES,
@@ -40,36 +45,36 @@ def built(n: int = 12_000, dtype: Any = np.float16, **options: Any) -> Clustered
 
 def packed_codes(codes: Any) -> Any:
     """Codes `[n, D]` from 0 to 15 as blocks `[n / 16, D / 8, 16, 4]`, flat."""
-    halves = codes.reshape(-1, dots.BLOCK, codes.shape[1] // dots.GROUP, 2, 4)
+    halves = codes.reshape(-1, dot4.BLOCK, codes.shape[1] // dot4.GROUP, 2, 4)
     return (halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)).transpose(0, 2, 1, 3).ravel()
 
 
-@pytest.mark.parametrize("form", dots.forms())
+@pytest.mark.parametrize("form", dot4.forms())
 @pytest.mark.parametrize("dim", [8, 64, 136])
 def test_every_form_scores_the_same_and_marks_what_is_above_the_floor(form: str, dim: int) -> None:
     rng = np.random.default_rng(dim)
     codes = rng.integers(0, 16, (48, dim)).astype(np.uint8)
-    queries = rng.integers(-127, 128, (dots.QUERIES, dim)).astype(np.int8)
+    queries = rng.integers(-127, 128, (dot4.QUERIES, dim)).astype(np.int8)
     codes[:16], queries[0] = 15, -127  # the largest sums
-    halves = queries.reshape(dots.QUERIES, dim // dots.GROUP, 2, 4)
+    halves = queries.reshape(dot4.QUERIES, dim // dot4.GROUP, 2, 4)
     packed = np.ascontiguousarray(halves.transpose(1, 2, 0, 3))
-    scored = dots.forms()[form]
+    scored = dot4.forms()[form]
 
     @njit
     def run(codes: Any, scales: Any, first: int, count: int, groups: int, *others: Any) -> None:
         scored(codes, scales, first, count, first, groups, *others)
 
     scales = rng.uniform(0.5, 2, 48).astype(np.float32)
-    near, unit, offset = rng.integers(-8, 8, (3, dots.QUERIES)).astype(np.float32)
+    near, unit, offset = rng.integers(-8, 8, (3, dot4.QUERIES)).astype(np.float32)
     products = codes[16:].astype(np.int32) @ queries.astype(np.int32).T
     expected = near + (products - offset).astype(np.float32) * (scales[16:, None] * unit)
     floor = np.median(expected, axis=0)
-    scores = np.zeros((2, dots.QUERIES, dots.BLOCK), np.float32)
-    masks = np.zeros((2, dots.QUERIES), np.uint16)
+    scores = np.zeros((2, dot4.QUERIES, dot4.BLOCK), np.float32)
+    masks = np.zeros((2, dot4.QUERIES), np.uint16)
     terms = np.stack([near, unit, offset, floor]).astype(np.float32)
-    run(packed_codes(codes), scales, 1, 2, dim // dots.GROUP, packed, terms, scores, masks)
-    np.testing.assert_array_equal(scores, expected.reshape(2, dots.BLOCK, -1).transpose(0, 2, 1))
-    bits = (masks[..., None] >> np.arange(dots.BLOCK)) & 1
+    run(packed_codes(codes), scales, 1, 2, dim // dot4.GROUP, packed, terms, scores, masks)
+    np.testing.assert_array_equal(scores, expected.reshape(2, dot4.BLOCK, -1).transpose(0, 2, 1))
+    bits = (masks[..., None] >> np.arange(dot4.BLOCK)) & 1
     np.testing.assert_array_equal(bits, scores > floor.astype(np.float32)[:, None])
 
 
@@ -80,14 +85,14 @@ def test_cells_hold_every_key_once_with_its_moments_and_codes(dtype: Any) -> Non
     wide = encodings.decode(keys).astype(np.float64)
     assert len(own.counts) > 5
     assert (np.sort(own.ids[own.ids >= 0]) == np.arange(5000)).all()
-    groups = -(-DIM // dots.GROUP)
-    blocks = own.codes.reshape(-1, groups, dots.BLOCK, 4)
+    groups = -(-DIM // dot4.GROUP)
+    blocks = own.codes.reshape(-1, groups, dot4.BLOCK, 4)
     codes = np.stack([blocks & 15, blocks >> 4], axis=2)  # [blocks, groups, half, key, channel]
     codes = codes.transpose(0, 3, 1, 2, 4).reshape(len(own.ids), -1)[:, :DIM].astype(np.float64) - 8
     for c, (start, stop) in enumerate(zip(own.starts[:-1] * 16, own.starts[1:] * 16, strict=True)):
         ids = own.ids[start:stop]
         real = ids >= 0
-        assert real.sum() == own.counts[c] > len(ids) - dots.BLOCK
+        assert real.sum() == own.counts[c] > len(ids) - dot4.BLOCK
         members = wide[ids[real]]
         np.testing.assert_allclose(own.means[c], members.mean(0), atol=1e-4)
         np.testing.assert_allclose(own.variances[c], members.var(0), atol=1e-3)
@@ -290,7 +295,7 @@ def test_keys_that_are_alike_share_cells_wherever_they_stand(monkeypatch: pytest
     place = np.arange(4096) % 2
     far = np.where(place[:, None] == 1, 50, -50) + np.random.default_rng(0).standard_normal((4096, 16))
     own = cells.build(far.astype(np.float16))
-    of = np.repeat(np.arange(len(own.counts)), np.diff(own.starts) * dots.BLOCK)
+    of = np.repeat(np.arange(len(own.counts)), np.diff(own.starts) * dot4.BLOCK)
     spans = []
     for c in range(len(own.counts)):
         ids = own.ids[(of == c) & (own.ids >= 0)]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload_decode.indexes.clusters import ClusteredIndex
-from offload_decode.indexes.rows import encodings
+from offload_decode.common.rows import encodings
+from offload_decode.indexes.clusters.index import ClusteredIndex
 
 
 def test_a_kind_is_asked_for_its_bytes_without_its_library() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode.indexes import durable
+from offload_decode.common import files as durable
 
 
 def flushed(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> set[int]:

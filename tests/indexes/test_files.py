@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from offload_decode.common.errors import IndexDamaged, IndexNotWritten
 from offload_decode.indexes import files
-from offload_decode.indexes.errors import IndexDamaged, IndexNotWritten
 
 
 def test_two_writers_of_one_index_leave_a_pair_of_one_of_them(tmp_path: Path) -> None:

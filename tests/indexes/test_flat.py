@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_decode.common.errors import InvalidIndexInput
+from offload_decode.common.rows import encodings
+from offload_decode.common.rows import threads as pool
 from offload_decode.indexes import flat, get
 from offload_decode.indexes.base import VectorIndex
-from offload_decode.indexes.errors import InvalidIndexInput
 from offload_decode.indexes.flat import FlatIndex
-from offload_decode.indexes.rows import encodings, pool
 from offload_decode.testing.index_contract import (
     DIM,
     DTYPES,

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offload_decode.common.errors import IndexDamaged, IndexMismatch, VectorIndexError
 from offload_decode.indexes import files, get
 from offload_decode.indexes.approximate import ApproximateIndex
-from offload_decode.indexes.clusters import ClusteredIndex
-from offload_decode.indexes.errors import IndexDamaged, IndexMismatch, VectorIndexError
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.testing.index_contract import clustered_keys, near_queries
 from tests.indexes.hostile import write
 

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from offload_decode.indexes import key_groups as clusters
-from offload_decode.indexes import keys as index_keys
-from offload_decode.indexes.errors import InvalidIndexInput
-from offload_decode.indexes.key_groups import build
+from offload_decode.common.errors import InvalidIndexInput
+from offload_decode.common.rows import arrays as index_keys
+from offload_decode.indexes.clusters import kmeans as clusters
+from offload_decode.indexes.clusters.kmeans import build
 
 
 def some_keys(count, dim=8, dtype=np.float32):

@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from offload_decode.indexes import VectorIndex, VectorIndexError, errors, get, keys_digest, kinds
-from offload_decode.indexes.errors import MissingBackend, UnknownIndex
+from offload_decode.common import errors
+from offload_decode.common.errors import MissingBackend, UnknownIndex
+from offload_decode.indexes import VectorIndex, VectorIndexError, get, keys_digest, kinds
 from offload_decode.indexes.registry import BUILT_IN
 
 

@@ -9,11 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from offload_decode.indexes import VectorIndex, backends, get
-from offload_decode.indexes.approximate import ApproximateIndex
-from offload_decode.indexes.errors import IndexDamaged, InvalidIndexInput
+from offload_decode.common.errors import IndexDamaged, InvalidIndexInput
+from offload_decode.indexes import VectorIndex, get, registry
+from offload_decode.indexes.approximate import ApproximateIndex, asked_for, rescored
 from offload_decode.indexes.flat import FlatIndex
-from offload_decode.indexes.rescoring import asked_for, rescored
 from offload_decode.testing.index_contract import (
     DTYPES,
     ENCODINGS,
@@ -90,7 +89,7 @@ def test_a_library_that_rounds_is_neither_believed_nor_given_up(
 @pytest.fixture(params=LEVELS)
 def simd_level(request: pytest.FixtureRequest) -> Iterator[None]:
     """Faiss with the instructions of one kind of processor."""
-    faiss = backends.faiss()
+    faiss = registry.faiss()
     config, level = getattr(faiss, "SIMDConfig", None), getattr(faiss, f"SIMDLevel_{request.param}", None)
     if config is None or level is None or not config.is_simd_level_available(level):
         pytest.skip(f"this faiss, or this processor, has no level {request.param}")

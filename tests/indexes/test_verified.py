@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload_decode.indexes import clusters, files, verified
-from offload_decode.indexes.clusters import ClusteredIndex
-from offload_decode.indexes.errors import IndexDamaged
+from offload_decode.common.errors import IndexDamaged
+from offload_decode.indexes import files, verified
+from offload_decode.indexes.clusters import index
+from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.indexes.verified import KEPT, holds
 
 
@@ -164,7 +165,7 @@ def test_an_index_is_read_whole_and_checked_once(
 ) -> None:
     path, keys = saved
     done: list[str] = []
-    for module, name in ((files, "_file_sha256"), (clusters, "check")):
+    for module, name in ((files, "_file_sha256"), (index, "check")):
         real = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *given, real=real, name=name: (done.append(name), real(*given))[1]

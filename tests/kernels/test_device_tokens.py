@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from offload_decode.errors import ConfigError
-from offload_decode.kernels import device_tokens
+from offload_decode.attention import device_tokens
+from offload_decode.common.errors import ConfigError
 from tests.card import stand_in
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
-from offload_decode.attention.places import Places
-from offload_decode.attention.states import attend
-from offload_decode.kernels import dense, fused
-from offload_decode.kernels.dense import attend_dense
+from offload_decode.attention import dense
+from offload_decode.attention import dense as fused
+from offload_decode.attention.dense import attend_dense
+from offload_decode.attention.queries import Places
+from offload_decode.attention.state import attend
 from offload_decode.types import AttentionState
 
 SCALING = 0.3

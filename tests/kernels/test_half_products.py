@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload_decode.attention.states import attend
-from offload_decode.kernels import dense, half_products
-from offload_decode.kernels.half_products import LEAST_ROWS, attend_half
+from offload_decode.attention import dense
+from offload_decode.attention import dense as half_products
+from offload_decode.attention.dense import LEAST_ROWS, attend_half
+from offload_decode.attention.state import attend
 
 ROUNDING = 2**-8  # of a number in bfloat16
 TOLERANCE = 4 * ROUNDING

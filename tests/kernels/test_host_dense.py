@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_decode.attention.states import attend, empty_state
-from offload_decode.kernels import host_dense
-from offload_decode.kernels.host_dense import BLOCK, attend_all
-from offload_decode.kernels.rows import Rows
+from offload_decode.attention import host_dense
+from offload_decode.attention.host_dense import BLOCK, attend_all
+from offload_decode.attention.rows import Rows
+from offload_decode.attention.state import attend, empty_state
 from tests.kernels.test_host_tokens import CPU, FORMS, PAIRS, stored
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from offload_decode.attention.states import attend
-from offload_decode.indexes.rows import encodings, numbers, pool
-from offload_decode.kernels import host_tokens
-from offload_decode.kernels.host_gather import gather_rows, unite
-from offload_decode.kernels.host_tokens import attend_tokens
-from offload_decode.kernels.rows import Rows
+from offload_decode.attention import host_tokens
+from offload_decode.attention.host_gather import gather_rows, unite
+from offload_decode.attention.host_tokens import attend_tokens
+from offload_decode.attention.rows import Rows
+from offload_decode.attention.state import attend
+from offload_decode.common.rows import encodings, numbers, threads
 
 CPU = torch.device("cpu")
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -97,7 +97,7 @@ def test_equals_masked_attention(
 
 
 def test_queries_that_share_tokens_read_them_once(monkeypatch):
-    monkeypatch.setattr(pool, "THREADS", 1)
+    monkeypatch.setattr(threads, "THREADS", 1)
     keys, values = (stored("float16", 2, 50, 8, side) for side in range(2))
     ids = torch.arange(20).expand(2, 6, 20)
     for scores, stores in ((None, 2), (torch.zeros(ids.shape), 1)):

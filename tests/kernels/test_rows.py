@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.attention import rows
+from offload_decode.attention.host_gather import unite
+from offload_decode.attention.pages import gather_pages
+from offload_decode.attention.rows import Rows
+from offload_decode.common.rows import encodings
 from offload_decode.engine.engine import Engine
-from offload_decode.indexes.rows import encodings
-from offload_decode.kernels import rows
-from offload_decode.kernels.host_gather import unite
-from offload_decode.kernels.rows import Rows
-from offload_decode.models.arguments import with_cache
+from offload_decode.hf.compat import with_cache
+from offload_decode.kv.page_bounds import stored_bounds
 from offload_decode.models.loading import wrap
-from offload_decode.pages.bounds import stored_bounds
-from offload_decode.pages.dispatch import gather_pages
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
@@ -94,11 +94,11 @@ def test_no_head_is_ever_decoded_whole(tmp_path, monkeypatch, kv, selector, opti
     """Every way from bytes to floats is watched; blocks are made smaller than the store."""
     loaded, _, store = compressed(tmp_path, kv)
     most, seen = 64, []
-    monkeypatch.setattr("offload_decode.kv.host.BLOCK_TOKENS", most)
-    monkeypatch.setattr("offload_decode.selection.key_scores.BLOCK_TOKENS", most)
-    monkeypatch.setattr("offload_decode.pages.bounds.STEP_TOKENS", most)
-    monkeypatch.setattr("offload_decode.indexes.keys._BLOCK_BYTES", 4 * most * 16)
-    monkeypatch.setattr("offload_decode.indexes.key_groups.SEGMENT", most)
+    monkeypatch.setattr("offload_decode.kv.host_cache.BLOCK_TOKENS", most)
+    monkeypatch.setattr("offload_decode.selectors.scores.BLOCK_TOKENS", most)
+    monkeypatch.setattr("offload_decode.kv.page_bounds.STEP_TOKENS", most)
+    monkeypatch.setattr("offload_decode.common.rows.arrays._BLOCK_BYTES", 4 * most * 16)
+    monkeypatch.setattr("offload_decode.indexes.clusters.kmeans.SEGMENT", most)
     floats, decode, widen = Rows.floats, encodings.decode, rows.widen_rows
 
     def watched_floats(stored, raw):

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.indexes.rows import encodings
-from offload_decode.kernels.rows import Rows
-from offload_decode.kv import device_rows
-from offload_decode.kv.device_rows import DeviceRows
-from offload_decode.kv.host import HostKV
-from offload_decode.kv.hot_rows import HotRows
+from offload_decode.attention.rows import Rows
+from offload_decode.common.errors import ConfigError
+from offload_decode.common.rows import encodings
+from offload_decode.kv import device_cache
+from offload_decode.kv.device_cache import DeviceRows, HotRows
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.kv.placement import Placement, Request
 from offload_decode.types import Selection, StepStats
 from tests.kv.test_host import HKV, N, R, ids, made_store, queries
@@ -104,7 +103,7 @@ def test_a_copy_that_failed_is_not_taken_for_one_that_came(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_rows, "gather_rows", fail)
+        patch.setattr(device_cache, "gather_rows", fail)
         with pytest.raises(KeyboardInterrupt):
             rows.fetch(0, own, tokens, StepStats())
     got = fetched(rows, 0, own, tokens)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.states import attend
-from offload_decode.indexes.rows import pool
-from offload_decode.kernels.rows import numpy_view, tensor_view
-from offload_decode.kv import host as kv
-from offload_decode.kv.host import HostKV
-from offload_decode.kv.tail import TailKV
+from offload_decode.attention.rows import numpy_view, tensor_view
+from offload_decode.attention.state import attend
+from offload_decode.common.rows import threads
+from offload_decode.kv import host_cache as kv
+from offload_decode.kv.generated import TailKV
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, LayerShape, ModelShape, PageSelection, Selection, StepStats
 
@@ -139,7 +139,7 @@ def test_a_budget_of_nothing_is_the_empty_state(place):
 
 @pytest.mark.parametrize("place", ["host", "device", "pinned"])
 def test_a_row_shared_by_the_group_moves_once_and_keys_stay_when_scores_are_known(place, monkeypatch):
-    monkeypatch.setattr(pool, "THREADS", 1)  # rows on several threads share nothing
+    monkeypatch.setattr(threads, "THREADS", 1)  # rows on several threads share nothing
     store, query = made_store(), queries()
     same = torch.arange(10).expand(HKV, R, 10)
     for scores, numbers in ((None, D + VALUE_D), (torch.zeros(HKV, R, 10), VALUE_D)):
@@ -190,7 +190,7 @@ def test_keys_that_are_the_values_too_are_held_once():
 @pytest.mark.parametrize("place", ["host", "device", "pinned"])
 @pytest.mark.parametrize("selection", [Selection(None), Selection(ids(7)[:1]), "pages"])
 def test_latents_are_keys_and_values_in_one_and_read_once(place, selection, monkeypatch):
-    monkeypatch.setattr(pool, "THREADS", 1)
+    monkeypatch.setattr(threads, "THREADS", 1)
     rows = np.random.default_rng(0).standard_normal((1, 1, N, D)).astype(np.float32)
     shape = ModelShape((LayerShape(LayerKind.FULL, 1, D, D, latent=True),), R)
     store, query, tokens = MemoryStore(shape, rows, rows), queries()[:1], N

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload_decode.engine.engine import Engine
-from offload_decode.models.arguments import CACHE_NAMES, cache_in, cache_name, generate_name, in_its_name
+from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, generate_name, in_its_name
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.types import Document

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.joint import Turn, run_turns
-from offload_decode.models import captured
-from offload_decode.models.arguments import with_cache
-from offload_decode.models.captured import report
-from offload_decode.models.captured_pass import CapturedPass
+from offload_decode.hf import cuda_graphs
+from offload_decode.hf.compat import with_cache
+from offload_decode.hf.cuda_graphs import CapturedPass, report
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from tests.tiny import text_model, tiny_tokenizer
@@ -27,7 +26,7 @@ OPTIONS = {"budget": "20", "dense_layers": ""}
 @pytest.fixture
 def opened(card, tmp_path, monkeypatch):
     """An engine on the host, and one on the device that captures a shape that comes a second time."""
-    monkeypatch.setattr(captured, "WORTH", 2)
+    monkeypatch.setattr(cuda_graphs, "WORTH", 2)
 
     def opened(family: str, change=lambda model: None, **changes) -> tuple[Engine, Engine]:
         ids = np.random.default_rng(0).integers(3, 250, N).astype(np.int32)
@@ -271,7 +270,7 @@ def test_on_a_card(tmp_path, monkeypatch, family, dtype):
     prefill_tokens(loaded, ids, (), tmp_path / "s", Settings(options={"chunk": 16}))
     logits = []
     for worth in (10**9, 2):
-        monkeypatch.setattr(captured, "WORTH", worth)
+        monkeypatch.setattr(cuda_graphs, "WORTH", worth)
         engine = Engine.open(tmp_path / "s", loaded, selector="topk", options=OPTIONS, attend="host")
         logits.append(torch.stack([engine.extend([token]) for token in range(5, 15)]))
     assert report(model.base_model) == {"passes": [[1, 1]], "refused": None}

@@ -10,11 +10,11 @@ import shutil
 import pytest
 import torch
 
-from offload_decode.errors import ConfigError, ModelError, UnsupportedModel
+from offload_decode.common.errors import ConfigError, ModelError, UnsupportedModel
 from offload_decode.models.checkpoint import CONFIG, INDEX, WEIGHTS
 from offload_decode.models.loading import load
-from offload_decode.models.outline import outline
 from offload_decode.models.processors import Processors
+from offload_decode.models.size_estimate import outline
 from tests.tiny import text_model, tiny_tokenizer
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_decode.models.arguments import generate_name
+from offload_decode.hf.compat import generate_name
 from tests.exactness import NEW, Case
 from tests.families import KINDS, SERVED
 

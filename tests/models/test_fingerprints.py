@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from offload_decode.common.errors import StoreMismatch
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import StoreMismatch
 from offload_decode.models.fingerprints import config_hash, weights_hash
 from offload_decode.models.loading import load, wrap
 from offload_decode.prefill_jobs.job import prefill_tokens

@@ -15,16 +15,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from offload_decode.common.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError, ModelError, StoreMismatch, UnsupportedModel
-from offload_decode.models import formats
+from offload_decode.models import quantization
 from offload_decode.models.fingerprints import weights_hash
 from offload_decode.models.loading import load, wrap
-from offload_decode.models.outline import outline
+from offload_decode.models.size_estimate import outline
 from offload_decode.planning import sizes
-from offload_decode.planning.nearest import nearest, nearest_prefill
 from offload_decode.planning.plan import Machine, plan
-from offload_decode.planning.request import Workload
+from offload_decode.planning.proposals import nearest, nearest_prefill
+from offload_decode.planning.sizes import Workload
 from offload_decode.prefill_jobs.job import Settings, prefill
 from tests.models import few_bits
 
@@ -235,7 +235,7 @@ def test_nothing_in_fewer_bits_is_proposed_for_it(made: Callable[[str], Path]) -
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, missing: str, install: str
 ) -> None:
-    monkeypatch.setattr(formats, "find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None if name == missing else object())
     folder = few_bits.plain(tmp_path / "model")
     _state(folder, {"quant_method": kind, "bits": 4, "load_in_4bit": kind == "bitsandbytes"})
     with pytest.raises(ModelError, match=f"reading them needs {missing}: pip install {install}$"):

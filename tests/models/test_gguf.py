@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import ModelError
+from offload_decode.common.errors import ModelError
 from offload_decode.models.checkpoint import located, source_of
 from offload_decode.models.gguf import check_gguf
 from offload_decode.models.loading import load
-from offload_decode.models.outline import outline
+from offload_decode.models.size_estimate import outline
 from tests.models import few_bits
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_decode.engine.corpusless import without_corpus
-from offload_decode.engine.joint import Turn, join_key, run_turns
-from offload_decode.errors import ConfigError, UnsupportedModel
-from offload_decode.models import joint, proof
-from offload_decode.models.arguments import with_cache
-from offload_decode.models.joint import JointCache, JointLayer, Segment
+from offload_decode.common.errors import ConfigError, UnsupportedModel
+from offload_decode.engine.batching import Turn, join_key, run_turns
+from offload_decode.engine.engine import without_corpus
+from offload_decode.hf import packed_batch, verify
+from offload_decode.hf.compat import with_cache
+from offload_decode.hf.packed_batch import JointCache, JointLayer, Segment
+from offload_decode.hf.shape import observed_shape
+from offload_decode.hf.verify import packs
 from offload_decode.models.loading import wrap
-from offload_decode.models.observed import shape_of
-from offload_decode.models.packing import packs
 from tests.families import SERVED, config_of
 from tests.tiny import tiny_model
 
@@ -27,7 +27,7 @@ some = pytest.mark.parametrize(
 @some
 def test_packed_passes_are_proved_for_all_but_recurrent_models(family):
     config = config_of(family)
-    assert packs(config) == (family not in EXPANDED and not shape_of(config).state_layers)
+    assert packs(config) == (family not in EXPANDED and not observed_shape(config).state_layers)
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def lengths(talks):
 
 
 def test_a_model_that_mixes_its_conversations_is_not_packed(tmp_path, monkeypatch):
-    attend = joint._attend_tail
+    attend = packed_batch._attend_tail
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is remembered
-    monkeypatch.setattr(proof, "_known", {})
+    monkeypatch.setattr(verify, "_known", {})
     first = []  # the layers of the first conversation
 
     def mixed(layer, *more):
@@ -61,9 +61,9 @@ def test_a_model_that_mixes_its_conversations_is_not_packed(tmp_path, monkeypatc
         return attend(first[0] if layer.index == first[0].index else layer, *more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(joint, "_attend_tail", mixed)
+        patched.setattr(packed_batch, "_attend_tail", mixed)
         assert not packs(config_of("llama"))
-    monkeypatch.setattr(proof, "_known", {})
+    monkeypatch.setattr(verify, "_known", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert packs(config_of("llama"))
 
@@ -145,8 +145,8 @@ def test_an_interrupted_pass_is_taken_back_by_the_next_one(talks, monkeypatch):
 def test_a_model_that_attends_by_itself_is_noticed(talks, monkeypatch):
     monkeypatch.setattr(JointLayer, "attend", lambda self, query, *_: (talks[0].cache, query))
     monkeypatch.setattr(
-        "offload_decode.models.attention.reduce",
-        lambda merge, states: joint.AttentionState(states[1], states[1][..., 0]),
+        "offload_decode.hf.attention.reduce",
+        lambda merge, states: packed_batch.AttentionState(states[1], states[1][..., 0]),
     )
     with pytest.raises(UnsupportedModel, match="attended without its stored prefixes"):
         run(talks, cache_of(talks, 1, 2, 3), 6)
@@ -156,5 +156,5 @@ def test_no_mask_is_built_over_the_whole_pass(talks, monkeypatch):
     def built(*_, **__):
         raise AssertionError("no mask is needed")
 
-    monkeypatch.setattr("offload_decode.models.attention.sdpa_mask", built)
+    monkeypatch.setattr("offload_decode.hf.attention.sdpa_mask", built)
     run(talks, cache_of(talks, 1, 2, 3), 6)

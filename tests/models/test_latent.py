@@ -7,9 +7,9 @@ import importlib
 import pytest
 import torch
 
-from offload_decode.attention.states import attend
-from offload_decode.errors import UnsupportedModel
-from offload_decode.models.latent import Latent, LatentHeads, latent_of
+from offload_decode.attention.state import attend
+from offload_decode.common.errors import UnsupportedModel
+from offload_decode.hf.mla import Latent, LatentHeads, latent_of
 
 FAMILIES = {
     "deepseek_v2": "DeepseekV2",
@@ -101,7 +101,7 @@ def test_a_projection_that_is_no_plain_layer_is_asked_for_its_weight():
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_projection_in_few_bits_is_its_own_weight(weights):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from offload_decode.models.quantised import _library, _taken
+    from offload_decode.models.quantization import _library, _taken
 
     module = attention_of("deepseek_v3", kv_lora_rank=64)
     module.kv_b_proj = _taken(_library(), module.kv_b_proj, weights).to("cpu")

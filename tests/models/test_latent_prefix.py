@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from offload_decode.common.errors import OffloadDecodeWarning
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import OffloadDecodeWarning
-from offload_decode.models.arguments import with_cache
-from offload_decode.models.latent import latent_of
+from offload_decode.hf.compat import with_cache
+from offload_decode.hf.mla import latent_of
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.selectors import quest
@@ -171,7 +171,7 @@ def test_chunks_choose_among_latents(tmp_path, plain, method):
 
 def test_a_model_in_few_bits_attends_as_it_does_itself(tmp_path, plain):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from offload_decode.models.quantised import quantise
+    from offload_decode.models.quantization import quantise
 
     heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     # Without experts: where inputs are rounded, a token on the edge between two goes to either.

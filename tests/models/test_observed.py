@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from offload_decode.errors import UnsupportedModel
-from offload_decode.models import observed
-from offload_decode.models.observed import shape_of
+from offload_decode.common.errors import UnsupportedModel
+from offload_decode.hf import shape as observed
+from offload_decode.hf.shape import observed_shape
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 from tests.families import SERVED, config_of
 
@@ -28,13 +28,13 @@ def test_a_plain_family_is_what_its_config_says(family):
     ]
     kinds = kinds or [SLIDING if getattr(stated, "sliding_window", None) else FULL] * 3
     heads, window = stated.num_key_value_heads, getattr(stated, "sliding_window", None)
-    assert shape_of(stated) == ModelShape.uniform(kinds, 4, heads, stated.head_dim, window)
+    assert observed_shape(stated) == ModelShape.uniform(kinds, 4, heads, stated.head_dim, window)
 
 
 @STATES
 @pytest.mark.parametrize(("dtype", "kept"), [(None, "float32"), (torch.bfloat16, "bfloat16")])
 def test_recurrent_states_are_seen_in_the_dtype_that_they_are_kept_in(dtype, kept):
-    shape = shape_of(config_of("qwen3_next"), dtype)
+    shape = observed_shape(config_of("qwen3_next"), dtype)
     conv, recurrent = shape.layers[0].states
     assert (conv.name, conv.shape, conv.dtype) == ("conv0", (80, 4), kept)
     assert (recurrent.name, recurrent.shape) == ("recurrent0", (4, 8, 12))
@@ -45,14 +45,14 @@ def test_recurrent_states_are_seen_in_the_dtype_that_they_are_kept_in(dtype, kep
 
 @STATES
 def test_a_layer_may_have_keys_and_states():
-    (layer, *_) = shape_of(config_of("falcon_h1")).layers
+    (layer, *_) = observed_shape(config_of("falcon_h1")).layers
     states = (StateShape("conv0", (88, 4), "float32"), StateShape("recurrent0", (8, 8, 6), "float32"))
     assert layer == LayerShape(FULL, 2, 16, 16, states=states)
 
 
 def test_chunked_layers_and_layers_without_rotation():
     chunked, full = LayerShape(CHUNKED, 2, 16, 16, 8), LayerShape(FULL, 2, 16, 16)
-    assert shape_of(config_of("llama4")).layers == (chunked, chunked, full, chunked)
+    assert observed_shape(config_of("llama4")).layers == (chunked, chunked, full, chunked)
 
 
 @pytest.mark.parametrize("shared", [0, 2])
@@ -60,11 +60,11 @@ def test_layers_that_read_the_keys_of_others_keep_none(shared):
     full, sliding = LayerShape(FULL, 2, 16, 16), LayerShape(SLIDING, 2, 16, 16, 7)
     last = (LayerShape(NONE), LayerShape(NONE)) if shared else (sliding, full)
     stated = config_of("gemma3n", num_kv_shared_layers=shared)
-    assert shape_of(stated).layers == (sliding, full, sliding, *last)
+    assert observed_shape(stated).layers == (sliding, full, sliding, *last)
 
 
 def test_latents_where_the_release_caches_them_and_heads_where_it_does_not():
-    shape = shape_of(config_of("deepseek_v3"))
+    shape = observed_shape(config_of("deepseek_v3"))
     (layer,) = set(shape.layers)
     assert layer in (LayerShape(FULL, 1, 32, 32, latent=True), LayerShape(FULL, 4, 20, 10))
     assert shape.query_heads == 4
@@ -72,15 +72,15 @@ def test_latents_where_the_release_caches_them_and_heads_where_it_does_not():
 
 def test_what_is_published_in_few_bits_is_observed_without_them():
     stated = config_of("llama")
-    expected = shape_of(stated)
+    expected = observed_shape(stated)
     stated.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert shape_of(stated) == expected
+    assert observed_shape(stated) == expected
     assert stated.quantization_config
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "dbrx", "gpt2", "phi3-longrope", "jetmoe", "longcat_flash"])
 def test_what_asks_its_tensors_for_numbers_is_observed_too(family):
-    assert shape_of(config_of(family)).full_layers
+    assert observed_shape(config_of(family)).full_layers
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_what_asks_its_tensors_for_numbers_is_observed_too(family):
 )
 def test_what_cannot_be_stored_is_refused_with_the_reason(family, changes, reason):
     with pytest.raises(UnsupportedModel, match=reason):
-        shape_of(config_of(family, **changes))
+        observed_shape(config_of(family, **changes))
 
 
 def held(heads, dim):
@@ -126,15 +126,15 @@ def test_a_config_is_observed_once_and_what_took_long_is_remembered_between_runs
     calls, observe = [], observed._observed
     monkeypatch.setattr(observed, "_observed", lambda text: calls.append(text) or observe(text))
     stated = config_of("qwen3_next")
-    shape = shape_of(stated)
-    assert shape_of(stated) == shape
+    shape = observed_shape(stated)
+    assert observed_shape(stated) == shape
     observed._known.clear()
-    assert shape_of(stated) == shape
+    assert observed_shape(stated) == shape
     assert len(calls) == 1
     (kept,) = (path for path in tmp_path.rglob("*") if path.is_file())
-    assert shape_of(config_of("qwen3_next", head_dim=32)).head_dim == 32
+    assert observed_shape(config_of("qwen3_next", head_dim=32)).head_dim == 32
     assert len(calls) == 2
     kept.write_text(json.dumps({"layers": []}))
     observed._known.clear()
-    assert shape_of(stated) == shape
+    assert observed_shape(stated) == shape
     assert len(calls) == 3

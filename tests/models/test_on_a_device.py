@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.joint import Turn, run_turns
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.append import append_tokens
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens

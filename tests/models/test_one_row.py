@@ -7,8 +7,8 @@ from threading import Barrier, Event, Thread
 import pytest
 import torch
 
-from offload_decode.models.one_row import read_in_place
-from offload_decode.models.seam import activate
+from offload_decode.hf.hooks import activate
+from offload_decode.hf.linear_bf16 import read_in_place
 from tests.tiny import text_model
 
 BRAIN = torch.bfloat16

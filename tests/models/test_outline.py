@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import ModelError
-from offload_decode.models import outline as outlines
-from offload_decode.models.outline import outline
+from offload_decode.common.errors import ModelError
+from offload_decode.models import size_estimate as outlines
+from offload_decode.models.size_estimate import outline
 from tests.tiny import tiny_model
 
 
@@ -77,8 +77,8 @@ def test_a_plan_of_a_remembered_model_imports_no_transformers(tmp_path):
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     outlines_of = (
-        "from offload_decode.models.lean import import_lean; import_lean()\n"
-        "from offload_decode.models.outline import outline; outline('demo')"
+        "from offload_decode.common.fast_import import import_lean; import_lean()\n"
+        "from offload_decode.models.size_estimate import outline; outline('demo')"
     )
     for command in (outlines_of, code):
         ran = subprocess.run(

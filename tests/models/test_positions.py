@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError, StoreMismatch, UnsupportedModel
-from offload_decode.models.arguments import generate_name, with_cache
+from offload_decode.hf.compat import generate_name, with_cache
+from offload_decode.hf.positions import Lengths, Positions, told_of
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.models.positions import Lengths, Positions, told_of
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
@@ -240,7 +240,7 @@ def test_the_context_that_is_expected_keeps_short_texts_in_their_length() -> Non
 def test_learned_positions_end_with_their_table() -> None:
     from transformers import GPT2Config, GPT2Model, OPTConfig, OPTModel
 
-    from offload_decode.models.positions import lengths_of
+    from offload_decode.hf.positions import lengths_of
 
     for config, model in (
         (GPT2Config(n_positions=50, n_embd=32, n_layer=1, n_head=4, vocab_size=VOCAB), GPT2Model),

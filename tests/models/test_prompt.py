@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from offload_decode.common.errors import ModelError
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ModelError
 from offload_decode.models.fingerprints import tokenizer_hash
 from offload_decode.models.loading import load, wrap
-from offload_decode.models.pieces import Piece, encode, encode_after, encode_first, encode_text
-from offload_decode.models.prompt import prompt_for
+from offload_decode.models.prompt import Piece, encode, encode_after, encode_first, encode_text, prompt_for
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus
 from offload_decode.prefill_jobs.job import prefill_texts
 from tests.models.tokenizers import BEGINNINGS, KINDS, tokenizer_of

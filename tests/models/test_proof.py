@@ -11,15 +11,15 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama
 
-from offload_decode.errors import UnsupportedModel
-from offload_decode.models import observed, proof
-from offload_decode.models.arguments import cache_in
-from offload_decode.models.cache import PrefixCache
+from offload_decode.common.errors import UnsupportedModel
+from offload_decode.hf import shape, verify
+from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.compat import cache_in
+from offload_decode.hf.gate import shape_of
+from offload_decode.hf.verify import CLOSE, EquivalenceCheck, check_equivalence
 from offload_decode.models.checkpoint import read_config
-from offload_decode.models.gate import shape_of
 from offload_decode.models.loading import load, wrap
-from offload_decode.models.outline import outline
-from offload_decode.models.proof import CLOSE, EquivalenceCheck, check_equivalence
+from offload_decode.models.size_estimate import outline
 from tests.families import FAMILIES, KINDS, SERVED, config_of
 from tests.tiny import tiny_model
 
@@ -28,16 +28,16 @@ from tests.tiny import tiny_model
 def afresh(tmp_path, monkeypatch):
     """Nothing is remembered of an earlier check, and nothing of this one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(observed, "_known", {})
-    monkeypatch.setattr(proof, "_known", {})
+    monkeypatch.setattr(shape, "_known", {})
+    monkeypatch.setattr(verify, "_known", {})
 
 
 @pytest.fixture
 def tried(afresh, monkeypatch):
     """The seeds of tiny models that were run."""
-    seeds, run = [], proof._tried
+    seeds, run = [], verify._tried
     monkeypatch.setattr(
-        proof, "_tried", lambda tiny, seed, trial: seeds.append(seed) or run(tiny, seed, trial)
+        verify, "_tried", lambda tiny, seed, trial: seeds.append(seed) or run(tiny, seed, trial)
     )
     return seeds
 
@@ -147,11 +147,11 @@ def test_what_fails_within_a_pass_is_told_with_the_layer(afresh, monkeypatch):
 def test_a_check_is_remembered_in_the_process_and_between_processes(tried, monkeypatch):
     first = check_equivalence(config_of("llama"))
     assert check_equivalence(config_of("llama")) == first
-    proof._known.clear()
+    verify._known.clear()
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0]
-    proof._known.clear()
-    monkeypatch.setattr(proof, "_versions", lambda: ("another release",))
+    verify._known.clear()
+    monkeypatch.setattr(verify, "_versions", lambda: ("another release",))
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0, 0]
 
@@ -164,7 +164,7 @@ def test_models_with_one_tiny_config_share_its_check(tried):
 
 def test_what_fails_with_one_set_of_weights_is_tried_with_another(afresh, monkeypatch):
     found = [EquivalenceCheck(1.0, "a tie"), EquivalenceCheck(1e-6)]
-    monkeypatch.setattr(proof, "_tried", lambda tiny, seed, trial: found[seed])
+    monkeypatch.setattr(verify, "_tried", lambda tiny, seed, trial: found[seed])
     assert check_equivalence(config_of("llama")) == found[1]
 
 
@@ -173,7 +173,7 @@ def test_an_unreadable_result_is_checked_again(tried, tmp_path, kept):
     first = check_equivalence(config_of("llama"))
     for file in (path for path in tmp_path.rglob("*") if path.is_file()):
         file.write_text(kept)
-    proof._known.clear()
+    verify._known.clear()
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0, 0]
 
@@ -189,7 +189,7 @@ def test_a_check_changes_no_random_numbers(afresh):
 def test_nothing_opens_a_model_that_is_not_equivalent(afresh, monkeypatch, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "model")
     monkeypatch.setattr(
-        proof, "_tried", lambda tiny, seed, trial: EquivalenceCheck(0.5, "in one token, it differs")
+        verify, "_tried", lambda tiny, seed, trial: EquivalenceCheck(0.5, "in one token, it differs")
     )
     for opened in (load, read_config, outline):
         with pytest.raises(UnsupportedModel, match=r"'llama' .* in one token, it differs; use"):

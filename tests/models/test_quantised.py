@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from offload_decode.common.errors import ConfigError, StoreError, StoreMismatch
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError, StoreError, StoreMismatch
 from offload_decode.models.loading import load
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.store.reader import KVStore

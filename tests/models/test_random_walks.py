@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import OffloadDecodeError
-from offload_decode.models.arguments import generate_name, with_cache
+from offload_decode.hf.compat import generate_name, with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.types import Document

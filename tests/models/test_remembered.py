@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from offload_decode.hf import user_cache as module
+from offload_decode.hf.user_cache import KEPT, remembered
 from offload_decode.indexes import verified
-from offload_decode.models import remembered as module
-from offload_decode.models.remembered import KEPT, remembered
 
 
 @pytest.fixture

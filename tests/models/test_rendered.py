@@ -11,12 +11,11 @@ from unittest import mock
 
 import pytest
 
-from offload_decode.errors import ModelError
+from offload_decode.common.errors import ModelError
 from offload_decode.models.prompt import prompt_for
 from offload_decode.models.rendered import LONGEST, TemplateRefuses, rendered
-from offload_decode.server.errors import WrongField
-from offload_decode.server.messages import Message
-from offload_decode.server.templates import Template
+from offload_decode.server.chat_prompt import Message, Template
+from offload_decode.server.requests import WrongField
 from tests.tiny import tiny_tokenizer
 
 ASKED = [{"role": "user", "content": "Où? \ud83d"}]

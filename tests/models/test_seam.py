@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError, UnsupportedModel
-from offload_decode.models import attention
-from offload_decode.models.arguments import CACHE_NAMES, generate_name, with_cache
+from offload_decode.hf import attention
+from offload_decode.hf.compat import CACHE_NAMES, generate_name, with_cache
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import prefill_tokens
 from offload_decode.types import Document

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_decode.errors import ConfigError
-from offload_decode.models.cache import PrefixCache
-from offload_decode.models.layers import KeylessLayer
-from offload_decode.models.rows_apart import _in_sequence, _takes_one_token
-from offload_decode.models.states import States
+from offload_decode.common.errors import ConfigError
+from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache_layers import KeylessLayer, States
+from offload_decode.hf.recurrent_steps import _in_sequence, _takes_one_token
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
 SHAPE = ModelShape(

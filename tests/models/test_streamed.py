@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import nn
 
+from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError, UnsupportedModel
-from offload_decode.models.formats import check_weights_of
+from offload_decode.models.layer_streaming import _Layers, layers_of, stream
 from offload_decode.models.loading import load, wrap
-from offload_decode.models.outline import outline_of
-from offload_decode.models.streamed import _Layers, layers_of, stream
+from offload_decode.models.quantization import check_weights_of
+from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import prefill_bytes, streamed_bytes, waiting_bytes
 from offload_decode.prefill_jobs.append import append
 from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill, prefill_tokens
-from offload_decode.prefill_jobs.lm_eval.settings import Settings as Asked
+from offload_decode.prefill_jobs.lm_eval.model import Settings as Asked
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
 from tests.card import references, stand_in
@@ -66,7 +66,7 @@ def test_the_store_has_the_bytes_of_one_made_with_weights_on_the_card(family, ti
             assert loaded.device.type == "cuda"
             if streamed:
                 assert all(on_host(loaded))
-                assert not {wait.file for wait in card.waits if Path(wait.file).name == "streamed.py"}
+                assert not {wait.file for wait in card.waits if Path(wait.file).name == "layer_streaming.py"}
     assert tree(tmp_path / "True") == tree(tmp_path / "False")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload_decode import demo_models
-from offload_decode.errors import ModelError
+from offload_decode.common.errors import ModelError
 from offload_decode.models.tokenizer_file import check_tokenizer
 
 ADDED = {"id": 1, "content": "<a>", "special": True}

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from offload_decode.models.observed import shape_of, text_model
-from offload_decode.models.twin import NoTinyModel, tiny_config_of, tiny_model_of
+from offload_decode.hf.shape import observed_shape, text_model
+from offload_decode.hf.tiny_model import NoTinyModel, tiny_config_of, tiny_model_of
 from tests.families import SERVED, config_of
 
 # The released sizes that transformers takes by default, and the layers of their tiny models.
@@ -22,7 +22,7 @@ REAL = [
 
 
 def kinds(config):
-    return [own.kind.value for own in shape_of(config).layers]
+    return [own.kind.value for own in observed_shape(config).layers]
 
 
 @pytest.mark.parametrize(("name", "layers"), REAL)
@@ -39,7 +39,7 @@ def test_the_tiny_model_of_a_released_size_is_small_and_has_each_kind_of_layer(n
 def test_recurrent_layers_come_before_the_attention_as_in_the_model():
     tiny = tiny_config_of(config_of("qwen3_next", num_hidden_layers=12, layer_types=None))
     assert kinds(tiny) == ["none", "full"]
-    assert [bool(own.states) for own in shape_of(tiny).layers] == [True, False]
+    assert [bool(own.states) for own in observed_shape(tiny).layers] == [True, False]
 
 
 def test_layers_that_read_the_keys_of_others_are_the_last():
@@ -84,6 +84,6 @@ def test_a_model_whose_tiny_model_cannot_be_built_says_why(monkeypatch):
             raise ValueError("hidden_size must be 4096")
         return text_model(config, **arguments)
 
-    monkeypatch.setattr("offload_decode.models.twin.text_model", built)
+    monkeypatch.setattr("offload_decode.hf.tiny_model.text_model", built)
     with pytest.raises(NoTinyModel, match="hidden_size must be 4096"):
         tiny_config_of(transformers.LlamaConfig())

@@ -7,12 +7,12 @@ import sys
 
 import torch
 
-from offload_decode.models.unfilled import Unfilled
+from offload_decode.hf.meta_device import Unfilled
 from tests.tiny import tiny_model
 
 MADE = """
 import sys, torch
-from offload_decode.models.unfilled import Unfilled
+from offload_decode.hf.meta_device import Unfilled
 with Unfilled(), torch.device("meta"):
     torch.nn.Embedding(4, 2)
     made = 1.0 / (10000.0 ** (torch.arange(0, 8, 2, dtype=torch.int64).float() / 8))

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from offload_decode.common.errors import ModelError, UnsupportedModel
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ModelError, UnsupportedModel
+from offload_decode.hf.compat import class_of, text_of
 from offload_decode.models.fingerprints import config_hash, weights_hash
 from offload_decode.models.loading import load, wrap
-from offload_decode.models.outline import outline
-from offload_decode.models.published import whole_model
-from offload_decode.models.wrappers import class_of, text_of
+from offload_decode.models.quantized_loading import whole_model
+from offload_decode.models.size_estimate import outline
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from tests.models import few_bits

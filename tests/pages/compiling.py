@@ -16,9 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from offload_decode.kernels import device_tokens
-from offload_decode.pages import device as device_pages
-from offload_decode.pages.reference import PageBounds
+from offload_decode.attention import device_tokens
+from offload_decode.attention import pages_device as device_pages
+from offload_decode.attention.pages_reference import PageBounds
 
 SHARED_BYTES = 99 * 1024  # of a program: what consumer cards from the RTX 30 series on have
 

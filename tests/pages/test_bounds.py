@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_decode.errors import ConfigError, StoreError
-from offload_decode.kernels.rows import numpy_view
-from offload_decode.pages import bounds as page_bounds
-from offload_decode.pages.bounds import GrowingBounds, stored_bounds
+from offload_decode.attention.rows import numpy_view
+from offload_decode.common.errors import ConfigError, StoreError
+from offload_decode.kv import page_bounds
+from offload_decode.kv.page_bounds import GrowingBounds, stored_bounds
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape
 

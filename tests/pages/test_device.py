@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.errors import ConfigError
-from offload_decode.pages import reference as paging
-from offload_decode.pages.reference import SCALE_PAGES, PageBounds
+from offload_decode.attention import pages_reference as paging
+from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
+from offload_decode.common.errors import ConfigError
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -44,7 +44,7 @@ def device(request):
 
 @pytest.fixture
 def kernels():
-    return importlib.import_module("offload_decode.pages.device")
+    return importlib.import_module("offload_decode.attention.pages_device")
 
 
 def random(*shape, seed=0):
@@ -229,9 +229,9 @@ def test_kernels_compile_for_cards_that_are_not_here(tmp_path, capability, shape
 
 def test_a_missing_triton_is_named_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "offload_decode.pages.device", raising=False)
+    monkeypatch.delitem(sys.modules, "offload_decode.attention.pages_device", raising=False)
     with pytest.raises(ConfigError, match="pip install triton"):
-        importlib.import_module("offload_decode.pages.device")
+        importlib.import_module("offload_decode.attention.pages_device")
 
 
 WITHOUT_THE_REST = """

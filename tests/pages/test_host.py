@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_decode.attention.states import attend
-from offload_decode.indexes.rows import encodings
-from offload_decode.kernels.rows import Rows, numpy_view
-from offload_decode.pages import dispatch
-from offload_decode.pages import host as host_pages
-from offload_decode.pages import reference as paging
-from offload_decode.pages.bounds import GrowingBounds
-from offload_decode.pages.reference import PageBounds, page_tokens
+from offload_decode.attention import pages as dispatch
+from offload_decode.attention import pages_host as host_pages
+from offload_decode.attention import pages_reference as paging
+from offload_decode.attention.pages_reference import PageBounds, page_tokens
+from offload_decode.attention.rows import Rows, numpy_view
+from offload_decode.attention.state import attend
+from offload_decode.common.rows import encodings
+from offload_decode.kv.page_bounds import GrowingBounds
 
 SIZES = [1, 3, 7, 16, 32]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload_decode.models.outline import Outline
+from offload_decode.models.size_estimate import Outline
 from offload_decode.types import LayerKind, ModelShape
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.cli.failures import sentence
+from offload_decode.cli.errors import sentence
+from offload_decode.common.errors import ConfigError, DoesNotFit
+from offload_decode.common.memory import OUT_OF_MEMORY, total_memory
 from offload_decode.config import EngineConfig
-from offload_decode.errors import ConfigError, DoesNotFit
-from offload_decode.memory import OUT_OF_MEMORY, total_memory
-from offload_decode.models.outline import outline
+from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import (
     Caps,
     admit_question,
@@ -27,7 +27,7 @@ from offload_decode.planning.caps import (
     size,
 )
 from offload_decode.planning.plan import CUDA_BYTES, Machine
-from offload_decode.selection.budgets import PASS_TOKENS, WHOLE_QUESTION
+from offload_decode.selectors.budgets import PASS_TOKENS, WHOLE_QUESTION
 from offload_decode.store.format import Manifest, stored_types
 from tests.planning.outlines import llama_8b
 
@@ -165,7 +165,7 @@ def test_libraries_are_loaded_before_memory_is_limited():
     """Faiss reserves far more than it uses as it is loaded, and crashes where it does not get that."""
     pytest.importorskip("faiss")
     program = (
-        "from offload_decode.memory import own_memory;"
+        "from offload_decode.common.memory import own_memory;"
         "from offload_decode.planning.caps import Caps, apply_caps;"
         "apply_caps(Caps(ram=own_memory() + (60 << 20)), 'cpu'); import faiss; faiss.IndexHNSWFlat(8, 16)"
     )
@@ -184,12 +184,12 @@ def test_a_gpu_cap_is_enforced():
 
 
 HOG = """
-from offload_decode.models.lean import import_lean
+from offload_decode.common.fast_import import import_lean
 import_lean()
 import mmap, sys
 import numpy as np, torch
-from offload_decode.cli.failures import sentence
-from offload_decode.memory import limit_memory, own_memory
+from offload_decode.cli.errors import sentence
+from offload_decode.common.memory import limit_memory, own_memory
 limit_memory(own_memory() + (200 << 20))
 with open(sys.argv[1], "r+b") as file:
     file.truncate(1 << 30)
@@ -270,12 +270,12 @@ def test_other_errors_are_not_taken_for_it():
 
 
 PREFILL = """
-from offload_decode.models.lean import import_lean
+from offload_decode.common.fast_import import import_lean
 import_lean()
 import sys
 from pathlib import Path
 import numpy as np
-from offload_decode.memory import limit_memory, own_memory
+from offload_decode.common.memory import limit_memory, own_memory
 from tests.planning.test_caps import prefilled
 held = []
 def progress(stage, done, total):

@@ -14,11 +14,10 @@ import torch
 
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import load
-from offload_decode.models.outline import outline
-from offload_decode.planning.bandwidth import measure
+from offload_decode.models.size_estimate import outline
 from offload_decode.planning.plan import Machine, plan
-from offload_decode.planning.request import Workload
-from offload_decode.planning.traffic import speed
+from offload_decode.planning.sizes import Workload
+from offload_decode.planning.speed import measure, speed
 from offload_decode.store.format import Manifest, token_hash
 from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document
@@ -27,22 +26,22 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 TOKENS = 6_000
 RUN = """
-from offload_decode.models.lean import import_lean
+from offload_decode.common.fast_import import import_lean
 import_lean()  # as the commands do
 import json, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
 from offload_decode.engine.engine import Engine
-from offload_decode.memory import own_memory
+from offload_decode.common.memory import own_memory
 from offload_decode.models.loading import load
-from offload_decode.models.outline import outline
-from offload_decode.planning.bandwidth import measure
+from offload_decode.models.size_estimate import outline
+from offload_decode.planning.speed import measure
 from offload_decode.planning.plan import Machine, Medium, plan
-from offload_decode.planning.request import Workload
-from offload_decode.planning.traffic import speed
+from offload_decode.planning.sizes import Workload
+from offload_decode.planning.speed import speed
 from offload_decode.types import Document
-from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import prefill_tokens
 
 out, n = Path(sys.argv[1]), int(sys.argv[2])

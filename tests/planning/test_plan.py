@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.indexes import registry
-from offload_decode.models.outline import Outline
-from offload_decode.planning import bandwidth
-from offload_decode.planning.bandwidth import Bandwidths, measure, measure_disk
-from offload_decode.planning.nearest import (
+from offload_decode.models.size_estimate import Outline
+from offload_decode.planning import speed as bandwidth
+from offload_decode.planning.plan import Machine, Medium, card_room, chosen_chunk, plan
+from offload_decode.planning.proposals import (
     changes,
     least_machine,
     most_tokens,
@@ -21,9 +21,8 @@ from offload_decode.planning.nearest import (
     nearest_prefill,
     prefill_chunk,
 )
-from offload_decode.planning.plan import Machine, Medium, card_room, chosen_chunk, plan
-from offload_decode.planning.request import KV, SELECTORS, WEIGHTS, Workload, weights_given
-from offload_decode.planning.traffic import CALLS, speed
+from offload_decode.planning.sizes import KV, SELECTORS, WEIGHTS, Workload, weights_given
+from offload_decode.planning.speed import CALLS, Bandwidths, measure, measure_disk, speed
 from offload_decode.types import PAGE_METADATA, LayerKind, ModelShape
 from tests.planning.outlines import llama_8b
 
@@ -277,7 +276,7 @@ def test_what_a_request_does_is_what_is_measured(request_, stages):
 
 
 def test_the_search_that_is_timed_is_that_of_the_index_that_is_asked_for(monkeypatch):
-    from offload_decode.indexes.clusters import ClusteredIndex
+    from offload_decode.indexes.clusters.index import ClusteredIndex
     from offload_decode.indexes.flat import FlatIndex
 
     searched = []

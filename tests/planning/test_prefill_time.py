@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from offload_decode.kernels import dense, half_products
-from offload_decode.kv.card import BLOCK_TOKENS
+from offload_decode.attention import dense
+from offload_decode.attention import dense as half_products
+from offload_decode.attention.dense import attend_half
+from offload_decode.kv.placement import BLOCK_TOKENS
 from offload_decode.planning import sizes
 from offload_decode.planning.plan import Machine, Medium, chosen_chunk, plan
-from offload_decode.planning.prefill_rates import measure_prefill
-from offload_decode.planning.prefill_time import Rates, expected_prefill, prefill_time
-from offload_decode.planning.request import Workload
+from offload_decode.planning.prefill_speed import Rates, expected_prefill, measure_prefill, prefill_time
+from offload_decode.planning.sizes import Workload
 from offload_decode.types import AttentionState, LayerKind, LayerShape, ModelShape
 from tests.planning.outlines import llama_8b
 
@@ -114,12 +115,12 @@ def test_a_cpu_has_the_chunk_of_a_cpu():
 
 
 def test_the_functions_that_run_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Products of bfloat16 for what is stored in it alone, as in `offload_decode.prefill_jobs.staged`."""
+    """Products of bfloat16 for what is stored in it alone, as in `offload_decode.prefill_jobs.attention`."""
     halves: list[torch.dtype] = []
 
     def noted(query: torch.Tensor, *given: Any) -> AttentionState:
         halves.append(query.dtype)
-        return half_products.attend_half(query, *given)
+        return attend_half(query, *given)
 
     monkeypatch.setattr(half_products, "has_half_products", lambda: True)
     monkeypatch.setattr(dense, "attend_half", noted)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from offload_decode.indexes import registry
-from offload_decode.models.outline import outline, outline_of
-from offload_decode.planning import ask_sizes, sizes
-from offload_decode.planning.request import KV, Workload
-from offload_decode.planning.traffic import traffic
+from offload_decode.models.size_estimate import outline, outline_of
+from offload_decode.planning import sizes
+from offload_decode.planning import sizes as ask_sizes
+from offload_decode.planning.sizes import KV, Workload
+from offload_decode.planning.speed import traffic
 from offload_decode.store.format import stored_types
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 from tests.planning.outlines import llama_8b
@@ -100,9 +101,8 @@ def test_an_indexs_size_is_that_of_one_that_was_built(kind, dtype, tmp_path):
 def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
     import torch
 
-    from offload_decode.kernels.rows import Rows
-    from offload_decode.kv.device_rows import DeviceRows
-    from offload_decode.kv.hot_rows import HotRows
+    from offload_decode.attention.rows import Rows
+    from offload_decode.kv.device_cache import DeviceRows, HotRows
     from offload_decode.types import StepStats
 
     # 512 tokens with 4 query heads a KV head: 64 rows want all of the 6,000 tokens, in each of two layers.
@@ -123,7 +123,7 @@ def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
 def test_page_bounds_are_as_large_as_quests():
     import torch
 
-    from offload_decode.pages.bounds import GrowingBounds
+    from offload_decode.kv.page_bounds import GrowingBounds
 
     keys = torch.randn(2, 1000, 16)
     shape = ModelShape.uniform((LayerKind.FULL,), 2, 2, 16)

@@ -304,13 +304,13 @@ def _import_all() -> None:
         importlib.import_module(module)
     for module in (
         "offload_decode.prefill_jobs.append",
-        "offload_decode.prefill_jobs.build",
+        "offload_decode.prefill_jobs.indexing",
         "offload_decode.cli.faults",
-        "offload_decode.kv.saved_indexes",
+        "offload_decode.kv.indexes",
         "offload_decode.engine.engine",
         "offload_decode.prefill_jobs.buckets",
         "offload_decode.prefill_jobs.collect",
-        "offload_decode.indexes.clusters",
+        "offload_decode.indexes.clusters.index",
     ):
         importlib.import_module(module)
     from offload_decode.indexes.registry import load_libraries
@@ -357,7 +357,7 @@ def _be_the_child(request: dict[str, Any], steps: mmap.mmap, out: int, err: int)
     import resource
 
     from offload_decode.cli.main import main
-    from offload_decode.memory import limit_memory, own_memory
+    from offload_decode.common.memory import limit_memory, own_memory
 
     code = 70
     try:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
-from offload_decode.kv.head_indexes import HeadIndexes, index_path, kind_folder, staging_folder
+from offload_decode.kv.indexes import HeadIndexes, index_path, kind_folder, staging_folder
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.prefill_jobs import append as append_module
-from offload_decode.prefill_jobs import extend
+from offload_decode.prefill_jobs import indexing
 from offload_decode.prefill_jobs.append import append_texts
-from offload_decode.prefill_jobs.build import build_indexes
 from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.store.reader import KVStore
 from tests.prefill_jobs.killing import tree
@@ -274,7 +274,7 @@ def test_indexes_that_were_extended_but_not_published_are_found(
         patched.setattr(append_module, "publish_indexes", lambda store: None)
         append_texts(model, TEXTS[2:], store)
     assert staging_folder(store, "clusters").exists()
-    monkeypatch.setattr(extend, "_extend", None)  # nothing is extended again
+    monkeypatch.setattr(indexing, "_extend", None)  # nothing is extended again
     assert append_texts(model, TEXTS[2:], store).kept
     assert HeadIndexes(KVStore.open(store), "auto").kind == "clusters"
     assert not staging_folder(store, "clusters").exists()

@@ -20,7 +20,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from offload_decode.errors import (
+from offload_decode.common.errors import (
     BucketError,
     ConfigError,
     DoesNotFit,
@@ -34,7 +34,7 @@ from offload_decode.errors import (
 )
 from offload_decode.prefill_jobs import buckets
 from offload_decode.prefill_jobs.buckets.pull import pulling_path
-from offload_decode.store.checksums import SEAL, SUMS, render, seal_of
+from offload_decode.store.files import SEAL, SUMS, render, seal_of
 from offload_decode.store.reader import verify_store
 from offload_decode.store.staging import locked
 from tests.prefill_jobs.services import GoogleXml, Service, clear, moto, serving, use_google, use_s3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import DoesNotFit
+from offload_decode.common.errors import DoesNotFit
 from offload_decode.prefill_jobs.buckets.cache import Cache, Fill, name_of
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.errors import ConfigError, StoreMismatch
-from offload_decode.kv.card import RESERVE
+from offload_decode.common.errors import ConfigError, StoreMismatch
+from offload_decode.kv.placement import RESERVE
 from offload_decode.models.loading import wrap
-from offload_decode.models.outline import outline_of
+from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, prefill_bytes
 from offload_decode.prefill_jobs import job
+from offload_decode.prefill_jobs.destinations import place_of
 from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill_tokens
-from offload_decode.prefill_jobs.places import place_of
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
 from tests.card import stand_in

@@ -14,7 +14,8 @@ from offload_decode.collections import journal
 from offload_decode.collections.collection import HEADER, Changing, Collection
 from offload_decode.collections.journal import DOCUMENTS
 from offload_decode.collections.words import WORDS, number_of, ranked
-from offload_decode.errors import (
+from offload_decode.common import files
+from offload_decode.common.errors import (
     ConfigError,
     CorpusError,
     DoesNotFit,
@@ -25,7 +26,6 @@ from offload_decode.errors import (
     StoreMismatch,
     StoreNotFound,
 )
-from offload_decode.indexes import durable
 from offload_decode.prefill_jobs.collect import CollectReport, Maker, collect
 from offload_decode.prefill_jobs.folders import Rules
 from offload_decode.prefill_jobs.job import Settings, prefill, prepare
@@ -365,7 +365,7 @@ def test_the_folders_of_stores_are_on_the_disk_too(
     maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[str] = set()
-    monkeypatch.setattr(durable, "_sync", lambda path: synced.add(os.path.abspath(path)))
+    monkeypatch.setattr(files, "_sync", lambda path: synced.add(os.path.abspath(path)))
     collect(str(texts), out, maker)
     assert {str(out.parent), str(out), str(out / "stores")} <= synced
     assert all(str(store.parent) in synced for store in held(out).values())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import CorpusError
+from offload_decode.common.errors import CorpusError
 from offload_decode.models.prompt import prompt_for
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
 from tests.tiny import tiny_tokenizer

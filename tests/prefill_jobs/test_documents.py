@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import CorpusError
+from offload_decode.common.errors import CorpusError
 from offload_decode.prefill_jobs import documents
 from offload_decode.prefill_jobs.corpus import read_corpus
 from offload_decode.prefill_jobs.decoding import text_of

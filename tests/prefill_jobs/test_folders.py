@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import ConfigError, CorpusError
+from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.prefill_jobs import plain_files
 from offload_decode.prefill_jobs.corpus import read_corpus
 from offload_decode.prefill_jobs.folders import Rules

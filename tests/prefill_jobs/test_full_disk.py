@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import StoreError
+from offload_decode.common.errors import StoreError
 from tests.prefill_jobs import killing
 from tests.prefill_jobs.killing import PAGE, Disk, Ran, Runner, tree
 from tests.store.jobs import make_job

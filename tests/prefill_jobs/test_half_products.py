@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.kernels import dense, half_products
+from offload_decode.attention import dense
+from offload_decode.attention import dense as half_products
+from offload_decode.attention.dense import attend_half
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
@@ -40,7 +42,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noted(*given: torch.Tensor) -> object:
         met.append(given[1].shape[2])
-        return half_products.attend_half(*given)  # type: ignore[arg-type]
+        return attend_half(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dense, "attend_half", noted)
     return met

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from offload_decode.cli.eval.run import PrefilledStores
-from offload_decode.errors import OffloadDecodeWarning, StoreBusy, StoreExists
-from offload_decode.kv.head_indexes import indexes_folder
+from offload_decode.common.errors import OffloadDecodeWarning, StoreBusy, StoreExists
+from offload_decode.kv.indexes import indexes_folder
 from offload_decode.models.loading import LoadedModel, wrap
-from offload_decode.prefill_jobs import kept
+from offload_decode.prefill_jobs import many
 from offload_decode.prefill_jobs.job import Settings
 from offload_decode.store import staging
 from offload_decode.store.staging import LOCK, locked, partial_path
@@ -26,8 +26,8 @@ from tests.tiny import text_model, tiny_tokenizer
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "LOOK_S", 0.01)
-    monkeypatch.setattr(kept, "TRY_S", 0.1)
+    monkeypatch.setattr(many, "LOOK_S", 0.01)
+    monkeypatch.setattr(many, "TRY_S", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_what_another_process_makes_is_waited_for_and_not_made_again(tmp_path: P
             job.feed(writer)
             writer.publish()
 
-        said = meanwhile(lambda: kept.kept(path, make), others)
+        said = meanwhile(lambda: many.kept(path, make), others)
     assert str(tmp_path) in said
     assert "waits" in said
     assert finished == []
@@ -88,7 +88,7 @@ def test_what_another_process_leaves_unfinished_is_gone_on_with(tmp_path: Path) 
             job.feed(own)
             own.publish()
 
-    meanwhile(lambda: kept.kept(path, make), lambda: writer.__exit__(None, None, None))
+    meanwhile(lambda: many.kept(path, make), lambda: writer.__exit__(None, None, None))
     assert begun == [200]
 
 
@@ -99,7 +99,7 @@ def test_indexes_that_another_process_builds_are_waited_for(tmp_path: Path) -> N
     folder.mkdir()
     held = os.open(folder, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    meanwhile(lambda: kept.kept(path, pytest.fail, ["flat"]), lambda: os.close(held))
+    meanwhile(lambda: many.kept(path, pytest.fail, ["flat"]), lambda: os.close(held))
     assert [entry.name for entry in folder.iterdir()] == ["flat"]
 
 
@@ -108,7 +108,7 @@ def test_a_path_that_can_hold_no_store_is_refused_at_once(tmp_path: Path) -> Non
     job.write(path)
     inside = path / "another.kv"
     with pytest.raises(StoreExists, match="is a store itself"):
-        kept.kept(inside, lambda: job.write(inside))
+        many.kept(inside, lambda: job.write(inside))
 
 
 def test_one_that_publishes_just_now_is_busy_and_not_broken(

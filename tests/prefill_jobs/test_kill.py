@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import StoreExists
-from offload_decode.store import metadata
+from offload_decode.common.errors import StoreExists
+from offload_decode.store import layout
 from tests.prefill_jobs import killing
 from tests.prefill_jobs.killing import Job, Runner, kill_at_random, kill_at_steps, tree
 from tests.store.jobs import make_job
@@ -67,7 +67,7 @@ def test_what_a_kill_after_the_renaming_left_is_in_nobodys_way(
     leave()
     shutil.rmtree(store)
     with monkeypatch.context() as patch:  # a store of the same name is begun, and killed as it is laid out
-        patch.setattr(metadata, "create_group", lambda *_: 1 / 0)
+        patch.setattr(layout, "create_group", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             job.write(store)
     assert tree(job.write(store)) == whole

@@ -12,7 +12,7 @@ from typing import Any
 import boto3
 import pytest
 
-from offload_decode.errors import (
+from offload_decode.common.errors import (
     BucketError,
     ConfigError,
     CorpusError,
@@ -21,7 +21,7 @@ from offload_decode.errors import (
     StoreForeign,
     StoreMismatch,
 )
-from offload_decode.prefill_jobs import many, places
+from offload_decode.prefill_jobs import destinations, many
 from offload_decode.prefill_jobs.buckets import exists, pull
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
 from offload_decode.prefill_jobs.many import Job, Results, jobs_of, prefill_many
@@ -254,9 +254,9 @@ def test_killed_when_only_the_local_copy_was_left(
 
     with monkeypatch.context() as patch:
         if moment == "before":
-            patch.setattr(places.InBucket, "_remove", killed)
+            patch.setattr(destinations.InBucket, "_remove", killed)
         else:
-            patch.setattr(places, "shutil", SimpleNamespace(rmtree=killed))
+            patch.setattr(destinations, "shutil", SimpleNamespace(rmtree=killed))
         with pytest.raises(KeyboardInterrupt):
             bucketed.run()
     assert exists(bucketed.url)
@@ -267,7 +267,7 @@ def test_killed_when_only_the_local_copy_was_left(
 
 def test_killed_before_its_very_last_step(bucketed: Bucketed) -> None:
     bucketed.run()
-    places.InBucket(bucketed.url, bucketed.staging).folder.mkdir()
+    destinations.InBucket(bucketed.url, bucketed.staging).folder.mkdir()
     assert bucketed.run().kept
     assert list(bucketed.staging.iterdir()) == []
 
@@ -282,7 +282,7 @@ def test_another_corpus_is_not_mistaken_for_what_was_staged(bucketed: Bucketed) 
 
 
 def test_one_process_at_a_time_stages_a_store(bucketed: Bucketed) -> None:
-    folder = places.InBucket(bucketed.url, bucketed.staging).folder
+    folder = destinations.InBucket(bucketed.url, bucketed.staging).folder
     with locked(folder), pytest.raises(StoreBusy):
         bucketed.run()
 

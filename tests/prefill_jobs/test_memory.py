@@ -13,7 +13,7 @@ import numpy as np
 from pathlib import Path
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
-from offload_decode.prefill_jobs import staged
+from offload_decode.prefill_jobs import attention as staged
 from offload_decode.prefill_jobs.job import prefill_tokens
 from tests.tiny import tiny_model
 n = int(sys.argv[2])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from offload_decode.errors import ConfigError
-from offload_decode.models.arguments import with_cache
+from offload_decode.common.errors import ConfigError
+from offload_decode.hf.compat import with_cache
 from offload_decode.prefill_jobs.methods.registry import BUILT_IN, create, get
 from offload_decode.testing import MethodContract
 from offload_decode.testing.method_contract import CHUNK, SHAPE, TOKENS, Written, asked, prefilled

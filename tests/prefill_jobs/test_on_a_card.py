@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from offload_decode.errors import StoreError
-from offload_decode.kv.card import RESERVE
-from offload_decode.models.arguments import with_cache
+from offload_decode.common.errors import StoreError
+from offload_decode.hf.compat import with_cache
+from offload_decode.kv.placement import RESERVE
 from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs import behind, card_blocks, staged
-from offload_decode.prefill_jobs.behind import Behind
-from offload_decode.prefill_jobs.card_blocks import CardBlocks
+from offload_decode.prefill_jobs import async_writer, attention, gpu_blocks
+from offload_decode.prefill_jobs.async_writer import Behind
+from offload_decode.prefill_jobs.gpu_blocks import CardBlocks
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.prefill_jobs.methods.dense import Dense
 from offload_decode.store.reader import KVStore
@@ -39,8 +39,8 @@ TOKENS = np.random.default_rng(2).integers(3, VOCAB, N).astype(np.int32)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(staged, "BLOCK_TOKENS", BLOCK)
-    monkeypatch.setattr(card_blocks, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(gpu_blocks, "BLOCK_TOKENS", BLOCK)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def seen(monkeypatch):
             self.came[layer] += rows - room.rows
             super()._copy(layer, first, room, rows)
 
-    monkeypatch.setattr(staged, "CardBlocks", Seen)
+    monkeypatch.setattr(attention, "CardBlocks", Seen)
     return made
 
 
@@ -178,7 +178,7 @@ def test_rows_that_are_not_written_yet_are_waited_for(tmp_path, monkeypatch):
         wait(self, given)
         asked.clear()
 
-    monkeypatch.setattr(behind, "QUEUED", 1000)
+    monkeypatch.setattr(async_writer, "QUEUED", 1000)
     monkeypatch.setattr(Behind, "wait", waited)
     monkeypatch.setattr(KVStoreWriter, "append", lambda *given: (asked.wait(1), append(*given)))
     monkeypatch.setattr(CardBlocks, "grow", lambda *_: None)
@@ -194,7 +194,7 @@ def test_a_chunk_waits_for_the_card_to_check_its_ids_and_to_use_pinned_memory_ag
     with references(), stand_in() as card:
         prefilled(tmp_path / "card", told=told)
         waits = Counter((wait.kind, Path(wait.file).name) for wait in card.waits)
-    assert waits.pop(("read", "seam.py")) == -(-N // CHUNK)
+    assert waits.pop(("read", "hooks.py")) == -(-N // CHUNK)
     assert set(waits) == {("joined", "transfers.py")}
 
 
@@ -222,9 +222,9 @@ def test_what_was_told_is_on_disk_and_at_most_a_chunk_and_a_beginning_is_lost(tm
         if stage == "prefill":
             assert Committed.load(partial).tokens >= done
 
-    begin = staged.StagedPrefix.begin_chunk
+    begin = attention.StagedPrefix.begin_chunk
     with monkeypatch.context() as patch:
-        patch.setattr(staged.StagedPrefix, "begin_chunk", lambda *given: (ran.append(1), begin(*given))[1])
+        patch.setattr(attention.StagedPrefix, "begin_chunk", lambda *given: (ran.append(1), begin(*given))[1])
         for name in ("append", "commit", "put_queries"):
             watched(name)
         on_a_card(tmp_path / "card", told=told)
@@ -232,8 +232,8 @@ def test_what_was_told_is_on_disk_and_at_most_a_chunk_and_a_beginning_is_lost(tm
         # Of those that were begun, the last is under way, and the one before it is being written.
         assert Committed.load(copy).tokens >= begun - 2 * CHUNK
     monkeypatch.undo()
-    monkeypatch.setattr(staged, "BLOCK_TOKENS", BLOCK)
-    monkeypatch.setattr(card_blocks, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(attention, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(gpu_blocks, "BLOCK_TOKENS", BLOCK)
     for copy, _ in (left[5], left[len(left) // 2], left[-1]):
         on_a_card(copy.with_suffix(""))
         assert tree(copy.with_suffix("")) == whole
@@ -313,4 +313,4 @@ def test_few_things_wait_to_be_written_and_in_their_order(card):
         for number in range(20):
             sink.give(slow, rows.fill_(number) if number < 1 else rows + number)
     assert written == [[number] * 2 for number in map(float, range(20))]
-    assert max(waiting) == behind.QUEUED
+    assert max(waiting) == async_writer.QUEUED

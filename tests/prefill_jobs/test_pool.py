@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from offload_decode.common.errors import BucketError, StoreNotFound
 from offload_decode.config import EngineConfig
-from offload_decode.errors import BucketError, StoreNotFound
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
 from offload_decode.prefill_jobs.on_ray.pool import TRIES, Again, Pool

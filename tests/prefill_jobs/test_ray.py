@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode.errors import ConfigError, CorpusError, ModelError, OffloadDecodeError, StoreBusy
+from offload_decode.common.errors import ConfigError, CorpusError, ModelError, OffloadDecodeError, StoreBusy
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill

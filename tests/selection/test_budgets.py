@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_decode.attention.queries import Queries
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine import step as prefix
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.models.loading import wrap
-from offload_decode.selection.budgeted import Budgeted
-from offload_decode.selection.budgets import Budget
-from offload_decode.selection.selector import Memory, Selector, SelectorOptions
+from offload_decode.selectors.base import Memory, Selector, SelectorOptions
+from offload_decode.selectors.budgeted import Budgeted
+from offload_decode.selectors.budgets import Budget
 from offload_decode.testing.selector_contract import LAYER
 from offload_decode.testing.stores import stored
 from offload_decode.types import PageSelection, Selection

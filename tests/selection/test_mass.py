@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries
-from offload_decode.kernels.rows import numpy_view
-from offload_decode.kv.host import HostKV
-from offload_decode.pages.reference import page_tokens
-from offload_decode.selection import mass
-from offload_decode.selection.budgets import Budget
-from offload_decode.selection.mass import MassBudget, cut, exact_scores
+from offload_decode.attention.rows import numpy_view
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors import budgeted
+from offload_decode.selectors.budgeted import MassBudget, cut, exact_scores
+from offload_decode.selectors.budgets import Budget
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape, PageSelection, Selection
 
@@ -183,7 +183,7 @@ def test_diffuse_attention_is_read_in_order():
 
 def test_more_ids_than_memory_allows_are_not_asked_for(monkeypatch):
     host, queries = made(6000, scaling=1.0)
-    monkeypatch.setattr(mass, "SELECTED_IDS", 500 * HEADS * GROUP * TOKENS)
+    monkeypatch.setattr(budgeted, "SELECTED_IDS", 500 * HEADS * GROUP * TOKENS)
     asked = []
     assert select(host, queries, "mass=0.9", exact_top(host, queries, asked)).ids is None
     assert max(asked) <= 501
@@ -261,7 +261,7 @@ def test_scores_are_taken_in_pieces(monkeypatch):
     ids = torch.stack([torch.randperm(200)[:50] for _ in range(HEADS * GROUP * TOKENS)])
     ids = ids.reshape(HEADS, GROUP * TOKENS, 50)
     ids[0, 1, 7:] = -1
-    monkeypatch.setattr(mass, "GATHERED", 37 * DIM)
+    monkeypatch.setattr(budgeted, "GATHERED", 37 * DIM)
     found = exact_scores(host, 0, queries, Selection(ids))
     scores = found.scores
     assert found.moved == ids.numel() * 2 * DIM

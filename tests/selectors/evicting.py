@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_decode.attention.queries import Queries
-from offload_decode.kernels.rows import tensor_view
+from offload_decode.attention.rows import tensor_view
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore

@@ -10,10 +10,10 @@ import torch
 
 from offload_decode.attention import ranking
 from offload_decode.attention.queries import Queries
-from offload_decode.kernels.rows import numpy_view, tensor_view
-from offload_decode.kv.host import HostKV
-from offload_decode.selection import key_scores
+from offload_decode.attention.rows import numpy_view, tensor_view
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors import registry
+from offload_decode.selectors import scores as key_scores
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape
 

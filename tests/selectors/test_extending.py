@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from offload_decode import selectors
-from offload_decode.selection.declared import declared
 from offload_decode.selectors import registry
+from offload_decode.selectors.registry import declared
 from offload_decode.testing.selector_contract import SelectorContract
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
-FILE, TEST = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+HERE = PAGE.read_text(encoding="utf-8").partition("## A package of your own")[0]
+FILE, TEST = re.findall(r"^```python\n(.*?)^```", HERE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.testing.selector_contract import SelectorContract
 from tests.selectors.memory_cases import BATCH, LAYERS, TOKENS, MemoryCases, assert_best
 

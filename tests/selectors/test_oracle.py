@@ -2,7 +2,7 @@
 
 import torch
 
-from offload_decode.kv.host import HostKV
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors import registry
 from offload_decode.testing.selector_contract import LAYER, SelectorContract
 from tests.selectors.memory_cases import MemoryCases, assert_best

@@ -7,10 +7,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from offload_decode.attention.pages_reference import page_tokens
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
-from offload_decode.pages.reference import page_tokens
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors import quest, registry
 from offload_decode.testing.selector_contract import LAYER, SelectorContract, floats, selected_ids
 from offload_decode.testing.stores import stored

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
+from offload_decode.attention.pages_reference import page_scores, page_tokens
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.states import attend
+from offload_decode.attention.state import attend
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.kv.host import HostKV
-from offload_decode.kv.tail import TailKV
-from offload_decode.models.arguments import with_cache
+from offload_decode.hf.compat import with_cache
+from offload_decode.kv.generated import TailKV
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.kv.page_bounds import GrowingBounds
 from offload_decode.models.loading import wrap
-from offload_decode.pages.bounds import GrowingBounds
-from offload_decode.pages.reference import page_scores, page_tokens
 from offload_decode.selectors import quest
 from offload_decode.selectors.registry import create
 from offload_decode.store.reader import KVStore

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.testing.selector_contract import SelectorContract
 from tests.selectors.memory_cases import Case, MemoryCases, assert_best
 

@@ -12,9 +12,9 @@ import torch
 
 from offload_decode import selectors
 from offload_decode.attention.queries import Queries
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
-from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.selectors import registry
 from offload_decode.testing.selector_contract import LAYER, SelectorContract, floats
 from offload_decode.testing.stores import stored
@@ -112,7 +112,7 @@ def test_a_new_selector_is_one_file(tmp_path, monkeypatch):
     """The registry and the strict options find a module that appears in the package's path."""
     (tmp_path / "first.py").write_text(
         "import torch\n"
-        "from offload_decode.selection.selector import Selector\n"
+        "from offload_decode.selectors.base import Selector\n"
         "from offload_decode.types import Selection\n"
         "class First(Selector):\n"
         "    '''The first k tokens.'''\n"

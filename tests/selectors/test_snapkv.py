@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_decode.errors import ConfigError
-from offload_decode.selection import key_scores
+from offload_decode.common.errors import ConfigError
+from offload_decode.selectors import scores
 from offload_decode.testing.selector_contract import LAYER, SelectorContract, floats, selected_ids
 from tests.selectors.evicting import asked, passes, sampled
 
@@ -28,7 +28,7 @@ class TestSnapKV(SelectorContract):
     @pytest.mark.parametrize("blocks", [1 << 22, 50])
     @pytest.mark.parametrize(("window", "kernel"), [(32, 7), (1, 1), (4, 3), (12, 41)])
     def test_the_chosen_hold_the_highest_pooled_votes(self, store, window, kernel, blocks, monkeypatch):
-        monkeypatch.setattr(key_scores, "BLOCK_SCORES", blocks)
+        monkeypatch.setattr(scores, "BLOCK_SCORES", blocks)
         queries = asked(store, softcap=2.0)
         held = self.make(store, budget="6", window=window, kernel=kernel)
         ids = selected_ids(held, queries)

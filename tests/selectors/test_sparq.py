@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.testing.selector_contract import SelectorContract
 from tests.selectors.memory_cases import MemoryCases, assert_best
 

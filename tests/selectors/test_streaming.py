@@ -2,7 +2,7 @@
 
 import pytest
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.testing.selector_contract import SelectorContract
 from tests.selectors.memory_cases import MemoryCases
 

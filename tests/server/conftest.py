@@ -13,10 +13,19 @@ from offload_decode.config import EngineConfig
 from offload_decode.prefill_jobs.job import Settings as PrefillSettings
 from offload_decode.prefill_jobs.job import prefill
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.requests import CitedDocument, Delta, Done, Ended, Event, Failed, Prompted, Usage
+from offload_decode.server.requests import (
+    CitedDocument,
+    Delta,
+    Done,
+    Ended,
+    Event,
+    Failed,
+    Prompted,
+    Settings,
+    Usage,
+)
 from offload_decode.server.scheduler import Ticket
 from offload_decode.server.service import Service
-from offload_decode.server.settings import Settings
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXTS = {

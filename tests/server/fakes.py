@@ -11,13 +11,24 @@ from types import SimpleNamespace
 from typing import Any
 
 from offload_decode.server.catalog import Entry
-from offload_decode.server.errors import NoSuchName, WrongField
+from offload_decode.server.chat_prompt import check_characters
 from offload_decode.server.jobs import Jobs
 from offload_decode.server.metrics import Metrics
-from offload_decode.server.parts import check_characters
-from offload_decode.server.requests import Delta, Done, Emit, Ended, Failed, Prompted, Scored, ToolCall, Usage
+from offload_decode.server.requests import (
+    Delta,
+    Done,
+    Emit,
+    Ended,
+    Failed,
+    NoSuchName,
+    Prompted,
+    Scored,
+    Settings,
+    ToolCall,
+    Usage,
+    WrongField,
+)
 from offload_decode.server.service import ChatAsked, CompletionAsked
-from offload_decode.server.settings import Settings
 from offload_decode.types import CitedDocument, CitedSpan, StepStats
 from tests.tiny import tiny_tokenizer
 

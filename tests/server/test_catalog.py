@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from offload_decode import demo_models
-from offload_decode.errors import ConfigError
-from offload_decode.prefill_jobs.build import build_indexes
-from offload_decode.server import watching
+from offload_decode.common.errors import ConfigError
+from offload_decode.prefill_jobs.indexing import build_indexes
+from offload_decode.server import catalog as watching
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.errors import NoSuchName
+from offload_decode.server.requests import NoSuchName
 from offload_decode.store.reader import KVStore
 from tests.store.jobs import FULL, make_job
 

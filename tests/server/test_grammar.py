@@ -13,11 +13,10 @@ import torch
 
 from offload_decode.models.loading import wrap
 from offload_decode.server import grammar
-from offload_decode.server.errors import WrongField
 from offload_decode.server.grammar import MOST_BYTES, check_grammar
-from offload_decode.server.requests import Generation
+from offload_decode.server.requests import Generation, WrongField
 from offload_decode.server.sampling import Picker, check_generation
-from offload_decode.server.text import Text
+from offload_decode.server.sequences import Text
 from tests.models.tokenizers import KINDS, tokenizer_of
 from tests.tiny import text_model, tiny_model, tiny_tokenizer
 

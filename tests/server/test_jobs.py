@@ -20,18 +20,18 @@ from typing import Any
 
 import pytest
 
-from offload_decode.errors import ConfigError, CorpusError, StoreBusy, StoreError, StoreExists
+from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreError, StoreExists
 from offload_decode.models.loading import load
 from offload_decode.prefill_jobs.append import append_texts
-from offload_decode.prefill_jobs.build import build_indexes
 from offload_decode.prefill_jobs.corpus import TextDocument
+from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import Settings, prefill_texts
 from offload_decode.server import job_process, jobs
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.errors import Busy, NoSuchName, ReadOnly, WrongField
 from offload_decode.server.job_files import JOBS, Job, JobFiles, Stated, Upload, Work
 from offload_decode.server.job_progress import Speed
 from offload_decode.server.jobs import Jobs
+from offload_decode.server.requests import Busy, NoSuchName, ReadOnly, WrongField
 from tests.server.test_catalog import make_store, until
 from tests.store.jobs import tree
 from tests.tiny import text_model, tiny_tokenizer

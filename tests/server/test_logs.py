@@ -8,14 +8,14 @@ import logging
 
 import pytest
 
-from offload_decode.server import logs
+from offload_decode.server import metrics
 
 
 def test_json_lines_hold_the_fields_of_a_request() -> None:
     out = io.StringIO()
-    logs.configure("json", out)
-    with logs.request(request_id="r1", route="/v1/models"):
-        logs.line()["status"] = 200
+    metrics.configure("json", out)
+    with metrics.request(request_id="r1", route="/v1/models"):
+        metrics.line()["status"] = 200
     (said,) = [json.loads(text) for text in out.getvalue().splitlines()]
     assert (said["message"], said["request_id"], said["status"]) == ("request", "r1", 200)
     assert said["seconds"] >= 0
@@ -24,10 +24,10 @@ def test_json_lines_hold_the_fields_of_a_request() -> None:
 
 def test_records_within_a_request_name_it_and_others_do_not() -> None:
     out = io.StringIO()
-    logs.configure("json", out)
-    with logs.request(request_id="r1"):
-        logs.LOG.warning("something")
-    logs.LOG.warning("something")
+    metrics.configure("json", out)
+    with metrics.request(request_id="r1"):
+        metrics.LOG.warning("something")
+    metrics.LOG.warning("something")
     within, _, outside = [json.loads(text) for text in out.getvalue().splitlines()]
     assert within["request_id"] == "r1"
     assert "request_id" not in outside
@@ -36,24 +36,24 @@ def test_records_within_a_request_name_it_and_others_do_not() -> None:
 @pytest.mark.parametrize("style", ["text", "json"])
 def test_a_value_never_becomes_a_line(style: str) -> None:
     out = io.StringIO()
-    logs.configure(style, out)  # type: ignore[arg-type]
-    with logs.request(model="book\n2026 error all is lost\x1b[2J\u2028"):
-        logs.LOG.info("a message\nwith a break")
+    metrics.configure(style, out)  # type: ignore[arg-type]
+    with metrics.request(model="book\n2026 error all is lost\x1b[2J\u2028"):
+        metrics.LOG.info("a message\nwith a break")
     assert len(out.getvalue().splitlines()) == 2
     assert "\x1b" not in out.getvalue()
 
 
 def test_text_lines_can_be_read_by_people() -> None:
     out = io.StringIO()
-    logs.configure("text", out)
-    with logs.request(request_id="r1", model="my book"):
+    metrics.configure("text", out)
+    with metrics.request(request_id="r1", model="my book"):
         pass
     assert ' info request request_id=r1 model="my book" seconds=' in out.getvalue()
 
 
 def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn() -> None:
     out = io.StringIO()
-    logs.configure("json", out)
+    metrics.configure("json", out)
     logging.getLogger("uvicorn.error").info("Started")
     logging.getLogger("httpx").info("chatter")
     assert [json.loads(text)["message"] for text in out.getvalue().splitlines()] == ["Started"]
@@ -61,15 +61,15 @@ def test_uvicorn_says_what_it_says_in_the_same_form_and_libraries_only_warn() ->
 
 def test_an_exception_stays_in_its_line() -> None:
     out = io.StringIO()
-    logs.configure("json", out)
+    metrics.configure("json", out)
     try:
         raise ValueError("wrong")
     except ValueError:
-        logs.LOG.exception("failed")
+        metrics.LOG.exception("failed")
     (said,) = [json.loads(text) for text in out.getvalue().splitlines()]
     assert "ValueError: wrong" in said["exception"]
 
 
 def test_outside_of_a_request_nothing_is_remembered() -> None:
-    logs.line()["model"] = "book"
-    assert logs.line() == {}
+    metrics.line()["model"] = "book"
+    assert metrics.line() == {}

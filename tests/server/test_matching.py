@@ -14,9 +14,8 @@ from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
 from offload_decode.server import matching
-from offload_decode.server.errors import WrongField
 from offload_decode.server.matching import Matcher
-from offload_decode.server.requests import Generation
+from offload_decode.server.requests import Generation, WrongField
 from offload_decode.server.service import ChatAsked
 from offload_decode.store.reader import KVStore
 from tests.models.tokenizers import KINDS, tokenizer_of

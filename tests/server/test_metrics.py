@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offload_decode.server import logs
+from offload_decode.server import metrics as logs
 from offload_decode.server.catalog import Catalog
-from offload_decode.server.errors import Busy
 from offload_decode.server.metrics import Metrics, Watch
-from offload_decode.server.requests import Delta, Done, Ended, Failed, Prompted, Scored, Usage
+from offload_decode.server.requests import Busy, Delta, Done, Ended, Failed, Prompted, Scored, Settings, Usage
 from offload_decode.server.service import Service
-from offload_decode.server.settings import Settings
 from offload_decode.types import StepStats
 
 USAGE = Usage(prompt=100, cached=90, completion=3)

@@ -19,14 +19,14 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from offload_decode.common.errors import ConfigError, StoreNotFound
 from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
-from offload_decode.errors import ConfigError, StoreNotFound
 from offload_decode.prefill_jobs.buckets import push
 from offload_decode.server.http.front import create_front
 from offload_decode.server.http.security import Access
 from offload_decode.server.metrics import Metrics
-from offload_decode.server.settings import Settings
+from offload_decode.server.requests import Settings
 from tests.prefill_jobs.test_ray import descendants
 
 pytest.importorskip("ray")

@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import wrap
-from offload_decode.models.pieces import encode, encode_text
-from offload_decode.models.prompt import prompt_for
+from offload_decode.models.prompt import encode, encode_text, prompt_for
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus
 from offload_decode.prefill_jobs.job import prefill_texts
-from offload_decode.server.errors import WrongField
-from offload_decode.server.messages import read_messages
-from offload_decode.server.prompts import chat_tokens, completion_tokens, keep_answer, text_tokens
-from offload_decode.server.spellings import Spellings
+from offload_decode.server.chat_prompt import (
+    Spellings,
+    chat_tokens,
+    completion_tokens,
+    keep_answer,
+    read_messages,
+    text_tokens,
+)
+from offload_decode.server.requests import WrongField
 from tests.models.tokenizers import KINDS, tokenizer_of
 from tests.tiny import tiny_model
 

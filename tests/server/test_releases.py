@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from offload_decode.server import releases
-from offload_decode.server.errors import Loading
-from offload_decode.server.releases import Releases
+from offload_decode.server import jobs
+from offload_decode.server.jobs import Releases
+from offload_decode.server.requests import Loading
 from tests.server.test_catalog import until
 
 
@@ -64,7 +64,7 @@ def test_nothing_is_kept_of_names_that_were_asked_for() -> None:
 
 
 def test_who_asks_is_not_kept_waiting_for_long_answers_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.2)
     answers = Answers()
     answers.running = {"book"}
     own = answers.releases()

@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from offload_decode.errors import ModelError
+from offload_decode.common.errors import ModelError
 from offload_decode.prefill_jobs.append import append
 from offload_decode.prefill_jobs.job import Settings as PrefillSettings
 from offload_decode.prefill_jobs.job import prefill
-from offload_decode.server import residents
-from offload_decode.server.errors import Loading, NoSuchName
-from offload_decode.server.requests import Generation
+from offload_decode.server import loaded_models
+from offload_decode.server.requests import Generation, Loading, NoSuchName
 from offload_decode.server.service import ChatAsked
 from tests.server.conftest import Listener
 from tests.tiny import text_model, tiny_tokenizer
@@ -54,7 +53,7 @@ def test_the_stores_used_least_recently_are_closed(serve):
 
 def test_so_many_stores_are_open_as_have_room_among_the_maps_of_memory(serve, monkeypatch):
     service = serve()
-    monkeypatch.setattr("offload_decode.server.residents.MOST_FILES", 1)
+    monkeypatch.setattr("offload_decode.server.loaded_models.MOST_FILES", 1)
     assert ask(service, "book").error is None
     assert ask(service, "notes").error is None
     assert service.residents.open_stores() == ["notes"]
@@ -65,14 +64,14 @@ def test_so_many_stores_are_open_as_have_room_among_the_maps_of_memory(serve, mo
 def test_of_the_ways_to_ask_a_store_the_last_ones_stay_in_memory(service):
     entry = service.catalog.entry("book")
     held = []
-    for budget in range(8, 8 + 3 * residents.MOST_WAYS):
+    for budget in range(8, 8 + 3 * loaded_models.MOST_WAYS):
         options = {"budget": str(budget)}
         assert ask(service, "book", selector="quest", options=options).error is None
         held.append(weakref.ref(service.residents.get(entry, "quest", options).start.prefix.selector))
     while service.scheduler.uses("book"):
         time.sleep(0.01)
     gc.collect()
-    assert sum(one() is not None for one in held) == residents.MOST_WAYS
+    assert sum(one() is not None for one in held) == loaded_models.MOST_WAYS
 
 
 def test_selectors_of_one_store_share_its_rows(service):
@@ -122,7 +121,7 @@ def test_models_take_turns(serve, shelf, tmp_path):
 
 
 def test_a_model_whose_request_never_comes_back_makes_way(serve, monkeypatch):
-    monkeypatch.setattr(residents, "RETURN_S", 0.2)
+    monkeypatch.setattr(loaded_models, "RETURN_S", 0.2)
     service = serve()
     other = replace(service.catalog.entry("book"), name="other", dtype="bfloat16")
     assert ask_patiently(service, "book").error is None

@@ -12,8 +12,7 @@ import torch
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import prefill_tokens
-from offload_decode.server.errors import WrongField
-from offload_decode.server.requests import Generation
+from offload_decode.server.requests import Generation, WrongField
 from offload_decode.server.sampling import Picker, check_generation, scored
 from offload_decode.types import Document
 from tests.tiny import text_model, tiny_tokenizer

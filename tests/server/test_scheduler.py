@@ -10,12 +10,11 @@ import weakref
 import pytest
 import torch
 
+from offload_decode.common.errors import ConfigError, StoreDamaged
+from offload_decode.engine.batching import run_turns
 from offload_decode.engine.engine import Engine
-from offload_decode.engine.joint import run_turns
-from offload_decode.errors import ConfigError, StoreDamaged
-from offload_decode.server.answering import Answering
-from offload_decode.server.errors import Busy, TimedOut, TooLarge
-from offload_decode.server.requests import Delta, Ended, Generation, Prompted
+from offload_decode.server.requests import Busy, Delta, Ended, Generation, Prompted, TimedOut, TooLarge
+from offload_decode.server.sequences import Answering
 from offload_decode.server.service import ChatAsked, CompletionAsked
 from tests.server.conftest import TEXTS, Listener
 

@@ -11,7 +11,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import prefill_texts
-from offload_decode.server.tails import Tails, tail_key
+from offload_decode.server.prefix_cache import Tails, tail_key
 from tests.tiny import text_model, tiny_tokenizer
 
 TEXT = "The lamp burns low. " * 12
@@ -128,7 +128,7 @@ def test_the_bytes_are_those_of_the_tensors_and_bounded(opened):
 
 
 def test_there_are_not_more_than_can_be_looked_through(monkeypatch):
-    monkeypatch.setattr("offload_decode.server.tails.MOST", 2)
+    monkeypatch.setattr("offload_decode.server.prefix_cache.MOST", 2)
     tails = Tails(1 << 30)
     for token in (3, 4, 5):
         tails.keep(KEY, Said([token]))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from offload_decode.server.text import Text
+from offload_decode.server.sequences import Text
 from tests.models.tokenizers import KINDS, tokenizer_of
 
 LETTERS = st.text("ab \n", max_size=12)

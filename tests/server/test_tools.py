@@ -11,13 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_decode.models.loading import wrap
-from offload_decode.server.calls import Calling, Calls
-from offload_decode.server.errors import WrongField
 from offload_decode.server.grammar import grammar_of
-from offload_decode.server.requests import Delta, Ended, Generation, Prompted, Usage
+from offload_decode.server.requests import Delta, Ended, Generation, Prompted, Usage, WrongField
 from offload_decode.server.sampling import Picker
-from offload_decode.server.text import Text
-from offload_decode.server.tools import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, choice_of, form_of
+from offload_decode.server.sequences import Text
+from offload_decode.server.tool_calls import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_NAMED,
+    Calling,
+    Calls,
+    choice_of,
+    form_of,
+)
 from tests.tiny import tiny_model, tiny_tokenizer
 
 BODY = (

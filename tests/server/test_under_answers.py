@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import StoreNotFound
-from offload_decode.server.errors import NoSuchName
+from offload_decode.common.errors import StoreNotFound
 from offload_decode.server.job_files import Upload
-from offload_decode.server.requests import Delta, Generation
+from offload_decode.server.requests import Delta, Generation, NoSuchName
 from offload_decode.server.service import ChatAsked, Service
 from offload_decode.store.reader import KVStore
 from tests.server.conftest import Heard, Listener

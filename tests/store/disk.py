@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.indexes import durable
+from offload_decode.common import files as durable
 
 _PAGE = 4096
 Names = dict[tuple[int, str], int]

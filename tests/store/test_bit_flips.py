@@ -18,7 +18,7 @@ import pytest
 import typer
 
 from offload_decode.cli.verify import verify
-from offload_decode.prefill_jobs.build import build_indexes
+from offload_decode.prefill_jobs.indexing import build_indexes
 from tests.store.jobs import FULL, SLIDING, make_job
 
 FLIPS = 1_000

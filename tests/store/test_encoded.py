@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from offload_decode.errors import ConfigError, StoreDamaged, StoreError, StoreMismatch
-from offload_decode.indexes.rows import encodings
-from offload_decode.store import KVStore, layout, metadata, verify_store
+from offload_decode.common.errors import ConfigError, StoreDamaged, StoreError, StoreMismatch
+from offload_decode.common.rows import encodings
+from offload_decode.store import KVStore, layout, verify_store
+from offload_decode.store import layout as metadata
 from offload_decode.store.format import stored_types
 from offload_decode.store.pages import rounded_outward
 from offload_decode.types import LayerKind, LayerShape, ModelShape

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from offload_decode.errors import StoreForeign
+from offload_decode.common.errors import StoreForeign
 from offload_decode.store.format import Manifest
 from offload_decode.types import LayerKind, ModelShape
 from tests.store.jobs import make_job

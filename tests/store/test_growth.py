@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload_decode.errors import StoreBusy, StoreDamaged, StoreError, StoreMismatch
-from offload_decode.store import exchange, layout, sharing
+from offload_decode.common.errors import StoreBusy, StoreDamaged, StoreError, StoreMismatch
+from offload_decode.store import growth as sharing
+from offload_decode.store import layout
+from offload_decode.store import writer as exchange
 from offload_decode.store.format import Manifest, token_hash
 from offload_decode.store.growth import Growth
 from offload_decode.store.reader import KVStore

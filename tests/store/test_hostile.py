@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload_decode.errors import StoreDamaged, StoreError, StoreForeign
-from offload_decode.store import KVStore, Manifest, checksums, verify_store
+from offload_decode.common.errors import StoreDamaged, StoreError, StoreForeign
+from offload_decode.store import KVStore, Manifest, files, verify_store
 from tests.store.jobs import FULL, SLIDING, make_job
 from tests.store.test_refusals import reseal
 
@@ -84,25 +84,25 @@ def use(path: Path) -> None:
 
 def survives(path: Path) -> bool:
     """Whether a store opens; any error but a sentence fails the test."""
-    seals = [(path / name).read_bytes() for name in (checksums.SUMS, checksums.SEAL)]
+    seals = [(path / name).read_bytes() for name in (files.SUMS, files.SEAL)]
     fit(path)
     try:
         use(path)
     except StoreError:
         return False
     finally:
-        for name, data in zip((checksums.SUMS, checksums.SEAL), seals, strict=True):
+        for name, data in zip((files.SUMS, files.SEAL), seals, strict=True):
             (path / name).write_bytes(data)
     return True
 
 
 def fit(path: Path) -> None:
     """Make the checksums fit the metadata, the only files that are changed here."""
-    sums = checksums.read_sums(path)
+    sums = files.read_sums(path)
     small = [name for name in sums if name.endswith("zarr.json")]
-    text = checksums.render(sums | checksums.hash_files(path, small))
-    (path / checksums.SUMS).write_bytes(text)
-    (path / checksums.SEAL).write_bytes(checksums.seal_of(text))
+    text = files.render(sums | files.hash_files(path, small))
+    (path / files.SUMS).write_bytes(text)
+    (path / files.SEAL).write_bytes(files.seal_of(text))
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "layers/000/keys/zarr.json", "documents/names/zarr.json"])

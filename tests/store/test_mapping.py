@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload_decode.errors import StoreDamaged, StoreError
-from offload_decode.store.mapping import map_files
+from offload_decode.common.errors import StoreDamaged, StoreError
+from offload_decode.store.files import map_files
 
 SIZE = 64 * 1024
 

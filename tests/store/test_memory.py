@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offload_decode.errors import ConfigError
-from offload_decode.indexes.rows.encodings import encode
+from offload_decode.common.errors import ConfigError
+from offload_decode.common.rows.encodings import encode
 from offload_decode.store import KVStore, MemoryStore, sample_plan
 from offload_decode.types import ModelShape
 from tests.store.jobs import FULL, SLIDING, make_job

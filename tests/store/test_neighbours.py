@@ -18,11 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload_decode.errors import StoreBusy, StoreError, StoreIncomplete, StoreMismatch
-from offload_decode.indexes.errors import IndexDamaged, IndexNotWritten
+from offload_decode.common.errors import (
+    IndexDamaged,
+    IndexNotWritten,
+    StoreBusy,
+    StoreError,
+    StoreIncomplete,
+    StoreMismatch,
+)
 from offload_decode.indexes.flat import FlatIndex
-from offload_decode.prefill_jobs.publishing import alone
-from offload_decode.store import KVStore, checksums, reader, verify_store
+from offload_decode.prefill_jobs.destinations import alone
+from offload_decode.store import KVStore, files, reader, verify_store
 from tests.store.jobs import Job
 from tests.store.test_growth import Corpus
 
@@ -95,8 +101,8 @@ def test_a_store_that_is_replaced_while_it_is_read_is_read_again(
     corpus, path = Corpus(tokens=300), tmp_path / "s"
     corpus.write(path, 100)
     corpus.write(tmp_path / "longer", 300)
-    real, left = checksums.read_sums, [tmp_path / "longer"]
-    real_tree = checksums.check_tree
+    real, left = files.read_sums, [tmp_path / "longer"]
+    real_tree = files.check_tree
 
     def read_sums(root: Path) -> dict[str, str]:
         found = real(root)
@@ -110,8 +116,8 @@ def test_a_store_that_is_replaced_while_it_is_read_is_read_again(
             raise reader.StoreDamaged("some of each")
         real_tree(root, *given)
 
-    monkeypatch.setattr(checksums, "read_sums", read_sums)
-    monkeypatch.setattr(checksums, "check_tree", check_tree)
+    monkeypatch.setattr(files, "read_sums", read_sums)
+    monkeypatch.setattr(files, "check_tree", check_tree)
     read(path)
     assert not left
     assert KVStore.open(path).manifest.n_tokens == 300
@@ -149,7 +155,7 @@ def test_a_disk_that_fails_is_a_sentence(
 ) -> None:
     keys = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32)
     FlatIndex.build(keys, digest="d").save(tmp_path / "i")
-    monkeypatch.setattr(checksums.hashlib, "file_digest", fails)
+    monkeypatch.setattr(files.hashlib, "file_digest", fails)
     with pytest.raises(StoreError, match="cannot be read: Input/output error"):
         verify_store(store)
     monkeypatch.setattr(os, "fdopen", fails)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.indexes import durable
-from offload_decode.prefill_jobs import publishing
+from offload_decode.common import files
+from offload_decode.prefill_jobs import destinations
 from offload_decode.store import KVStore, verify_store
 from tests.store.disk import Disk, PowerCut
 from tests.store.jobs import FULL, SLIDING, Job, make_job, tree
@@ -99,7 +99,7 @@ def test_without_flushes_commits_are_lost(tmp_path: Path, monkeypatch: pytest.Mo
         folder = tmp_path / str(seed)
         folder.mkdir()
         disk = Disk(folder, MANY)
-        with monkeypatch.context() as patched, durable.synced(False):
+        with monkeypatch.context() as patched, files.synced(False):
             disk.watch(patched)
             with (job := make_job(3 * CHUNK)).open(folder / "s") as writer:
                 job.feed(writer)
@@ -143,9 +143,9 @@ def test_indexes_are_those_of_before_or_the_new_ones(
         folder.mkdir(parents=True)
         for name in ("a", "b"):
             (folder / name).write_text(text)
-    ended = not cut(kind.parent, (flush, flush), monkeypatch, lambda: publishing.publish(staging, kind, ()))
+    ended = not cut(kind.parent, (flush, flush), monkeypatch, lambda: destinations.publish(staging, kind, ()))
     assert ended == (flush == 6), "it makes five flushes"
     if staging.exists():
-        publishing.publish(staging, kind, ())
+        destinations.publish(staging, kind, ())
     found = {file.read_text() for file in kind.iterdir()}
     assert found == {"new"}

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete, StoreNotFound
-from offload_decode.store import FORMAT_VERSION, KVStore, checksums, verify_store
+from offload_decode.common.errors import (
+    StoreDamaged,
+    StoreError,
+    StoreForeign,
+    StoreIncomplete,
+    StoreNotFound,
+)
+from offload_decode.store import FORMAT_VERSION, KVStore, files, verify_store
 from tests.store.jobs import Job
 
 OPENERS = [KVStore.open, verify_store]
@@ -17,12 +23,12 @@ OPENERS = [KVStore.open, verify_store]
 def reseal(store: Path) -> None:
     """Make the checksums fit, as if the store had been made this way."""
     names = [str(f.relative_to(store)) for f in store.rglob("*") if f.is_file() and f.name not in SUMS]
-    sums = checksums.render(checksums.hash_files(store, names))
-    (store / checksums.SUMS).write_bytes(sums)
-    (store / checksums.SEAL).write_bytes(checksums.seal_of(sums))
+    sums = files.render(files.hash_files(store, names))
+    (store / files.SUMS).write_bytes(sums)
+    (store / files.SEAL).write_bytes(files.seal_of(sums))
 
 
-SUMS = (checksums.SUMS, checksums.SEAL)
+SUMS = (files.SUMS, files.SEAL)
 
 
 def edit(store: Path, name: str, **changes: object) -> None:
@@ -110,7 +116,7 @@ def test_metadata_that_is_damaged(refuses, store: Path, name: str) -> None:
         (store / name).write_bytes(broken)
         refuses(store, StoreDamaged, name)
     (store / name).unlink()
-    if name == checksums.SEAL:
+    if name == files.SEAL:
         refuses(store, StoreDamaged, "SHA256SUMS.sha256 is missing")
     else:
         refuses(store, StoreDamaged, name)

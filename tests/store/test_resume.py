@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload_decode.errors import (
+from offload_decode.common.errors import (
     StoreBusy,
     StoreDamaged,
     StoreError,

@@ -11,7 +11,7 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload_decode.errors import StoreExists, StoreIncomplete, StoreMismatch
+from offload_decode.common.errors import StoreExists, StoreIncomplete, StoreMismatch
 from offload_decode.store import KVStore, sample_plan
 from offload_decode.types import Document
 from tests.store.jobs import FULL, SLIDING, Job, make_job, tree

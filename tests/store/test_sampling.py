@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_decode.store.sampling import sample_plan
+from offload_decode.store.layout import sample_plan
 
 
 def pairs(n_tokens: int, group: int, n: int) -> set[tuple[int, int]]:

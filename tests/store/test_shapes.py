@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload_decode.errors import StoreDamaged, StoreForeign
+from offload_decode.common.errors import StoreDamaged, StoreForeign
 from offload_decode.store.format import Manifest
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import WINDOWS, partial_path

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete
-from offload_decode.kv.head_indexes import indexes_folder
-from offload_decode.prefill_jobs.build import build_indexes
-from offload_decode.store import KVStore, Manifest, checksums, mapping, verify_store
-from offload_decode.store.documents import names_of
+from offload_decode.common.errors import StoreDamaged, StoreError, StoreForeign, StoreIncomplete
+from offload_decode.kv.indexes import indexes_folder
+from offload_decode.prefill_jobs.indexing import build_indexes
+from offload_decode.store import KVStore, Manifest, files, verify_store
+from offload_decode.store.reader import names_of
 from offload_decode.store.staging import LOCK, REPLACED, STORE, WINDOWS, partial_path
 from tests.store.jobs import FULL, SLIDING, Job, make_job
 
@@ -23,19 +23,19 @@ from tests.store.jobs import FULL, SLIDING, Job, make_job
     "name", ["../{}/zarr.json", "/etc/zarr.json", "a\0b/zarr.json", "./zarr.json", "tokens/c.0"]
 )
 def test_checksums_name_files_of_the_store_once(store: Path, name: str) -> None:
-    text = (store / checksums.SUMS).read_text()
+    text = (store / files.SUMS).read_text()
     text += f"{'0' * 64}  {name.format(store.name)}\n"
-    (store / checksums.SUMS).write_text(text)
-    (store / checksums.SEAL).write_bytes(checksums.seal_of(text.encode()))
+    (store / files.SUMS).write_text(text)
+    (store / files.SEAL).write_bytes(files.seal_of(text.encode()))
     with pytest.raises(StoreDamaged, match="not a list of the files of a store"):
         KVStore.open(store)
 
 
 def test_verify_takes_no_path_without_end(store: Path) -> None:
     deep = "/".join(["a"] * 200_000)
-    text = (store / checksums.SUMS).read_text() + f"{'0' * 64}  {deep}\n"
-    (store / checksums.SUMS).write_text(text)
-    (store / checksums.SEAL).write_bytes(checksums.seal_of(text.encode()))
+    text = (store / files.SUMS).read_text() + f"{'0' * 64}  {deep}\n"
+    (store / files.SUMS).write_text(text)
+    (store / files.SEAL).write_bytes(files.seal_of(text.encode()))
     with pytest.raises(StoreDamaged, match="names what is no file of a store") as caught:
         verify_store(store)
     assert len(str(caught.value)) < 1000
@@ -74,10 +74,10 @@ def test_a_pipe_beside_indexes_is_removed(store: Path, kind: str) -> None:
 
 
 def test_a_sentence_does_not_name_a_hundred_thousand_files(store: Path) -> None:
-    sums = checksums.read_sums(store) | {f"more/{n}": "0" * 64 for n in range(100_000)}
-    text = checksums.render(sums)
-    (store / checksums.SUMS).write_bytes(text)
-    (store / checksums.SEAL).write_bytes(checksums.seal_of(text))
+    sums = files.read_sums(store) | {f"more/{n}": "0" * 64 for n in range(100_000)}
+    text = files.render(sums)
+    (store / files.SUMS).write_bytes(text)
+    (store / files.SEAL).write_bytes(files.seal_of(text))
     with pytest.raises(StoreDamaged, match=r"and 99,950 more\)") as caught:
         KVStore.open(store)
     assert len(str(caught.value)) < 2000
@@ -100,7 +100,7 @@ def test_names_are_read_as_they_were_written() -> None:
 def test_addresses_that_there_are_not_are_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "f"
     with pytest.raises(StoreError, match="cannot be mapped into memory"):
-        mapping.map_files([file] * 2, 1 << 62)
+        files.map_files([file] * 2, 1 << 62)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder"])

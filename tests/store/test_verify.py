@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_decode.errors import StoreDamaged, StoreError
+from offload_decode.common.errors import StoreDamaged, StoreError
 from offload_decode.store import KVStore, verify_store
 from tests.store.jobs import FULL, SLIDING, make_job, tree
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.states import attend, merge_states
+from offload_decode.attention.state import attend, merge_states
+from offload_decode.common.errors import ConfigError
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.errors import ConfigError
-from offload_decode.kv.host import HostKV
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors import unselected
+from offload_decode.selectors.unselected import SampleTail, _unselected, selected_lists
 from offload_decode.store.memory import MemoryStore
-from offload_decode.tails import base, registry
-from offload_decode.tails.base import selected_lists
-from offload_decode.tails.sample import SampleTail, _unselected
 from offload_decode.types import (
     AttentionState,
     LayerKind,
@@ -93,7 +92,7 @@ def test_clusters_of_one_key_are_the_unselected_tokens_exactly(softcap, scored, 
     host, queries = random_host(dtype=dtype), some_queries(softcap=softcap)
     ids = some_ids(host, 20)
     scores = exact_scores(host, queries, ids) if scored else None
-    estimate = registry.create("clusters:1", host).estimate(0, queries, Selection(ids, scores))
+    estimate = unselected.create("clusters:1", host).estimate(0, queries, Selection(ids, scores))
     expected = dense(host, queries, ids)
     torch.testing.assert_close(estimate.out, expected.out, atol=2e-6, rtol=0)
     torch.testing.assert_close(estimate.lse, expected.lse, atol=2e-6, rtol=0)
@@ -103,7 +102,7 @@ def test_clusters_of_one_key_are_the_unselected_tokens_exactly(softcap, scored, 
 def test_clusters_stand_for_their_unselected_members(scored):
     """The definition: the mean key of what is left, as often as it is left, with the mean value."""
     host, queries = random_host(), some_queries()
-    ids, tail = some_ids(host, 60), registry.create("clusters:5", host)
+    ids, tail = some_ids(host, 60), unselected.create("clusters:5", host)
     scores = exact_scores(host, queries, ids) if scored else None
     estimate = tail.estimate(0, queries, Selection(ids, scores))
     for head in range(HKV):
@@ -153,7 +152,7 @@ def test_draws_go_where_the_attention_is():
     rows = torch.zeros(HKV, 1, D)
     rows[..., 0] = 1
     queries = Queries(rows, SCALING)
-    estimate = registry.create("sample:64", host).estimate(
+    estimate = unselected.create("sample:64", host).estimate(
         0, queries, Selection(torch.zeros(HKV, 1, 0).long())
     )
     torch.testing.assert_close(estimate.lse, dense(host, queries).lse, atol=0.2, rtol=0)
@@ -163,9 +162,9 @@ def test_draws_go_where_the_attention_is():
 def test_rows_are_taken_in_parts_and_each_stands_for_itself(monkeypatch, option):
     host, queries = random_host(), some_queries()
     ids = some_ids(host, 20)
-    whole = registry.create(option, host).estimate(0, queries, Selection(ids))
-    monkeypatch.setattr(base, "SCORES", 1)
-    parts = registry.create(option, host).estimate(0, queries, Selection(ids))
+    whole = unselected.create(option, host).estimate(0, queries, Selection(ids))
+    monkeypatch.setattr(unselected, "SCORES", 1)
+    parts = unselected.create(option, host).estimate(0, queries, Selection(ids))
     torch.testing.assert_close(parts.out, whole.out, atol=1e-6, rtol=0)
     torch.testing.assert_close(parts.lse, whole.lse, atol=1e-6, rtol=0)
 
@@ -175,7 +174,7 @@ def test_a_row_that_selected_everything_has_no_tail(option):
     host, queries = random_host(tokens=37), some_queries()
     ids = torch.arange(37).expand(HKV, 6, 37).clone()
     ids[:, 1, 5] = -1  # this row left token 5
-    estimate = registry.create(option, host).estimate(0, queries, Selection(ids))
+    estimate = unselected.create(option, host).estimate(0, queries, Selection(ids))
     assert torch.isneginf(estimate.lse[:, [0, 2, 3, 4, 5]]).all()
     assert (estimate.out[:, 0] == 0).all()
     torch.testing.assert_close(estimate.out[:, 1], both(host, host.values)[:, 5], atol=1e-5, rtol=0)
@@ -224,7 +223,7 @@ def test_pages_leave_their_tokens_out(shared):
     pages = torch.rand(HKV, lists, 5).argsort(-1)[..., :2]
     selection = PageSelection(pages, 16, torch.full((HKV,), 25), shared)
     state = host.attend(0, queries, selection, StepStats())
-    rest = registry.create("clusters:1", host).estimate(0, queries, selection)
+    rest = unselected.create("clusters:1", host).estimate(0, queries, selection)
     merged = merge_states(state, AttentionState(rest.out, rest.lse))
     expected = dense(host, queries)
     torch.testing.assert_close(merged.out, expected.out, atol=2e-6, rtol=0)
@@ -263,7 +262,7 @@ def test_forks_share_what_was_built():
 )
 def test_another_option_is_refused_with_the_way_out(option):
     with pytest.raises(ConfigError, match=r"choose off, clusters or sample|as in (clusters:16|sample:256)"):
-        registry.create(option, random_host())
+        unselected.create(option, random_host())
 
 
 @pytest.mark.parametrize(("option", "error"), [("off", None), ("clusters", 0.03), ("sample:512", 0.12)])

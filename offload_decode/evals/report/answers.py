@@ -123,7 +123,7 @@ def _by_task(summary: Summary) -> list[Block]:
 def _accuracy(cell: Cell | None) -> Value | str:
     if cell is None:
         return "–"
-    below = [f"string match {percent(cell.ruler.mean)}"]
+    below = [f"match {percent(cell.ruler.mean)}"]
     if cell.exact is not None and cell.f1 is not None:
         below.append(f"exact {percent(cell.exact)}, F1 {percent(cell.f1)}")
     if cell.ratio is not None:

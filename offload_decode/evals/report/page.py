@@ -15,7 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
+from offload_decode.common.files import NotPlain, open_plain, parse
 from offload_decode.evals import plots, runs
 from offload_decode.evals.extra import REPORT, library, require
 from offload_decode.evals.perplexity import NLL, at_chance, likelihoods
@@ -27,8 +28,6 @@ from offload_decode.evals.sparsity import SPARSITY
 from offload_decode.evals.summary import summarize
 from offload_decode.evals.verdict import at_chance as tasks_at_chance
 from offload_decode.evals.verdict import verdict
-from offload_decode.indexes.plain_files import NotPlain, open_plain
-from offload_decode.plain_json import parse
 
 MOST = 256 << 20
 """Bytes of a file that is one JSON value."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any, ClassVar
 
-from offload_decode import plain_json
+from offload_decode.common import files
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import Context, Material, Question, Task, insert, too_short
 from offload_decode.evals.tasks.words import Split
@@ -416,12 +416,12 @@ class EveryRecord(SpreadFacts):
         """
         blocks = _FENCED.findall(said)
         try:
-            given = plain_json.parse(blocks[0] if len(blocks) == 1 else said)
+            given = files.parse(blocks[0] if len(blocks) == 1 else said)
         except ValueError:
             return 0.0
         if not isinstance(given, list):
             return 0.0
-        expected: list[Any] = plain_json.parse(question.answers[0])
+        expected: list[Any] = files.parse(question.answers[0])
         missing = list(expected)
         for record in given:
             if record in missing:

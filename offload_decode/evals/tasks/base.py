@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals.tasks.words import Split
 
 _BOUNDARY = re.compile(r"(?<=[.!?])\s+|\n\s*\n")

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Material, Question, Task
 from offload_decode.evals.tasks.words import Split

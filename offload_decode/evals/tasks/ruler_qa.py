@@ -15,12 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offload_decode import plain_json
-from offload_decode.errors import ConfigError, CorpusError
+from offload_decode.common import files as plain_json
+from offload_decode.common.errors import ConfigError, CorpusError
+from offload_decode.common.files import NotPlain, open_plain
 from offload_decode.evals.haystack import python_topics_by_name
 from offload_decode.evals.tasks.base import Context, Material, Question, Task, too_short
 from offload_decode.evals.tasks.words import Split
-from offload_decode.indexes.plain_files import NotPlain, open_plain
 
 MOST_BYTES = 256 * 2**20
 _OURS = Path(__file__).with_name("questions.json")

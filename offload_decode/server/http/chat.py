@@ -20,17 +20,28 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaTool
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as PartLogprobs
 from pydantic import Field, StringConstraints
 
-from offload_decode.server.calls import as_sent
-from offload_decode.server.errors import WrongField
 from offload_decode.server.http import answers
-from offload_decode.server.http.answers import Answered, Cited, pieces_of, service_of
+from offload_decode.server.http.answers import (
+    DONE,
+    MOST_TOKENS,
+    QUIET_S,
+    Answered,
+    Body,
+    Cited,
+    Events,
+    Pieces,
+    RequestMessage,
+    Stream,
+    data,
+    json_of,
+    of_chat,
+    pieces_of,
+    service_of,
+)
 from offload_decode.server.http.errors import RESPONSES, known_names
-from offload_decode.server.http.events import Events
-from offload_decode.server.http.fields import MOST_TOKENS, Body, Written
-from offload_decode.server.http.logprobs import Pieces, of_chat
-from offload_decode.server.http.streaming import DONE, QUIET_S, Stream, data, json_of
-from offload_decode.server.requests import MOST_TOP, Delta, Done, Ended, Prompted
+from offload_decode.server.requests import MOST_TOP, Delta, Done, Ended, Prompted, WrongField
 from offload_decode.server.service import ChatAsked
+from offload_decode.server.tool_calls import as_sent
 from offload_decode.types import StepStats
 
 MOST_MESSAGES = 4096
@@ -128,7 +139,7 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class ChatBody(Written):
+class ChatBody(RequestMessage):
     """What is asked of `/v1/chat/completions`."""
 
     messages: Messages

@@ -8,30 +8,42 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from uuid import uuid4
 
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from offload_decode.errors import (
+from offload_decode.common.errors import (
     BucketError,
     ConfigError,
     CorpusError,
     DoesNotFit,
+    NotCompiled,
     OffloadDecodeError,
     StoreBusy,
     StoreExists,
     StoreIncomplete,
     StoreNotFound,
+    UnknownIndex,
 )
-from offload_decode.indexes.errors import NotCompiled, UnknownIndex
-from offload_decode.memory import OUT_OF_MEMORY, is_out_of_memory
-from offload_decode.server import logs
-from offload_decode.server.errors import Busy, Loading, NoSuchName, ReadOnly, TimedOut, TooLarge, WrongField
+from offload_decode.common.memory import OUT_OF_MEMORY, is_out_of_memory
+from offload_decode.server import metrics
+from offload_decode.server import metrics as logs
+from offload_decode.server.requests import Busy, Loading, NoSuchName, ReadOnly, TimedOut, TooLarge, WrongField
 
 if TYPE_CHECKING:
     from offload_decode.server.service import Service
+
 
 LOG = logging.getLogger("offload_decode.server")
 
@@ -109,7 +121,7 @@ def refused(error: Exception, names: Mapping[str, str] | None = None) -> Refusal
         LOG.error("%s", OUT_OF_MEMORY, exc_info=error)
         return _plain(503, "the server is out of memory: ask for less, or try again later", "out_of_memory")
     LOG.error("unexpected %s", type(error).__name__, exc_info=error)
-    under = f", under {number}" if (number := logs.line().get("request_id")) else ""
+    under = f", under {number}" if (number := metrics.line().get("request_id")) else ""
     return _plain(500, f"something went wrong in the server; its log says what{under}")
 
 
@@ -143,3 +155,188 @@ def without_paths(message: str, names: Mapping[str, str]) -> str:
     for path in sorted(names, key=len, reverse=True):
         message = message.replace(path, names[path])
     return re.sub(r"(?<![\w.:/])(?:~|\.{1,2})?/(?:[^\s/'\",;]+/)*([^\s/'\",;]+)", r"\1", message)
+
+
+# How the server is: `/health`, `/metrics`, and a line in the log for each request, with its id.
+
+HEADER = "X-Request-Id"
+HUNG_UP = 499
+"""The status of a request whose client left before an answer began, as nginx logs it."""
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_QUIET = ("/health", "/metrics")
+
+
+class Health(BaseModel):
+    """Whether requests are answered: `loading` until the first model is in memory. Numbers of models in
+    memory, and of stores that are open; no names, as nobody needs a key to ask.
+    """
+
+    status: Literal["ok", "loading"]
+    models_loaded: int
+    stores_open: int
+
+
+class Seen:
+    """Gives every request an id, its client's own where that is a plain one, sends it back, and logs what
+    became of the request. It goes around everything else.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        number = given if _ID.fullmatch(given) else uuid4().hex
+        level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+        with logs.request(level, request_id=number, method=scope["method"]) as line:
+
+            async def sent(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    line["status"] = message["status"]
+                    MutableHeaders(scope=message)[HEADER] = number
+                await send(message)
+
+            try:
+                await self.app(scope, receive, sent)
+            finally:
+                line["route"] = _route(scope)
+                line.setdefault("status", HUNG_UP)
+
+
+def router() -> APIRouter:
+    """The routes; the app's `state.service` is asked."""
+    routes = APIRouter(tags=["server"])
+
+    @routes.get("/health", responses={503: {"model": Health, "description": "The first model is loading."}})
+    def health(request: Request, response: Response) -> Health:
+        """Whether requests are answered."""
+        residents = request.app.state.service.residents
+        models = residents.models()
+        loading = residents.loading() and not models
+        response.status_code = 503 if loading else 200
+        return Health(
+            status="loading" if loading else "ok",
+            models_loaded=len(models),
+            stores_open=len(residents.open_stores()),
+        )
+
+    @routes.get("/metrics", response_class=PlainTextResponse)
+    def metrics(request: Request) -> Response:
+        """Everything that is counted and timed, for Prometheus."""
+        return Response(request.app.state.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+def _route(scope: Scope) -> str:
+    """The route that was taken, as it is declared; the path where there is none."""
+    route: Any = scope.get("route")
+    return str(getattr(route, "path", None) or scope["path"][:200])
+
+
+# How errors leave the app: whatever is raised becomes a response in OpenAI's shape.
+
+_SENTENCES = {
+    400: "the body cannot be read",
+    404: "there is nothing at this address",
+    405: "this address does not take that method",
+}
+
+
+class Caught:
+    """Answers what its app raises. An answer that has begun is cut off."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def sent(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sent)
+        except Exception as error:
+            if begun or scope["type"] != "http":
+                raise
+            names = known_names(scope["app"].state.service)
+            await refused(error, names).response()(scope, receive, send)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Let every error of the app become a response."""
+
+    async def wrong(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return invalid(error.errors(), error.body).response()
+
+    async def status(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        said = _SENTENCES.get(error.status_code, str(error.detail))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # a framework's own header names the methods of the first route alone
+            headers["Allow"] = ", ".join(_allowed(request))
+        return refusal(error.status_code, said, **headers).response()
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=HUNG_UP)  # nobody reads it
+
+    app.add_exception_handler(RequestValidationError, wrong)
+    app.add_exception_handler(HTTPException, status)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_middleware(Caught)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that the address of a request takes."""
+    return [
+        method
+        for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.router.routes
+        )
+    ]
+
+
+def invalid(errors: Sequence[Any], body: Any) -> Refusal:
+    """A body that is not of the shape it must be; says so of the field that is furthest in."""
+    if errors[0]["type"] == "json_invalid":
+        return refusal(
+            400, f"the body is not JSON: {errors[0]['ctx']['error']} at position {errors[0]['loc'][1]}"
+        )
+    if isinstance(body, bytes | str | None) and len(errors[0]["loc"]) == 1:
+        return refusal(400, "send a JSON object, with the header Content-Type: application/json")
+    first = max(errors, key=lambda error: len(error["loc"]))
+    name = _field(first["loc"], body)
+    message = f"{name}: {_lowered(first['msg'])}" if name else _lowered(first["msg"])
+    return Refusal(
+        400,
+        ErrorBody(error=Problem(message=message, type="invalid_request_error", param=name or None)),
+        {},
+    )
+
+
+def _field(place: Sequence[int | str], body: Any) -> str:
+    """`messages[0].role`: where in the body, without what pydantic says of unions on the way."""
+    name, at = "", body
+    for step in place[1:]:
+        missing = step is place[-1] and isinstance(at, Mapping)
+        if isinstance(step, int):
+            name += f"[{step}]"
+            at = at[step] if isinstance(at, list) and step < len(at) else None
+        elif missing or (isinstance(at, Mapping) and step in at):
+            name += f".{step}" if name else step
+            at = at.get(step)
+    return name
+
+
+def _lowered(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]

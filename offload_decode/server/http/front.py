@@ -17,12 +17,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from offload_decode.server import logs
-from offload_decode.server.errors import Busy
+from offload_decode.server import metrics as logs
 from offload_decode.server.http.app import guard
-from offload_decode.server.http.errors import refused
-from offload_decode.server.http.handlers import add_handlers
+from offload_decode.server.http.errors import add_handlers, refused
 from offload_decode.server.http.security import Access
+from offload_decode.server.requests import Busy
 
 TRIES = 3
 """Replicas that a request may lose before it fails."""

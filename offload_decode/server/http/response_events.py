@@ -31,12 +31,10 @@ from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import BaseModel
 
-from offload_decode.server.calls import as_sent
-from offload_decode.server.http.answers import Cited, cost, new_id
+from offload_decode.server.http.answers import QUIET_S, Cited, Events, cost, data, new_id
 from offload_decode.server.http.errors import refused
-from offload_decode.server.http.events import Events
-from offload_decode.server.http.streaming import QUIET_S, data
 from offload_decode.server.requests import Delta, Done, Ended, Event, ToolCall, Usage
+from offload_decode.server.tool_calls import as_sent
 from offload_decode.types import StepStats
 
 

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, StringConstraints
 
-from offload_decode.server.errors import WrongField
 from offload_decode.server.http import answers, chat
-from offload_decode.server.http.answers import service_of
+from offload_decode.server.http.answers import MOST_TOKENS, Asks, Body, Stream, json_of, service_of
 from offload_decode.server.http.chat import (
     MOST_MESSAGES,
     MOST_TOOLS,
@@ -21,10 +20,9 @@ from offload_decode.server.http.chat import (
     PlainText,
 )
 from offload_decode.server.http.errors import RESPONSES, known_names
-from offload_decode.server.http.fields import MOST_TOKENS, Asks, Body
 from offload_decode.server.http.remembered import Remembered
 from offload_decode.server.http.response_events import Reply, ReplyObject, told
-from offload_decode.server.http.streaming import Stream, json_of
+from offload_decode.server.requests import WrongField
 
 
 class ContentPart(Body):

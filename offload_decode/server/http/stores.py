@@ -20,14 +20,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from starlette.datastructures import UploadFile
 
-from offload_decode import plain_json
+from offload_decode.common import files as plain_json
 from offload_decode.server.catalog import Entry
-from offload_decode.server.errors import NoSuchName, TooLarge, WrongField
-from offload_decode.server.http.answers import service_of
+from offload_decode.server.http.answers import Body, Name, Option, Short, service_of
 from offload_decode.server.http.errors import RESPONSES, known_names, without_paths
-from offload_decode.server.http.fields import Body, Name, Option, Short
 from offload_decode.server.job_checks import MOST_DOCUMENTS
 from offload_decode.server.job_files import Job, Upload
+from offload_decode.server.requests import NoSuchName, TooLarge, WrongField
 from offload_decode.server.service import Service
 from offload_decode.store.reader import KVStore
 

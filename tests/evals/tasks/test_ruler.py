@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from offload_decode import demo_models
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Strand, python_topics
 from offload_decode.evals.tasks import Context, words

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload_decode.errors import ConfigError, CorpusError
+from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack, Strand
 from offload_decode.evals.tasks import Question, ruler_qa

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack, Strand
 from offload_decode.evals.tasks import words

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from offload_decode.indexes import key_groups as clusters
+from offload_decode.common.errors import InvalidIndexInput
+from offload_decode.common.rows import encodings, scan
+from offload_decode.common.rows.encodings import INT4, INT8
 from offload_decode.indexes import keys_digest
-from offload_decode.indexes.errors import InvalidIndexInput
-from offload_decode.indexes.rows import encodings, scan
-from offload_decode.indexes.rows.encodings import INT4, INT8
+from offload_decode.indexes.clusters import kmeans as clusters
 
 ENCODINGS = [INT8, INT4]
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32]

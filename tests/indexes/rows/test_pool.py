@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from offload_decode.indexes.rows import pool
+from offload_decode.common.rows import threads
 
 
 def test_every_task_is_done_once_and_the_last_on_the_calling_thread() -> None:
     done: dict[int, int] = {}
-    pool.run(lambda task: done.update({task: threading.get_ident()}), range(7))
+    threads.run(lambda task: done.update({task: threading.get_ident()}), range(7))
     assert sorted(done) == list(range(7))
     assert done[6] == threading.get_ident()
 
@@ -29,13 +29,13 @@ def test_a_failure_is_raised_when_no_task_runs_any_more(failing: int) -> None:
         ended.set()
 
     with pytest.raises(ValueError, match="no"):
-        pool.run(work, range(2))
+        threads.run(work, range(2))
     assert ended.is_set()
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    pool.run(lambda _: None, range(3))
-    child = multiprocessing.get_context("fork").Process(target=pool.run, args=(int, range(3)))
+    threads.run(lambda _: None, range(3))
+    child = multiprocessing.get_context("fork").Process(target=threads.run, args=(int, range(3)))
     child.start()
     child.join(20)
     assert child.exitcode == 0

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from numba.core import config
 
-from offload_decode.indexes import dots
-from offload_decode.indexes.rows import numbers
-from offload_decode.indexes.rows.processor import features
+from offload_decode.common.rows import numbers
+from offload_decode.common.rows.processor import features
+from offload_decode.indexes.clusters import dot4
 
 GENERIC = """
 import numpy as np
 from numba import njit
-from offload_decode.indexes import dots
-from offload_decode.indexes.rows.numbers import half_to_single
+from offload_decode.indexes.clusters import dot4 as dots
+from offload_decode.common.rows.numbers import half_to_single
 print(list(dots.forms()), njit(lambda bits: half_to_single(bits))(np.uint16(0x3C01)))
 """
 
@@ -30,7 +30,7 @@ print(list(dots.forms()), njit(lambda bits: half_to_single(bits))(np.uint16(0x3C
 def test_what_numba_is_told_counts(named: str, found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "CPU_FEATURES", named, raising=False)
     assert features() == found
-    assert set(dots.forms()) == found & {"avx2", "avx512vnni"} | {"vectors"}
+    assert set(dot4.forms()) == found & {"avx2", "avx512vnni"} | {"vectors"}
     assert numbers._converts() or "f16c" not in found
 
 

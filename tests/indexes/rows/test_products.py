@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from offload_decode.indexes.rows import processor, scan
-from offload_decode.indexes.rows.products import LANES, QUERIES, ROWS, SUMS, padded, products, put
+from offload_decode.common.rows import processor, scan
+from offload_decode.common.rows.scan import LANES, QUERIES, ROWS, SUMS, padded, products, put
 
 
 @njit
@@ -74,13 +74,13 @@ def test_padding_is_of_zeros():
 
 OTHERS = """
 import numpy as np
-from offload_decode.indexes.rows import products, scan
+from offload_decode.common.rows import scan
 rng = np.random.default_rng(0)
 for dim in (1, 7, 64, 130):
     rows, queries = rng.standard_normal((9, dim)).astype("f"), rng.standard_normal((5, dim)).astype("f")
     scores = scan.inner_products(rows, queries)
     np.testing.assert_allclose(scores, queries @ rows.T, atol=1e-4)
-print(products.LANES, products.ROWS)
+print(scan.LANES, scan.ROWS)
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_decode.errors import ConfigError
+from offload_decode.common.errors import ConfigError
 from tests.tiny import text_model, tiny_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -23,8 +23,8 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from offload_decode.models.names import find_tokenizer
-from offload_decode.prefill_jobs.lm_eval import stores
+from offload_decode.models.fingerprints import find_tokenizer
+from offload_decode.prefill_jobs.lm_eval import answers as stores
 from offload_decode.prefill_jobs.lm_eval.model import NAME, OffloadDecodeLM
 
 SMALL = {"device": "cpu", "min_prefix": 32, "question_tokens": 8, "prefill_chunk": 16}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_decode.prefill_jobs.lm_eval.prefixes import Group, groups
+from offload_decode.prefill_jobs.lm_eval.answers import Group, groups
 
 
 def tokens(*runs):

@@ -9,8 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from offload_decode.server.errors import Busy, Loading, TimedOut, WrongField
-from offload_decode.server.requests import ToolCall
+from offload_decode.server.requests import Busy, Loading, TimedOut, ToolCall, WrongField
 from tests.server.fakes import STORED, FakeService
 
 ASKED = [{"role": "user", "content": "Who wrote it?"}]

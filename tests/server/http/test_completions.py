@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from offload_decode.server.errors import Busy
+from offload_decode.server.requests import Busy
 from tests.server.fakes import STORED, FakeService
 
 

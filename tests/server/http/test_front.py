@@ -17,10 +17,10 @@ from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 from starlette.types import Message
 
-from offload_decode.server.errors import Busy
 from offload_decode.server.http.app import guard
 from offload_decode.server.http.front import STORES, TRIES, Lost, create_front, run
 from offload_decode.server.http.security import Access
+from offload_decode.server.requests import Busy
 
 CHUNKS = ["data: one\n\n", "data: two\n\n"]
 

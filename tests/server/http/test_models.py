@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from offload_decode.server.errors import Loading
+from offload_decode.server.requests import Loading
 from tests.server.fakes import STORED, FakeService
 
 

@@ -13,7 +13,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from offload_decode.server.errors import Loading, TimedOut, WrongField
+from offload_decode.server.requests import Loading, TimedOut, WrongField
 from tests.server.fakes import STORED, FakeService
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -6,9 +6,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from offload_decode.server.errors import TimedOut
 from offload_decode.server.http.remembered import Remembered
-from offload_decode.server.requests import ToolCall
+from offload_decode.server.requests import TimedOut, ToolCall
 from tests.server.fakes import STORED, FakeService
 
 

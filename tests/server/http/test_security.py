@@ -11,9 +11,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from offload_decode.errors import ConfigError, StoreDamaged
+from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.server.http.security import LOOPBACK, read_keys
-from offload_decode.server.settings import Settings
+from offload_decode.server.requests import Settings
 from tests.server.fakes import FakeService
 
 MODELS = "/v1/models"

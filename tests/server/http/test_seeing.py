@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from offload_decode.server import logs
-from offload_decode.server.http import seeing
+from offload_decode.server import metrics
+from offload_decode.server.http import errors
 from offload_decode.server.metrics import Metrics
 
 
@@ -46,25 +46,25 @@ def service() -> Any:
 def client(service: Any) -> TestClient:
     app = FastAPI()
     app.state.service = service
-    app.include_router(seeing.router())
+    app.include_router(errors.router())
 
     @app.get("/books/{name}")
     async def book(name: str) -> dict[str, str]:
-        logs.line()["model"] = name
+        metrics.line()["model"] = name
         return {}
 
     @app.get("/broken")
     def broken() -> None:
         raise ValueError("a text of the user's")
 
-    return TestClient(seeing.Seen(app), raise_server_exceptions=False)
+    return TestClient(errors.Seen(app), raise_server_exceptions=False)
 
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
     root, out = logging.getLogger(), io.StringIO()
     handlers, level = list(root.handlers), root.level
-    logs.configure("json", out)
+    metrics.configure("json", out)
     yield out
     root.handlers[:], root.level = handlers, level
 
@@ -138,6 +138,6 @@ def test_a_client_that_left_early_is_logged_as_such(lines: io.StringIO) -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(
-            seeing.Seen(gone)({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None)
+            errors.Seen(gone)({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None)
         )  # type: ignore[arg-type]
-    assert json.loads(lines.getvalue())["status"] == seeing.HUNG_UP
+    assert json.loads(lines.getvalue())["status"] == errors.HUNG_UP

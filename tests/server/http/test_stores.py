@@ -19,7 +19,7 @@ from offload_decode.server.http.app import create_app
 from offload_decode.server.job_files import Stated
 from offload_decode.server.jobs import Jobs
 from offload_decode.server.metrics import Metrics
-from offload_decode.server.settings import Settings
+from offload_decode.server.requests import Settings
 from offload_decode.store.reader import KVStore
 from tests.server.test_catalog import make_store, until
 from tests.server.test_jobs import DONE, HALF, WAIT, says

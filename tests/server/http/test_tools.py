@@ -12,8 +12,8 @@ from offload_decode.prefill_jobs.job import Settings as PrefillSettings
 from offload_decode.prefill_jobs.job import prefill
 from offload_decode.server.catalog import Catalog
 from offload_decode.server.http.app import create_app
+from offload_decode.server.requests import Settings
 from offload_decode.server.service import Service
-from offload_decode.server.settings import Settings
 from tests.server.http.conftest import listening
 from tests.server.test_tools import TEMPLATES, TOOLS
 from tests.tiny import text_model, tiny_tokenizer

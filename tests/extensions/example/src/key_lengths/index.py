@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from offload_decode.common.errors import InvalidIndexInput
+from offload_decode.common.rows import encodings, threads
+from offload_decode.common.rows.arrays import Float32, Keys, check_more, float32_blocks, keys_digest
 from offload_decode.indexes import files
 from offload_decode.indexes.base import Costs, Hits, StrPath, VectorIndex, check_recall_options
-from offload_decode.indexes.errors import InvalidIndexInput
-from offload_decode.indexes.keys import Float32, Keys, check_more, float32_blocks, keys_digest
-from offload_decode.indexes.rows import encodings, pool
 
 BLOCK = 1024
 
@@ -42,7 +42,7 @@ class SortedKeys(VectorIndex):
 
     @classmethod
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
-        return min(pool.THREADS, heads) * rows * (min(n, k) + min(n, BLOCK)) * (8 + 4) * 2
+        return min(threads.THREADS, heads) * rows * (min(n, k) + min(n, BLOCK)) * (8 + 4) * 2
 
     @classmethod
     def build(

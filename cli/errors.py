@@ -1,0 +1,99 @@
+"""Errors as a user meets them: one sentence on stderr and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import typer
+
+from offload_decode.cli.output import note, one_line
+from offload_decode.common.errors import (
+    ConfigError,
+    NotCompiled,
+    OffloadDecodeError,
+    OffloadDecodeWarning,
+    UnknownIndex,
+)
+from offload_decode.common.memory import OUT_OF_MEMORY, is_out_of_memory
+
+FAILURE, WRONG_USE, INTERRUPTED = 1, 2, 130
+DEBUG = "OFFLOAD_DECODE_DEBUG"
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Turn what a command raises into a sentence and `typer.Exit`.
+
+    With OFFLOAD_DECODE_DEBUG=1 the traceback is shown too.
+    """
+    _hush_libraries()
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed before the command began
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    try:
+        with warnings.catch_warnings():
+            if not os.environ.get(DEBUG):
+                warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", category=OffloadDecodeWarning)
+            warnings.showwarning = partial(_show, warnings.showwarning)
+            yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # Whoever read the output has enough. Python flushes stdout once more when it exits: let that succeed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILURE) from None
+    except Exception as error:
+        if type(error).__module__.startswith(
+            ("typer", "click")
+        ):  # deliberate exits, and wrong use it reports
+            raise
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
+        note(f"error: {sentence(error)}")
+        raise typer.Exit(exit_code(error)) from None
+
+
+def _show(
+    others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
+    if issubclass(category, OffloadDecodeWarning):
+        print(message, file=sys.stderr)
+    else:
+        others(message, category, *where, **more)
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong and the way out, in one line that a terminal may have."""
+    reason = one_line(" ".join(re.split("[ \t\n]+", str(error).strip())))
+    if isinstance(error, OffloadDecodeError):
+        return reason
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.strerror:
+        parts = (error.filename, error.strerror)
+        return one_line(": ".join(str(part) for part in parts if part is not None))
+    return f"unexpected {type(error).__name__}: {reason}; set {DEBUG}=1 to see where it comes from"
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for wrong use, 1 for any other failure."""
+    return WRONG_USE if isinstance(error, ConfigError | NotCompiled | UnknownIndex) else FAILURE
+
+
+def _hush_libraries() -> None:
+    """No advice from libraries on stderr, and their progress bars on a terminal alone."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

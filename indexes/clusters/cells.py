@@ -1,0 +1,268 @@
+"""Cells: a head's keys grouped by k-means, and what is left of each beside its cell's mean in 4-bit codes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from math import ceil
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from offload_decode.common.errors import InvalidIndexInput
+from offload_decode.common.rows import encodings, scan, threads
+from offload_decode.common.rows.arrays import Float32, Keys, drawn, float32_blocks
+from offload_decode.indexes import files as arrays
+from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, WORD
+from offload_decode.indexes.clusters.kmeans import MAX_KEYS, lloyd, nearest
+
+KEYS_PER_CELL = 256  # smaller cells are bounded tighter, and cost more to build and to bound
+SEGMENT = 1 << 18  # keys that are clustered among themselves, so that building is linear beyond
+_TRAINED = 1024  # training keys for each centroid that tells segments apart
+_LABELLED = 1 << 16  # keys at a time
+SAMPLE = 64  # training keys a cell
+ITERATIONS = 4
+_CHECKED = 1024  # cells at a time
+LARGEST = 7  # codes are -7 to 7, stored with 8 added
+
+
+class Cells(NamedTuple):
+    """N keys in C cells, each of whole blocks of 16 keys, the last one padded.
+
+    starts: int64 `[C + 1]`, in blocks. counts: int32 `[C]`, keys. means, variances: float32 `[C, D]`. codes:
+    uint8, flat, see `indexes.dots`. scales: float32 `[blocks · 16]`. ids: int32 `[blocks · 16]`, -1 where
+    there is no key.
+    """
+
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+    means: Float32
+    variances: Float32
+    codes: npt.NDArray[np.uint8]
+    scales: Float32
+    ids: npt.NDArray[np.int32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self)
+
+
+def check(cells: Cells, n: int) -> None:
+    """Raises RuntimeError unless these are cells of n keys: all that a search reads and writes by their
+    numbers is there, and all that it multiplies is finite.
+    """
+    starts, counts, ids = cells.starts, cells.counts, cells.ids
+    if n == 0:
+        return
+    if counts.min(initial=1) < 1 or counts.sum(dtype=np.int64) != n:
+        raise RuntimeError("the sizes of its cells are not those of its keys")
+    if (starts != np.concatenate([[0], _blocks(counts).cumsum()])).any() or starts[-1] * BLOCK != len(ids):
+        raise RuntimeError("its cells do not begin where others end")
+    named = np.zeros(n, np.bool_)
+    for first in range(0, len(counts), _CHECKED):
+        last = min(first + _CHECKED, len(counts))
+        begin, end = int(starts[first]) * BLOCK, int(starts[last]) * BLOCK
+        own = ids[begin:end]
+        real = own >= 0
+        held = np.add.reduceat(real, starts[first:last] * BLOCK - begin, dtype=np.int64)
+        if (held != counts[first:last]).any():
+            raise RuntimeError("its cells do not have as many keys as they say")
+        if own.min() < -1 or own.max() >= n:
+            raise RuntimeError("it names keys that there are not")
+        named[own[real]] = True
+        parts = (cells.means[first:last], cells.variances[first:last], cells.scales[begin:end])
+        if not all(np.isfinite(part).all() for part in parts):
+            raise RuntimeError("its numbers are not finite")
+    if not named.all():
+        raise RuntimeError("it names a key twice")
+
+
+def _blocks(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    return -(-counts.astype(np.int64) // BLOCK)
+
+
+def build(keys: Keys) -> Cells:
+    """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite.
+
+    Beyond a segment they lie in temporary files, so that the memory taken does not grow with the keys, but
+    for twelve bytes of each before the first segment and four from then on.
+    """
+    if len(keys) > MAX_KEYS:
+        raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
+    if len(keys) <= SEGMENT:
+        return _of_a_segment(keys)
+    with ExitStack() as open_:
+        files = {name: open_.enter_context(tempfile.TemporaryFile()) for name in Cells._fields}
+        blocks = 0
+        for segment in _segments(keys, np.arange(len(keys), dtype=np.int32)):
+            own = _of_a_segment(keys[segment])
+            moved = own._replace(
+                starts=blocks + own.starts[1 if blocks else 0 :],
+                ids=np.where(own.ids < 0, -1, segment[own.ids]),
+            )
+            for name, part in zip(Cells._fields, moved, strict=True):
+                files[name].write(np.ascontiguousarray(part).data)
+            blocks += int(own.starts[-1])
+        return Cells(**{name: _mapped(files[name], part) for name, part in own._asdict().items()})
+
+
+def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.int32]]:
+    """The keys `ids` in segments of such as are alike, wherever in the text they stand: as many cells bound
+    them tighter than where each stretch of the text has cells of its own.
+    """
+    if len(ids) <= SEGMENT:
+        yield ids
+        return
+    rng, count = np.random.default_rng(0), 2 * ceil(len(ids) / SEGMENT)
+    centroids = _centroids(drawn(keys, _TRAINED * count, rng, ids), count, rng)
+    labels = np.empty(len(ids), np.int32)
+    for first in range(0, len(ids), _LABELLED):
+        part = slice(first, first + _LABELLED)
+        labels[part] = nearest(encodings.decode(keys[ids[part]]), centroids)[0]
+    groups = [ids[labels == label] for label in np.unique(labels)]
+    if len(groups) == 1:  # they are all alike
+        groups = np.array_split(ids, count)
+    del ids, labels  # a segment that is yielded is at work for long
+    while groups:
+        yield from _segments(keys, groups.pop())
+
+
+def _mapped(file: IO[bytes], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """All rows of a file of rows as these are."""
+    file.flush()
+    rows: npt.NDArray[Any] = np.memmap(file, like.dtype, "r").reshape(-1, *like.shape[1:])
+    return rows
+
+
+def _of_a_segment(keys: Keys) -> Cells:
+    used, labels = np.unique(_labels(keys), return_inverse=True)
+    counts = np.bincount(labels, minlength=len(used)).astype(np.int32)
+    means, variances = _moments(keys, labels, counts)
+    starts = np.concatenate([[0], _blocks(counts).cumsum()])
+    ids = np.full(starts[-1] * BLOCK, -1, np.int32)
+    order = np.argsort(labels, kind="stable")
+    first = np.concatenate([[0], counts.cumsum(dtype=np.int64)])[:-1]
+    ids[np.arange(len(keys)) + np.repeat(starts[:-1] * BLOCK - first, counts)] = order
+    codes, scales = _encoded(keys, means, starts, ids)
+    return Cells(starts, counts, means, variances, codes, scales, ids)
+
+
+def joined(first: Cells, more: Cells) -> Cells:
+    """The cells of keys, and those of the keys that follow them."""
+    n = int(first.counts.sum(dtype=np.int64))
+    together = {
+        name: np.concatenate([one, other])
+        for name, one, other in zip(Cells._fields, first, more, strict=True)
+    }
+    together["starts"] = np.concatenate([first.starts, first.starts[-1] + more.starts[1:]])
+    together["ids"] = np.concatenate([first.ids, np.where(more.ids < 0, -1, more.ids + np.int32(n))])
+    return Cells(**together)
+
+
+def made_up(n: int, dim: int, scanned: float) -> Cells:
+    """Cells of n keys of no meaning, made quickly: as many and as large as those of real keys. All but that
+    share of them have no mean and no variance: a search leaves them out.
+    """
+    count = max(1, n // KEYS_PER_CELL)
+    counts = np.full(count, n // count, np.int32)
+    counts[: n % count] += 1
+    starts = np.concatenate([[0], _blocks(counts).cumsum()])
+    ids = np.full(starts[-1] * BLOCK, -1, np.int32)
+    first = np.concatenate([[0], counts.cumsum(dtype=np.int64)])[:-1]
+    order = np.random.default_rng(0).permutation(n)
+    ids[np.arange(n) + np.repeat(starts[:-1] * BLOCK - first, counts)] = order
+    random = np.random.default_rng(0)
+    means = random.standard_normal((count, dim), np.float32)
+    # Codes of 1 to 15, which is -7 to 7, in either half of a byte.
+    some = random.integers(1, 16, (2, 1 << 16), np.uint8)
+    codes = np.resize(some[0] | some[1] << 4, len(ids) // BLOCK * -(-dim // GROUP) * WORD)
+    scales = np.full(len(ids), 0.1, np.float32)
+    variances = np.full_like(means, 0.1**2 * (15**2 - 1) / 12)  # of these codes
+    least = ceil(scanned * count)
+    means[least:], variances[least:] = 0, 0
+    return Cells(starts, counts, means, variances, codes, scales, ids)
+
+
+def _labels(keys: Keys) -> npt.NDArray[np.int64]:
+    if not len(keys):
+        return np.zeros(0, np.int64)
+    count = max(1, round(len(keys) / KEYS_PER_CELL))
+    rng = np.random.default_rng(0)
+    centroids = _centroids(drawn(keys, SAMPLE * count, rng), count, rng)
+    return np.concatenate([nearest(block, centroids)[0] for _, block in float32_blocks(keys)])
+
+
+def _centroids(sample: Float32, count: int, rng: np.random.Generator) -> Float32:
+    """As many centroids, which begin as some of the sample."""
+    return lloyd(sample, sample[np.sort(rng.choice(len(sample), count, replace=False))], ITERATIONS)
+
+
+def _moments(
+    keys: Keys, labels: npt.NDArray[np.int64], counts: npt.NDArray[np.int32]
+) -> tuple[Float32, Float32]:
+    sums = np.zeros((len(counts), encodings.dim(keys)), np.float64)
+    squares = np.zeros_like(sums)
+    for first, block in float32_blocks(keys):
+        _accumulate(block, labels[first : first + len(block)], sums, squares)
+    means = sums / counts[:, None]
+    variances = np.maximum(squares / counts[:, None] - means**2, 0)
+    return means.astype(np.float32), variances.astype(np.float32)
+
+
+def _encoded(
+    keys: Keys, means: Float32, starts: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.uint8], Float32]:
+    groups = -(-means.shape[1] // GROUP)
+    codes = arrays.aligned(np.zeros(len(ids) // BLOCK * groups * WORD, np.uint8))
+    scales = np.zeros(len(ids), np.float32)
+    bits, layout = scan.bits(keys), scan.layout(keys)
+    bounds = np.linspace(0, len(means), 8 * threads.THREADS + 1).astype(np.int64)
+
+    def encode(part: int) -> None:
+        _encode_cells(
+            bits, layout, means, starts, ids, int(bounds[part]), int(bounds[part + 1]), codes, scales
+        )
+
+    threads.run(encode, range(len(bounds) - 1))
+    return codes, scales
+
+
+@njit(nogil=True, cache=True)
+def _accumulate(block: Any, labels: Any, sums: Any, squares: Any) -> None:
+    for row in range(len(block)):
+        for d in range(block.shape[1]):
+            value = np.float64(block[row, d])
+            sums[labels[row], d] += value
+            squares[labels[row], d] += value * value
+
+
+@njit(nogil=True, cache=True)
+def _encode_cells(
+    bits: Any, layout: int, means: Any, starts: Any, ids: Any, first: int, last: int, codes: Any, scales: Any
+) -> None:
+    """Codes and scales of the keys of cells `first:last`; a channel that no key has is coded as zero."""
+    dim = means.shape[1]
+    groups = -(-dim // GROUP)
+    rest = np.zeros(groups * GROUP, np.float32)
+    for c in range(first, last):
+        for place in range(starts[c] * BLOCK, starts[c + 1] * BLOCK):
+            rest[:] = 0
+            largest = np.float32(0)
+            if ids[place] >= 0:
+                scan.widen_row(bits[ids[place]], layout, rest[:dim])
+                for d in range(dim):
+                    rest[d] -= means[c, d]
+                    largest = max(largest, abs(rest[d]))
+            scale = largest / np.float32(LARGEST)
+            scales[place] = scale
+            inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+            base = place // BLOCK * groups * WORD + 4 * (place % BLOCK)
+            for g in range(groups):
+                for b in range(4):
+                    low = np.int32(np.rint(rest[GROUP * g + b] * inverse)) + 8
+                    high = np.int32(np.rint(rest[GROUP * g + 4 + b] * inverse)) + 8
+                    codes[base + g * WORD + b] = low | (high << 4)

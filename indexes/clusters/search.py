@@ -1,0 +1,339 @@
+"""Compiled search of one head's cells: floors that are foretold, a scan of the cells that come near them,
+exact scores of what it finds.
+
+A row's floor is the score that about as many keys reach as are wanted, which is foretold (`indexes.pruning`),
+so that one pass is enough: over the cells whose mean q·m and so many standard deviations of their inner
+products reach the floor. A query that attends to few keys reads few cells, one that attends to many reads
+many. Where what was foretold is not there, the floor is looked for in the row's best cells.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray, njit  # type: ignore[attr-defined]
+
+from offload_decode.common.rows import threads as pool
+from offload_decode.common.rows.addresses import at
+from offload_decode.common.rows.arrays import Float32
+from offload_decode.common.rows.numbers import exponential
+from offload_decode.common.rows.scan import SINGLE, score_rows
+from offload_decode.common.rows.top_k import keep_largest, sort
+from offload_decode.indexes.clusters.cells import Cells
+from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
+from offload_decode.indexes.clusters.scan import Candidates, coded, scan_asked
+
+# How many keys score above a floor, foretold from the moments of their cells.
+#
+# A cell's keys have the mean m and, channel by channel, the variance v, so that their inner products with
+# a query q have the mean q·m and a standard deviation near sqrt(q²·v). Taken as normal, they tell how
+# many keys of every cell score above a floor, and so which floor the best k reach, before any key is
+# read.
+
+_REASSOCIATE = {"reassoc", "contract", "nsz"}
+_FINITE = _REASSOCIATE | {"nnan", "ninf"}
+# Dividing by zero is no error: to look for it would keep compilers from doing sixteen at a time.
+_compiled = partial(njit, nogil=True, cache=True, error_model="numpy")
+_SPREAD = np.float32(8)  # standard deviations beyond which there is nothing
+_HALVINGS = 18  # of the range of floors
+
+
+@_compiled()
+def moments(means: Any, variances: Any, queries: Any) -> Any:
+    """Means of the inner products of `queries [R, D]` with every cell's keys, and the inverse of their
+    standard deviations: float32 `[R, C]` both. R is a multiple of four.
+    """
+    near = np.empty((len(queries), len(means)), np.float32)
+    inverse = np.empty((len(queries), len(means)), np.float32)
+    score_rows(means, SINGLE, queries, near)
+    score_rows(variances, SINGLE, queries * queries, inverse)
+    for r in range(len(queries)):
+        for c in range(len(means)):
+            inverse[r, c] = np.float32(1) / np.sqrt(max(inverse[r, c], np.float32(1e-30)))
+    return near, inverse
+
+
+@_compiled()
+def floor_of(near: Any, inverse: Any, counts: Any, keys: float) -> Any:
+    """The score above which about `keys` keys are, for one query."""
+    low, high = np.float32(np.inf), np.float32(-np.inf)
+    for c in range(len(near)):
+        low, high = min(low, near[c]), max(high, near[c] + _SPREAD / inverse[c])
+    for _ in range(_HALVINGS):
+        middle = np.float32(0.5) * (low + high)
+        if _above(near, inverse, counts, middle) >= keys:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _above(near: Any, inverse: Any, counts: Any, floor: Any) -> Any:
+    total = np.float32(0)
+    for c in range(len(near)):
+        total += np.float32(counts[c]) * _tail((floor - near[c]) * inverse[c])
+    return total
+
+
+@_compiled(forceinline=True, fastmath=_FINITE)
+def _tail(z: Any) -> Any:
+    """About the share of a normal distribution beyond z, by a logistic curve."""
+    z = min(max(z, -_SPREAD), _SPREAD)
+    power = exponential(-abs((np.float32(1.5976) + np.float32(0.07056) * z * z) * z))
+    return (power if z > 0 else np.float32(1)) / (np.float32(1) + power)
+
+
+AIMED = 1.1  # times the keys wanted: as many are foretold above the floor, for some lie in cells left out
+FIRST = 4  # times the keys wanted, in the cells that set a floor where none could be foretold
+_BITS: Any = np.uint32  # of float32, as loops over rows take them
+
+
+def candidates_for(k: int) -> int:
+    """About how many keys are scored exactly to find the k best: a 4-bit score misplaces few by more."""
+    return k + k // 4 + 64
+
+
+_candidates_for = njit(nogil=True, cache=True)(candidates_for)
+
+
+class Heads(NamedTuple):
+    """The H heads of a layer, so that one function is compiled for any number of them.
+
+    parts: int64 `[H, 8]`, the addresses of what `Cells` has and of the keys' bits. sizes: int64 `[H, 3]`, the
+    numbers of cells, blocks and keys. deviations: float32 `[H]`. like: an array of the kind of the keys'
+    bits; layout: that of the bits.
+    """
+
+    parts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    deviations: Float32
+    like: npt.NDArray[Any]
+    layout: int
+
+
+class HeadKeys(NamedTuple):
+    """The keys of one head: their `bits` in rows, and the `layout` of these."""
+
+    bits: npt.NDArray[Any]
+    layout: int
+
+
+class Foretold(NamedTuple):
+    """What is foretold of every head's R rows and C cells, see `indexes.pruning`: near and inverse float32
+    `[H, R, C]`, R a multiple of four, and floors `[H, R]`. Of no heads, where each task foretells its own.
+    """
+
+    near: Float32
+    inverse: Float32
+    floors: Float32
+
+    @classmethod
+    def room(cls, heads: Heads, rows: int) -> Foretold:
+        """Where the threads that search heads in parts write it."""
+        shape = (len(heads.sizes), rows + -rows % QUERIES, int(heads.sizes[:, 0].max()))
+        return cls(*(np.empty(some, np.float32) for some in (shape, shape, shape[:2])))
+
+
+NOTHING = Foretold(*(np.empty((0,) * axes, np.float32) for axes in (3, 3, 2)))
+
+
+class Best(NamedTuple):
+    """What was found for some rows: ids int64 and scores float32 `[..., R, k]`, and how many were `seen`,
+    int64 `[..., R]`: those that were scored exactly.
+    """
+
+    ids: npt.NDArray[np.int64]
+    scores: Float32
+    seen: npt.NDArray[np.int64]
+
+
+@njit(nogil=True, cache=True)
+def foretell_moments(heads: Any, queries: Any, part: int, parts: int, told: Any) -> None:
+    """Near and inverse of a part of each head's cells."""
+    dim = queries.shape[2]
+    for head in range(len(queries)):
+        cells = _cells(heads, head, dim)
+        first, after = len(cells.counts) * part // parts, len(cells.counts) * (part + 1) // parts
+        own = moments(cells.means[first:after], cells.variances[first:after], _scaled(queries[head])[0])
+        told.near[head, :, first:after], told.inverse[head, :, first:after] = own
+
+
+@njit(nogil=True, cache=True)
+def foretell_floors(heads: Any, queries: Any, k: int, part: int, parts: int, told: Any) -> None:
+    """The floors of a part of all rows."""
+    rows, dim = queries.shape[1:]
+    for task in range(part, len(queries) * rows, parts):
+        head, r = task // rows, task % rows
+        counts = _cells(heads, head, dim).counts
+        near, inverse = told.near[head, r, : len(counts)], told.inverse[head, r, : len(counts)]
+        told.floors[head, r] = floor_of(near, inverse, counts, AIMED * _candidates_for(k))
+
+
+@njit(nogil=True, cache=True)
+def search_layer(heads: Any, queries: Any, k: int, share: Any, told: Any, best: Any) -> None:
+    """A share of the tasks: the k best keys of every head for its `queries [H, R, D]`, to `best`, whose first
+    dimension is the parts that a head's cells are searched in. What is foretold is told where they are many.
+    """
+    rows, dim = queries.shape[1:]
+    parts, tasks = len(best.ids), -(-rows // share.rows)
+    for task in range(share.first, parts * len(queries) * tasks, share.step):
+        part, head, group = task % parts, task // parts // tasks, task // parts % tasks
+        own = slice(group * share.rows, min((group + 1) * share.rows, rows))
+        cells = _cells(heads, head, dim)
+        bits = carray(at(heads.parts[head, 7]), (heads.sizes[head, 2], heads.like.shape[1]), heads.like.dtype)
+        scaled, size = _scaled(queries[head, own])
+        if len(told.floors):
+            count = len(cells.counts)
+            near, inverse = told.near[head, own, :count].copy(), told.inverse[head, own, :count].copy()
+            floors = told.floors[head, own]
+        else:
+            near, inverse = moments(cells.means, cells.variances, scaled)
+            floors = np.empty(len(size), np.float32)
+            for r in range(len(size)):
+                floors[r] = floor_of(near[r], inverse[r], cells.counts, AIMED * _candidates_for(k))
+        search_rows(
+            cells,
+            HeadKeys(bits, heads.layout),
+            queries[head, own],
+            (scaled, size),
+            (near, inverse, floors),
+            k,
+            heads.deviations[head],
+            part,
+            parts,
+            Best(best.ids[part, head, own], best.scores[part, head, own], best.seen[part, head, own]),
+        )
+
+
+@njit(nogil=True, cache=True)
+def _cells(heads: Any, head: int, dim: int) -> Any:
+    """The cells of a head. Their moments come as their bits."""
+    address, count, blocks = heads.parts[head], heads.sizes[head, 0], heads.sizes[head, 1]
+    return Cells(
+        carray(at(address[0]), (count + 1,), np.int64),
+        carray(at(address[1]), (count,), np.int32),
+        carray(at(address[2]), (count, dim), _BITS),
+        carray(at(address[3]), (count, dim), _BITS),
+        carray(at(address[4]), (blocks * -(-dim // GROUP) * WORD,), np.uint8),
+        carray(at(address[5]), (blocks * BLOCK,), np.float32),
+        carray(at(address[6]), (blocks * BLOCK,), np.int32),
+    )
+
+
+@njit(nogil=True, cache=True)
+def _scaled(queries: Any) -> Any:
+    """Queries of a size that can be squared, their number padded, and what they were divided by; what is
+    exact is scored with the query itself.
+    """
+    rows, dim = queries.shape
+    scaled, size = np.zeros((-(-rows // QUERIES) * QUERIES, dim), np.float32), np.empty(rows, np.float32)
+    for r in range(rows):
+        size[r] = max(np.abs(queries[r]).max(), np.float32(1e-38))
+        scaled[r] = queries[r] / size[r]
+    return scaled, size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def search_rows(
+    cells: Any,
+    keys: Any,
+    queries: Any,
+    scaled: Any,
+    told: Any,
+    k: int,
+    deviations: float,
+    part: int,
+    parts: int,
+    found: Any,
+) -> None:
+    """The k best of the keys for each of `queries [R, D]`, by descending score. Of several parts, those of
+    the part's own cells above what is foretold for all.
+    """
+    rows, dim = queries.shape
+    counts = cells.counts
+    padded, size = scaled
+    near, inverse, floors = told
+    words = coded(padded, -(-dim // GROUP))
+    wanted = _candidates_for(k)
+    candidates = Candidates(
+        np.empty((rows, 2 * wanted), np.float32),
+        np.empty((rows, 2 * wanted), np.int32),
+        np.zeros(rows, np.int64),
+        np.zeros(rows, np.int64),
+    )
+    asked = np.empty((rows, len(counts)), np.bool_)
+    upper = inverse  # in its place: it is read once more
+    for r in range(rows):
+        for c in range(len(counts)):
+            upper[r, c] = near[r, c] + deviations / inverse[r, c]
+            asked[r, c] = not upper[r, c] < floors[r]
+    listed = _own_part(np.flatnonzero(asked.sum(axis=0)), cells.starts, part, parts)
+    scan_asked(cells, keys, queries, words, near, floors, asked, listed, candidates)
+
+    again = candidates.seen < wanted
+    if parts == 1 and again.any():  # what was foretold is not there: a floor is found among the best cells
+        for r in range(rows):
+            asked[r] = False
+            if again[r]:
+                floors[r], candidates.fill[r] = -np.inf, 0
+                least = _bound_of_first(upper[r], counts, FIRST * wanted)
+                asked[r] = upper[r] >= least
+        listed = np.flatnonzero(asked.sum(axis=0))
+        scan_asked(cells, keys, queries, words, near, floors, asked, listed, candidates)
+        for r in range(rows):
+            if again[r]:
+                own, ids, fill = candidates.scores[r], candidates.ids[r], candidates.fill[r]
+                candidates.fill[r] = keep_largest(own, ids, fill, min(fill, wanted))
+                if fill:
+                    floors[r] = own[: candidates.fill[r]].min() / size[r]
+                for c in range(len(counts)):
+                    asked[r, c] = not (asked[r, c] or upper[r, c] < floors[r])
+        listed = np.flatnonzero(asked.sum(axis=0))
+        scan_asked(cells, keys, queries, words, near, floors, asked, listed, candidates)
+    for r in range(rows):
+        fill = candidates.fill[r]
+        found.seen[r] = candidates.seen[r]
+        sort(candidates.scores[r, :fill], candidates.ids[r, :fill], found.ids[r], found.scores[r])
+
+
+@njit(nogil=True, cache=True)
+def _own_part(listed: Any, starts: Any, part: int, parts: int) -> Any:
+    """Of the cells that are listed, a part's: neighbours with about as many blocks as any other part's."""
+    sizes = starts[listed + 1] - starts[listed]
+    middles = (2 * np.cumsum(sizes) - sizes) * parts
+    total = 2 * sizes.sum()
+    first, after = np.searchsorted(middles, np.array([part * total, (part + 1) * total]))
+    return listed[first:after]
+
+
+@njit(nogil=True, cache=True)
+def _bound_of_first(upper: Any, counts: Any, keys: int) -> Any:
+    """About the largest bound that cells with `keys` keys reach."""
+    low, high = upper.min(), upper.max()
+    for _ in range(16):
+        middle = np.float32(0.5) * (low + high)
+        held = 0
+        for c in range(len(upper)):
+            held += counts[c] if upper[c] >= middle else 0
+        if held >= keys:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# The moments and floors of heads that several threads predict together.
+
+
+def foretold(heads: Heads, queries: Float32, k: int, threads: int) -> Foretold:
+    """What is foretold of the heads for `queries [H, R, D]`, by so many threads: it would take each as long
+    as it takes one.
+    """
+    told = Foretold.room(heads, queries.shape[1])
+    pool.run(lambda part: foretell_moments(heads, queries, part, threads, told), range(threads))
+    pool.run(lambda part: foretell_floors(heads, queries, k, part, threads, told), range(threads))
+    return told

@@ -1,0 +1,349 @@
+"""Dense attention with its log-sum-exp: through torch's fused kernels, a question's rows in parts so that
+what is held does not grow with their number, and long prefixes block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from offload_decode.attention.queries import Places
+from offload_decode.attention.state import attend, empty_state, merge_states
+from offload_decode.common.rows.processor import features
+from offload_decode.types import AttentionState
+
+# Attention in one operator of torch that returns its log-sum-exp: in the dtype that it is given, with the
+# keys of a KV head read by its whole group where they lie. Which operators there are is torch's to say,
+# of a device, its build and these tensors; `kernels.dense` has the reference for the rest.
+#
+# cuDNN: half precision, widths up to 128 (on Hopper 256), values of another width; rows that see all
+# keys, or as many rows as keys that each see those up to their own. Flash: half precision, widths up to
+# 256; windows too. Memory-efficient: float32 too, any width, without windows. None has a soft cap.
+
+_WIDTHS = 8  # the operators take multiples of it
+_PLANNED_ROWS = 1024  # cuDNN plans for every shape anew, which pays for a chunk and not for a step
+_BOTTOM_RIGHT = 2  # of `_efficient_attention_forward`: the last row sees the last key
+
+
+def attend_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    places: Places | None = None,
+) -> AttentionState | None:
+    """`attention.states.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
+    one dtype on a GPU, where all rows see all keys or follow `places`; `out` is of that dtype. None where no
+    operator serves them: on a CPU, with dtypes that differ, or no keys.
+
+    Products are of the given dtype and sums of float32, as in a model's own attention: in bfloat16 `out` is
+    off by some 2^-8 of its largest number, and `lse` by some 2^-8.
+    """
+    on_gpu = query.is_cuda and torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    if not on_gpu or not (query.dtype == key.dtype == value.dtype) or not key.shape[2]:
+        return None
+    value_dim = value.shape[-1]
+    query, key, value = (
+        widened(part, -(-part.shape[-1] // _WIDTHS) * _WIDTHS) for part in (query, key, value)
+    )
+    for serves, run in _OPERATORS:
+        if serves(query, key, value, places):
+            out, lse = run(query, key, value, scaling, places)
+            return AttentionState(out[..., :value_dim], lse)
+    return None
+
+
+def widened(part: Tensor, width: int) -> Tensor:
+    """With zeros up to `width` channels, which change neither a score nor the channels that are kept; padding
+    by nothing would copy.
+    """
+    return part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1]))
+
+
+def _serves_cudnn(query: Tensor, key: Tensor, value: Tensor, places: Places | None) -> bool:
+    if query.shape[2] < _PLANNED_ROWS:
+        return False
+    # It counts a row's place from the first key.
+    square = query.shape[2] == key.shape[2]
+    if places is not None and (places.window is not None or not square):
+        return False
+    newest = torch.cuda.get_device_capability(query.device) >= (9, 0)  # elsewhere flash is faster
+    return newest and _allowed("cudnn", query, key, value, grouped=True)
+
+
+def _cudnn(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, places is not None, False, scale=scaling
+    )
+    return out, lse.reshape(out.shape[:3])
+
+
+def _serves_flash(query: Tensor, key: Tensor, value: Tensor, places: Places | None) -> bool:
+    width = max(query.shape[-1], value.shape[-1])
+    some = [widened(part[:, :, :1], width) for part in (query, key, value)]  # as `_flash` will have them
+    return _allowed("flash", some[0], some[1], some[2], grouped=True)
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None
+) -> tuple[Tensor, Tensor]:
+    width = max(query.shape[-1], value.shape[-1])  # it knows one alone
+    by_token = [widened(part, width).transpose(1, 2) for part in (query, key, value)]
+    window = None if places is None or places.window is None else places.window - 1
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *by_token,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        places is not None,
+        False,
+        scale=scaling,
+        window_size_left=window,
+        window_size_right=None if window is None else 0,
+    )
+    return out.transpose(1, 2), lse
+
+
+def _serves_efficient(query: Tensor, key: Tensor, value: Tensor, places: Places | None) -> bool:
+    if places is not None and places.window is not None:
+        return False
+    return _allowed("efficient", *_by_kv_head(query, key, value), grouped=False)
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None
+) -> tuple[Tensor, Tensor]:
+    by_token = [part.transpose(1, 2) for part in _by_kv_head(query, key, value)]
+    out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+        *by_token,
+        None,
+        None,
+        None,
+        None,
+        None,
+        0.0,
+        0 if places is None else _BOTTOM_RIGHT,
+        True,
+        scale=scaling,
+    )
+    batch, heads, tokens = query.shape[:3]
+    # Its rows are filled up to a multiple of 32.
+    lse = lse[:, :, :tokens].reshape(batch, heads, tokens)
+    return out.transpose(1, 2).reshape(batch, heads, tokens, -1), lse
+
+
+def _by_kv_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each KV head with its group as a sequence of its own, `[B · Hkv, G, …]`, so that an operator without
+    groups reads the same keys for all of them and nothing is copied.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = (part.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for part in (key, value))
+    return query.reshape(-1, group, *query.shape[2:]), key, value
+
+
+def _allowed(kind: str, query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
+    """Whether torch would take the operator for these tensors on their device."""
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, grouped)
+    allows: Callable[[Any], bool] = getattr(torch.backends.cuda, f"can_use_{kind}_attention")
+    with torch.cuda.device(query.device):
+        return allows(asked)
+
+
+_OPERATORS = (
+    (_serves_cudnn, _cudnn),
+    (_serves_flash, _flash),
+    (_serves_efficient, _efficient),
+)
+"""The fastest first."""
+
+
+# Attention of many rows on a CPU by products of bfloat16, where the processor has them (AVX-512 BF16,
+# AMX).
+#
+# torch's fused kernel for CPUs takes bfloat16 and is no faster for it; products of matrices are several
+# times faster than in float32, but round what they give. So they give a score less a reference of its
+# row, near the row's largest: a channel more of the query holds the reference, and keys have a one there.
+# The sums in a product are of float32, and what is rounded is small where it counts. Otherwise this is
+# FlashAttention's Algorithm 1 (arXiv 2205.14135).
+
+LEAST_ROWS = 64
+"""Tokens of a query from which on blocks of keys pay."""
+_KEYS = 512  # of a block, whose scores stay in a core's cache
+_MORE = 8  # channels beside the head's own, of which the first is the reference's
+_ABOVE = 4.0  # nats by which a score may surpass its row's reference before that is raised
+
+
+@cache
+def has_half_products() -> bool:
+    """Whether this processor multiplies matrices of bfloat16; elsewhere it is emulated, and slow."""
+    return not features().isdisjoint({"avx512bf16", "amx-bf16"})
+
+
+def serves_half(query: Tensor, keys: torch.dtype, values: torch.dtype) -> bool:
+    """Whether `query [B, H, T, D]` meets keys and values of those dtypes in such products."""
+    halves = query.dtype == keys == values == torch.bfloat16 and query.device.type == "cpu"
+    return halves and query.shape[2] >= LEAST_ROWS and has_half_products()
+
+
+def attend_half(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> AttentionState:
+    """`attention.states.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
+    bfloat16, where all rows see all of at least one key: float32, off by what rounding weights and parts of
+    sums to bfloat16 costs (some 2^-8 of the largest number).
+    """
+    batch, heads, tokens, dim = query.shape
+    shared = key.shape[1]
+    rows = torch.zeros(batch, shared, heads // shared * tokens, dim + _MORE, dtype=torch.bfloat16)
+    rows[..., :dim] = query.reshape(batch, shared, -1, dim)
+    out = torch.empty(*rows.shape[:3], value.shape[-1])
+    lse = torch.empty(rows.shape[:3])
+    for i in range(batch):
+        for head in range(shared):
+            out[i, head], lse[i, head] = _attend(rows[i, head], key[i, head], value[i, head], scaling)
+    return AttentionState(out.view(batch, heads, tokens, -1), lse.view(batch, heads, tokens))
+
+
+def _attend(rows: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Rows `[R, D + _MORE]`, whose reference is written here, with the keys `[S, D]` of one KV head."""
+    dim = key.shape[1]
+    reference = rows[:, dim : dim + 1]
+    out, total = torch.zeros(len(rows), value.shape[1]), torch.zeros(len(rows), 1)
+    ones = torch.ones(min(_KEYS, len(key)), dim + _MORE, dtype=rows.dtype)
+    for start in range(0, len(key), _KEYS):
+        block, held = key[start : start + _KEYS], value[start : start + _KEYS]
+        if start == 0:
+            reference[:] = -(rows[:, :dim] @ block.T).amax(1, keepdim=True)
+        ones[: len(block), :dim] = block
+        beyond = rows @ ones[: len(block)].T
+        above = beyond.amax(1, keepdim=True).float()
+        if scaling * float(above.max()) > _ABOVE:
+            before = reference.float()
+            reference[:] = before - above.clamp(min=0)
+            fall = ((reference.float() - before) * scaling).exp_()
+            out.mul_(fall)
+            total.mul_(fall)
+            beyond = rows @ ones[: len(block)].T
+        weights = beyond.mul_(scaling).exp_()
+        total.add_(weights.sum(1, keepdim=True, dtype=torch.float32))
+        out.add_(weights @ held)
+    return out.div_(total), (total.log_() - reference.float() * scaling)[:, 0]
+
+
+SCORES = 1 << 22
+"""Scores, or entries of a mask, that a CPU holds at once, each in a handful of float32 tensors."""
+DEVICE_SCORES = 1 << 24
+"""The same on a device, which takes more of them to be busy."""
+PLACED_ROWS = 512
+"""Rows of a text for which a mask is made at once, where no operator knows what they see by their place."""
+
+
+def attend_dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    places: Places | None = None,
+) -> AttentionState:
+    """`attend`, through a fused kernel where torch has one that returns the log-sum-exp: uncapped, on a CPU
+    (there by products of bfloat16 where many rows see all keys, see `kernels.half_products`); on a GPU
+    without a mask (`kernels.fused`). Memory beyond the inputs and the result grows with T and with
+    S, and not with their product. `places` say what rows see in place of a mask.
+    """
+    batch, heads, tokens, _ = query.shape
+    keys, on_cpu = max(1, key.shape[2]), query.device.type == "cpu"
+    if mask is None and softcap is None:
+        state = attend_fused(query, key, value, scaling, places)
+        if state is not None:
+            return state
+        if places is None and key.shape[2] and serves_half(query, key.dtype, value.dtype):
+            return attend_half(query, key, value, scaling)
+    if places is not None:
+        return _placed(query, key, value, scaling, places, softcap)
+    if not on_cpu or softcap is not None or key.shape[2] == 0:
+        step = (SCORES if on_cpu else DEVICE_SCORES) // (batch * heads * keys)
+        key, value = key.float(), value.float()  # once, and not for each part
+        return _in_parts(
+            lambda rows, seen: attend(rows, key, value, scaling, seen, softcap), query, mask, step
+        )
+    step = tokens if mask is None else SCORES // (batch * keys)
+    key, value = key.float(), value.float()
+    return _in_parts(lambda rows, seen: _fused(rows.float(), key, value, scaling, seen), query, mask, step)
+
+
+def attend_blocks(
+    query: Tensor,
+    blocks: Iterable[tuple[Tensor, Tensor]],
+    value_dim: int,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend to a sequence of blocks of keys `[1, Hkv, S, D]` and values `[1, Hkv, S, value_dim]`, one in
+    memory at a time, merged by log-sum-exp.
+    """
+    state = empty_state(query, value_dim)
+    for key, value in blocks:
+        state = merge_states(state, attend_dense(query, key, value, scaling, softcap=softcap))
+    return state
+
+
+def _placed(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places, softcap: float | None
+) -> AttentionState:
+    """Some rows at a time, with the keys that they see and a mask of these."""
+    tokens, keys = query.shape[2], key.shape[2]
+    parts = []
+    for start in range(0, tokens, PLACED_ROWS):
+        rows = slice(start, min(start + PLACED_ROWS, tokens))
+        seen, mask = places.seen(rows, tokens, keys), places.mask(rows, tokens, keys, query.device)
+        own = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+        parts.append(attend_dense(*own, scaling, mask, softcap))
+    return _joined(parts)
+
+
+def _in_parts(
+    attend_rows: Callable[[Tensor, Tensor | None], AttentionState],
+    query: Tensor,
+    mask: Tensor | None,
+    step: int,
+) -> AttentionState:
+    """The state of `query [B, H, T, D]`, `step` of its T rows at a time."""
+    tokens, step = query.shape[2], max(1, step)
+    if step >= tokens:
+        return attend_rows(query, mask)
+    parts = []
+    for start in range(0, tokens, step):
+        rows = slice(start, start + step)
+        seen = None if mask is None else mask.expand(-1, -1, tokens, -1)[:, :, rows]
+        parts.append(attend_rows(query[:, :, rows], seen))
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[AttentionState]) -> AttentionState:
+    """The state of all rows."""
+    out, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    return AttentionState(out, lse)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> AttentionState:
+    bias = None if mask is None else torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    # The kernel takes one width alone.
+    width, value_dim = max(key.shape[-1], value.shape[-1]), value.shape[-1]
+    query, key, value = (widened(part, width) for part in (query, key, value))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, False, attn_mask=bias, scale=scaling
+    )
+    out = out[..., :value_dim]
+    if mask is not None:
+        # The kernel reports a log-sum-exp of 0 for a row that sees nothing.
+        lse = lse.masked_fill(~mask.any(-1).expand(lse.shape), -torch.inf)
+    return AttentionState(out, lse)

@@ -1,0 +1,221 @@
+"""Dense attention of a few rows on hosts, over stored rows where they lie in memory.
+
+Tokens are widened to float32 a block at a time, which stays in a core's nearest cache, and every row meets
+the block there: scores, an online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), values. Torch's
+kernels take float32 alone; widening a prefix for them takes longer than attending to it does here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from offload_decode.attention.rows import Rows
+from offload_decode.attention.state import empty_state, merge_states
+from offload_decode.common.rows import threads
+from offload_decode.common.rows.loops import prefetch_row
+from offload_decode.common.rows.numbers import exponential
+from offload_decode.common.rows.scan import LANES, QUERIES, ROWS, SUMS, products, put, widen_block
+from offload_decode.types import AttentionState
+
+PART = 1 << 14  # tokens of a task, at least: up to a million, sums of more are those of parts merged
+PARTS = 64  # at most, as each holds a state of its rows
+TOGETHER = 256  # rows that meet a block together
+BLOCK = 64  # tokens that are widened together
+TOKENS = 4  # whose values are added at once; BLOCK is a multiple of it, and of ROWS
+_REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
+
+
+def attend_all(
+    query: Tensor,
+    keys: Sequence[Rows],
+    values: Sequence[Rows],
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend from `query [Hkv, R, D]` to every stored token of each KV head: `out [Hkv, R, Dv]`, `lse
+    [Hkv, R]`. All on a CPU.
+    """
+    rows = query.shape[1]
+    if not rows or not len(keys[0]):
+        return empty_state(query, values[0].dim)
+    parts = [
+        _attend_rows(query[:, start : start + TOGETHER], keys, values, scaling, softcap or 0.0)
+        for start in range(0, rows, TOGETHER)
+    ]
+    out, lse = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+    return AttentionState(out, lse)
+
+
+def _attend_rows(
+    query: Tensor, keys: Sequence[Rows], values: Sequence[Rows], scaling: float, softcap: float
+) -> AttentionState:
+    heads, count, dim = query.shape
+    rows = np.zeros((heads, count + -count % QUERIES, dim + -dim % LANES), np.float32)
+    rows[:, :count, :dim] = query.float().numpy()
+    step = _step(len(keys[0]))
+    starts = range(0, len(keys[0]), step)
+    out = np.zeros((len(starts), *rows.shape[:2], values[0].dim), np.float32)
+    lse = np.full(out.shape[:3], -np.inf, np.float32)
+
+    def attend(task: tuple[int, int]) -> None:
+        part, head = task
+        own = slice(starts[part], starts[part] + step)
+        key, value = keys[head], values[head]
+        stored = (key.bits[own], key.layout, value.bits[own], value.layout)
+        logits = np.float32(scaling), np.float32(softcap)
+        _attend_part(rows[head], dim, *stored, *logits, out[part, head], lse[part, head])
+
+    threads.run(attend, [(part, head) for part in range(len(starts)) for head in range(heads)])
+    state = empty_state(query, values[0].dim)
+    for part in zip(out[:, :, :count], lse[:, :, :count], strict=True):
+        state = merge_states(state, AttentionState(*map(torch.from_numpy, part)))
+    return state
+
+
+def state_bytes(length: int, heads: int, rows: int, value_dim: int) -> int:
+    """What `attend_all` holds beside its result: a state of some rows for each part, and a few to merge."""
+    parts = -(-length // _step(length)) if length else 0
+    return 4 * heads * min(rows + QUERIES, TOGETHER) * (value_dim + 1) * (parts + 4)
+
+
+def _step(length: int) -> int:
+    return max(PART, -(-length // PARTS))
+
+
+@njit(nogil=True, cache=True)
+def _attend_part(
+    rows: Any,
+    dim: int,
+    keys: Any,
+    key_layout: int,
+    values: Any,
+    value_layout: int,
+    scaling: Any,
+    softcap: Any,
+    out: Any,
+    lse: Any,
+) -> None:
+    """From `rows [R, W]` of `dim` channels to the tokens of one part; a softcap of 0 is none."""
+    # What lies behind the last token of the last block is of no weight, and must be finite.
+    key, value = np.zeros((BLOCK, rows.shape[1]), np.float32), np.zeros((BLOCK, out.shape[1]), np.float32)
+    weights, sums = np.zeros((len(rows), BLOCK), np.float32), np.empty(SUMS, np.float32)
+    highest, total = np.full(len(rows), -np.inf, np.float32), np.zeros(len(rows), np.float32)
+    for start in range(0, len(keys), BLOCK):
+        tokens = min(BLOCK, len(keys) - start)
+        widen_block(keys[start : start + tokens], key_layout, dim, key)
+        _fetch(values, start)
+        _score(key, tokens, rows, sums, weights)
+        for r in range(len(rows)):
+            weights[r, tokens:] = -np.inf
+            _cap(weights[r, :tokens], scaling, softcap)
+            _weigh(weights[r], r, highest, total, out)
+        widen_block(values[start : start + tokens], value_layout, out.shape[1], value)
+        _fetch(keys, start + BLOCK)
+        for r in range(0, len(rows), QUERIES):
+            _add(weights, value, r, out)
+    for r in range(len(rows)):
+        if total[r] != 0:  # NaN as well
+            lse[r] = highest[r] + np.log(total[r])
+            _scale(out[r], np.float32(1) / total[r])
+
+
+@njit(nogil=True, cache=True)
+def _fetch(rows: Any, start: int) -> None:
+    """A block into the cache, while the one before it is worked on."""
+    for row in range(start, min(start + BLOCK, len(rows))):
+        prefetch_row(rows, row)
+
+
+@njit(nogil=True, cache=True)
+def _score(keys: Any, tokens: int, rows: Any, sums: Any, scores: Any) -> None:
+    """Inner products of all rows with the keys, a few of each at a time."""
+    for first in range(0, tokens, ROWS):
+        for r in range(0, len(rows), QUERIES):
+            products(keys[first : first + ROWS], rows, r, sums)
+            put(sums, scores, r, first, ROWS)
+
+
+@njit(nogil=True, cache=True)
+def _cap(scores: Any, scaling: Any, softcap: Any) -> None:
+    """Inner products to logits."""
+    for t in range(len(scores)):
+        scores[t] *= scaling
+    if softcap:
+        for t in range(len(scores)):
+            scores[t] = softcap * np.float32(np.tanh(scores[t] / softcap))
+
+
+@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
+def _weigh(logits: Any, r: int, highest: Any, total: Any, out: Any) -> None:
+    """Logits of row `r` to weights beside the highest logit so far, which what was added before now meets."""
+    before = highest[r]
+    now = before
+    for t in range(len(logits)):
+        now = max(now, logits[t])
+    if now == -np.inf and _nothing(logits):
+        logits[:] = 0
+        return
+    if now > before:
+        rescale = exponential(before - now)
+        highest[r] = now
+        total[r] *= rescale
+        _scale(out[r], rescale)
+    added = np.float32(0)
+    for t in range(len(logits)):
+        logits[t] = exponential(logits[t] - now)
+        added += logits[t]
+    total[r] += added
+
+
+@njit(nogil=True, cache=True)
+def _nothing(logits: Any) -> Any:
+    """Whether all are -inf, of which none has weight; NaN is not."""
+    nothing = True
+    for t in range(len(logits)):
+        nothing &= logits[t] == -np.inf
+    return nothing
+
+
+@njit(nogil=True, cache=True)
+def _scale(row: Any, by: Any) -> None:
+    for d in range(len(row)):
+        row[d] *= by
+
+
+@njit(nogil=True, cache=True, fastmath={"contract"})
+def _add(weights: Any, values: Any, r: int, out: Any) -> None:
+    """Adds all values to four rows from `r`, four values at a time."""
+    for t in range(0, BLOCK, TOKENS):
+        w00, w01, w02, w03 = weights[r, t], weights[r, t + 1], weights[r, t + 2], weights[r, t + 3]
+        w10, w11, w12, w13 = (
+            weights[r + 1, t],
+            weights[r + 1, t + 1],
+            weights[r + 1, t + 2],
+            weights[r + 1, t + 3],
+        )
+        w20, w21, w22, w23 = (
+            weights[r + 2, t],
+            weights[r + 2, t + 1],
+            weights[r + 2, t + 2],
+            weights[r + 2, t + 3],
+        )
+        w30, w31, w32, w33 = (
+            weights[r + 3, t],
+            weights[r + 3, t + 1],
+            weights[r + 3, t + 2],
+            weights[r + 3, t + 3],
+        )
+        out0, out1, out2, out3 = out[r], out[r + 1], out[r + 2], out[r + 3]
+        v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
+        for d in range(out.shape[1]):
+            a, b, c, e = v0[d], v1[d], v2[d], v3[d]
+            out0[d] += w00 * a + w01 * b + w02 * c + w03 * e
+            out1[d] += w10 * a + w11 * b + w12 * c + w13 * e
+            out2[d] += w20 * a + w21 * b + w22 * c + w23 * e
+            out3[d] += w30 * a + w31 * b + w32 * c + w33 * e

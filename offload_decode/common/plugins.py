@@ -1,0 +1,164 @@
+"""Extensions: what other distributions bring, by their entry points; see docs/extending.md.
+
+A name is found in the metadata of what is installed, which imports nothing. An extension is imported when it
+is asked for by name: one that is broken is in nobody's way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache
+from typing import Generic, TypeVar
+
+from offload_decode.common.errors import ExtensionError
+
+T = TypeVar("T")
+
+PREFIX = "offload_decode."
+SELECTORS, INDEXES, METHODS = f"{PREFIX}selectors", f"{PREFIX}indexes", f"{PREFIX}prefill_methods"
+GROUPS = {SELECTORS: "selector", INDEXES: "index kind", METHODS: "prefill method"}
+"""Groups of entry points, and what one of each is called."""
+NAME = re.compile(r"(?=.{1,64}\Z)[a-z0-9]+([-_+][a-z0-9]+)*")
+"""A name is typed in a shell, is part of a path, and is followed by `:` and options."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """An entry point: of the distribution `by` (its name and version), the class at `value`."""
+
+    group: str
+    name: str
+    value: str
+    by: str
+
+
+class Extensions(Generic[T]):
+    """The extensions of a group, which stand beside the `built_in` names.
+
+    base: gives the class that each of them inherits. error: what is raised.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        base: Callable[[], type[T]],
+        built_in: Callable[[], Collection[str]],
+        error: type[ExtensionError] = ExtensionError,
+    ):
+        self.group, self.what = group, GROUPS[group]
+        self._base, self._built_in, self._error = base, built_in, error
+
+    def installed(self) -> list[Extension]:
+        """All of them, those that cannot be used included."""
+        return [one for one in found()[0] if one.group == self.group]
+
+    def names(self) -> list[str]:
+        """The built-in names as they stand, and then those that are installed, sorted."""
+        own = list(self._built_in())
+        return own + sorted({one.name for one in self.installed() if NAME.fullmatch(one.name)} - set(own))
+
+    def get(self, name: str) -> type[T] | None:
+        """The class of an extension; None where no distribution brings the name. Raises `ExtensionError`."""
+        claims = [one for one in self.installed() if one.name == name]
+        if not claims:
+            return None
+        if not NAME.fullmatch(name):
+            raise self._error(
+                f"the {self.what} {name!r} of {claims[0].by} cannot be used: a name has up to 64 small "
+                "letters and digits, with single -, _ or + between them"
+            )
+        if len(claims) > 1 or name in self._built_in():
+            others = ["offload-decode itself"] if name in self._built_in() else []
+            owners = " and ".join(others + [one.by for one in claims])
+            raise self._error(
+                f"the {self.what} '{name}' is brought by {owners}, and a name has one owner: uninstall "
+                f"{claims[0].by.split()[0]}, or have its author choose another name"
+            )
+        return self._checked(claims[0])
+
+    def _checked(self, one: Extension) -> type[T]:
+        """The class at an entry point, if it can be used."""
+        base, about = self._base(), f"the {self.what} '{one.name}' of {one.by} cannot be used"
+        mend = f"mend or uninstall {one.by.split()[0]}"
+        try:
+            kind = _imported(one)
+        except (Exception, SystemExit) as error:  # whatever a stranger's module does when it is imported
+            said = " ".join(str(error).split())
+            raise self._error(
+                f"{about}, for {one.value} cannot be imported ({type(error).__name__}: {said}): {mend}"
+            ) from error
+        if not (isinstance(kind, type) and issubclass(kind, base)):
+            raise self._error(f"{about}, for {one.value} is no class that inherits {base.__name__}: {mend}")
+        if wrong := _wrong(kind, base, one.name):
+            raise self._error(f"{about}, for {kind.__name__} {wrong}: {mend}")
+        return kind
+
+
+def _imported(one: Extension) -> object:
+    from importlib.metadata import EntryPoint
+
+    return EntryPoint(one.name, one.value, one.group).load()
+
+
+def _wrong(kind: type, base: type, name: str) -> str:
+    """What a class lacks of what its base asks for; nothing where it is whole."""
+    if lacking := [said for said in inspect.get_annotations(base) if not hasattr(kind, said)]:
+        return f"does not say its {' and '.join(lacking)}"
+    if inspect.isabstract(kind):
+        return f"does not define {' and '.join(sorted(getattr(kind, '__abstractmethods__', ())))}"
+    if (own := getattr(kind, "name", None)) != name:
+        return f"names itself {own!r}, which must be the name of its entry point"
+    asked, options = (getattr(each, "options_type", None) for each in (base, kind))
+    if isinstance(asked, type) and not (isinstance(options, type) and issubclass(options, asked)):
+        return f"has an options_type that does not inherit {asked.__module__}.{asked.__name__}"
+    return ""
+
+
+def found() -> tuple[tuple[Extension, ...], tuple[str, ...]]:
+    """The extensions of all groups, and a sentence on each distribution whose entry points cannot be used."""
+    return _found(tuple(sys.path))
+
+
+def versions() -> dict[str, str]:
+    """Every distribution that brings extensions, with its version."""
+    return {name: version for name, _, version in (one.by.partition(" ") for one in found()[0])}
+
+
+@cache
+def _found(path: tuple[str, ...]) -> tuple[tuple[Extension, ...], tuple[str, ...]]:
+    from importlib.metadata import distributions  # which takes longer than all that follows
+
+    extensions: dict[str, list[Extension]] = {}
+    problems: list[str] = []
+    for distribution in distributions(path=list(path)):
+        name = None
+        try:
+            if f"[{PREFIX}" not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            name = distribution.metadata["Name"]
+            if name is None:
+                raise ValueError("it has no name")
+            # Of two versions on the path, the first is the one that is imported.
+            first = next(iter(distributions(name=name, path=list(path))))
+            extensions[name] = [
+                Extension(point.group, point.name, point.value, f"{name} {first.version}")
+                for point in first.entry_points
+                if point.group.startswith(PREFIX)
+            ]
+        except Exception as error:  # noqa: BLE001  # what is wrong with one is no matter to the others
+            problems.append(
+                f"the entry points of {name or 'a distribution'} in {distribution.locate_file('')} cannot be "
+                f"read ({type(error).__name__}: {error}): mend or uninstall it"
+            )
+    every = [one for own in extensions.values() for one in own]
+    problems += [
+        f"{one.by} has entry points of the group '{one.group}', which means nothing: the groups are "
+        f"{', '.join(GROUPS)}"
+        for one in every
+        if one.group not in GROUPS
+    ]
+    return tuple(every), tuple(problems)

@@ -1,0 +1,12 @@
+"""Stored rows and the compiled loops over them: codecs, scores, copies, threads."""
+
+from __future__ import annotations
+
+import os
+
+from offload_decode.common.errors import NotCompiled
+
+if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+    raise NotCompiled(
+        "NUMBA_DISABLE_JIT is set, and interpreted loops over stored rows would take hours: unset it."
+    )

@@ -1,0 +1,167 @@
+"""Compiled loops over one stored row, read where it lies: an inner product, a weighted sum.
+
+A row is what `indexes.rows.scan.bits` and `layout` make of it. Callers bound the row numbers: nothing here
+does.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from offload_decode.common.rows.encodings import SCALE_BYTES
+from offload_decode.common.rows.numbers import half_to_single, scale_of
+from offload_decode.common.rows.scan import BRAIN, BYTES, HALF, NIBBLES
+
+# A loop for each layout in a function of its own, and only the choice among them inlined: arrays that a loop
+# within a branch reads are counted and uncounted each time, which takes eight times as long as a short row.
+_compiled = partial(njit, nogil=True, cache=True)
+_REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
+
+
+@_compiled(forceinline=True)
+def dot_row(query: Any, bits: Any, layout: int, row: int) -> Any:
+    """Inner product of `query [D]` float32 with one row, accumulated in float32."""
+    if layout == HALF:
+        return _dot_half(query, bits, row)
+    if layout == BRAIN:
+        return _dot_brain(query, bits, row)
+    if layout == BYTES:
+        return _dot_bytes(query, bits, row)
+    if layout == NIBBLES:
+        return _dot_nibbles(query, bits, row)
+    return _dot_single(query, bits, row)
+
+
+@_compiled(forceinline=True)
+def add_row(out: Any, weight: Any, bits: Any, layout: int, row: int) -> None:
+    """Adds `weight` times one row to `out [D]` float32."""
+    if layout == HALF:
+        _add_half(out, weight, bits, row)
+    elif layout == BRAIN:
+        _add_brain(out, weight, bits, row)
+    elif layout == BYTES:
+        _add_bytes(out, weight, bits, row)
+    elif layout == NIBBLES:
+        _add_nibbles(out, weight, bits, row)
+    else:
+        _add_single(out, weight, bits, row)
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_half(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query)):
+        total += query[d] * half_to_single(np.uint16(bits[row, d]))
+    return total
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_brain(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query)):
+        total += query[d] * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
+    return total
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_bytes(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query)):
+        total += query[d] * np.float32(np.int8(bits[row, SCALE_BYTES + d]))
+    return total * scale_of(bits[row])
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_nibbles(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query) // 2):
+        pair = np.int32(bits[row, SCALE_BYTES + d])
+        total += query[2 * d] * np.float32((pair & 15) - 8)
+        total += query[2 * d + 1] * np.float32((pair >> 4) - 8)
+    return total * scale_of(bits[row])
+
+
+@_compiled(fastmath=_REASSOCIATE)
+def _dot_single(query: Any, bits: Any, row: int) -> Any:
+    total = np.float32(0)
+    for d in range(len(query)):
+        total += query[d] * np.uint32(bits[row, d]).view(np.float32)
+    return total
+
+
+@_compiled(fastmath={"contract"})
+def _add_half(out: Any, weight: Any, bits: Any, row: int) -> None:
+    for d in range(len(out)):
+        out[d] += weight * half_to_single(np.uint16(bits[row, d]))
+
+
+@_compiled(fastmath={"contract"})
+def _add_brain(out: Any, weight: Any, bits: Any, row: int) -> None:
+    for d in range(len(out)):
+        out[d] += weight * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
+
+
+@_compiled(fastmath={"contract"})
+def _add_bytes(out: Any, weight: Any, bits: Any, row: int) -> None:
+    scaled = np.float32(weight * scale_of(bits[row]))
+    for d in range(len(out)):
+        out[d] += scaled * np.float32(np.int8(bits[row, SCALE_BYTES + d]))
+
+
+@_compiled(fastmath={"contract"})
+def _add_nibbles(out: Any, weight: Any, bits: Any, row: int) -> None:
+    scaled = np.float32(weight * scale_of(bits[row]))
+    for d in range(len(out) // 2):
+        pair = np.int32(bits[row, SCALE_BYTES + d])
+        out[2 * d] += scaled * np.float32((pair & 15) - 8)
+        out[2 * d + 1] += scaled * np.float32((pair >> 4) - 8)
+
+
+@_compiled(fastmath={"contract"})
+def _add_single(out: Any, weight: Any, bits: Any, row: int) -> None:
+    for d in range(len(out)):
+        out[d] += weight * np.uint32(bits[row, d]).view(np.float32)
+
+
+# Asking for memory before it is needed, for loops that read rows at random.
+
+_LINE = 64  # bytes of a cache line
+_POINTER = ir.IntType(8).as_pointer()
+
+
+def prefetch(builder: Any, place: Any) -> None:
+    """Emits the fetching of one line, to be read, into every cache."""
+    word = ir.IntType(32)
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch", [_POINTER], ir.FunctionType(ir.VoidType(), [_POINTER, word, word, word])
+    )
+    builder.call(function, [place, *(ir.Constant(word, value) for value in (0, 3, 1))])
+
+
+def _prefetch_row(_: Any, rows: Any, row: Any) -> Any:
+    signature = types.void(rows, types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, given[0])
+        stride = builder.extract_value(array.strides, 0)
+        start = builder.gep(builder.bitcast(array.data, _POINTER), [builder.mul(given[1], stride)])
+        line = ir.Constant(stride.type, _LINE)
+        lines = builder.udiv(builder.add(stride, ir.Constant(stride.type, _LINE - 1)), line)
+        with cgutils.for_range(builder, lines) as loop:
+            place = builder.gep(start, [builder.mul(loop.index, line)])
+            prefetch(builder, place)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+# Called from compiled code: `prefetch_row(rows, row)` fetches `rows[row]` of a contiguous 2-D array into the
+# cache; a row that does not exist does no harm.
+prefetch_row: Any = intrinsic(_prefetch_row)

@@ -1,0 +1,83 @@
+"""What the bits of stored numbers stand for, in compiled code: half precision, an encoded row's scale. And an
+exponential that compilers can take sixteen of at a time.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from offload_decode.common.rows.encodings import SCALE_BYTES
+from offload_decode.common.rows.processor import features
+
+_EXPONENT = np.float32(2.0**112)  # between the exponents of half and single precision
+
+
+@njit(forceinline=True)
+def multiplied(bits: Any) -> Any:
+    """A half's bits as float32, exactly: one multiplication moves the exponent, of subnormals too."""
+    magnitude = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13))
+    wide = np.float32(magnitude.view(np.float32) * _EXPONENT).view(np.uint32)
+    if magnitude >= np.uint32(0x0F800000):  # infinity, NaN
+        wide = np.uint32(wide | np.uint32(0x7F800000))
+    sign = np.uint32((np.uint32(bits) & np.uint32(0x8000)) << np.uint32(16))
+    return np.uint32(wide | sign).view(np.float32)
+
+
+def _convert(_: Any, bits: Any) -> Any:
+    """As `multiplied`, by the processor's own instruction."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+converted: Any = intrinsic(_convert)
+
+
+def _converts() -> bool:
+    """Whether there is the instruction: LLVM would call a library for it that may not be there."""
+    on_x86 = platform.machine() in ("x86_64", "AMD64")
+    return not on_x86 or "f16c" in features()
+
+
+half_to_single: Any = converted if _converts() else multiplied
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def scale_of(row: Any) -> Any:
+    """The float32 scale of an encoded row, given as its bytes."""
+    word = np.uint32(0)
+    for place in range(SCALE_BYTES):
+        word |= np.uint32(np.uint32(row[place]) << np.uint32(8 * place))
+    return np.uint32(word).view(np.float32)
+
+
+_LEAST = np.float32(-87.0)  # below it there is nothing
+_TO_TWO = np.float32(1.44269504)  # log2(e)
+_LN2, _LN2_REST = np.float32(0.693359375), np.float32(-2.12194440e-4)  # in two parts, the first of few bits
+
+
+@njit(nogil=True, cache=True, forceinline=True, fastmath={"contract"})
+def exponential(x: Any) -> Any:
+    """e to the x <= 0, to two units in the last place (the polynomial of Cephes' expf); NaN stays NaN."""
+    whole = np.floor(x * _TO_TWO + np.float32(0.5))
+    part = x - whole * _LN2 - whole * _LN2_REST
+    series = np.float32(1.9875691500e-4)
+    for term in _SERIES:
+        series = series * part + term
+    power = series * part * part + part + np.float32(1)
+    scale = np.int32((whole + np.float32(127)) * np.float32(1 << 23)).view(np.float32)
+    return np.float32(0) if x < _LEAST else np.float32(power * scale)
+
+
+_SERIES = tuple(
+    np.float32(term)
+    for term in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+)

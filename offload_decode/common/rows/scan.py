@@ -1,0 +1,356 @@
+"""Compiled inner loops of the exact scan: scoring a block of keys, and keeping the best scores so far.
+
+A candidate is one uint64: the score's bits, mapped so that larger scores are larger integers, above the
+complement of the id. So the order of candidates is (score descending, id ascending), it is total, and
+integer partition and sort give the same hits on every machine for the same scores.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from offload_decode.common.rows import encodings
+from offload_decode.common.rows.arrays import BFLOAT16, Float32, Keys
+from offload_decode.common.rows.encodings import SCALE_BYTES
+from offload_decode.common.rows.numbers import half_to_single, scale_of
+from offload_decode.common.rows.processor import features
+
+# Inner products of a few rows with a few queries at once: `[ROWS, W]` times `[QUERIES, W]`, in float32.
+#
+# Every sum is kept in one vector of the processor, channel by channel, and all of them are added up
+# together at the end. Every inner product is summed in the same order, wherever its row and its query
+# lie.
+
+_X86 = platform.machine() in ("x86_64", "AMD64")
+LANES = 16 if "avx512f" in features() else 8 if "avx" in features() else 4  # of a vector
+QUERIES = 4
+# As many as leave room for their sums in the processor's registers: 32, but 16 of older x86.
+ROWS = 4 if LANES == 16 or not _X86 else 2
+SUMS = max(QUERIES * ROWS, LANES)  # room for what `products` writes
+
+_FLOAT, _INT, _LONG, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+
+
+@njit(nogil=True, cache=True)
+def padded(queries: Any) -> Any:
+    """`queries [R, D]` float32 with zeros behind, as `products` takes them: R a multiple of QUERIES, D of
+    LANES.
+    """
+    count, dim = queries.shape
+    rows, width = -(-count // QUERIES) * QUERIES, -(-dim // LANES) * LANES
+    if (rows, width) == (count, dim):
+        return queries
+    wide = np.zeros((rows, width), np.float32)
+    wide[:count, :dim] = queries
+    return wide
+
+
+def _products(_: Any, rows: Any, queries: Any, first: Any, sums: Any) -> Any:
+    signature = types.void(rows, queries, types.int64, sums)
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        own, others, out = (
+            context.make_array(signature.args[place])(context, builder, given[place]) for place in (0, 1, 3)
+        )
+        groups = builder.udiv(builder.extract_value(own.shape, 1), ir.Constant(_LONG, LANES))
+        row = [_row(builder, own, ir.Constant(_LONG, number)) for number in range(ROWS)]
+        query = [
+            _row(builder, others, builder.add(given[2], ir.Constant(_LONG, number)))
+            for number in range(QUERIES)
+        ]
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        totals = [[cgutils.alloca_once_value(builder, zero) for _ in row] for _ in query]
+        for total in (total for own in totals for total in own):
+            builder.store(zero, total)
+        with cgutils.for_range(builder, groups) as loop:
+            parts = [builder.load(builder.gep(start, [loop.index]), align=4) for start in row]
+            for start, own in zip(query, totals, strict=True):
+                by = builder.load(builder.gep(start, [loop.index]), align=4)
+                for part, total in zip(parts, own, strict=True):
+                    product = builder.fmul(part, by, flags=("contract",))
+                    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+        added = _added(builder, [builder.load(total) for own in totals for total in own])
+        place = builder.bitcast(out.data, _VECTOR.as_pointer())
+        for number, vector in enumerate(added):
+            builder.store(vector, builder.gep(place, [ir.Constant(_INT, number)]), align=4)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _row(builder: Any, array: Any, number: Any) -> Any:
+    """Where a row of a matrix begins, as vectors."""
+    offset = builder.mul(number, builder.extract_value(array.strides, 0))
+    place = builder.gep(builder.bitcast(array.data, _BYTE.as_pointer()), [offset])
+    return builder.bitcast(place, _VECTOR.as_pointer())
+
+
+def _added(builder: Any, vectors: list[Any]) -> list[Any]:
+    """What each vector adds up to, in their order, in as few vectors as hold it: the second half of what is
+    left of a vector is added to the first, of two vectors at a time.
+    """
+    kind = ir.VectorType(_INT, LANES)
+    width = LANES
+    while width > 1:
+        half, pieces = width // 2, range(2 * LANES // width)
+        lower = ir.Constant(kind, [piece * width + lane for piece in pieces for lane in range(half)])
+        upper = ir.Constant(kind, [piece * width + half + lane for piece in pieces for lane in range(half)])
+        seconds = vectors[1::2] or vectors  # one alone is added to nothing of use
+        vectors = [
+            builder.fadd(builder.shuffle_vector(a, b, lower), builder.shuffle_vector(a, b, upper))
+            for a, b in zip(vectors[::2], seconds, strict=True)
+        ]
+        width = half
+    return vectors
+
+
+# Called from compiled code: `products(rows, queries, first, sums)` writes the inner products of `rows [ROWS,
+# W]` with `queries[first : first + QUERIES]` of `[R, W]`, W a multiple of LANES, to `sums [SUMS]` float32:
+# ROWS of the first query, then those of the next.
+products: Any = intrinsic(_products)
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def put(sums: Any, scores: Any, query: int, row: int, rows: int) -> None:
+    """What `products` wrote, to `scores [G, N]` from the query and the row on: of so many rows, and of the
+    queries that there are.
+    """
+    if rows == ROWS and query + QUERIES <= len(scores):  # of known numbers: there are no loops left
+        for q in range(QUERIES):
+            for r in range(ROWS):
+                scores[query + q, row + r] = sums[q * ROWS + r]
+    else:
+        for q in range(min(QUERIES, len(scores) - query)):
+            for r in range(rows):
+                scores[query + q, row + r] = sums[q * ROWS + r]
+
+
+Candidates = npt.NDArray[np.uint64]
+
+_RUN = 64  # scores looked at together; most runs hold nothing above the floor
+_REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
+
+
+def inner_products(block: Keys, queries: Float32) -> Float32:
+    """float32 `[G, n]` inner products of `queries [G, D]` with n rows, accumulated in float32.
+
+    Every score is summed in the same order, wherever its key and its query lie: equal keys tie exactly.
+    One thread, outside the interpreter's lock: callers search many heads at once, and a BLAS that starts
+    threads of its own for each small block loses more than it gains.
+    """
+    scores = np.empty((len(queries), len(block)), np.float32)
+    score_rows(bits(block), layout(block), queries, scores)
+    return scores
+
+
+def keep_best(
+    scores: Float32, first_id: int, floor: Float32, kept: Candidates, counts: npt.NDArray[np.int64]
+) -> bool:
+    """Appends to `kept [G, capacity]`, row by row at `counts [G]`, the scores above `floor [G]`.
+
+    `scores [G, n]` belong to the ids from `first_id`. False when a score is not finite.
+    """
+    return bool(_keep_best(scores, first_id, floor, kept, counts))
+
+
+def unpack(candidates: Candidates) -> tuple[npt.NDArray[np.int64], Float32]:
+    """Ids and scores of candidates."""
+    ids = (~candidates & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    ordered = (candidates >> np.uint64(32)).astype(np.uint32)
+    bits = np.where(ordered & np.uint32(0x80000000), ordered ^ np.uint32(0x80000000), ~ordered)
+    return ids, bits.view(np.float32)
+
+
+HALF, BRAIN, SINGLE, BYTES, NIBBLES = range(5)
+_ENCODED = {encodings.INT8: BYTES, encodings.INT4: NIBBLES}
+
+
+def layout(rows: Keys) -> int:
+    """What `widen_row` is to make of the bits of `rows`."""
+    encoding = encodings.encoding_of(rows)
+    if encoding is not None:
+        return _ENCODED[encoding]
+    if rows.dtype == np.float32:
+        return SINGLE
+    return BRAIN if rows.dtype == BFLOAT16 else HALF
+
+
+def bits(rows: Keys) -> npt.NDArray[Any]:
+    """The memory of rows, `[N, W]`: bytes of encoded ones, else the floats as unsigned integers."""
+    if encodings.encoding_of(rows) is not None:
+        return encodings.as_raw(rows)
+    return rows.view(np.uint32 if rows.dtype == np.float32 else np.uint16)
+
+
+@njit(nogil=True, cache=True)
+def ordered(score: Any) -> Any:
+    """The bits of a score as an integer that is larger where the score is."""
+    bits = np.float32(score + np.float32(0)).view(np.uint32)  # -0.0 ties with 0.0
+    return np.uint32(~bits) if bits & 0x80000000 else np.uint32(bits | 0x80000000)
+
+
+@njit(nogil=True, cache=True)
+def candidate(score: Any, row: Any) -> Any:
+    """A score and the id of its row as one candidate."""
+    return (np.uint64(ordered(score)) << np.uint64(32)) | np.uint64(0xFFFFFFFF - np.int64(row))
+
+
+@njit(nogil=True, cache=True)
+def score_and_row(candidate: Any) -> Any:
+    """What `candidate` was made of."""
+    high = np.uint32(candidate >> np.uint64(32))
+    bits = np.uint32(high & 0x7FFFFFFF) if high & 0x80000000 else np.uint32(~high)
+    return np.uint32(bits).view(np.float32), np.int64(0xFFFFFFFF) - np.int64(
+        candidate & np.uint64(0xFFFFFFFF)
+    )
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def widen_row(bits: Any, layout: int, out: Any) -> None:
+    """One row in float32, to `out [D]`: half, bfloat16 or float32 bits (exactly, subnormals and infinities
+    included), or the bytes of an encoded row.
+    """
+    if layout == HALF:
+        _widen_half(bits, out)
+    elif layout == BRAIN:
+        _widen_brain(bits, out)
+    elif layout == BYTES:
+        _widen_bytes(bits, out)
+    elif layout == NIBBLES:
+        _widen_nibbles(bits, out)
+    else:
+        _widen_single(bits, out)
+
+
+# Each in a function of its own, as in `offload_decode.common.rows.loops`.
+
+
+@njit(nogil=True, cache=True)
+def _widen_half(bits: Any, out: Any) -> None:
+    for d in range(len(out)):
+        out[d] = half_to_single(np.uint16(bits[d]))
+
+
+@njit(nogil=True, cache=True)
+def _widen_brain(bits: Any, out: Any) -> None:
+    for d in range(len(out)):
+        out[d] = np.uint32(np.uint32(bits[d]) << np.uint32(16)).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _widen_single(bits: Any, out: Any) -> None:
+    for d in range(len(out)):
+        out[d] = np.uint32(bits[d]).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _widen_bytes(bits: Any, out: Any) -> None:
+    scale = scale_of(bits)
+    for d in range(len(out)):
+        out[d] = np.float32(np.int8(bits[SCALE_BYTES + d])) * scale
+
+
+@njit(nogil=True, cache=True)
+def _widen_nibbles(bits: Any, out: Any) -> None:
+    scale = scale_of(bits)
+    for d in range(len(out) // 2):
+        pair = np.int32(bits[SCALE_BYTES + d])
+        out[2 * d] = np.float32((pair & 15) - 8) * scale
+        out[2 * d + 1] = np.float32((pair >> 4) - 8) * scale
+
+
+@njit(nogil=True, cache=True)
+def widen_block(bits: Any, layout: int, dim: int, out: Any) -> None:
+    """Rows of `dim` channels that lie side by side in float32, to the first of `out [>= n, >= dim]`."""
+    if layout == HALF:
+        _widen_halves(bits, out)
+    elif layout == BRAIN:
+        _widen_brains(bits, out)
+    elif layout == SINGLE:
+        _widen_singles(bits, out)
+    else:
+        for j in range(len(bits)):
+            widen_row(bits[j], layout, out[j, :dim])
+
+
+@njit(nogil=True, cache=True)
+def _widen_halves(bits: Any, out: Any) -> None:
+    for j in range(len(bits)):
+        for d in range(bits.shape[1]):
+            out[j, d] = half_to_single(np.uint16(bits[j, d]))
+
+
+@njit(nogil=True, cache=True)
+def _widen_brains(bits: Any, out: Any) -> None:
+    for j in range(len(bits)):
+        for d in range(bits.shape[1]):
+            out[j, d] = np.uint32(np.uint32(bits[j, d]) << np.uint32(16)).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _widen_singles(bits: Any, out: Any) -> None:
+    for j in range(len(bits)):
+        for d in range(bits.shape[1]):
+            out[j, d] = np.uint32(bits[j, d]).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def widen_rows(bits: Any, layout: int, ids: Any, out: Any) -> None:
+    """The rows `ids [n]` in float32, to `out [n, D]`."""
+    for j in range(len(ids)):
+        widen_row(bits[ids[j]], layout, out[j])
+
+
+@njit(nogil=True, cache=True)
+def score_rows(bits: Any, layout: int, queries: Any, scores: Any) -> None:
+    """Inner products of `queries [G, D]` with N rows to `scores [G, N]`."""
+    _score_rows(bits, layout, padded(queries), queries.shape[1], scores)
+
+
+@njit(nogil=True, cache=True)
+def _score_rows(bits: Any, layout: int, queries: Any, dim: int, scores: Any) -> None:
+    rows, sums = np.zeros((ROWS, queries.shape[1]), np.float32), np.empty(SUMS, np.float32)
+    for first in range(0, len(bits), ROWS):
+        there = min(ROWS, len(bits) - first)
+        for r in range(there):
+            widen_row(bits[first + r], layout, rows[r, :dim])
+        for g in range(0, len(queries), QUERIES):
+            products(rows, queries, g, sums)
+            put(sums, scores, g, first, there)
+
+
+@njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
+def _survey(scores: Any, floor: Any) -> Any:
+    """How many of the scores exceed `floor`, and whether all are finite; one vectorised pass."""
+    above, poison = np.int32(0), np.float32(0)
+    for j in range(len(scores)):
+        above += np.int32(scores[j] > floor)
+        poison += scores[j] * np.float32(0)  # NaN as soon as one score is NaN or infinite
+    return above, poison == 0
+
+
+@njit(nogil=True, cache=True)
+def _keep_best(scores: Any, first_id: int, floor: Any, kept: Any, counts: Any) -> bool:
+    for g in range(len(scores)):
+        for start in range(0, scores.shape[1], _RUN):
+            run = scores[g, start : start + _RUN]
+            above, finite = _survey(run, floor[g])
+            if not finite:
+                return False
+            if above == 0:
+                continue
+            for j in range(len(run)):
+                # Ids ascend from block to block, so a score equal to the floor loses to the floor's id.
+                if run[j] > floor[g]:
+                    kept[g, counts[g]] = candidate(run[j], first_id + start + j)
+                    counts[g] += 1
+    return True

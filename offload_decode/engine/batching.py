@@ -1,0 +1,279 @@
+"""Turns of several conversations in one forward pass: what continuous batching is made of.
+
+Conversations of one model share a pass whatever their stores are, and those that see one store alike share
+each search of it too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from offload_decode.common.errors import ConfigError
+from offload_decode.engine.citations import Watch, cite
+from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.step import StoredPrefix
+from offload_decode.hf.packed_batch import Block, JointCache, Segment
+from offload_decode.models.loading import run_in_passes
+from offload_decode.models.processors import Processors
+from offload_decode.types import Answer, CitedDocument, StepStats
+
+LOGITS = 1 << 24
+"""Logits that a pass makes at most, where all of a question are wanted."""
+
+
+class Turn(NamedTuple):
+    """What a conversation runs next. every: the logits after every one of `tokens` are wanted, not only after
+    the last.
+    """
+
+    conversation: Conversation
+    tokens: Sequence[int]
+    every: bool = False
+
+
+def join_key(conversation: Conversation) -> Hashable | None:
+    """Conversations with equal keys may share a pass; None for one that runs alone.
+
+    Alone run recurrent layers, selectors that remember or that judge a question as a whole, conversations so
+    long that their selector chooses among their own tokens, and models whose packed passes failed the
+    equivalence check.
+    """
+    cache, prefix = conversation.cache, conversation.prefix
+    if cache.recurrent or cache.shown is not None or cache.tails[0].tail.batch not in (None, 1):
+        return None
+    if prefix.remembers or prefix.chosen.one_question or cache.tail_length >= prefix.selector.whole_tail:
+        return None
+    if not conversation.loaded.packs:
+        return None
+    return conversation.loaded.model, conversation.positions.length
+
+
+def run_turns(turns: Sequence[Turn]) -> list[Tensor]:
+    """The logits of each turn, `[V]` float32, or `[T, V]` where `every` one of its T tokens is asked for.
+
+    Each conversation is afterwards as after its own `extend(tokens)`. Where one fails, all of them are as
+    they were before, and its error is raised. Raises `ConfigError` as `extend` does, and for a conversation
+    that has two turns.
+    """
+    if len({id(turn.conversation) for turn in turns}) < len(turns):
+        raise ConfigError("a conversation has one turn at a time: give each a fork of its own (fork)")
+    with ExitStack() as held:
+        for turn in turns:
+            held.enter_context(turn.conversation.alone())
+            held.enter_context(turn.conversation.taken_back_on_failure())
+        runs = [_Run.of(turn) for turn in turns]
+        together: dict[Hashable, list[_Run]] = {}
+        for place, run in enumerate(runs):
+            key = run.key
+            together.setdefault(("alone", place) if key is None else key, []).append(run)
+        for group in together.values():
+            if len(group) > 1:
+                _run_joined(group)
+            else:
+                own = group[0]
+                own.logits = [own.conversation.run(own.ids, own.every)]
+    return [run.wanted() for run in runs]
+
+
+@dataclass(eq=False)
+class _Run:
+    """A turn on its way: `done` of its `ids` are run, of which the last `asked` are the turn's own, and their
+    `logits` are there as far as wanted.
+    """
+
+    conversation: Conversation
+    every: bool
+    ids: list[int]
+    asked: int
+    done: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, turn: Turn) -> Self:
+        """Nothing of it is run yet."""
+        own = turn.conversation
+        ids = own.to_run(turn.tokens)
+        return cls(own, turn.every, ids, len(ids) - len(own.pending))
+
+    @property
+    def key(self) -> Hashable | None:
+        longest = self.conversation.cache.tail_length + len(self.ids)
+        return None if longest > self.conversation.selector.whole_tail else join_key(self.conversation)
+
+    def wanted(self) -> Tensor:
+        """The logits that were asked for."""
+        if not self.every:
+            return self.logits[-1]
+        whole = torch.cat(self.logits)
+        return whole[len(whole) - self.asked :]
+
+
+class _Part(NamedTuple):
+    """The next `ids` of a run, and of which of them logits are wanted."""
+
+    run: _Run
+    ids: list[int]
+    rows: range
+
+
+def _run_joined(runs: list[_Run]) -> None:
+    """The turns in as few passes as their limits allow."""
+    limit = min(run.conversation.admitted(len(run.ids)) for run in runs)
+    known = runs[0].conversation.loaded.model.get_input_embeddings().num_embeddings
+    # Those that share their prefix stand side by side.
+    kinds = [run.conversation.prefix.kind for run in runs]
+    runs = sorted(runs, key=lambda run: kinds.index(run.conversation.prefix.kind))
+    while parts := list(_parts(runs, limit, max(1, LOGITS // known))):
+        _run_pass(parts)
+    for run in runs:
+        run.conversation.has_run(run.ids)
+
+
+def _parts(runs: list[_Run], room: int, logits: int) -> Iterator[_Part]:
+    """What the next pass runs: as much as there is room for, with at most so many `logits`."""
+    for run in runs:
+        left = len(run.ids) - run.done
+        take = min(left, room, logits if run.every else left)
+        if take < 1:
+            continue
+        rows = range(take) if run.every else range(take - 1, take if take == left else take - 1)
+        room, logits = room - take, logits - len(rows)
+        yield _Part(run, run.ids[run.done : run.done + take], rows)
+
+
+def _run_pass(parts: list[_Part]) -> None:
+    began = time.perf_counter()
+    loaded, blocks, sharing = parts[0].run.conversation.loaded, [], []
+    for _, group in groupby(parts, key=lambda part: part.run.conversation.prefix.kind):
+        own = list(group)
+        prefix = _shared(own)
+        blocks.append(Block(prefix, sum(len(part.ids) for part in own)))
+        sharing.append((prefix, own))
+    cache = JointCache([Segment(part.run.conversation.cache, len(part.ids)) for part in parts], blocks)
+    ids = torch.tensor([[token for part in parts for token in part.ids]])
+    rows, start = [], 0
+    for part in parts:
+        rows += [start + row for row in part.rows]
+        start += len(part.ids)
+    if rows:
+        logits = loaded.forward_rows(ids, cache, torch.tensor(rows))
+        for part, after in zip(parts, torch.split(logits, [len(part.rows) for part in parts]), strict=True):
+            if len(after):
+                part.run.logits.append(after if part.run.every else after[0])
+    else:
+        loaded.encode(ids, cache)
+    for part in parts:
+        part.run.done += len(part.ids)
+    seconds = time.perf_counter() - began
+    for prefix, own in sharing:
+        _share(prefix, own, seconds / ids.shape[1])
+
+
+def _shared(parts: list[_Part]) -> StoredPrefix:
+    """The prefix that conversations have in common, with the watches of those that are watched."""
+    prefix = parts[0].run.conversation.prefix.fork()
+    for part, end in zip(parts, accumulate(len(part.ids) for part in parts), strict=True):
+        if watches := part.run.conversation.prefix.watches:
+            prefix.watches, prefix.ends = (*prefix.watches, *watches), (*prefix.ends, end)
+    return prefix
+
+
+_WHOLE = ("rows", "selected", "bytes_moved", "bus_bytes", "cache_hits", "cache_misses")
+
+
+def _share(prefix: StoredPrefix, parts: list[_Part], seconds: float) -> None:
+    """What a prefix cost goes to the conversations that it stood before, by their tokens; a pass took so many
+    `seconds` for each.
+    """
+    stats, total, start = prefix.take_stats(), sum(len(part.ids) for part in parts), 0
+    for part in parts:
+        tokens = len(part.ids)
+        share = StepStats(tokens=tokens, total_s=seconds * tokens, attended=stats.attended)
+        for name in ("search_s", "gather_s", "attend_s"):
+            setattr(share, name, getattr(stats, name) * tokens / total)
+
+        def of(number: int, start: int = start, end: int = start + tokens) -> int:
+            return number * end // total - number * start // total
+
+        for name in _WHOLE:
+            setattr(share, name, of(getattr(stats, name)))
+        share.by_layer = {layer: of(number) for layer, number in stats.by_layer.items()}
+        share.tail_rows, share.tail_error = of(stats.tail_rows), stats.tail_error
+        part.run.conversation.prefix.stats.add(share)
+        start += tokens
+
+
+# Several questions on one store in one forward pass, padded on the left.
+
+
+def answer_batch(
+    engine: Conversation, questions: Sequence[str], max_new_tokens: int, cites: bool = False
+) -> list[Answer]:
+    """Greedy answers, equal to `Engine.answer` for each question; every answer carries the batch's shared
+    stats. A question whose answer has ended is no longer run.
+    """
+    forked, ends = engine.fork(), engine.end_tokens
+    watches = [Watch(engine.prefix.host) for _ in questions] if cites else []
+    forked.prefix.watches = tuple(watches)
+    forked.cache.batch_repeat_interleave(len(questions))
+    device, stored = engine.loaded.device, engine.length
+    asked = [engine.pending + engine.question_tokens(question) for question in questions]
+    most = [forked.most_new(max_new_tokens, len(one) - len(engine.pending)) for one in asked]
+    longest = max(map(len, asked))
+    limit = engine.admitted(longest, len(asked))
+    ids = torch.tensor([[0] * (longest - len(one)) + one for one in asked], device=device)
+    own = torch.tensor([[False] * (longest - len(one)) + [True] * len(one) for one in asked], device=device)
+    # One buffer for the whole run: a fresh mask over a million stored tokens at every step would cost more
+    # than it.
+    mask = torch.ones(len(asked), stored + longest + max_new_tokens, dtype=torch.bool, device=device)
+    mask[:, stored : stored + longest] = own
+    position = (stored + own.cumsum(-1) - 1).clamp(min=0)
+
+    model, tokenizer = engine.loaded.model, engine.loaded.tokenizer
+    processors = [Processors(model, tokenizer, engine.tokens + one, ends, max_new_tokens) for one in asked]
+    tokens: list[list[int]] = [[] for _ in asked]
+    running = list(range(len(asked)))
+    stats = StepStats()
+    for step in range(max_new_tokens):
+        began = time.perf_counter()
+        seen = mask[:, : stored + longest + step]
+        seen.offload_covered = stored  # type: ignore[attr-defined]  # models.seam need not look
+        logits = run_in_passes(engine.loaded, ids, forked.cache, limit, seen, position)
+        stats.tokens += ids.numel()
+        stats.total_s += time.perf_counter() - began
+        sampled = torch.stack(
+            [processors[row](own) for row, own in zip(running, logits, strict=True)]
+        ).argmax(-1)
+        chosen, kept = sampled.tolist(), []
+        for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
+            if token not in ends:
+                tokens[row].append(token)
+                if not processors[row].append(token) and len(tokens[row]) < most[row]:
+                    kept.append(place)
+        running = [running[place] for place in kept]
+        if not running:
+            break
+        ids, position = sampled[:, None], position[:, -1:] + 1
+        if len(kept) < len(chosen):
+            rows = torch.tensor(kept, device=device)
+            forked.cache.batch_select_indices(rows)
+            forked.prefix.watches = tuple(watches[row] for row in running) if cites else ()
+            # All is True but the padding: only the questions' columns move up.
+            mask[: len(kept), stored : stored + longest] = mask[rows, stored : stored + longest]
+            mask, ids, position = mask[: len(kept)], ids[rows], position[rows]
+    stats.add(forked.prefix.take_stats())
+    cited: list[tuple[CitedDocument, ...] | None] = [None] * len(asked)
+    if cites:
+        cited = [cite(watch, engine.store, engine.tokenizer) for watch in watches]
+    return [
+        Answer(engine.decode(own).strip(), tuple(own), stats, "length" if len(own) == end else "stop", seen)
+        for own, end, seen in zip(tokens, most, cited, strict=True)
+    ]

@@ -1,0 +1,228 @@
+"""The attention function and the mask that are registered with transformers (no patching)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from offload_decode.attention.dense import attend_dense
+from offload_decode.attention.queries import Places
+from offload_decode.attention.state import merge_states, sink_state
+from offload_decode.common.errors import ConfigError, UnsupportedModel
+from offload_decode.hf.cache_layers import LatentLayer, PrefixLayer, TailLayer, updated_layer
+from offload_decode.hf.graph_cache import RecordedLayer
+from offload_decode.hf.mla import LatentHeads, latent_of
+from offload_decode.hf.packed_batch import JointLayer
+from offload_decode.types import AttentionState
+
+# Llama 4's temperature by position, for rows that are padded behind a prefix.
+#
+# Its layers without rotary positions scale a query by the logarithm of its place (arXiv 2501.19399),
+# which they count themselves from the length of the cache, padding included: a padded row would be scaled
+# as if it stood further on.
+
+
+def tuned_to(module: Any, query: Tensor, positions: Tensor, first: int) -> Tensor:
+    """`query [B, H, T, D]`, scaled for the places `first`, `first + 1` …, scaled for `positions [B, T]`."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+    counted = torch.arange(first, first + query.shape[2], device=positions.device)
+    factor = _scale(module, positions) / _scale(module, counted)
+    return query * factor[:, None, :, None].to(query)
+
+
+def _scale(module: Any, positions: Tensor) -> Tensor:
+    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+    scale: Tensor = torch.log1p(steps) * module.attn_scale + 1.0
+    return scale
+
+
+NAME = "offload_decode"
+_WITHOUT_EFFECT = frozenset(["cache_position", "position_ids"])
+
+
+class _Pass(threading.local):
+    """Of the pass that this thread runs: nothing in it is padding."""
+
+    unpadded = False
+
+
+_PASS = _Pass()
+
+
+def pass_without_padding(so: bool) -> None:
+    """Whether what a row of this thread's pass sees follows from its place alone: then no mask is made, which
+    would have an entry for each pair of tokens.
+    """
+    _PASS.unpadded = so
+
+
+def prefix_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention over the tail, merged with the prefix of the cache layer that `key` came from.
+
+    `query [B, H, T, D]`, `key` and `value [B, Hkv, S, D]` after RoPE, `attention_mask` bool `[B, 1, T, S]`;
+    returns `[B, T, H, D]` as transformers expects. Keys that come from no layer of ours are plain dense
+    attention.
+    """
+    assert scaling is not None, "every served architecture states its scaling"
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
+    layer: TailLayer | JointLayer | RecordedLayer | None = getattr(key, "offload_layer", None)
+    latent = None if layer is not None else latent_of(module)
+    if latent is not None:  # the keys were made of what came from the cache
+        layer = updated_layer(module.layer_idx)  # type: ignore[arg-type]
+    if isinstance(layer, RecordedLayer):
+        _refuse_unknown(module, others)
+        return layer.attend(module, query, key, value, scaling, softcap, s_aux), None
+    if layer is not None:
+        if latent is not None:
+            others.pop("indices", None)  # of the tokens that a model's own indexer would attend to
+        _refuse_unknown(module, others)
+        if layer.positions is not None:
+            query = tuned_to(module, query, layer.positions, layer.get_seq_length() - query.shape[2])
+    heads: LatentHeads | None = None
+    if latent is not None and isinstance(layer, LatentLayer | JointLayer):
+        heads = LatentHeads(module, latent, query)
+    asked = query if heads is None else heads.absorb(query)
+    if isinstance(layer, JointLayer):
+        states = layer.attend(asked, scaling, softcap)
+        state = reduce(merge_states, states if heads is None else map(heads.expand, states))
+        return _finished(state, s_aux, query, served=True)
+    places = _places(layer, attention_mask, query.shape[2], key.shape[2])
+    attention_mask = attention_mask if places is None else None
+    # The tail is attended to between these two, so that a device is at it while the host searches.
+    finish: Callable[[], AttentionState] | None = None
+    if isinstance(layer, PrefixLayer):
+        finish = layer.prefix.begin(layer.index, asked, scaling, softcap)
+    state = None
+    if (
+        isinstance(layer, PrefixLayer)
+        and layer.tail.length > layer.prefix.whole_tail
+        and places is None
+        and _whole(attention_mask)
+    ):
+        state = layer.prefix.attend_tail(layer.index, asked, layer.tail, scaling, softcap)
+    if state is not None and heads is not None:
+        state = heads.expand(state)
+    if state is None:
+        state = attend_dense(query, key, value, scaling, attention_mask, softcap, places)
+    if layer is not None:
+        layer.unattended = False
+    if finish is not None:
+        stored = finish()
+        state = merge_states(state, stored if heads is None else heads.expand(stored))
+    return _finished(state, s_aux, query, served=layer is not None)
+
+
+def _places(layer: object, mask: Tensor | None, tokens: int, keys: int) -> Places | None:
+    """What the rows see, where their mask has the one entry of `tail_mask`: some models cut the rows to the
+    last ones, and the mask with them. Keys that come from no layer are those of the rows themselves.
+    """
+    if mask is None or max(tokens, keys) == 1 or mask.shape[2:] != (1, 1):
+        return None
+    return layer.places if isinstance(layer, TailLayer) else Places()
+
+
+def _whole(mask: Tensor | None) -> bool:
+    """Whether every query sees all of the tail. A mask on a device is read once for all layers of a pass."""
+    if mask is None:
+        return True
+    if not hasattr(mask, "offload_whole"):
+        mask.offload_whole = bool(mask.all())  # type: ignore[attr-defined]
+    return mask.offload_whole  # type: ignore[attr-defined, no-any-return]
+
+
+def _finished(
+    state: AttentionState, sinks: Tensor | None, query: Tensor, served: bool
+) -> tuple[Tensor, None]:
+    """What transformers takes of a state `[B, H, T, D]`, merged with the sinks."""
+    if sinks is not None:
+        state = merge_states(state, sink_state(sinks, state))
+    out = state.out
+    if served or sinks is not None:
+        out = _WithoutGradients.apply(out, query)  # type: ignore[no-untyped-call]
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _refuse_unknown(module: torch.nn.Module, others: dict[str, Any]) -> None:
+    """A tensor that is not known may change the scores, those of stored tokens too."""
+    for name, value in others.items():
+        if isinstance(value, Tensor) and name not in _WITHOUT_EFFECT:
+            raise UnsupportedModel(
+                f"{type(module).__name__} hands '{name}' to its attention, which attention to stored tokens "
+                "does not know"
+            )
+
+
+class _WithoutGradients(torch.autograd.Function):
+    """Gradients of the tail alone would be wrong, and the fused kernel has none of its log-sum-exp, which
+    sinks are merged by.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ConfigError(
+            "there are no gradients behind a stored prefix, nor through attention sinks: train on the whole "
+            "text with another attention (model.set_attn_implementation('eager'))"
+        )
+
+
+def tail_mask(
+    *,
+    kv_length: int,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
+    **arguments: Any,
+) -> Tensor:
+    """A bool mask `[B, 1, T, S]` over the keys that the attention call receives.
+
+    Behind a prefix a 2-D `attention_mask` covers prefix and tail (`models.seam` sees to it and marks it), and
+    a sliding window or a chunk (`local_size` tokens) is counted in the row's own tokens, because padding
+    between prefix and question would otherwise use up a part of it. Where nothing is padding and no model
+    adds to the mask, several rows of a text have one entry: `prefix_attention` knows what they see.
+    """
+    chunked = local_size is not None and local_size == getattr(
+        arguments.get("config"), "attention_chunk_size", None
+    )
+    by_place = _PASS.unpadded and arguments.get("allow_is_causal_skip", False) and not chunked
+    if by_place and attention_mask is None and arguments["q_length"] > 1:
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=arguments.get("device"))
+    own = attention_mask if hasattr(attention_mask, "offload_covered") else None
+    if own is not None and local_size is not None:
+        mask_function = causal_mask_function
+    mask: Tensor = sdpa_mask(
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        mask_function=mask_function,
+        **{**arguments, "allow_is_causal_skip": False},
+    )
+    if own is not None and local_size is not None:
+        position = kv_offset + own[:, kv_offset:].long().cumsum(-1) - 1
+        keys, queries = position[:, None, None, :], position[:, None, -mask.shape[2] :, None]
+        if chunked:
+            return mask & (queries // local_size == keys // local_size)
+        mask = mask & (queries - keys < local_size)
+    return mask

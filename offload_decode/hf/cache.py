@@ -1,0 +1,322 @@
+"""A transformers cache whose prefix lies elsewhere: layers that hold what follows it, and their states."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from offload_decode.common.errors import ConfigError, UnsupportedModel
+from offload_decode.hf.cache_layers import (
+    KeylessLayer,
+    LatentLayer,
+    PrefixLayer,
+    States,
+    TailLayer,
+    WindowLayer,
+)
+from offload_decode.hf.compat import DTYPES
+from offload_decode.hf.positions import ANYWHERE, Positions
+from offload_decode.hf.recurrent import RecurrentCache
+from offload_decode.kv.generated import Prefix
+from offload_decode.types import LayerKind, ModelShape
+
+Layer = PrefixLayer | WindowLayer | KeylessLayer
+
+
+class PrefixCache(RecurrentCache):
+    """A transformers cache behind a prefix; hand it to `generate` or to a model's forward, as `cache`
+    or, before transformers 5.24, as `past_key_values`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        decoder: object = None,
+        dtype: torch.dtype | None = None,
+        positions: Positions = ANYWHERE,
+    ):
+        super().__init__(list(layers))
+        self.tails = [layer for layer in layers if isinstance(layer, TailLayer)]
+        self.decoder = decoder
+        self.dtype = dtype
+        self.positions = positions
+        # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
+        self.shown: Tensor | None = None
+        # The thread that runs a pass, and the length of the tail before it.
+        self.begun: tuple[int, int] | None = None
+
+    @classmethod
+    def over(
+        cls,
+        prefix: Prefix,
+        shape: ModelShape,
+        windows: Mapping[int, tuple[Tensor, Tensor]],
+        decoder: object = None,
+        dtype: torch.dtype | None = None,
+        states: Mapping[int, Sequence[Tensor]] = {},
+        positions: Positions = ANYWHERE,
+    ) -> PrefixCache:
+        """An empty tail behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each local layer,
+        `states` what each recurrent layer has after the prefix, `[1, ...]` in the order of its shape, and
+        `decoder`, in `dtype`, is the only one that may run behind it, if one is given. `positions` are the
+        store's.
+        """
+        layers: list[Layer] = []
+        for index, own in enumerate(shape.layers):
+            dtypes = {state.name: DTYPES[state.dtype] for state in own.states}
+            held = States(dict(zip(dtypes, states.get(index, ()), strict=False)), dtypes) if dtypes else None
+            if own.window is not None:
+                chunked = own.kind is LayerKind.CHUNKED
+                layers.append(WindowLayer(index, prefix, own.window, windows[index], held, chunked))
+            elif own.kind is LayerKind.FULL:
+                layers.append((LatentLayer if own.latent else PrefixLayer)(index, prefix, held))
+            else:
+                layers.append(KeylessLayer(index, held))
+        return cls(layers, decoder, dtype, positions)
+
+    def __len__(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    def be(self, kind: type[Cache]) -> None:
+        """Also be a cache of the class that a decoder insists on."""
+        if not isinstance(self, kind):
+            self.__class__ = type(PrefixCache.__name__, (PrefixCache, kind), {})
+
+    def fork(self, prefix: Prefix) -> PrefixCache:
+        """An independent copy that shares the stored parts."""
+        layers = [layer.fork(prefix) for layer in self.layers]
+        copy = PrefixCache(layers, self.decoder, self.dtype, self.positions)
+        copy.shown = self.shown
+        copy.share_marks(self)
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PrefixCache:
+        """A fork: what is stored is not copied."""
+        return self.fork(deepcopy(self.prefix, memo))
+
+    @property
+    def prefix(self) -> Prefix:
+        """What the tail stands behind."""
+        return self.tails[0].prefix
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """`TailLayer.update`, in a pass of a model that is switched to the stored prefix."""
+        if self.begun is None:
+            raise UnsupportedModel(
+                "this cache goes with a stored prefix, to which the model that uses it does not attend: "
+                "run engine.loaded.model"
+            )
+        return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Prefix and tail together."""
+        return self._tail_of(layer_idx).get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Of the layer; of the first full one in place of a layer without keys, as transformers takes it."""
+        return self._tail_of(layer_idx).get_mask_sizes(query_length)
+
+    def crop(self, tokens: int) -> None:
+        """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
+        if not -self.tail_length <= tokens <= 0:
+            raise ConfigError(
+                f"cannot crop by {tokens}: give minus the number of tokens to remove, and of the "
+                f"{self.tail_length} that follow the stored prefix at most all"
+            )
+        if tokens and self.prefix.remembers:
+            raise ConfigError(
+                "this selector cannot remember what it has dropped: "
+                "begin with a new cache instead of cropping this one"
+            )
+        self.cut(self.tail_length + tokens)
+
+    def reset(self) -> None:
+        """Forget the tail, as `crop` does."""
+        self.crop(-self.tail_length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Pick batch rows, for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these batch rows."""
+        for layer in self.tails:
+            layer.tail.rows(indices)
+        if self.tail_length:  # else any number of rows may come
+            self.pick_states(indices)
+        if self.shown is not None:
+            self._hide(self.shown[indices.to(self.shown.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row."""
+        rows = self.tails[0].tail.batch
+        if rows is not None:
+            self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+
+    def activate_past_recording(self) -> None:
+        """Called by assisted decoding and prompt lookup, which take the prefix for tokens of their own."""
+        raise ConfigError(
+            "assisted decoding and prompt lookup do not work behind a stored prefix: "
+            "call generate without assistant_model and prompt_lookup_num_tokens"
+        )
+
+    def cut(self, tail_length: int) -> None:
+        """Keep so many tokens after the prefix, also where a failed forward pass reached some layers only.
+
+        A recurrent state is known where a turn began and where the last pass did; `ConfigError` elsewhere.
+        """
+        if tail_length != self.tail_length or self.begun is not None:
+            self.restore_states(tail_length, self.prefix_length)
+        for layer in self.tails:
+            layer.tail.crop(min(tail_length, layer.tail.length))
+            layer.unattended = False
+        self.begun = None
+        self._keep_shown()
+
+    def kept(self, tail_length: int) -> int:
+        """The most tokens after the prefix, `tail_length` or fewer, that `cut` can keep."""
+        if tail_length >= self.tail_length:
+            return self.tail_length
+        return self.known_states(tail_length) if self.recurrent else tail_length
+
+    def trim(self) -> None:
+        """Give back the room for more tokens: the next pass takes it again."""
+        for layer in self.tails:
+            layer.tail.trim()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what follows the prefix, and of states, those that are kept of earlier turns included."""
+        return sum(layer.tail.nbytes for layer in self.tails) + self.state_bytes
+
+    def begin(self, rows: int, tokens: int) -> None:
+        """A pass of so many rows and tokens begins."""
+        self.begun = (threading.get_ident(), self.tail_length)
+        own = None if self.shown is None else self.prefix_length + self.shown.long().cumsum(-1) - 1
+        for layer in self.tails:
+            layer.positions = None if own is None else own[:, -tokens:]
+        self.mark_states(self.tail_length, rows, tokens)
+
+    def rebase(self) -> None:
+        """The tail has joined the prefix: start an empty one."""
+        for layer in self.layers:
+            layer.rebase()
+        self.marks, self._last = {}, {}
+
+    def hidden(self, tokens: int) -> Tensor | None:
+        """How much padding stands before each row's own of the last `tokens`, int64 `[B]`; None if nowhere
+        any.
+        """
+        if self.shown is None or bool((new := self.shown[:, -tokens:]).all()):
+            return None
+        return (~new).sum(dim=1)
+
+    def take_back(self) -> None:
+        """Undo a pass that was interrupted."""
+        if self.begun is None:
+            return
+        thread, length = self.begun
+        if thread != threading.get_ident():
+            raise ConfigError(
+                "another thread runs a pass over this cache, or was interrupted in one: give each thread a "
+                "cache of its own (Engine.new_cache, Engine.fork)"
+            )
+        if self.prefix.remembers:
+            raise ConfigError(
+                "a pass over this cache was interrupted, and this selector cannot take back what it "
+                "remembers: begin with a new cache"
+            )
+        self.cut(length)
+
+    def show(self, tokens: int, shown: Tensor | None) -> None:
+        """`tokens` more follow, of which bool `shown [B, S]` hides the padding; None hides none of them."""
+        if shown is not None and self.recurrent:
+            new = shown[:, -tokens:]
+            if bool((new[:, :-1] & ~new[:, 1:]).any()):
+                raise ConfigError(
+                    "this model has recurrent layers, behind whose tokens no padding can stand: pad rows on "
+                    "the left"
+                )
+        if shown is None and self.shown is not None:
+            shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
+        self._hide(shown)
+
+    def check_model(self, decoder: Any) -> None:
+        """Raise unless `decoder` may run behind this prefix, and is as it was when it was opened."""
+        if self.decoder not in (None, decoder):
+            raise ConfigError(
+                "this cache belongs to another model: take one from the engine that this model was opened "
+                "with"
+            )
+        windows = {layer.sliding_window for layer in self.tails if isinstance(layer, WindowLayer)}
+        converted = self.dtype not in (None, decoder.dtype)
+        if converted or windows - windows_of(decoder.config):
+            raise ConfigError(
+                "the dtype or the sliding window of this model was changed after its store was opened: load "
+                "the model anew, and open the store with it"
+            )
+
+    def check_rows(self, rows: int) -> None:
+        """Raise unless a pass of so many rows can follow what is there."""
+        held = self.tails[0].tail.batch
+        if held not in (None, rows):
+            raise ConfigError(
+                f"this cache holds {held} rows, and {rows} came: run as many in every pass, or change what "
+                "it holds with batch_select_indices or batch_repeat_interleave"
+            )
+
+    def check_room(self, tokens: int, shown: Tensor | None) -> None:
+        """Raise unless `tokens` more, `shown [B, S]` as for `show`, have positions; padding needs none."""
+        if self.positions.most is None:
+            return
+        earlier = self.tail_length if self.shown is None else int(self.shown.sum(-1).max())
+        behind = earlier + tokens if shown is None else int(shown.sum(-1).max())
+        self.positions.check(self.prefix_length + behind)
+
+    def check_attended(self, tokens: int) -> None:
+        """Raise if `tokens` new keys of some layer never reached the registered attention function."""
+        assert self.begun is not None
+        for layer in self.tails:
+            if layer.unattended or layer.tail.length != self.begun[1] + tokens:
+                raise UnsupportedModel(
+                    f"layer {layer.index} attended without its stored prefix: the model does not hand the "
+                    "cache's keys to the registered attention function, or runs with gradient checkpointing"
+                )
+
+    @property
+    def prefix_length(self) -> int:
+        """Stored tokens."""
+        return int(self.prefix.length)
+
+    @property
+    def tail_length(self) -> int:
+        """Tokens after the prefix."""
+        return int(self.tails[0].tail.length)
+
+    def _tail_of(self, layer_idx: int) -> TailLayer:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, TailLayer):
+            return layer
+        return next((tail for tail in self.tails if not tail.is_sliding), self.tails[0])
+
+    def _keep_shown(self) -> None:
+        if self.shown is not None:
+            self._hide(self.shown[:, : self.tail_length])
+
+    def _hide(self, shown: Tensor | None) -> None:
+        self.shown = None if shown is None or bool(shown.all()) else shown
+
+
+def windows_of(config: Any) -> set[int]:
+    """The windows that a config states for some of its layers."""
+    stated = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return {window for window in stated if window is not None}

@@ -1,0 +1,339 @@
+"""On a GPU, what lies between one attention and the next as CUDA graphs: norms, projections, rotation, MLP.
+
+A token's pass launches a dozen kernels a layer besides its attention, each through Python: of a small model
+more time than the kernels take. A decoder's pass is therefore captured once for each number of rows and
+tokens, as one graph before each attention and one behind the last. What is attended to is looked up, fetched
+and merged between them as ever. Nothing is captured that is not checked on the spot: replayed with other
+tokens at other places it equals the plain pass, or the model goes on without.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from copy import copy, deepcopy
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from offload_decode.common.errors import UnsupportedModel
+from offload_decode.hf.attention import prefix_attention
+from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache_layers import LatentLayer, TailLayer, WindowLayer
+from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, with_cache
+from offload_decode.hf.graph_cache import Asked, RecordedCache
+from offload_decode.hf.packed_batch import JointCache
+from offload_decode.hf.positions import depends_on_length
+
+# A decoder's pass as CUDA graphs: one before each attention, and one behind the last.
+
+
+class _Stop(NamedTuple):
+    """An attention of the pass, and where the graph behind it reads what is answered."""
+
+    asked: Asked
+    answer: Tensor
+
+
+class CapturedPass:
+    """A decoder's pass over `ids [B, T]` as graphs. One at a time runs it: its tensors are the same ones
+    every time.
+    """
+
+    def __init__(self, forward: Callable[..., Any], layers: int, ids: Tensor, positions: Tensor, pool: Any):
+        self._ids, self._positions = ids.clone(), positions.clone()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._stops: list[_Stop] = []
+        self._pool = pool
+        cache = RecordedCache(layers, int(positions.max()), self._stopped)
+        self._begin()
+        try:
+            self.output = passed(forward, self._ids, self._positions, cache)
+        except BaseException:
+            with suppress(RuntimeError):  # what was not allowed has ended it already
+                self._graphs[-1].capture_end()
+            raise
+        self._graphs[-1].capture_end()
+        given = [name for name, one in self.output.items() if isinstance(one, Tensor | tuple)]
+        if given != ["last_hidden_state"] or self._ids.shape != self.output.last_hidden_state.shape[:2]:
+            raise UnsupportedModel("this decoder gives something else than a state for each token")
+
+    @property
+    def layers(self) -> list[int]:
+        """Whose attention it stops at, in order."""
+        return [stop.asked.layer for stop in self._stops]
+
+    def run(self, ids: Tensor, positions: Tensor, answers: Callable[[Asked], Tensor]) -> Tensor:
+        """The states `[B, T, W]` of these tokens, which stand at `positions [B or 1, T]`."""
+        self._ids.copy_(ids)
+        self._positions.copy_(positions)
+        for graph, stop in zip(self._graphs, self._stops, strict=False):
+            graph.replay()
+            stop.answer.copy_(answers(stop.asked))
+        self._graphs[-1].replay()
+        return self.output.last_hidden_state.clone()  # type: ignore[no-any-return]
+
+    def _stopped(self, asked: Asked) -> Tensor:
+        """The pass came to an attention: the graph ends here, and the next one begins with an answer."""
+        self._graphs[-1].capture_end()
+        query, value = asked.query, asked.value
+        answer = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
+        self._stops.append(_Stop(asked, answer))
+        self._begin()
+        return answer
+
+    def _begin(self) -> None:
+        self._graphs.append(torch.cuda.CUDAGraph())
+        # Other threads may go on with a device meanwhile.
+        self._graphs[-1].capture_begin(self._pool, capture_error_mode="thread_local")
+
+
+def passed(forward: Callable[..., Any], ids: Tensor, positions: Tensor, cache: RecordedCache) -> Any:
+    """What `forward` gives for `ids [B, T]` at `positions [B or 1, T]` behind a cache that is not one."""
+    # A prepared mask is handed on as it is, and no attention looks at it.
+    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    return forward(input_ids=ids, position_ids=positions, attention_mask=seen, cache=cache, use_cache=True)
+
+
+# Whether a module is still what it was: the same parts, weights at the same addresses, no more hooks.
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Snapshot:
+    """Of a module as it is now. Looking costs some tenths of a microsecond for each part and weight."""
+
+    def __init__(self, module: torch.nn.Module):
+        self._slots: list[tuple[dict[str, Any], str, Any]] = []
+        sized: list[dict[str, Any]] = []
+        for part in module.modules():
+            held = (part._modules, part._parameters, part._buffers)
+            self._slots += [(own, name, one) for own in held for name, one in own.items()]
+            self._slots.append((part.__dict__, "forward", part.__dict__.get("forward")))
+            sized += [*held, *(getattr(part, hooks) for hooks in _HOOKS)]
+        self._sized, self._sizes = sized, [len(own) for own in sized]
+        self._tensors = [one for _, _, one in self._slots if isinstance(one, Tensor)]
+        self._places = [one.data_ptr() for one in self._tensors]
+
+    def holds(self) -> bool:
+        """Whether nothing was taken out, put in or moved since."""
+        return (
+            [len(own) for own in self._sized] == self._sizes
+            and all(own.get(name) is one for own, name, one in self._slots)
+            and [one.data_ptr() for one in self._tensors] == self._places
+        )
+
+
+WORTH = 8
+"""Passes of a shape before it is captured: a question comes once, an answer's tokens by the hundred."""
+TOKENS = 64
+"""Of a pass that is captured, at most: with more, kernels take longer than their launch."""
+SHAPES = 16
+"""Captured at most for a model."""
+
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # of a state's length
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
+Shape = tuple[int, int, int]
+"""Rows, tokens, rows of positions."""
+_PLAIN = ("input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", *CACHE_NAMES)
+
+
+class CapturedForward:
+    """Takes the place of a decoder's `forward`, which it calls for what is not captured.
+
+    refused: why nothing (more) is, for people; None as long as nothing was refused.
+    """
+
+    def __init__(self, decoder: Any):
+        self.decoder = decoder
+        self.__wrapped__ = decoder.forward  # of which `inspect.signature` tells
+        self.refused: str | None = None
+        self._busy = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is captured yet."""
+        self.passes: dict[Shape, CapturedPass] = {}
+        self._came: Counter[Shape] = Counter()
+        self._known: Snapshot | None = None
+        # Passes may share it: what one leaves there is no other's concern.
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """For a copy of the decoder, whose weights lie elsewhere."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        held = deepcopy({"decoder": self.decoder, "__wrapped__": self.__wrapped__}, memo)
+        other.__dict__.update(held, refused=self.refused, _busy=threading.Lock())
+        other._begin()
+        return other
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        if args or self.refused is not None or not _serves(self.decoder.config, given):
+            return self.__wrapped__(*args, **given)
+        if not self._busy.acquire(blocking=False):
+            return self.__wrapped__(**given)
+        try:
+            ids, positions, cache = given["input_ids"], given["position_ids"], cache_in(given)
+            held = self._pass(ids, positions)
+            if held is None or held.layers != [layer.index for layer in cache.tails]:
+                return self.__wrapped__(**given)
+            output = copy(held.output)
+            setattr(output, cache_name(type(self.decoder)), cache)  # type: ignore[arg-type]
+            with self._in_turn(ids.device):
+                output.last_hidden_state = held.run(ids, positions, functools.partial(_answered, cache))
+            return output
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _in_turn(self, device: torch.device) -> Iterator[None]:
+        """Behind what another stream was given of these passes, whose tensors are the same."""
+        stream = torch.cuda.current_stream(device)
+        if self._done is not None:
+            stream.wait_event(self._done)
+        try:
+            yield
+        finally:
+            self._done = stream.record_event(self._done)
+
+    def _forward(self, *, cache: RecordedCache, **given: Any) -> Any:
+        return self.__wrapped__(**given, **with_cache(self.decoder, cache))
+
+    def _pass(self, ids: Tensor, positions: Tensor) -> CapturedPass | None:
+        shape = (*ids.shape, len(positions))
+        if self._known is not None and not self._known.holds():
+            self._begin()  # an adapter came, or weights moved: what was captured is of what was there before
+        if shape not in self.passes and len(self.passes) < SHAPES:
+            self._came[shape] += 1
+            if self._came[shape] >= WORTH:
+                self._capture(shape, ids, positions)
+        return self.passes.get(shape)
+
+    def _capture(self, shape: Shape, ids: Tensor, positions: Tensor) -> None:
+        if any(map(depends_on_length, self.decoder.modules())):
+            self.refused = "its rotation depends on the length of the text"
+            return
+        layers = self.decoder.config.num_hidden_layers
+        with ExitStack() as held:
+            held.enter_context(torch.inference_mode(False))
+            held.enter_context(torch.no_grad())
+            held.enter_context(torch.cuda.device(ids.device))
+            # Nothing can be captured on the stream that everything runs on by itself.
+            current = torch.cuda.current_stream()
+            self._stream = own = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            own.wait_stream(current)
+            held.callback(current.wait_stream, own)
+            held.enter_context(torch.cuda.stream(own))
+            try:
+                # Once before anything is captured, so that libraries have what they take at their first call.
+                seen = int(positions.max())
+                passed(self._forward, ids, positions, RecordedCache(layers, seen, _stand_in))
+                captured = CapturedPass(self._forward, layers, ids, positions, self._pool)
+                self.refused = self._difference(captured, ids, positions, layers)
+            except Exception as error:  # noqa: BLE001  # whatever a model does with a cache it does not know
+                self.refused = str(error).splitlines()[0] if str(error) else type(error).__name__
+            else:
+                if self.refused is None:
+                    self.passes[shape] = captured
+                    self._known = self._known or Snapshot(self.decoder)
+        if self.refused is not None:
+            self._begin()
+
+    def _difference(self, captured: CapturedPass, ids: Tensor, positions: Tensor, layers: int) -> str | None:
+        """Whether other tokens at other places get other states than in a plain pass: how, or None.
+
+        Smaller ids and places than those that came are known to every table of a model.
+        """
+        others, places = ids // 2, positions // 2
+        cache = RecordedCache(layers, int(places.max()), _stand_in)
+        true = passed(self._forward, others, places, cache).last_hidden_state.float()
+        replayed = captured.run(others, places, _stand_in).float()
+        apart = float(((true - replayed).norm(dim=-1) / true.norm(dim=-1)).max())
+        if apart <= _ROUNDING.get(captured.output.last_hidden_state.dtype, 0.0):
+            return None
+        return f"a captured pass is {apart:.2g} apart from a plain one"
+
+
+def capture(decoder: Any) -> None:
+    """Let the passes of a decoder on one GPU be captured once they come again and again.
+
+    Not by a torch that is not itself again after what could not be captured (before 2.13), nor of int8
+    products, which look on the host for what they keep in 16 bits.
+    """
+    devices = {parameter.device for parameter in decoder.parameters()}
+    if len(devices) != 1 or devices.pop().type != "cuda" or _TORCH < (2, 13):
+        return
+    if any(type(module).__name__ == "Linear8bitLt" for module in decoder.modules()):
+        return
+    if not isinstance(decoder.forward, CapturedForward):
+        decoder.forward = CapturedForward(decoder)
+
+
+def report(decoder: Any) -> dict[str, Any] | None:
+    """What is captured of a decoder on a GPU, as JSON can hold it: shapes `[rows, tokens]`; why no more."""
+    forward = decoder.forward
+    if not isinstance(forward, CapturedForward):
+        return None
+    return {
+        "passes": sorted([rows, tokens] for rows, tokens, _ in forward.passes),
+        "refused": forward.refused,
+    }
+
+
+def _serves(config: Any, given: dict[str, Any]) -> bool:
+    """Whether a pass is one of those that are captured, as far as its shape is: few tokens, each of which
+    sees all of its conversation, and of which nothing but the last states is asked for.
+    """
+    cache, ids, positions = cache_in(given), given.get("input_ids"), given.get("position_ids")
+    if torch.is_grad_enabled() or ids is None or positions is None or ids.numel() > TOKENS:
+        return False
+    # Autocast casts weights into memory that it gives back.
+    if torch.is_autocast_enabled("cuda") or any(getattr(config, more, False) for more in _MORE):
+        return False
+    if given.get("return_dict") is False:
+        return False
+    if not all(given[name] is None or given[name] is False for name in given.keys() - set(_PLAIN)):
+        return False
+    if isinstance(cache, JointCache):
+        return not any(layer.latent for layer in cache.tails)
+    if not isinstance(cache, PrefixCache) or ids.shape[1] > 1 or cache.recurrent or cache.shown is not None:
+        return False
+    mask: Tensor | None = given.get("attention_mask")
+    return (mask is None or mask.ndim == 2) and all(map(_plain, cache.tails))
+
+
+def _plain(layer: TailLayer) -> bool:
+    return not isinstance(layer, LatentLayer) and not (isinstance(layer, WindowLayer) and layer.chunked)
+
+
+def _answered(cache: PrefixCache | JointCache, asked: Asked) -> Tensor:
+    """What is stored and what followed it, attended to."""
+    layer = cache.layers[asked.layer]
+    keys, values = cache.update(asked.key, asked.value, asked.layer)
+    if isinstance(layer, WindowLayer):  # one token sees all of what is near
+        keys, values, _ = layer.near(1)
+        keys.offload_layer = layer  # type: ignore[attr-defined]
+    # Who listens may keep the query, whose memory is the next token's too.
+    query = asked.query.clone()
+    out, _ = prefix_attention(
+        asked.module, query, keys, values, None, asked.scaling, asked.softcap, asked.sinks
+    )
+    return out
+
+
+def _stand_in(asked: Asked) -> Tensor:
+    """Something in place of an answer, for a check: it depends on all that is asked, and on where it stands
+    (an inner product of a query and the key of its own place does not).
+    """
+    query, key, value = asked.query, asked.key, asked.value
+    groups = query.shape[1] // key.shape[1]
+    weights = (query.mean(-1, keepdim=True) + key.repeat_interleave(groups, 1).mean(-1, keepdim=True)).tanh()
+    return (weights * value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous()

@@ -1,0 +1,292 @@
+"""A model switched to the registered attention, and what each of its passes behind a stored prefix must hold.
+
+Two hooks stand around the decoder (`base_model`), where every family hands over the ids, the mask, the
+positions and the cache by name, in a loop of one's own as in `generate`. What would be answered from a part
+of the prefix, or from tokens run twice, is refused before anything is appended.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from offload_decode.common.errors import ConfigError, UnsupportedModel
+from offload_decode.hf.attention import NAME, pass_without_padding, prefix_attention, tail_mask
+from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache_layers import forget_update
+from offload_decode.hf.compat import cache_in, in_its_name
+from offload_decode.hf.cuda_graphs import capture
+from offload_decode.hf.linear_bf16 import read_in_place
+from offload_decode.hf.packed_batch import JointCache
+from offload_decode.hf.positions import UNSAID, depends_on_length, hold_rotations, rotate_for
+from offload_decode.hf.recurrent_steps import run_rows_apart
+from offload_decode.hf.shape import cache_class
+
+
+def activate(model: Any) -> None:
+    """Let `model` attend through `prefix_attention`, and check its passes."""
+    AttentionInterface.register(NAME, prefix_attention)
+    AttentionMaskInterface.register(NAME, tail_mask)
+    model.set_attn_implementation(NAME)
+    decoder = model.base_model
+    if _before not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_before, with_kwargs=True)
+        decoder.register_forward_hook(_after, with_kwargs=True)
+        run_rows_apart(decoder)
+        hold_rotations(decoder)
+        read_in_place(model)
+        capture(decoder)
+
+
+def _before(
+    decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]] | None:
+    names = inspect.signature(decoder.forward).parameters if args else ()
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    cache = cache_in(given)
+    rotate_for(None)
+    forget_update()
+    pass_without_padding(False)
+    if isinstance(cache, PrefixCache | JointCache):
+        given = in_its_name(decoder, given)
+    if isinstance(cache, JointCache):
+        _begin_joint(decoder, given, cache)
+        return (), given
+    if not isinstance(cache, PrefixCache):
+        _check_kept(decoder, given)
+        return None
+    cache.be(cache_class(type(decoder)))  # type: ignore[arg-type]
+    cache.check_model(decoder)
+    cache.take_back()
+    _check_settings(decoder, given)
+    ids: Tensor | None = given.get("input_ids")
+    new: Tensor | None = given.get("inputs_embeds") if ids is None else ids
+    if new is None or new.ndim != (3 if ids is None else 2) or not len(new):
+        raise ConfigError("a pass takes input_ids [B, T], or inputs_embeds [B, T, D], of one row or more")
+    rows, tokens = new.shape[:2]
+    if not tokens:
+        raise ConfigError(
+            "no tokens are left to run: generate takes ids without a mask for the whole sequence and removes "
+            "the stored tokens from them; pass the mask over stored and new tokens too, as Engine.inputs does"
+        )
+    if ids is not None:
+        check_ids(ids, decoder)
+    cache.check_rows(rows)
+    mask = given.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim not in (2, 4)):
+        raise ConfigError("the attention mask must be 2-D, over the stored tokens and those that follow")
+    if mask is not None and mask.ndim == 4:
+        given["attention_mask"] = _prepared(mask, cache, rows, tokens)
+        cache.check_room(tokens, None)
+        cache.show(tokens, None)
+    else:
+        shown = None if mask is None else _shown(mask, cache, rows, tokens)
+        _check_positions(given.get("position_ids"), shown, cache, rows, tokens)
+        if mask is not None:
+            given["attention_mask"] = covering(mask.to(new.device, torch.bool), cache.prefix_length)
+        cache.check_room(tokens, shown)
+        cache.show(tokens, shown)
+    if given.get("position_ids") is None and _takes_positions(type(decoder)):  # type: ignore[arg-type]
+        # Some models would begin at 0.
+        first = cache.prefix_length + cache.tail_length
+        given["position_ids"] = torch.arange(first, first + tokens, device=new.device)[None]
+    cache.begin(rows, tokens)
+    rotate_for(cache.positions.length or UNSAID)
+    pass_without_padding(mask is None and cache.shown is None)
+    return (), given
+
+
+def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    rotate_for(None)
+    pass_without_padding(False)
+    cache = cache_in(kwargs)
+    if isinstance(cache, PrefixCache):
+        embeds = kwargs.get("inputs_embeds")
+        tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
+        cache.check_attended(tokens)
+        cache.begun = None
+    elif isinstance(cache, JointCache):
+        cache.check_attended()
+
+
+def _begin_joint(decoder: torch.nn.Module, given: dict[str, Any], cache: JointCache) -> None:
+    """A packed pass: the cache knows where its tokens stand, and what each of them sees."""
+    _check_settings(decoder, given)
+    ids: Tensor | None = given.get("input_ids")
+    if ids is None or ids.ndim != 2 or len(ids) != 1:
+        raise ConfigError("a joint pass takes input_ids [1, total], the tokens of all segments in a row")
+    if given.get("attention_mask") is not None or given.get("position_ids") is not None:
+        raise ConfigError("a joint pass takes neither a mask nor positions: its segments say both")
+    check_ids(ids, decoder)
+    cache.be(cache_class(type(decoder)))  # type: ignore[arg-type]
+    cache.begin(decoder, ids.shape[1])
+    given["position_ids"] = cache.positions.to(ids.device)
+    # transformers hands a prepared mask on as it is, and the attention does not look at it.
+    given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    rotate_for(cache.rotated_for or UNSAID)
+
+
+def _check_kept(decoder: torch.nn.Module, given: dict[str, Any]) -> None:
+    """Phi-3's own `generate` drops a cache where its rotation would change within the answer."""
+    ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    if ids is None or cache_in(given) is not None:
+        return
+    if not any(map(depends_on_length, decoder.modules())):
+        return
+    hidden = mask is not None and mask.ndim == 2 and mask.shape[1] > ids.shape[1]
+    later = positions is not None and bool((positions.amin(-1) > 0).any())
+    if hidden or later:
+        raise UnsupportedModel(
+            "this model's own generate drops the stored prefix here, because its rotation would change: ask "
+            "through the engine (Engine.answer), which keeps to that of the store"
+        )
+
+
+@lru_cache(maxsize=64)
+def _takes_positions(decoder: type) -> bool:
+    return "position_ids" in inspect.signature(decoder.forward).parameters  # type: ignore[attr-defined]
+
+
+def covering(mask: Tensor, tokens: int) -> Tensor:
+    """Mark `mask`: its first `tokens` columns are True and need not be checked."""
+    mask.offload_covered = tokens  # type: ignore[attr-defined]
+    return mask
+
+
+def check_ids(ids: Tensor, model: Any) -> None:
+    """Raise if some ids are not in the vocabulary."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"the ids of tokens must be whole numbers (int64), and not {ids.dtype}")
+    known = model.get_input_embeddings().num_embeddings
+    least, most = torch.stack(ids.aminmax()).tolist()  # a device is waited for once
+    if least < 0 or most >= known:
+        wrong = least if least < 0 else most
+        raise ConfigError(
+            f"token id {wrong} is not in the vocabulary: the model has ids from 0 to {known - 1}"
+        )
+
+
+def _check_settings(decoder: Any, given: dict[str, Any]) -> None:
+    config = decoder.config
+    use_cache, weights = (
+        getattr(config, name) if given.get(name) is None else given[name]
+        for name in ("use_cache", "output_attentions")
+    )
+    if decoder.training:
+        raise ConfigError(
+            "the model is in training mode, in which attention to stored tokens has neither dropout nor "
+            "gradients: call model.eval()"
+        )
+    if config._attn_implementation != NAME:
+        raise UnsupportedModel(
+            "this model attends without its stored prefix, because its attention was switched to "
+            f"'{config._attn_implementation}': call model.set_attn_implementation('{NAME}')"
+        )
+    if weights:
+        raise ConfigError(
+            "attention to stored tokens gives no weights to return: leave output_attentions out, or set it "
+            "to False in the model's config"
+        )
+    if not use_cache:
+        raise ConfigError(
+            "use_cache=False does not go with a stored prefix: the tokens would be run and appended again at "
+            "every step; pass use_cache=True, as Engine.inputs does"
+        )
+
+
+def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
+    """The columns of a 2-D mask after the prefix, checked: bool `[B, tail + T]`."""
+    prefix, tail = cache.prefix_length, cache.tail_length
+    if mask.shape[1] != prefix + tail + tokens:
+        raise ConfigError(
+            f"the attention mask covers {mask.shape[1]} tokens, but {prefix + tail + tokens} are in the "
+            "cache with its stored prefix and the new ones: pass ones for the prefix and for earlier turns "
+            "too, as Engine.inputs does"
+        )
+    if len(mask) != rows:
+        raise ConfigError(f"the attention mask has {len(mask)} rows, but there are {rows} to run")
+    # The engine's own masks say so; a million entries are not read at every step.
+    covered = getattr(mask, "offload_covered", 0) >= prefix
+    if not covered and not bool((mask[:, :prefix] != 0).all()):
+        raise ConfigError(
+            "the attention mask hides stored tokens: only tokens after the prefix can be masked"
+        )
+    shown = mask[:, prefix:] != 0  # a copy: the caller's mask may change
+    earlier = cache.shown
+    before = shown[:, :tail]
+    if not bool((before if earlier is None else before == earlier.to(before.device)).all()):
+        raise ConfigError(
+            "the attention mask differs from that of an earlier pass for tokens that both cover: what was "
+            "shown or hidden once stays so in this cache; begin with a new cache"
+        )
+    return shown
+
+
+def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
+    """A 4-D mask without its columns of the prefix."""
+    prefix, tail = cache.prefix_length, cache.tail_length
+    if mask.dtype != torch.bool:
+        raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
+    if any(cache.is_sliding):
+        raise ConfigError(
+            "this model has sliding-window layers, which need another mask than the rest: "
+            "pass a 2-D attention mask, from which both are made"
+        )
+    if len(mask) not in (1, rows) or mask.shape[1] != 1 or mask.shape[2] != tokens:
+        raise ConfigError(
+            f"a prepared attention mask must be [{rows}, 1, {tokens}, …] for these tokens, and not "
+            f"{list(mask.shape)}"
+        )
+    if mask.shape[-1] == prefix + tail + tokens:
+        if not bool(mask[..., :prefix].all()):
+            raise ConfigError(
+                "the attention mask hides stored tokens: only tokens after the prefix can be masked"
+            )
+        return mask[..., prefix:]
+    if mask.shape[-1] != tail + tokens:
+        raise ConfigError(
+            f"the prepared attention mask covers {mask.shape[-1]} tokens, but {prefix + tail + tokens} are "
+            "in the cache with its stored prefix and the new ones"
+        )
+    return mask
+
+
+def _check_positions(
+    positions: Tensor | None, shown: Tensor | None, cache: PrefixCache, rows: int, tokens: int
+) -> None:
+    """A token that is shown stands behind all that are shown before it; where padding stands is no matter."""
+    if shown is None and cache.shown is not None:
+        raise ConfigError(
+            "earlier tokens of this cache are padding: pass an attention mask that hides them here too"
+        )
+    if positions is None and shown is None:
+        return
+    first = cache.prefix_length + cache.tail_length
+    device = shown.device if positions is None else positions.device  # type: ignore[union-attr]
+    if positions is None:
+        positions = torch.arange(first, first + tokens, device=device)[None]
+    if positions.ndim != 2 or positions.shape[-1] != tokens or len(positions) not in (1, rows):
+        raise ConfigError(
+            f"position_ids must be [{rows}, {tokens}], one for each new token, and not "
+            f"{list(positions.shape)}"
+        )
+    if shown is None:
+        expected = torch.arange(first, first + tokens, device=device)[None]
+        right = positions == expected
+    else:
+        shown = shown.to(device)
+        expected = (cache.prefix_length + shown.long().cumsum(-1) - 1)[:, -tokens:]
+        right = (positions == expected) | ~shown[:, -tokens:]
+    if not bool(right.all()):
+        wrong = (~right).nonzero()[0].tolist()
+        stands, place = (int(one.expand_as(right)[tuple(wrong)]) for one in (positions, expected))
+        raise ConfigError(
+            f"a new token stands at position {stands}, but behind the stored tokens and those of earlier "
+            f"turns its place is {place}: pass an attention mask that covers all of them, and where rows are "
+            "padded position_ids that do not count the padding"
+        )

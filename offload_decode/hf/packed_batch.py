@@ -1,0 +1,244 @@
+"""Several conversations in one forward pass, packed one behind the other without padding: `[1, total]` ids.
+
+A segment is what one conversation runs in the pass. Its keys go to that conversation's own tail, and its
+queries attend to that tail alone. Segments that share a prefix put their queries to it as one block. No mask
+is built: what a token sees of its segment follows from where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from offload_decode.attention.dense import attend_dense
+from offload_decode.common.errors import ConfigError, UnsupportedModel
+from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache_layers import (
+    KeylessLayer,
+    LatentLayer,
+    PassLayer,
+    TailLayer,
+    WindowLayer,
+    note_update,
+)
+from offload_decode.kv.generated import Prefix
+from offload_decode.types import AttentionState
+
+
+class Segment(NamedTuple):
+    """The next `tokens` of the conversation that `cache` holds."""
+
+    cache: PrefixCache
+    tokens: int
+
+
+class Block(NamedTuple):
+    """The next `tokens` of a pass, of one segment or of several, that `prefix` stands before."""
+
+    prefix: Prefix
+    tokens: int
+
+
+class JointCache(Cache):  # type: ignore[misc]
+    """The cache of one packed pass over the caches of its conversations, which are grown by it.
+
+    `blocks` are the prefixes in the order of the segments, one for each or one that several share.
+    """
+
+    def __init__(self, segments: Sequence[Segment], blocks: Sequence[Block] | None = None):
+        blocks = blocks or [Block(cache.prefix, tokens) for cache, tokens in segments]
+        assert sum(own.tokens for own in segments) == sum(own.tokens for own in blocks), "the same tokens"
+        self.segments = list(segments)
+        super().__init__(layers=[_joined(index, self.segments, blocks) for index in range(self._count)])
+        self.tails = [layer for layer in self.layers if isinstance(layer, JointLayer)]
+        self._begun = False
+
+    @property
+    def _count(self) -> int:
+        return len(self.segments[0].cache.layers)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Where the tokens stand, int64 `[1, total]`."""
+        each = []
+        for held, tokens in self.segments:
+            first = held.prefix_length + held.tail_length
+            each.append(torch.arange(first, first + tokens))
+        return torch.cat(each)[None]
+
+    @property
+    def rotated_for(self) -> int | None:
+        """The length of text that all of the conversations are rotated for."""
+        return self.segments[0].cache.positions.length
+
+    def be(self, kind: type[Cache]) -> None:
+        """Also be a cache of the class that a decoder insists on."""
+        if not isinstance(self, kind):
+            self.__class__ = _also(kind)  # type: ignore[arg-type]
+
+    def begin(self, decoder: Any, tokens: int) -> None:
+        """A pass of so many tokens begins. Raises where one of the conversations could not run its part."""
+        if self._begun or tokens != sum(own.tokens for own in self.segments):
+            raise ConfigError("a joint cache is for one pass over the tokens of its segments: make another")
+        if len({id(own.cache) for own in self.segments}) < len(self.segments):
+            raise ConfigError("one conversation stands twice in a joint pass: give each a fork of its own")
+        for held, own in self.segments:
+            if held.recurrent or held.shown is not None:
+                raise ConfigError("rows that are padded, and recurrent layers, do not run in a joint pass")
+            if held.positions.length != self.rotated_for:
+                raise ConfigError("conversations that are rotated for other lengths do not run in one pass")
+            held.check_model(decoder)
+            held.take_back()
+            held.check_rows(1)
+            held.check_room(own, None)
+        positions = self.positions.to(decoder.device)
+        for layer in self.tails:
+            layer.begin(positions)
+        for held, own in self.segments:
+            held.begin(1, own)
+        self._begun = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """`JointLayer.update`."""
+        if not self._begun:
+            raise UnsupportedModel("a joint cache goes with a model that attends to stored prefixes")
+        return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """As of one conversation, the longest: models that are told the positions count nothing from it."""
+        layer = self.layers[layer_idx]
+        return (layer if isinstance(layer, JointLayer) else self.tails[0]).get_seq_length()
+
+    def check_attended(self) -> None:
+        """Raise as `PrefixCache.check_attended` does; else the pass is over."""
+        for layer in self.tails:
+            if layer.unattended or not layer.updated:
+                raise UnsupportedModel(
+                    f"layer {layer.index} attended without its stored prefixes: the model does not hand the "
+                    "cache's keys to the registered attention function"
+                )
+        for held, _ in self.segments:
+            held.begun = None
+
+
+def logits_after(output: Any, rows: Tensor) -> Tensor:
+    """The logits `[n, V]` after the packed tokens `rows`, of a pass with `logits_to_keep=rows`: some models
+    know of no rows, and give those of all tokens.
+    """
+    logits: Tensor = output.logits[0]
+    return logits if len(logits) == len(rows) else logits[rows]
+
+
+class JointLayer(PassLayer):
+    """One layer of all conversations of a pass."""
+
+    def __init__(
+        self, index: int, tails: Sequence[TailLayer], tokens: Sequence[int], blocks: Sequence[Block]
+    ):
+        self.index = index
+        self.tails = tails
+        self.tokens = tokens
+        self.blocks = blocks
+        self.unattended = self.updated = False
+        self.positions: Tensor | None = None
+        self._first = 0
+        self._new = sum(tokens)
+
+    @property
+    def latent(self) -> bool:
+        """Whether tails hold latents."""
+        return isinstance(self.tails[0], LatentLayer)
+
+    def begin(self, positions: Tensor) -> None:
+        """The pass begins: its tokens stand at int64 `[1, total]`."""
+        self.positions = positions
+        self._first = max(tail.get_seq_length() for tail in self.tails)
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Append `[1, Hkv, total, D]`, to each tail its own; what the attention call receives is tagged with
+        this layer, and nothing else is asked of it.
+        """
+        keys, values = key_states, value_states
+        if self.latent:
+            keys = values = torch.cat([key_states, value_states], dim=-1)
+        start = 0
+        for layer, tokens in zip(self.tails, self.tokens, strict=True):
+            own = keys[:, :, start : start + tokens]
+            layer.tail.append(own, own if values is keys else values[:, :, start : start + tokens])
+            if isinstance(layer, LatentLayer):
+                layer.rank = key_states.shape[-1]
+            start += tokens
+        tagged = key_states.view_as(key_states)
+        tagged.offload_layer = self  # type: ignore[attr-defined]
+        note_update(self)
+        self.unattended = self.updated = True
+        return tagged, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """As `LatentLayer.update_indexer`."""
+        return torch.zeros_like(indexer_key_states)
+
+    def attend(self, query: Tensor, scaling: float, softcap: float | None) -> tuple[AttentionState, ...]:
+        """From `query [1, H, total, D]` to each segment's own tail, and in a full layer to what is stored: a
+        state of each. Latents are asked by absorbed queries.
+        """
+        # The tails are attended to between these two, as behind one prefix.
+        finishes, start = [], 0
+        for prefix, tokens in self.blocks:
+            asked = query[:, :, start : start + tokens]
+            finishes.append(prefix.begin(self.index, asked, scaling, softcap))
+            start += tokens
+        parts = torch.split(query, list(self.tokens), dim=2)
+        tails = [
+            _attend_tail(layer, part, scaling, softcap) for layer, part in zip(self.tails, parts, strict=True)
+        ]
+        self.unattended = False
+        if not finishes:
+            return (_beside(tails),)
+        return _beside(tails), _beside([finish() for finish in finishes])
+
+    def get_seq_length(self) -> int:
+        """Of the longest conversation, before the pass or with all that is run in it."""
+        return self._first + (self._new if self.updated else 0)
+
+
+def _joined(index: int, segments: Sequence[Segment], blocks: Sequence[Block]) -> JointLayer | KeylessLayer:
+    layers = [own.cache.layers[index] for own in segments]
+    if not isinstance(layers[0], TailLayer):
+        return KeylessLayer(index)
+    stored = [] if isinstance(layers[0], WindowLayer) else blocks
+    return JointLayer(index, layers, [own.tokens for own in segments], stored)
+
+
+def _attend_tail(layer: TailLayer, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
+    """From the last tokens of a conversation, `query [1, H, T, D]`, to what is before them of its tail."""
+    tokens = query.shape[2]
+    if isinstance(layer, WindowLayer):
+        keys, values, mask = layer.near(tokens)
+    else:
+        keys, values = layer.tail.view()
+        mask = None
+        if tokens > 1:
+            mask = torch.ones(tokens, keys.shape[2], dtype=torch.bool, device=keys.device)
+            mask = mask.tril(keys.shape[2] - tokens)
+    return attend_dense(query, keys, values, scaling, None if mask is None else mask[None, None], softcap)
+
+
+def _beside(states: Sequence[AttentionState]) -> AttentionState:
+    """States of segments as the state of all tokens."""
+    if len(states) == 1:
+        return states[0]
+    out, lse = zip(*states, strict=True)
+    return AttentionState(torch.cat(out, dim=2), torch.cat(lse, dim=2))
+
+
+@cache
+def _also(kind: type[Cache]) -> type[JointCache]:
+    return type(JointCache.__name__, (JointCache, kind), {})

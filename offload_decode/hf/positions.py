@@ -1,0 +1,284 @@
+"""How long a text may become, and for which length its keys are rotated.
+
+`longrope` has two sets of frequencies, one for texts up to the length that the model was first trained on and
+one for longer texts; `dynamic` has a set of its own for each length beyond `max_position_embeddings`. Either
+rotates the first token by the length of the whole, so a store is rotated for one length, which is chosen
+before its prefill begins and holds for all that follows. Learned positions end with their table.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+CONTEXT = 4096
+"""Tokens that are expected to follow a prefix, where nobody says how many."""
+
+_NOTED = "rotated_for"
+_MOST = 1 << 40  # tokens of any text
+_ROOM = 1024  # tokens to follow for which a store is kept within a length where its rotation does not change
+_TABLES = re.compile(r"(^|\.)(wpe|embed_positions|positions?_embed(ding)?s?|pos_embed(ding)?s?)$")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where the tokens of one store may stand: it is rotated as a text of `length` tokens (None: its length
+    is no matter), and holds `most` tokens with all that follow (None: as many as there is memory for).
+    """
+
+    length: int | None = None
+    most: int | None = None
+
+    @property
+    def noted(self) -> dict[str, int]:
+        """What the manifest's `rope` says of it."""
+        return {} if self.length is None else {_NOTED: self.length}
+
+    def check(self, tokens: int) -> None:
+        """ConfigError where so many tokens, the stored ones included, do not fit."""
+        if self.most is not None and tokens > self.most:
+            why = (
+                "the model has no more positions"
+                if self.length is None
+                else f"its keys are rotated as in a text of {self.length:,}: prefill again with a larger "
+                "--context"
+            )
+            raise ConfigError(
+                f"the stored tokens and those behind them would be {tokens:,}, and this store serves at most "
+                f"{self.most:,}, because {why}"
+            )
+
+
+ANYWHERE = Positions()
+"""Of models that rotate by a token's position alone."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths at which a model changes: `switches`, beyond which other frequencies hold (longrope);
+    `grows`, beyond which each length has its own (dynamic); `table`, the rows of its learned positions.
+    """
+
+    switches: tuple[int, ...] = ()
+    grows: int | None = None
+    table: int | None = None
+
+    @property
+    def matter(self) -> bool:
+        """Whether the length of a text changes how its tokens are rotated."""
+        return bool(self.switches) or self.grows is not None
+
+    def chosen(self, tokens: int, context: int | None = None) -> Positions:
+        """For a prefix of `tokens` that at most `context` tokens will follow.
+
+        None: what is left of a length within which the rotation stays the same, if that is 1,024 tokens or
+        more, else `CONTEXT`. Raises `ConfigError` where there are not so many positions.
+        """
+        if self.table is not None and tokens + (context or 1) > self.table:
+            follow = "a question" if context is None else f"the {context:,} of --context"
+            raise ConfigError(
+                f"the model has {self.table:,} learned positions, and {tokens:,} tokens and {follow} are "
+                "more: split the corpus, or use a model with rotary positions"
+            )
+        if context is None:
+            room = [length - tokens for length in self._lengths if length - tokens >= _ROOM]
+            context = min(room, default=CONTEXT)
+        return self._rotated_for(tokens + context)
+
+    def held(self, rope: Mapping[str, Any], tokens: int) -> Positions:
+        """What a manifest's `rope` says of a store of `tokens`. Raises `StoreMismatch`."""
+        if not self.matter:
+            return Positions(most=self.table)
+        noted = rope.get(_NOTED)
+        known = noted if type(noted) is int and 0 < noted <= _MOST else 0
+        positions = self._rotated_for(known)
+        if not known or positions.length != noted or tokens > (positions.most or math.inf):
+            raise StoreMismatch(
+                "This model rotates keys by the length of the whole text, and the store does not say which "
+                "that is: prefill again."
+            )
+        return positions
+
+    def told(self, positions: Positions) -> str:
+        """A sentence's part on a store's positions; empty where there is nothing to say."""
+        length = f"{positions.length or 0:,}"
+        if positions.length is None:
+            return f"{self.table:,} learned ones, with what is asked and answered" if self.table else ""
+        if self.grows is not None:
+            return f"rotated as in a text of {length} tokens (dynamic RoPE), the most that are served"
+        if positions.most is None:
+            return f"rotated with the long factors of longrope, as in any text of {length} tokens or more"
+        return (
+            f"rotated with the short factors of longrope, as in any text of up to {length} tokens, the most "
+            "that are served"
+        )
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.switches, *([] if self.grows is None else [self.grows])}))
+
+    def _rotated_for(self, total: int) -> Positions:
+        """The shortest statement of the rotation in a text of `total` tokens: one for all lengths with it."""
+        if not self.matter:
+            return Positions(most=self.table)
+        if self.grows is not None and total > self.grows:
+            return Positions(total, min(total, self.table or total))
+        within = [length for length in self._lengths if total <= length]
+        if within:
+            return Positions(within[0], min(within[0], self.table or within[0]))
+        return Positions(self._lengths[-1] + 1, self.table)
+
+
+NO_LENGTHS = Lengths()
+"""Of a model that rotates by a token's position alone, however many there are."""
+
+
+def lengths_of(config: Any, decoder: nn.Module) -> Lengths:
+    """The lengths at which a model with this text config changes."""
+    rope = rope_parameters(config)
+    grows = int(config.max_position_embeddings) if "dynamic" in _kinds(rope) else None
+    return Lengths(_switches(rope), grows, min(_tables(decoder), default=None))
+
+
+def told_of(rope: Mapping[str, Any], tokens: int) -> str:
+    """`Lengths.told` of a store of `tokens`, by its manifest's `rope` alone. Raises `StoreMismatch`, and
+    `UnsupportedModel` for parameters that are none.
+    """
+    # From where on a dynamic rotation scales is the model's to know; the stated length says all of it here.
+    lengths = Lengths(_switches(rope), 0 if "dynamic" in _kinds(rope) else None)
+    return lengths.told(lengths.held(rope, tokens))
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """RoPE parameters as the config states them: one set, or one for each layer type (Gemma 3)."""
+    return dict(getattr(config, "rope_parameters", None) or {})
+
+
+def rotations(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The one set of RoPE parameters, or the set of each layer type."""
+    return [one for one in rope.values() if isinstance(one, dict)] or [rope]
+
+
+def _kinds(rope: Mapping[str, Any]) -> list[object]:
+    return [one.get("rope_type") for one in rotations(rope)]
+
+
+def _switches(rope: Mapping[str, Any]) -> tuple[int, ...]:
+    found = set()
+    for one in rotations(rope):
+        if one.get("rope_type") == "longrope":
+            length = one.get("original_max_position_embeddings")
+            if type(length) is not int or not 0 < length <= _MOST:
+                raise UnsupportedModel(
+                    "longrope parameters must state the length that the model was first trained on "
+                    "(original_max_position_embeddings), and these do not: mend config.json"
+                )
+            found.add(length)
+    return tuple(sorted(found))
+
+
+def _tables(decoder: nn.Module) -> Iterator[int]:
+    """Positions in each table of them: an embedding, or a buffer of sines (GPT-J)."""
+    from torch import nn
+
+    for path, module in decoder.named_modules():
+        if isinstance(module, nn.Embedding) and _TABLES.search(path):
+            before = 0 if module.padding_idx is None else module.padding_idx + 1
+            yield module.num_embeddings - int(getattr(module, "offset", before))
+    for path, buffer in decoder.named_buffers():
+        if _TABLES.search(path) and buffer.ndim == 2:
+            yield len(buffer)
+
+
+# Rotary embeddings held to the length that a store was rotated for, in every pass behind it.
+#
+# transformers looks at the largest position of a pass and takes it for the end of the text. Here each
+# rotary module of such a model is asked for one position more, the last one of that length, whose
+# rotation is dropped: whatever the module does with lengths, it does as in one pass over all of the text.
+
+DEPENDENT = ("dynamic", "longrope")
+"""Kinds of RoPE whose frequencies change with the length of a text."""
+
+UNSAID = 0
+"""The length of a store that says none."""
+
+_pass = threading.local()
+
+
+def rotate_for(length: int | None) -> None:
+    """What follows in this thread is rotated as a text of `length` tokens; None: as transformers does."""
+    _pass.length = length
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding that changes with the length of a text."""
+    kinds = getattr(module, "rope_type", None)
+    return any(kind in DEPENDENT for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
+
+
+def hold_rotations(decoder: nn.Module) -> None:
+    """Let the rotary embeddings of `decoder` obey `rotate_for`."""
+    for module in decoder.modules():
+        if depends_on_length(module):
+            module.register_forward_hook(_Held(), with_kwargs=True)
+
+
+class _Held:
+    """A forward hook with a copy of its module for each length: modules remember the longest text they saw,
+    and several threads may run stores of other lengths.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        length = getattr(_pass, "length", None)
+        if length is None:
+            return output
+        if length == UNSAID:
+            raise ConfigError(
+                "this model rotates keys by the length of the whole text, and its cache does not say which "
+                "that is: take a cache from an engine (Engine.new_cache)"
+            )
+        # Buffers that are made in inference mode cannot be changed in place outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            if length not in self.modules:
+                self.modules[length] = _unused(module)
+            given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+            positions: Tensor = given.pop("position_ids")
+            if positions.ndim != 2:
+                raise UnsupportedModel(
+                    "this model rotates by the length of its text, and by more than one position a token: "
+                    "that is not served"
+                )
+            last = torch.full_like(positions[:, :1], length - 1)
+            given["position_ids"] = torch.cat([positions, last], dim=1)
+            rotated = self.modules[length](given.pop("x"), **given)
+            return tuple(part[:, :-1] for part in rotated) if isinstance(rotated, tuple) else rotated[:, :-1]
+
+
+def _unused(module: nn.Module) -> nn.Module:
+    """A copy of a rotary embedding as it was before it saw any text."""
+    config = getattr(module, "config", None)
+    copy = deepcopy(module, {id(config): config})
+    copy._forward_hooks.clear()
+    for name, original in list(copy.named_buffers(recurse=False)):
+        if name.endswith("original_inv_freq"):
+            setattr(copy, name.removesuffix("original_inv_freq") + "inv_freq", original.clone())
+    for name in [name for name in vars(copy) if name.endswith("max_seq_len_cached")]:
+        setattr(copy, name, copy.original_max_seq_len)
+    return copy

@@ -1,0 +1,150 @@
+"""The part of a cache that recurrent layers use: their states, and where these can be taken back to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from offload_decode.common.errors import ConfigError, UnsupportedModel
+from offload_decode.hf.cache_layers import States
+
+Marks = dict[int, dict[int, States]]
+"""States by layer, after so many tokens of the tail."""
+
+
+class RecurrentCache(Cache):  # type: ignore[misc]
+    """Holds the states of the layers that have some; `begun` is not None during a pass."""
+
+    begun: tuple[int, int] | None
+
+    def __init__(self, layers: list[Any]):
+        super().__init__(layers=layers)
+        # Where turns began, and where the last pass did.
+        self.marks: Marks = {}
+        self._last: Marks = {}
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer has states."""
+        return any(layer.states is not None for layer in self.layers)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution; None before the first token."""
+        return self._states(layer_idx).get(f"conv{state_idx}")
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """`States.push`."""
+        return self._states(layer_idx).push(f"conv{state_idx}", conv_states, conv_kernel_size)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a recurrence; None before the first token."""
+        return self._states(layer_idx).get(f"recurrent{state_idx}")
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """`States.put`."""
+        return self._states(layer_idx).put(f"recurrent{state_idx}", recurrent_states)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The state of a recurrence, as MiniMax asks for it."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """`States.put`."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a recurrent layer, the last one where none is given, has seen a token."""
+        if layer_idx is None:
+            layer_idx = max(layer.index for layer in self.layers if layer.states is not None)
+        return bool(self._states(layer_idx).held)
+
+    def mark_states(self, tail_length: int, rows: int, tokens: int) -> None:
+        """A pass of so many rows and tokens begins behind the tail: it may have to be taken back, and one of
+        several tokens begins a turn.
+        """
+        if not self.recurrent:
+            return
+        self._last = {tail_length: {i: states.copy() for i, states in self._held().items()}}
+        if tokens > 1 or not tail_length:
+            self.marks = self._last | self.marks
+        if rows > 1 and not tail_length:
+            # What is stored is of one row; a state is never written to, so that rows may share it for now.
+            index = torch.zeros(rows, dtype=torch.long)
+            self._replace_states({i: states.rows(index) for i, states in self._held().items()})
+
+    def restore_states(self, tail_length: int, prefix_length: int) -> None:
+        """The states after so many tokens of the tail; `ConfigError` where they were not kept."""
+        if not self.recurrent:
+            return
+        held = self.marks.get(tail_length) or self._last.get(tail_length)
+        if held is None:
+            known = ", ".join(str(prefix_length + mark) for mark in sorted(self.marks))
+            raise ConfigError(
+                "this model has recurrent layers, whose states are kept where a turn began alone: crop "
+                f"to {known} tokens, or fork before you branch"
+            )
+        self._replace_states(held)
+        self.join(tail_length)
+
+    def known_states(self, tail_length: int) -> int:
+        """The most tokens of the tail, at most so many, after which the states are known; 0 if none are."""
+        return max((mark for mark in (*self.marks, *self._last) if mark <= tail_length), default=0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states, each counted once."""
+        kept = [layers for marks in (self.marks, self._last) for layers in marks.values()]
+        states = [state for layers in [self._held(), *kept] for state in layers.values()]
+        held = {id(tensor): tensor for state in states for tensor in state.held.values()}
+        return sum(int(tensor.nbytes) for tensor in held.values())
+
+    def pick_states(self, rows: Tensor) -> None:
+        """Keep these batch rows, also of what is marked; what is stored is of no row."""
+        self._replace_states({i: states.rows(rows) for i, states in self._held().items()})
+        for marks in (self.marks, self._last):
+            later = {length: held for length, held in marks.items() if length}
+            marks |= {
+                length: {i: states.rows(rows) for i, states in held.items()} for length, held in later.items()
+            }
+
+    def share_marks(self, other: RecurrentCache) -> None:
+        """Those of the cache that this one is a fork of."""
+        self.marks, self._last = dict(other.marks), dict(other._last)
+
+    def join(self, tail_length: int) -> None:
+        """The passes since `tail_length` were one turn: forget where the later ones began."""
+        self.marks = {length: held for length, held in self.marks.items() if length <= tail_length}
+
+    def states(self, layer: int) -> list[Tensor]:
+        """What a recurrent layer has after the last token, `[B, ...]`, in the order of its shape."""
+        held = self._held()[layer].held
+        return [held[name] for name in sorted(held)]
+
+    def _held(self) -> dict[int, States]:
+        return {layer.index: layer.states for layer in self.layers if layer.states is not None}
+
+    def _replace_states(self, held: Mapping[int, States]) -> None:
+        for index, states in held.items():
+            self.layers[index].states = states.copy()
+
+    def _states(self, layer_idx: int) -> States:
+        states: States | None = self.layers[layer_idx].states
+        if self.begun is None or states is None:
+            raise UnsupportedModel(
+                f"layer {layer_idx} keeps a recurrent state that this cache has no place for: run "
+                "engine.loaded.model, with the configuration that its store was made with"
+            )
+        return states

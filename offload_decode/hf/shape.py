@@ -1,0 +1,277 @@
+"""The shape of a model, observed: built from its config on torch's meta device, and run on two tokens.
+
+What is kept of a layer is what transformers' own cache holds of it after the pass, so no family needs a
+formula.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload_decode.common.errors import UnsupportedModel
+from offload_decode.hf.compat import DTYPES, cache_name, class_of, text_of, with_cache
+from offload_decode.hf.mla import latent_of
+from offload_decode.hf.user_cache import keep, recall
+from offload_decode.store.format import FORMAT_VERSION, shape_from
+from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
+
+_FORM = 1
+"""Of a remembered shape: raised when what is observed changes."""
+_LONG_S = 0.5  # what took longer is remembered between runs
+_NAME = "offload_decode_observed"
+
+_OWN_CODE = (
+    "{which}this '{name}' model attends in code of its own, which never calls the registered attention "
+    "function and so would leave out what is stored: use another model"
+)
+# By the class of transformers' cache layer, where it holds keys after the pass.
+_KINDS = {
+    "DynamicLayer": LayerKind.FULL,
+    "DynamicIndexedLayer": LayerKind.FULL,
+    "DynamicSlidingWindowLayer": LayerKind.SLIDING,
+    "LinearAttentionLayer": LayerKind.NONE,
+    "LinearAttentionAndFullAttentionLayer": LayerKind.FULL,
+    "LinearAttentionAndSlidingWindowAttentionLayer": LayerKind.SLIDING,
+    "DummyLayer": LayerKind.NONE,
+}
+
+_known: dict[str, ModelShape] = {}
+_pass = threading.local()
+
+
+def observed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
+    """The shape of the text model of a transformers config, in `dtype` (None: the checkpoint's).
+
+    Observed once for a config and remembered. Raises `UnsupportedModel` with the reason.
+    """
+    text = text_config(config)
+    if dtype is not None:
+        text.dtype = dtype
+    versions = [version(library) for library in ("torch", "transformers")]
+    key = json.dumps([_FORM, versions, text.to_dict()], sort_keys=True, default=str)
+    key = "shape " + sha256(key.encode()).hexdigest()
+    shape = _known.get(key) or _parsed(recall(key))
+    if shape is None:
+        began = time.monotonic()
+        shape = _observed(text)
+        if time.monotonic() - began > _LONG_S:
+            keep(key, json.dumps(asdict(shape)))
+    _known[key] = shape
+    return shape
+
+
+def text_config(config: Any) -> Any:
+    """A copy of the text model's part of a config, as of a checkpoint that is not quantised."""
+    text = text_of(config)
+    if hasattr(text, "quantization_config"):
+        del text.quantization_config
+    return text
+
+
+def text_model(config: Any, **arguments: Any) -> Any:
+    """The causal model of a text config with fresh weights, in evaluation mode; `arguments` as for
+    `AutoModelForCausalLM.from_config`.
+    """
+    return class_of(config)._from_config(config, **arguments).eval()
+
+
+def _parsed(text: str | None) -> ModelShape | None:
+    try:
+        return shape_from(json.loads(text or ""), FORMAT_VERSION, DTYPES)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _observed(text: Any) -> ModelShape:
+    """Run two tokens without data through the model's decoder, behind the cache that transformers makes."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from offload_decode.hf.attention import tail_mask
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, tail_mask)
+    name = text.model_type
+    text._experts_implementation = "batched_mm"  # the one that asks no tensor for its numbers
+    _pass.updated, _pass.seen = None, {}
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.device("meta"):
+            model = text_model(text, attn_implementation=_NAME)
+            cache = _cache(text, model.base_model)
+            with _WithoutData():  # type: ignore[no-untyped-call]
+                decoder = model.base_model
+                ids = torch.zeros(1, 2, dtype=torch.long)
+                decoder(input_ids=ids, use_cache=True, **with_cache(decoder, cache))
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (_NAME,):
+            raise UnsupportedModel(_OWN_CODE.format(which="", name=name)) from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
+        raise UnsupportedModel(
+            f"this '{name}' model does not run behind a cache and an attention function that are given to it "
+            f"({reason}): use a newer release of transformers, or another model"
+        ) from error
+    return _shape(name, text, cache, _pass.seen)
+
+
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any = None, *_: Any, **__: Any
+) -> tuple[Any, None]:
+    """The attention function of an observed pass: notes who called it behind which layer of the cache."""
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError("its attention adds numbers to the scores")
+    if _pass.updated is not None:
+        _pass.seen.setdefault(_pass.updated, (module, query.shape[1]))
+        _pass.updated = None
+    batch, heads, tokens = query.shape[:3]
+    return query.new_empty(batch, tokens, heads, value.shape[-1]), None
+
+
+@cache
+def cache_class(decoder: Any) -> Any:
+    """The class of caches that a decoder of this class asks for: transformers' own, or one of its model's
+    (MiniMax).
+    """
+    from transformers import Cache, DynamicCache
+
+    asked = inspect.signature(decoder.forward).parameters.get(cache_name(decoder))
+    stated = [] if asked is None else [asked.annotation, *get_args(asked.annotation)]
+    kinds = [kind for kind in stated if isinstance(kind, type) and issubclass(kind, Cache)]
+    return next((kind for kind in kinds if hasattr(kind, "get_linear_cache")), DynamicCache)
+
+
+def _cache(text: Any, decoder: Any) -> Any:
+    """transformers' own cache for a config, which notes the layer that was updated last."""
+    from transformers import DynamicCache
+
+    kind = cache_class(type(decoder))  # type: ignore[arg-type]
+    cache = DynamicCache(config=text) if kind is DynamicCache else kind()
+    if not cache.layers and kind is DynamicCache:
+        # Where no layers share keys, older releases take all of them for sharing ones.
+        plain = SimpleNamespace(**{k: v for k, v in text.to_dict().items() if k != "num_kv_shared_layers"})
+        plain.get_text_config = lambda **_: plain
+        cache = DynamicCache(config=plain)
+    update: Callable[..., Any] = cache.update
+
+    def noted(keys: Any, values: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+        _pass.updated = layer
+        return update(keys, values, layer, *args, **kwargs)
+
+    cache.update = noted
+    return cache
+
+
+class _WithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a model reads from tensors without data: numbers are zero, conditions hold, nothing is found."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not first.is_meta:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return (
+                True if first.dtype == torch.bool else torch.zeros((), dtype=first.dtype, device="cpu").item()
+            )
+        if func is aten.nonzero.default:
+            return first.new_empty(0, first.ndim, dtype=torch.int64)
+        device = kwargs.get("device")
+        if func is aten._to_copy.default and device is not None and device.type != "meta":
+            return torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype, device=device)
+        if func is aten.split_with_sizes.default and not any(args[1]):  # as sizes that were read
+            return func(first, [first.shape[args[2] if len(args) > 2 else 0], *args[1][1:]], *args[2:])
+        return func(*args, **kwargs)
+
+
+def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -> ModelShape:
+    types = getattr(text, "layer_types", None) or []
+    layers = [
+        _layer(name, index, layer, seen, _is_chunked(text, types, index))
+        for index, layer in enumerate(cache.layers)
+    ]
+    # Older releases hold nothing for the last layers where these read the keys of others.
+    layers += [LayerShape(LayerKind.NONE)] * (len(types) - len(layers))
+    for index, state in enumerate(getattr(cache, "linear_cache", ())):
+        if isinstance(state, torch.Tensor):
+            layers[index] = LayerShape(LayerKind.NONE, states=(_state("recurrent0", state),))
+    keeping = [i for i, own in enumerate(layers) if own.kind is not LayerKind.NONE]
+    if not keeping:
+        raise UnsupportedModel(
+            f"this '{name}' model keeps keys and values in none of its layers, so there is nothing to store "
+            "and search: use a model with attention"
+        )
+    searched = [i for i in keeping if layers[i].kind is LayerKind.FULL] or keeping[:1]
+    geometries = sorted(
+        {(seen[i][1], layers[i].kv_heads, layers[i].key_dim, layers[i].value_dim) for i in searched}
+    )
+    if len(geometries) > 1:
+        told = " and ".join(f"{q} query and {kv} KV heads of {k} and {v}" for q, kv, k, v in geometries)
+        raise UnsupportedModel(
+            f"the full-attention layers of this '{name}' model differ ({told} numbers), and a store has one "
+            "geometry for all of them: use another model"
+        )
+    query_heads, kv_heads = geometries[0][:2]
+    if query_heads % kv_heads:
+        raise UnsupportedModel(
+            f"this '{name}' model has {query_heads} query heads for {kv_heads} KV heads, not a multiple"
+        )
+    return ModelShape(tuple(layers), query_heads)
+
+
+def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], chunked: bool) -> LayerShape:
+    """What a layer of transformers' cache holds after the pass."""
+    kind = _KINDS.get(type(layer).__name__)
+    if kind is None:
+        raise UnsupportedModel(
+            f"layer {index} of this '{name}' model keeps more than keys, values and states "
+            f"({type(layer).__name__}), which is not served: use another model"
+        )
+    states = _states(layer)
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None:
+        return LayerShape(LayerKind.NONE, states=states)
+    if index not in seen:
+        raise UnsupportedModel(_OWN_CODE.format(which=f"layer {index} of ", name=name))
+    if kind is LayerKind.SLIDING and chunked:
+        kind = LayerKind.CHUNKED
+    latent = latent_of(seen[index][0])
+    heads, key_dim, value_dim = keys.shape[1], keys.shape[-1], values.shape[-1]
+    if latent is not None and kind is LayerKind.FULL:
+        return LayerShape(kind, 1, latent.dim, latent.dim, None, states, latent=True)
+    window = None if kind is LayerKind.FULL else layer.sliding_window
+    return LayerShape(kind, heads, key_dim, value_dim, window, states)
+
+
+def _is_chunked(text: Any, types: list[str], index: int) -> bool:
+    if types:
+        return types[index : index + 1] == ["chunked_attention"]  # a looped model's cache has more layers
+    return getattr(text, "sliding_window", None) is None
+
+
+def _states(layer: Any) -> tuple[StateShape, ...]:
+    """The recurrent states that a cache layer holds, one or several of each sort."""
+    found = []
+    for sort in ("conv", "recurrent"):
+        held = getattr(layer, f"{sort}_states", None)
+        numbered = held.items() if isinstance(held, dict) else [(0, held)]
+        for number, state in numbered:
+            if state is not None:
+                found.append(_state(f"{sort}{number}", state))
+    return tuple(found)
+
+
+def _state(name: str, state: torch.Tensor) -> StateShape:
+    return StateShape(name, tuple(state.shape[1:]), str(state.dtype).removeprefix("torch."))

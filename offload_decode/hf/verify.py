@@ -1,0 +1,375 @@
+"""The equivalence check of a model: a tiny model made from its config, run plain and behind a stored prefix.
+
+The prefix is prefilled in two unequal chunks, longer than any of its windows; behind it come one token, a
+question, a second turn and a padded batch, as the engine runs them. Their logits must be those of one plain
+pass over everything, which must depend on the prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload_decode.attention.dense import attend_dense
+from offload_decode.common.errors import OffloadDecodeError, UnsupportedModel
+from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.compat import with_cache
+from offload_decode.hf.hooks import activate
+from offload_decode.hf.packed_batch import JointCache, Segment, logits_after
+from offload_decode.hf.positions import lengths_of
+from offload_decode.hf.shape import observed_shape, text_config
+from offload_decode.hf.tiny_model import NoTinyModel, tiny_config_of, tiny_model_of
+from offload_decode.hf.user_cache import keep, recall
+from offload_decode.kv.generated import TailKV
+from offload_decode.types import AttentionState, LayerKind, LayerShape, ModelShape
+
+CLOSE = 1e-4
+"""The largest difference of logits that is rounding, in standard deviations of the logits."""
+_APART = 1e-3  # at least so much do logits behind another prefix differ
+_PART = 1e-2  # of that difference is rounding at most: a prefix with little effect must be exact nonetheless
+
+_CHUNKS = (41, 28)
+PREFIX, _QUESTION, _SHORT, _TURN = sum(_CHUNKS), 9, 2, 4
+_SEEDS = (0, 1)  # a tie between two experts may fall either way once
+
+_known: dict[str, EquivalenceCheck] = {}
+
+
+@dataclass(frozen=True)
+class EquivalenceCheck:
+    """Whether a model is served: the largest difference of its tiny model's logits, in their standard
+    deviations, and the reason why it is not served, with the layer and the call that failed; else empty.
+    """
+
+    difference: float
+    reason: str = ""
+
+    @property
+    def served(self) -> bool:
+        """Its tiny model equals plain generation."""
+        return not self.reason
+
+
+def check_equivalence(config: Any, trial: type[Trial] | None = None) -> EquivalenceCheck:
+    """The equivalence check of a transformers config by a trial (None: `Trial`): once for each tiny config,
+    then remembered in the user's cache, for the libraries and the code that it ran through.
+    """
+    trial = trial or Trial
+    key = _key("config", text_config(config), trial)
+    check = _known.get(key) or _parsed(recall(key))
+    if check is None:
+        check = _of_tiny(config, trial)
+        keep(key, json.dumps(asdict(check)))
+    _known[key] = check
+    return check
+
+
+def _of_tiny(config: Any, trial: type[Trial]) -> EquivalenceCheck:
+    try:
+        tiny = tiny_config_of(config)
+    except NoTinyModel as error:
+        return EquivalenceCheck(math.inf, f"no tiny model of it can be built ({error})")
+    key = _key("tiny config", tiny, trial)
+    check = _known.get(key) or _parsed(recall(key))
+    if check is None:
+        checks = (_tried(tiny, seed, trial) for seed in _SEEDS)
+        first = next(checks)
+        check = first if first.served else next((own for own in checks if own.served), first)
+        keep(key, json.dumps(asdict(check)))
+    _known[key] = check
+    return check
+
+
+def _key(of: str, config: Any, trial: type[Trial]) -> str:
+    stated = json.dumps([_versions(), type(config).__name__, config.to_dict()], sort_keys=True, default=str)
+    return f"equivalence check of {of} by {trial.__name__} {sha256(stated.encode()).hexdigest()}"
+
+
+def _parsed(text: str | None) -> EquivalenceCheck | None:
+    try:
+        check = EquivalenceCheck(**json.loads(text or ""))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return check if type(check.difference) is float and type(check.reason) is str else None
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """What a check holds for: the libraries and the code that it runs through."""
+    code = sha256()
+    for room in ("attention", "kernels", "kv", "models"):
+        for path in sorted((Path(__file__).parents[1] / room).glob("*.py")):
+            code.update(path.read_bytes())
+    return (*(version(library) for library in ("torch", "transformers")), code.hexdigest())
+
+
+def _tried(tiny: Any, seed: int, kind: type[Trial]) -> EquivalenceCheck:
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        try:
+            trial = kind(tiny, seed)
+        except UnsupportedModel as error:
+            return EquivalenceCheck(math.inf, str(error))
+        try:
+            return EquivalenceCheck(trial.run())
+        except _Differs as found:
+            return EquivalenceCheck(found.difference, f"in {trial.step}, {found}")
+        except Exception as error:  # noqa: BLE001  # any failure is the check's result
+            said = str(error) if isinstance(error, OffloadDecodeError) else f"{type(error).__name__}: {error}"
+            within = f", {trial.mixer}" if trial.mixer else ""
+            return EquivalenceCheck(
+                math.inf, f"in {trial.step}{within}: {' '.join(said.split())[:300].rstrip('.')}"
+            )
+
+
+class _Differs(Exception):
+    """Logits that are not those of the plain pass."""
+
+    def __init__(self, difference: float, told: str):
+        super().__init__(told)
+        self.difference = difference
+
+
+class _HeldPrefix:
+    """A stored prefix (`kv.tail.Prefix`) in memory, all of which is attended to."""
+
+    remembers = False
+    whole_tail = math.inf
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.length = 0
+        self._held = {
+            layer: _nothing(own) for layer, own in enumerate(shape.layers) if own.kind is LayerKind.FULL
+        }
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Add `[1, Hkv, T, D]` of a full layer."""
+        if layer in self._held:
+            before = self._held[layer]
+            self._held[layer] = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
+
+    def begin(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None
+    ) -> Callable[[], AttentionState]:
+        """Dense attention to all of it."""
+        keys, values = (part.expand(len(query), -1, -1, -1) for part in self._held[layer])
+        return partial(attend_dense, query, keys, values, scaling, None, softcap)
+
+    def attend_tail(
+        self, layer: int, query: Tensor, tail: TailKV, scaling: float, softcap: float | None
+    ) -> None:
+        """All of the tail is attended."""
+
+
+def _nothing(own: LayerShape) -> tuple[Tensor, Tensor]:
+    keys, values = (torch.zeros(1, own.kv_heads, 0, dim) for dim in (own.key_dim, own.value_dim))
+    return keys, values
+
+
+class Trial:
+    """One tiny model with one set of weights, run both ways."""
+
+    def __init__(self, tiny: Any, seed: int) -> None:
+        self.step = "a plain pass"
+        self.mixer = ""  # that runs, or ran last
+        self.worst = 0.0
+        self.close = CLOSE
+        self.shape = observed_shape(tiny, torch.float32)
+        self.plain, self.model = tiny_model_of(tiny, seed), tiny_model_of(tiny, seed)
+        self.lengths = lengths_of(tiny, self.model.base_model)
+        self.seen: dict[str, Tensor] = {}
+        self.expected: dict[str, Tensor] = {}
+
+    def run(self) -> float:
+        """The largest difference that was found; raises what fails, `_Differs` where numbers do."""
+        self._watch(self.plain)
+        ids = self._ids()
+        self.want = self.plain(input_ids=ids).logits
+        self.expected, self.seen = self.seen, {}
+        self.spread = float(self.want.std())
+        self._check_control()
+        self.step, self.mixer = "chunks of a prefix", ""
+        activate(self.model)
+        self._watch(self.model)
+        self.run_behind(ids)
+        return self.worst
+
+    def run_behind(self, ids: Tensor) -> None:
+        """The passes that are compared."""
+        behind = self.prefilled(ids[:1, :PREFIX])
+        self.step = "one token"
+        self._turn(behind.fork(behind.prefix), ids, PREFIX, 1)
+        self.step = "a question of several tokens"
+        talk = behind.fork(behind.prefix)
+        self._turn(talk, ids, PREFIX, _QUESTION)
+        self.step = "a second turn"
+        self._turn(talk, ids, PREFIX + _QUESTION, _TURN)
+        self.step = "a padded batch"
+        self._batch(behind.fork(behind.prefix), ids)
+
+    def _ids(self) -> Tensor:
+        """A prefix with its question and second turn, with a shorter question, and another prefix with the
+        first question: `[3, N]`.
+        """
+        known = self.plain.get_input_embeddings().num_embeddings
+        made = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, known, (3, PREFIX + _QUESTION + _TURN), generator=made)
+        ids[1, :PREFIX] = ids[0, :PREFIX]
+        ids[2, PREFIX:] = ids[0, PREFIX:]
+        return ids
+
+    def _check_control(self) -> None:
+        asked = self.want[:, PREFIX:]
+        apart = float((asked[0] - asked[2]).abs().max()) / self.spread
+        self.close = min(CLOSE, _PART * apart)
+        if not apart > _APART:
+            raise _Differs(apart, "the logits of a question do not depend on what stands before it")
+
+    def prefilled(self, prefix: Tensor) -> PrefixCache:
+        """As prefill does it, and then opened as the engine does; of nothing too."""
+        held = _HeldPrefix(self.shape)
+        windows = {layer: _nothing(self.shape.layers[layer]) for layer in self.shape.local_layers}
+        positions = self.lengths.chosen(PREFIX, _QUESTION + _TURN)
+        cache = PrefixCache.over(held, self.shape, windows, positions=positions)
+        for part in torch.split(prefix, list(_CHUNKS), dim=1) if prefix.numel() else ():
+            self.model.base_model(input_ids=part, use_cache=True, **with_cache(self.model.base_model, cache))
+            for layer in cache.tails:
+                held.append(layer.index, *layer.tail.view())
+            held.length += part.shape[1]
+            cache.rebase()
+        windows = {layer: cache.layers[layer].seed for layer in self.shape.local_layers}
+        states = {layer: cache.states(layer) for layer in self.shape.state_layers}
+        decoder, dtype = self.model.base_model, torch.float32
+        return PrefixCache.over(held, self.shape, windows, decoder, dtype, states, positions)
+
+    def _turn(self, cache: PrefixCache, ids: Tensor, start: int, tokens: int) -> None:
+        self._compare(cache, ids[:1, start : start + tokens], [(0, start, tokens)])
+
+    def _batch(self, cache: PrefixCache, ids: Tensor) -> None:
+        """Two rows of other lengths, and one token more of each."""
+        lengths = torch.tensor([_QUESTION, _SHORT])
+        asked = torch.zeros(2, _QUESTION, dtype=torch.long)
+        for row, length in enumerate(lengths.tolist()):
+            asked[row, _QUESTION - length :] = ids[row, PREFIX : PREFIX + length]
+        places = [(row, PREFIX, length) for row, length in enumerate(lengths.tolist())]
+        shown = torch.arange(_QUESTION) >= _QUESTION - lengths[:, None]
+        mask = torch.cat([torch.ones(2, PREFIX, dtype=torch.bool), shown], dim=1)
+        self._compare(cache, asked, places, mask)
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.bool)], dim=1)
+        further = ids[torch.arange(2), PREFIX + lengths][:, None]
+        self._compare(cache, further, [(row, start + length, 1) for row, start, length in places], mask)
+
+    def _compare(
+        self,
+        cache: PrefixCache,
+        ids: Tensor,
+        places: list[tuple[int, int, int]],
+        mask: Tensor | None = None,
+    ) -> None:
+        """Run `ids [B, T]`; the last tokens of each row are so many of a row of the plain pass from a start
+        on.
+        """
+        positions = None if mask is None else (mask.long().cumsum(-1) - 1)[:, -ids.shape[1] :]
+        logits = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **with_cache(self.model, cache),
+        ).logits
+        own = [logits[row, -tokens:] for row, (_, _, tokens) in enumerate(places)]
+        self.check(own, places, lambda: self._where(places))
+
+    def check(
+        self, found: Sequence[Tensor], places: Sequence[tuple[int, int, int]], told: Callable[[], str]
+    ) -> None:
+        """Raise `_Differs` unless `found [T, V]` are the logits at `places`: T tokens of a row of the plain
+        pass from a start on.
+        """
+        worst = max(
+            float((own - self.want[row, start : start + tokens]).abs().max())
+            for own, (row, start, tokens) in zip(found, places, strict=True)
+        )
+        self.worst = max(self.worst, worst / self.spread)
+        if not worst / self.spread <= self.close:
+            raise _Differs(worst / self.spread, told())
+
+    def _where(self, places: list[tuple[int, int, int]]) -> str:
+        """The first mixer whose outputs are not those of the plain pass."""
+        for path, whole in self.expected.items():
+            own = self.seen.get(path)
+            for row, (plain, start, tokens) in enumerate(places):
+                if own is None or own.shape[1] < tokens:
+                    continue
+                expected = whole[plain, start : start + tokens]
+                if not (own[row, -tokens:] - expected).abs().max() <= CLOSE * expected.std():
+                    return f"{path} gives other numbers than in one plain pass"
+        return "the logits are other numbers than in one plain pass"
+
+    def _watch(self, model: Any) -> None:
+        """Note what each mixer of `model` gives, by its layer and class."""
+        for module in model.base_model.modules():
+            within = [own for own in module.modules() if isinstance(getattr(own, "layer_idx", None), int)]
+            if within == [module]:
+                name = f"{type(module).__name__} of layer {module.layer_idx}"
+                module.register_forward_pre_hook(partial(self._enter, name))
+                module.register_forward_hook(partial(self._note, name))
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self.mixer = name
+
+    def _note(self, name: str, module: Any, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
+            self.seen[name] = first
+
+
+# The equivalence check of passes that several conversations share: packed passes of the tiny model equal
+# its plain one.
+
+# Of four conversations: the row of the plain pass, and how many tokens of it each pass runs. The first two
+# stand behind one prefix, the third behind another, and the last behind nothing.
+_ROWS = (0, 1, 2, 0)
+_PASSES = ((9, 2, 1, 5), (1, 1, 8, 1), (1, 1, 1, 1), (2, 1, 3, 12))
+
+
+def packs(config: Any) -> bool:
+    """Whether the packed passes of a transformers config's model passed the check."""
+    return check_equivalence(config, Packed).served
+
+
+class Packed(Trial):
+    """Several conversations in joint passes; the last tokens' logits are asked for as the engine does."""
+
+    def run_behind(self, ids: Tensor) -> None:
+        """Questions and single tokens, mixed."""
+        first, other = (self.prefilled(ids[row : row + 1, :PREFIX]) for row in (0, 2))
+        talks = [first.fork(first.prefix), first.fork(first.prefix), other, self.prefilled(ids[:1, :0])]
+        starts = [talk.prefix_length for talk in talks]
+        for number, lengths in enumerate(_PASSES):
+            self.step = f"joint pass {number + 1} of several conversations"
+            cache = JointCache([Segment(*own) for own in zip(talks, lengths, strict=True)])
+            places = list(zip(_ROWS, starts, lengths, strict=True))
+            packed = [ids[row, start : start + length] for row, start, length in places]
+            last = torch.tensor(lengths).cumsum(0) - 1
+            output = self.model(
+                input_ids=torch.cat(packed)[None],
+                use_cache=True,
+                logits_to_keep=last,
+                **with_cache(self.model, cache),
+            )
+            self.check(
+                [own[None] for own in logits_after(output, last)],
+                [(row, start + length - 1, 1) for row, start, length in places],
+                lambda: "the logits are other numbers than in one plain pass",
+            )
+            starts = [start + length for start, length in zip(starts, lengths, strict=True)]

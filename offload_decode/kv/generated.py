@@ -1,0 +1,158 @@
+"""`TailKV`: what follows the prefix, on the device; and `Prefix`: what it asks of the prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload_decode.attention.pages_reference import PageBounds
+from offload_decode.kv.page_bounds import GrowingBounds
+from offload_decode.types import AttentionState
+
+ROOM = 4096
+"""Tokens for which there is room beyond those that came: a prefill's chunk of many takes no memory twice."""
+
+
+def room_for(tokens: int) -> int:
+    """Tokens that a tail has room for when it grows to hold so many."""
+    return max(64, min(2 * tokens, tokens + ROOM))
+
+
+class TailKV:
+    """Keys and values of the question and of generated tokens: `[B, Hkv, S, …]`, preallocated, grown by
+    doubling, though never by more than `ROOM`; with bounds of their pages once somebody asks for these. A
+    fork copies them as it appends, and not before.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._bounds: GrowingBounds | None = None
+        self._shared = False  # with a fork: they must not be written to
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, with the room for more; those that are shared with a fork too."""
+        if self._keys is None or self._values is None:
+            return 0
+        return int(self._keys.nbytes) + (0 if self._values is self._keys else int(self._values.nbytes))
+
+    @property
+    def batch(self) -> int | None:
+        """Rows of the batch; None as long as any number may come."""
+        return None if self._keys is None else len(self._keys)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Add keys `[B, Hkv, T, D]` and values `[B, Hkv, T, Dv]` at the end; keys that are the values too are
+        held once.
+        """
+        end, latent = self.length + keys.shape[2], values is keys
+        self._keys = self._grown(self._keys, keys, end)
+        self._values = self._keys if latent else self._grown(self._values, values, end)
+        self._shared = False
+        self._keys[:, :, self.length : end] = keys.detach()
+        if not latent:
+            self._values[:, :, self.length : end] = values.detach()
+        self.length = end
+
+    def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
+        if buffer is not None and buffer.shape[2] >= needed and not self._shared:
+            return buffer
+        batch, heads, _, dim = like.shape
+        with torch.inference_mode(False):  # a pass in that mode and one out of it may write to it
+            grown = torch.empty(batch, heads, room_for(needed), dim, dtype=like.dtype, device=like.device)
+        if buffer is not None:
+            grown[:, :, : self.length] = buffer[:, :, : self.length]
+        return grown
+
+    def view(self) -> tuple[Tensor, Tensor]:
+        """Keys and values so far, without a copy; only after the first `append`."""
+        assert self._keys is not None, "nothing was appended"
+        assert self._values is not None
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    def page_bounds(self, page_size: int, metadata: str) -> PageBounds:
+        """Bounds of the pages of the one sequence that is held, extended by what was appended since."""
+        keys, _ = self.view()
+        assert len(keys) == 1, "pages are of one sequence"
+        known = self._bounds
+        if known is None or (known.page_size, known.metadata) != (page_size, metadata):
+            known = self._bounds = GrowingBounds(page_size, metadata)
+        if known.length < self.length:
+            known.append(keys[0, :, known.length :])
+        return known.bounds
+
+    def fork(self) -> TailKV:
+        """An independent continuation."""
+        copy = TailKV()
+        copy._keys, copy._values, copy.length = self._keys, self._values, self.length
+        copy._shared = self._shared = self._keys is not None
+        return copy
+
+    def trim(self) -> None:
+        """Give back the room for more tokens, and the bounds of pages, which are built again when needed."""
+        self._bounds = None
+        if self._keys is not None and self._keys.shape[2] > self.length:
+            self._replace(lambda buffer: buffer[:, :, : self.length].clone())
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        assert 0 <= length <= self.length
+        self.length = length
+        if not length:  # a batch of another size may follow
+            self._keys = self._values = None
+        if self._bounds is not None and self._bounds.length > length:
+            self._bounds = None
+
+    def rows(self, index: Tensor) -> None:
+        """Reorder, repeat or drop batch rows: `index` int64 over the present rows."""
+        self._replace(lambda buffer: buffer.index_select(0, index.to(buffer.device)))
+        self._bounds = None
+
+    def _replace(self, made: Callable[[Tensor], Tensor]) -> None:
+        """Put what is made of keys and values in their place."""
+        if self._keys is None or self._values is None:
+            return
+        latent = self._values is self._keys
+        with torch.inference_mode(False):
+            self._keys = made(self._keys)
+            self._values = self._keys if latent else made(self._values)
+        self._shared = False
+
+
+class Prefix(Protocol):
+    """What stands before the tail: a stored corpus (decoding) or what is written of it so far (prefill)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the prefix."""
+        ...
+
+    @property
+    def remembers(self) -> bool:
+        """What was attended depends on earlier tokens, so that none can be taken back."""
+        ...
+
+    @property
+    def whole_tail(self) -> float:
+        """Tokens of what follows up to which all of it is attended."""
+        ...
+
+    def begin(
+        self, layer: int, query: Tensor, scaling: float, softcap: float | None
+    ) -> Callable[[], AttentionState]:
+        """Begin to attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees
+        all of it. Calling what is returned finishes it: work that a device is given in between, such as the
+        attention to the tail, runs while the host searches.
+        """
+        ...
+
+    def attend_tail(
+        self, layer: int, query: Tensor, tail: TailKV, scaling: float, softcap: float | None
+    ) -> AttentionState | None:
+        """Attend to a part of what follows the prefix; None where all of it is to be attended."""
+        ...

@@ -1,0 +1,280 @@
+"""Where the stored keys and values live: `HostKV`, over the memory-mapped store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from offload_decode.attention.dense import attend_blocks
+from offload_decode.attention.device_tokens import attend_rows
+from offload_decode.attention.host_dense import attend_all
+from offload_decode.attention.host_gather import unite
+from offload_decode.attention.host_tokens import attend_tokens
+from offload_decode.attention.pages import attend_pages, loaded_tokens
+from offload_decode.attention.queries import Queries
+from offload_decode.attention.rows import Rows, tensor_view
+from offload_decode.attention.state import empty_state
+from offload_decode.attention.transfers import to_device, to_host
+from offload_decode.kv.device_cache import DeviceRows
+from offload_decode.kv.placement import DEVICE, HOST, PINNED, Placement, Request
+from offload_decode.store.base import Store
+from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
+
+BLOCK_TOKENS = 8192
+SCORES = 1 << 22  # of one part of the rows: a handful of float32 temporaries of this size are held
+
+
+class HostKV:
+    """The stored prefix in host memory, and attention to chosen rows of it: where they lie, or on a device to
+    which they are copied, once for each KV head.
+
+    attend: `host`, `device`, `pinned` (a device that reads them in the host's memory), or `auto`, which
+    measures. cache_bytes: room on the device for the rows that were used there last.
+    """
+
+    def __init__(self, store: Store, device: torch.device, attend: str = "auto", cache_bytes: int = 0):
+        self.store = store
+        self.device = device
+        self.placement = Placement(attend, device)
+        self.cache_bytes = cache_bytes
+        self._copied: DeviceRows | None = None
+        self.length = store.manifest.n_tokens
+        self._latent = store.manifest.shape.latent
+        self._keys: dict[tuple[int, int], Rows] = {}
+        self._values: dict[tuple[int, int], Rows] = {}
+        # Indexes, rows on a device and what was measured are shared by all that read this store.
+        self.lock = threading.RLock()
+
+    def keys(self, layer: int, head: int) -> Rows:
+        """The keys of one KV head, a view of the store's file."""
+        if (layer, head) not in self._keys:
+            self._keys[layer, head] = Rows(self.store.keys(layer, head))
+        return self._keys[layer, head]
+
+    def values(self, layer: int, head: int) -> Rows:
+        """The values of one KV head, a view of the store's file; those of latents are the keys themselves."""
+        if self._latent:
+            return self.keys(layer, head)
+        if (layer, head) not in self._values:
+            self._values[layer, head] = Rows(self.store.values(layer, head))
+        return self._values[layer, head]
+
+    def layer_keys(self, layer: int) -> list[Rows]:
+        """The keys of every KV head of a layer."""
+        return [self.keys(layer, head) for head in range(self.store.manifest.shape.kv_heads)]
+
+    def layer_values(self, layer: int) -> list[Rows]:
+        """The values of every KV head of a layer."""
+        return [self.values(layer, head) for head in range(self.store.manifest.shape.kv_heads)]
+
+    def key_norms(self, layer: int, head: int) -> Tensor:
+        """Lengths of the keys, float32 `[N]` on the host."""
+        return tensor_view(self.store.key_norms(layer, head))
+
+    def attend(
+        self, layer: int, queries: Queries, selection: Selection | PageSelection, stats: StepStats
+    ) -> AttentionState:
+        """Attend from R rows to the selected tokens of one layer: `out [Hkv, R, Dv]`, `lse [Hkv, R]`."""
+        request = Request.of(queries.rows.shape[1], selection)
+        if not self.placement.decided(request):
+            # Without the cache, which would answer every repetition after the first.
+            uncached = DeviceRows(self.device)
+            self.placement.measure(
+                request,
+                self._places(selection),
+                lambda place: self._attend_at(place, layer, queries, selection, StepStats(), uncached),
+            )
+        place = self.placement.best(request)
+        stats.attended[place] = stats.attended.get(place, 0) + 1
+        return self._attend_at(place, layer, queries, selection, stats, self._copied)
+
+    def _attend_at(
+        self,
+        place: str,
+        layer: int,
+        queries: Queries,
+        selection: Selection | PageSelection,
+        stats: StepStats,
+        copied: DeviceRows | None,
+    ) -> AttentionState:
+        away = place == HOST and self.device.type != "cpu"
+        if away:
+            queries, selection = replace(queries, rows=queries.on_host(), copy=None), on_host(selection)
+        if isinstance(selection, PageSelection):
+            state = self._attend_pages(layer, queries, selection, stats)
+        elif selection.ids is None:
+            state = self._attend_all(place, layer, queries, stats)
+        elif place == HOST:
+            state = self._attend_in_place(layer, queries, selection.ids, selection.scores, stats)
+        else:
+            copied = copied or self._device_rows(layer)
+            staged = place == PINNED and self._plain(layer)
+            state = self._attend_there(layer, queries, selection, stats, copied, staged)
+        if not away:
+            return state
+        stats.bus_bytes += sum(part.nbytes for part in (queries.rows, *state))
+        # Through one copy.
+        both = to_device(torch.cat([state.out, state.lse[..., None]], dim=-1), self.device)
+        return AttentionState(both[..., :-1], both[..., -1])
+
+    def _attend_in_place(
+        self, layer: int, queries: Queries, ids: Tensor, scores: Tensor | None, stats: StepStats
+    ) -> AttentionState:
+        began = time.perf_counter()
+        keys, values = self.layer_keys(layer), self.layer_values(layer)
+        state, read = attend_tokens(queries.rows, keys, values, ids, scores, queries.scaling, queries.softcap)
+        stats.bytes_moved += read
+        stats.attend_s += time.perf_counter() - began
+        return state
+
+    def _places(self, selection: Selection | PageSelection) -> list[str]:
+        """Where a selection may be attended to."""
+        named = isinstance(selection, Selection) and selection.ids is not None
+        return [HOST, DEVICE, PINNED] if named and not self.cache_bytes else [HOST, DEVICE]
+
+    def _plain(self, layer: int) -> bool:
+        """Whether rows are floats, which need not be made on the way."""
+        return not (self.keys(layer, 0).encoded or self.values(layer, 0).encoded)
+
+    def _attend_there(
+        self,
+        layer: int,
+        queries: Queries,
+        selection: Selection,
+        stats: StepStats,
+        copied: DeviceRows,
+        staged: bool,
+    ) -> AttentionState:
+        """On the device, with the rows copied there, or `staged` for it to read."""
+        ids, scores = selection.ids, selection.scores
+        assert ids is not None
+        _, rows, k = ids.shape
+        if not k or not rows:
+            return empty_state(queries.rows, self.values(layer, 0).dim)
+        states = []
+        scores = scores if scores is None else to_device(scores, self.device)
+        # r rows meet a union of at most min(N, r·k) tokens of a head.
+        step = max(1, SCORES // self.length, isqrt(SCORES // max(1, k)))
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            began = time.perf_counter()
+            union, places = unite(ids[:, part].cpu(), self.length)
+            values = copied.fetch(2 * layer + 1, self.layer_values(layer), union, stats, staged)
+            keys = None if scores is not None else values
+            if keys is not None and not self._latent:
+                keys = copied.fetch(2 * layer, self.layer_keys(layer), union, stats, staged)
+            gathered = time.perf_counter()
+            states.append(
+                attend_rows(
+                    queries.rows[:, part],
+                    keys,
+                    values,
+                    to_device(places, self.device),
+                    None if scores is None else scores[:, part],
+                    queries.scaling,
+                    queries.softcap,
+                )
+            )
+            if staged:
+                copied.read()
+            stats.gather_s += gathered - began
+            stats.attend_s += time.perf_counter() - gathered
+        return AttentionState(*(torch.cat(part, dim=1) for part in zip(*states, strict=True)))
+
+    def _device_rows(self, layer: int) -> DeviceRows:
+        row_bytes = max(self.keys(layer, 0).row_bytes, self.values(layer, 0).row_bytes)
+        heads = self.store.manifest.shape.kv_heads
+        self._copied = DeviceRows(self.device, self.cache_bytes, row_bytes, heads)
+        return self._copied
+
+    def _attend_all(self, place: str, layer: int, queries: Queries, stats: StepStats) -> AttentionState:
+        began = time.perf_counter()
+        rows, heads = queries.rows, range(len(queries.rows))
+        if place == HOST:
+            keys, values = self.layer_keys(layer), self.layer_values(layer)
+            state = attend_all(rows, keys, values, queries.scaling, queries.softcap)
+        else:
+            width = self.values(layer, 0).dim
+            states = [
+                attend_blocks(
+                    rows[None, h : h + 1],
+                    self._blocks(layer, h, rows.device),
+                    width,
+                    queries.scaling,
+                    queries.softcap,
+                )
+                for h in heads
+            ]
+            state = AttentionState(*(torch.cat(part, dim=1)[0] for part in zip(*states, strict=True)))
+        self._count(len(heads) * self.length, layer, queries, stats)
+        stats.attend_s += time.perf_counter() - began
+        return state
+
+    def _attend_pages(
+        self, layer: int, queries: Queries, selection: PageSelection, stats: StepStats
+    ) -> AttentionState:
+        began = time.perf_counter()
+        keys, values = self.layer_keys(layer), self.layer_values(layer)
+        state = attend_selected(queries, keys, values, selection)
+        tokens = loaded_tokens(selection.pages, selection.page_size, self.length)
+        self._count(tokens, layer, queries, stats)
+        stats.attend_s += time.perf_counter() - began
+        return state
+
+    def _count(self, tokens: int, layer: int, queries: Queries, stats: StepStats) -> None:
+        """What the keys and values of so many tokens of a KV head are."""
+        values = 0 if self._latent else self.values(layer, 0).row_bytes
+        moved = tokens * (self.keys(layer, 0).row_bytes + values)
+        stats.bytes_moved += moved
+        stats.bus_bytes += moved if queries.rows.is_cuda else 0
+
+    def _blocks(self, layer: int, head: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        keys, values = self.keys(layer, head), self.values(layer, head)
+        for start in range(0, self.length, BLOCK_TOKENS):
+            part = slice(start, start + BLOCK_TOKENS)
+            key = keys.read(part, device)[None, None]
+            yield key, key if values is keys else values.read(part, device)[None, None]
+
+
+def on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
+    """The same in host memory, where keys and values are fetched."""
+    if isinstance(selection, PageSelection):
+        pages, limit = to_host(selection.pages, selection.limit)
+        return replace(selection, pages=pages, limit=limit)
+    if selection.ids is None:
+        return selection
+    if selection.scores is None:
+        return replace(selection, ids=to_host(selection.ids)[0])
+    ids, scores = to_host(selection.ids, selection.scores)
+    return replace(selection, ids=ids, scores=scores)
+
+
+def attend_selected(
+    queries: Queries,
+    keys: Sequence[Rows] | Tensor,
+    values: Sequence[Rows] | Tensor,
+    selection: PageSelection,
+) -> AttentionState:
+    """Attend from R rows to selected pages of `keys` and `values`, the stored rows of each KV head, or
+    `[Hkv, N, D]` and `[Hkv, N, Dv]` on the queries' device: `out [Hkv, R, Dv]`, `lse [Hkv, R]`.
+    """
+    grouped = queries.by_list() if selection.shared else queries.rows.unsqueeze(2)
+    out, lse = attend_pages(
+        grouped,
+        keys,
+        values,
+        selection.pages,
+        selection.page_size,
+        selection.limit,
+        queries.scaling,
+        queries.softcap,
+    )
+    if selection.shared:
+        return AttentionState(queries.by_row(out), queries.by_row(lse))
+    return AttentionState(out.squeeze(2), lse.squeeze(2))

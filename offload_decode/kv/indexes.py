@@ -1,0 +1,309 @@
+"""The vector indexes of a store: one for each (layer, KV head), kept in `STORE.indexes/KIND/` beside it.
+
+A kind is built in `KIND.partial/` and renamed when it is whole, so that a build that was killed takes nothing
+away. What is not whole is not searched: `auto` searches all keys then, and says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from offload_decode.common.errors import ConfigError, OffloadDecodeWarning, UnknownIndex, VectorIndexError
+from offload_decode.indexes import files, registry
+from offload_decode.indexes.base import Hits, RecallRecord, VectorIndex
+from offload_decode.store.base import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offload_decode.store.reader import KVStore
+
+
+AUTO = "auto"
+PARTIAL, OLD = ".partial", ".old"
+
+
+def index_path(folder: Path, layer: int, head: int) -> Path:
+    """Base path (without suffix) of one index's files in the folder of a kind."""
+    return folder / f"layer-{layer:03d}-head-{head:03d}"
+
+
+def metadata_file(path: Path) -> Path:
+    """The metadata of the index at a base path."""
+    return path.with_name(path.name + ".json")
+
+
+def indexes_folder(store: Path) -> Path:
+    """Where the indexes of a store lie."""
+    return store.with_name(store.name + ".indexes")
+
+
+def kind_folder(store: Path, kind: str) -> Path:
+    """Where the indexes of one kind lie."""
+    return indexes_folder(store) / kind
+
+
+def staging_folder(store: Path, kind: str) -> Path:
+    """Where the indexes of one kind are built."""
+    return indexes_folder(store) / (kind + PARTIAL)
+
+
+def kind_folders(store: Path) -> list[Path]:
+    """The folders of the kinds that were built, by name."""
+    folder = indexes_folder(store)
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if path.is_dir() and path.suffix not in (PARTIAL, OLD))
+
+
+def heads_of(store: Store) -> list[tuple[int, int]]:
+    """Every (layer, KV head) that has keys to index, in the order in which they are built."""
+    shape = store.manifest.shape
+    return [(layer, head) for layer in shape.full_layers for head in range(shape.kv_heads)]
+
+
+@dataclass(frozen=True)
+class Built:
+    """How far a kind of index is built: of `heads` heads, those that are `there`, and the first thing that is
+    wrong with them.
+    """
+
+    kind: str
+    heads: int
+    there: int
+    problem: VectorIndexError | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can be searched, as far as can be told without reading all of it."""
+        return self.there == self.heads and self.problem is None
+
+    def reason(self, store: Path) -> str:
+        """Why it cannot be searched, and the way out."""
+        if self.there < self.heads:
+            return self.unfinished(store)
+        return str(self.problem).rstrip(".")
+
+    def unfinished(self, store: Path) -> str:
+        """That some heads have no index yet, and the way out."""
+        return (
+            f"the '{self.kind}' index of {store} is unfinished ({self.there:,} of {self.heads:,} heads): "
+            f"`offload-decode index {store} --kind {self.kind}` finishes it"
+        )
+
+
+def class_of(store: Store, kind: str) -> type[VectorIndex]:
+    """The class of a kind, to search a store with. Raises as `indexes.registry.get`; of a kind that lies
+    beside the store and is not known here, it says so.
+    """
+    try:
+        return registry.get(kind)
+    except UnknownIndex:
+        if kind not in [folder.name for folder in kind_folders(store.path)]:
+            raise
+        raise UnknownIndex(
+            f"The '{kind}' index of {store.path} was built by an extension that is not installed here: "
+            "install the package that brings this kind, or search with -o index=flat."
+        ) from None
+
+
+def examine(store: Store, kind: str) -> Built | None:
+    """How far the indexes of a kind are built; None where nobody began. Raises as `class_of`.
+
+    Metadata and sizes are looked at, which takes milliseconds: whoever loads an index reads all of it.
+    """
+    heads, folder = heads_of(store), kind_folder(store.path, kind)
+    if not folder.is_dir():
+        staging = staging_folder(store.path, kind)
+        if not staging.is_dir():
+            return None
+        there = sum(metadata_file(index_path(staging, *place)).exists() for place in heads)
+        return Built(kind, len(heads), min(there, len(heads) - 1))
+    suffix = class_of(store, kind).suffix
+    there, problem = 0, None
+    for layer, head in heads:
+        path = index_path(folder, layer, head)
+        if not metadata_file(path).exists():  # it is written last
+            continue
+        there += 1
+        try:
+            keys, digest = store.keys(layer, head), store.digest(layer, head)
+            files.check(path, files.identity(kind, keys, digest), suffix)
+        except VectorIndexError as error:
+            problem = problem or error
+    return Built(kind, len(heads), there, problem)
+
+
+def default_kind(store: Store) -> str:
+    """`clusters` where they are built, else `flat`, which needs no files."""
+    built = examine(store, "clusters")
+    return "clusters" if built is not None and built.whole else "flat"
+
+
+class HeadIndexes:
+    """Indexes of one kind, loaded when first searched; `auto` is the `default_kind`.
+
+    Raises `ConfigError` for a kind that is not built, or not finished. `auto` warns of clusters that cannot
+    be searched, now or when one of them turns out to be damaged, and searches all keys.
+    """
+
+    def __init__(self, store: Store, kind: str):
+        self.store = store
+        self._loaded: dict[tuple[int, int], VectorIndex] = {}
+        self._may_fall_back = kind == AUTO
+        self.kind = "clusters" if kind == AUTO else kind
+        self._class = class_of(store, self.kind)
+        if self.kind == "flat":
+            return
+        built = examine(store, self.kind)
+        if built is not None and built.whole:
+            return
+        if self._may_fall_back:
+            self._fall_back(None if built is None else built.reason(store.path))
+        elif built is None:
+            raise ConfigError(
+                f"there is no '{kind}' index beside {store.path}: build it with "
+                f"`offload-decode index {store.path} --kind {kind}`, or search with -o index=flat"
+            )
+        elif built.there < built.heads:
+            raise ConfigError(f"{built.unfinished(store.path)}, or search with -o index=flat")
+        elif built.problem is not None:
+            raise built.problem
+
+    def describe(self) -> str:
+        """The kind, and whether the heads that were searched are tuned to a full scan."""
+        tuned = [index.recall.full_scan for index in self._loaded.values() if index.recall is not None]
+        if not any(tuned):
+            return self.kind
+        some = "" if all(tuned) else f" in {sum(tuned):,} of {len(tuned):,} heads"
+        return f"{self.kind} (tuned to a full scan{some})"
+
+    def get(self, layer: int, head: int) -> VectorIndex:
+        """The index of one head; raises `indexes.errors.VectorIndexError` when it is missing, damaged or
+        another's.
+        """
+        return self._all(layer, [head])[0]
+
+    def search(self, layer: int, queries: npt.NDArray[Any], k: int) -> Hits:
+        """The k best keys of every KV head for its `queries [Hkv, R, D]`, in one call."""
+        own = self._all(layer, range(len(queries)))
+        return self._class.search_heads(own, queries, k)
+
+    def _all(self, layer: int, heads: Sequence[int]) -> list[VectorIndex]:
+        try:
+            return [self._load(layer, head) for head in heads]
+        except VectorIndexError as error:
+            if not self._may_fall_back or self.kind == "flat":
+                raise
+            self._fall_back(str(error).rstrip("."))
+            return [self._load(layer, head) for head in heads]
+
+    def _load(self, layer: int, head: int) -> VectorIndex:
+        if (layer, head) not in self._loaded:
+            keys, digest = self.store.keys(layer, head), self.store.digest(layer, head)
+            if self.kind == "flat":
+                index = self._class.build(keys, digest=digest)
+            else:
+                path = index_path(kind_folder(self.store.path, self.kind), layer, head)
+                index = self._class.load(path, keys, digest=digest)
+            self._loaded[layer, head] = index
+        return self._loaded[layer, head]
+
+    def _fall_back(self, reason: str | None) -> None:
+        self.kind, self._class = "flat", registry.get("flat")
+        self._loaded.clear()
+        if reason is not None:
+            warnings.warn(OffloadDecodeWarning(f"All keys are searched: {reason}."), stacklevel=3)
+
+
+# The indexes that lie beside a store: what they are and whether they are whole.
+
+
+@dataclass(frozen=True)
+class SavedIndexes:
+    """One kind: bytes on disk, heads that are there and should be, and the recall that was measured at `k`.
+
+    `recall` (mean over heads) and `lowest_recall` are None where nothing was measured, as for an exact index.
+    `full_scans` heads are tuned to read every key.
+    """
+
+    kind: str
+    bytes: int
+    heads: int
+    heads_in_all: int
+    k: int | None
+    recall: float | None
+    lowest_recall: float | None
+    full_scans: int
+
+
+def saved_kinds(store: KVStore) -> list[str]:
+    """Kinds that were built beside the store, or begun."""
+    folder = indexes_folder(store.path)
+    begun = folder.glob("*" + PARTIAL) if folder.is_dir() else ()
+    return sorted({path.name for path in kind_folders(store.path)} | {path.stem for path in begun})
+
+
+def describe(store: KVStore, kind: str) -> SavedIndexes:
+    """Read from the small metadata files alone."""
+    folder = kind_folder(store.path, kind)
+    folder = folder if folder.is_dir() else staging_folder(store.path, kind)
+    paths = [index_path(folder, layer, head) for layer, head in heads_of(store)]
+    there = [path for path in paths if metadata_file(path).exists()]
+    found = [record for record in map(_recall, there) if record is not None]
+    measured = [record.measured for record in found]
+    return SavedIndexes(
+        kind=kind,
+        bytes=sum(file.lstat().st_size for file in folder.iterdir()),
+        heads=len(there),
+        heads_in_all=len(paths),
+        k=found[0].k if found else None,
+        recall=sum(measured) / len(measured) if measured else None,
+        lowest_recall=min(measured, default=None),
+        full_scans=sum(record.full_scan for record in found),
+    )
+
+
+def unfinished(store: KVStore, kind: str) -> str | None:
+    """That some heads have no index yet, and the way out; None where all of them have one."""
+    built = examine(store, kind)
+    return None if built is None or built.there == built.heads else built.unfinished(store.path)
+
+
+def verify(
+    store: KVStore, kind: str, progress: Callable[[str, int, int], None]
+) -> Iterator[VectorIndexError]:
+    """Read every byte of the indexes of a kind, and load them; what is wrong with each. A head that has no
+    file is not wrong: a build that was stopped did not come to it.
+    """
+    chosen, folder, heads = class_of(store, kind), kind_folder(store.path, kind), heads_of(store)
+    if not folder.is_dir():
+        return
+    for done, (layer, head) in enumerate(heads, 1):
+        path = index_path(folder, layer, head)
+        try:
+            if not _is_left_out(path, chosen.suffix):
+                keys, digest = store.keys(layer, head), store.digest(layer, head)
+                files.read_whole(path, files.identity(kind, keys, digest), chosen.suffix)
+                chosen.load(path, keys, digest=digest)
+        except VectorIndexError as error:
+            yield error
+        progress("verify indexes", done, len(heads))
+
+
+def _is_left_out(path: Path, suffix: str) -> bool:
+    """Whether a head has no file at all. Kinds without native files are built in a moment: they have all."""
+    native = path.with_name(path.name + suffix)
+    return bool(suffix) and not metadata_file(path).exists() and not native.exists()
+
+
+def _recall(path: Path) -> RecallRecord | None:
+    try:
+        return files.recall_of(path, files.metadata(path))
+    except VectorIndexError:
+        return None  # `verify` says what is wrong with it

@@ -1,0 +1,148 @@
+"""Reading the weights of checkpoints, those in few bits as their format has them, with their fingerprints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_decode.common.errors import ModelError
+from offload_decode.hf.compat import DTYPES, Names, by_own_names, class_of, names_of, unknown_text
+from offload_decode.hf.meta_device import Unfilled
+from offload_decode.hf.user_cache import remembered
+from offload_decode.models.checkpoint import CONFIG, located, weight_files, weight_names
+from offload_decode.models.fingerprints import file_hash, files_hash
+from offload_decode.models.quantization import (
+    GGUF,
+    hushed,
+    in_dtype,
+    quantization_of,
+    reading,
+    run_once,
+    unquantised,
+)
+from offload_decode.store.format import FINGERPRINT_VERSION
+
+
+def whole_model(source: str, config: Any, **told: Any) -> Any:
+    """The model of a text config, all of whose weights are in a folder's or id's safetensors, or in a GGUF
+    file; `told` is for `from_pretrained`. Raises `ModelError` where some are missing, or are not the text's.
+    """
+    where, which = located(source)
+    found = weight_files(source)
+    names = None if which else _names(found, config)
+    mapping = None if names is None else names.mapping or None
+    quantization = quantization_of(config)
+    if names is not None and quantization is not None:
+        config.quantization_config = by_own_names(quantization, names)
+    with hushed(), Unfilled():  # what sees and hears is no news
+        model, report = class_of(config).from_pretrained(
+            where,
+            config=config,
+            key_mapping=mapping,
+            use_safetensors=True,
+            output_loading_info=True,
+            **which,
+            **told,
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "
+            f"{missing[0]} among them: fetch the checkpoint again"
+        )
+    if names is not None and quantization is None:
+        if unknown := unknown_text(report["unexpected_keys"], names, weight_names(found), model):
+            raise ModelError(
+                f"the weights of {source} hold {len(unknown)} that its config.json knows nothing of, "
+                f"{unknown[0]} among them: fetch the checkpoint again"
+            )
+        output = model.get_output_embeddings()
+        model.config.tie_word_embeddings = output.weight is model.get_input_embeddings().weight
+    return model
+
+
+def _names(found: list[Path], config: Any) -> Names:
+    """How the text model's weights are named in a checkpoint."""
+    with Unfilled(), torch.device("meta"):
+        model = class_of(config)._from_config(unquantised(config))
+    if quantization_of(config) is None:
+        _check_held(found, sum(weight.numel() for weight in model.parameters()))
+    return names_of(weight_names(found), model)
+
+
+def _check_held(found: list[Path], parameters: int) -> None:
+    """Transformers makes room for weights that are not there, and fills it."""
+    held = sum(path.stat().st_size for path in found)
+    if parameters > held:  # a number has a byte at the least
+        raise ModelError(
+            f"its config.json describes {parameters:,} parameters, and the files of its weights have "
+            f"{held:,} bytes: fetch the checkpoint again"
+        )
+
+
+def read_packed(
+    source: str,
+    found: list[Path],
+    config: Any,
+    quantization: dict[str, Any],
+    dtype: str,
+    device: torch.device,
+) -> tuple[Any, str]:
+    """A checkpoint in few bits on its device, and its fingerprint, which is that of its files."""
+    with hushed():
+        how = reading(quantization, device)
+        if quantization["quant_method"] == "fp8" and "quantization_config" in how:
+            _check_blocks(found, quantization)
+        # In the checkpoint's own first: transformers brings only some of such weights to another.
+        model = whole_model(source, config=config, dtype="auto", **how)
+        in_dtype(model, DTYPES.get(dtype, model.dtype))
+        if "quantization_config" not in how:
+            run_once(model)
+    known = f"files {FINGERPRINT_VERSION} {quantization['quant_method']}"
+    files = [*found, found[0].with_name(CONFIG)]
+    return model, remembered(files, known, lambda: files_hash(found, quantization))
+
+
+def read_gguf(path: Path, config: Any, dtype: str, device: torch.device) -> tuple[Any, str]:
+    """The model of a GGUF file, widened to `dtype` (float32 for `auto`), and its fingerprint."""
+    import transformers
+
+    wide: dict[str, Any] = {"dtype": DTYPES.get(dtype, torch.float32), "device_map": {"": device}}
+    if hasattr(
+        transformers, "GgufConfig"
+    ):  # later releases would keep the blocks, and fetch kernels for them
+        wide["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with hushed():
+        model = whole_model(str(path), config=config, **wide)
+    return model, remembered([path], f"file {FINGERPRINT_VERSION} {GGUF}", lambda: file_hash(path))
+
+
+def _check_blocks(found: list[Path], quantization: dict[str, Any]) -> None:
+    """Transformers would widen a matrix that is not made of whole blocks with scales of the wrong rows, and
+    take weights without scales for what they are not.
+    """
+    from safetensors import safe_open
+
+    block = quantization.get("weight_block_size") or ()
+    scaled = False
+    for path in found:
+        if path.suffix != ".safetensors":
+            continue
+        with safe_open(path, "pt") as file:
+            for name in (name for name in file.keys() if name.endswith("_scale_inv")):  # noqa: SIM118
+                scaled = True
+                sizes = file.get_slice(name.removesuffix("_scale_inv")).get_shape()
+                scales = file.get_slice(name).get_shape()
+                for size, one, step in zip(sizes[-2:], scales[-2:], block, strict=False):
+                    if one > 1 and size != one * step:
+                        raise ModelError(
+                            f"its FP8 weight {name.removesuffix('_scale_inv')} is not of whole blocks, and "
+                            "such are read on a GPU of compute capability 8.9 or later alone, with kernels: "
+                            "pip install kernels"
+                        )
+    if not scaled:
+        raise ModelError(
+            "its config.json says that its weights are FP8, and they have no scales: take "
+            "quantization_config out of it, or fetch the checkpoint again"
+        )

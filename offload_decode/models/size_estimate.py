@@ -1,0 +1,248 @@
+"""What is known of a model without its weights: read from its config, and counted on torch's meta device."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_decode.attention.transfers import power_of_two
+from offload_decode.common.errors import ModelError
+from offload_decode.hf.compat import DTYPES, class_of
+from offload_decode.hf.positions import NO_LENGTHS, Lengths, lengths_of
+from offload_decode.hf.user_cache import keep, recall
+from offload_decode.models.checkpoint import CONFIG, bounded, read_config, source_of, told
+from offload_decode.models.gguf import SUFFIX
+from offload_decode.models.layer_streaming import layers_of
+from offload_decode.models.quantization import GGUF, quantization_of, replaceable, runs_packed, unquantised
+from offload_decode.store.format import FORMAT_VERSION, shape_from
+from offload_decode.types import ModelShape
+
+# How many bytes the weights of a checkpoint in few bits take, counted from its config.
+
+_LONGEST = 256  # characters of a pattern
+_SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
+
+
+def packed_bytes(model: Any, quantization: dict[str, Any], item: int) -> tuple[int, int]:
+    """Bytes of all weights, and of the fused expert weights alone. `model` is that of whole weights, on any
+    device; a number of those that are not packed takes `item` bytes. 0 where none stay packed anywhere.
+    """
+    if quantization.get("linear_class") == "autobitlinear":  # BitNet, unpacked as it is read
+        return 0, 0
+    total = experts = 0.0
+    packed = {id(weight) for weight in _packed(model, quantization)}
+    for weight in model.parameters():
+        size = weight.numel() * (
+            _bits(quantization, *weight.shape[-2:]) / 8 if id(weight) in packed else item
+        )
+        total += size
+        experts += size if weight.ndim == 3 else 0
+    return round(total), round(experts)
+
+
+def _packed(model: Any, quantization: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The weights that a format takes: of linear layers but the output layer, and of fused experts; of MXFP4
+    the experts alone.
+    """
+    method, output = quantization["quant_method"], model.get_output_embeddings()
+    patterns = [name for field in _SKIPPED for name in quantization.get(field) or () if isinstance(name, str)]
+    for name, module in model.named_modules():
+        if module is output or any(_names(pattern, name) for pattern in patterns):
+            continue
+        if type(module) is torch.nn.Linear and method != "mxfp4":
+            yield module.weight
+        if method in ("mxfp4", "fp8"):
+            yield from (weight for weight in module.parameters(recurse=False) if weight.ndim == 3)
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Whether a pattern names a module, as the formats' libraries read it: a name, the end or the beginning
+    of one, or an expression.
+    """
+    if name == pattern or name.endswith(f".{pattern}") or name.startswith(f"{pattern}."):
+        return True
+    try:
+        return len(pattern) <= _LONGEST and bool(re.match(pattern.removeprefix("re:"), name))
+    except re.error:
+        return False
+
+
+def _bits(quantization: dict[str, Any], rows: int, columns: int) -> float:
+    """Bits of a weight of a matrix, with its part of the scales."""
+    method = quantization["quant_method"]
+    if method == "mxfp4":
+        return 4 + 8 / 32
+    if method == "bitnet":
+        return 2.0
+    if method == "fp8":
+        block = quantization.get("weight_block_size") or (rows, columns)
+        return 8 + 32 / (min(block[0], rows) * min(block[1], columns))
+    if method == "bitsandbytes":
+        if quantization.get("load_in_8bit"):
+            return 8 + 32 / columns
+        twice = quantization.get("bnb_4bit_use_double_quant")
+        return 4 + (8 + 32 / 256 if twice else 32) / 64
+    if method == "compressed-tensors":
+        groups = [one["weights"] for one in quantization["config_groups"].values() if one.get("weights")]
+        return max(
+            (one["num_bits"] + 16 / (one.get("group_size") or columns) for one in groups), default=16.0
+        )
+    if method == "torchao":
+        four = re.search("int4|fp4|float4", json.dumps(quantization.get("quant_type")), re.IGNORECASE)
+        return 4 + 32 / 128 if four else 8 + 32 / columns
+    bits, group = int(quantization.get("bits", 4)), int(quantization.get("group_size", 128))
+    return bits + (16 + bits) / (group if group > 0 else columns)
+
+
+_FORM = 4
+"""Of a remembered outline: raised when what is counted changes."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model's shape and the sizes that memory and speed follow from.
+
+    `dtype` is the checkpoint's. `parameters` counts all of them, `linear` those in the linear layers that a
+    weight-only quantisation takes, `linear_rows` these layers' outputs, `embeddings` those of a table that a
+    token reads one row of, `experts` those in fused expert weights, of which a token reads the share
+    `active`. `hidden`, `intermediate` and `vocabulary` are widths. Of the decoder layers `layered` counts the
+    parameters, `layer` those of the largest one, and `pinned` as many as pinned memory for each weight has
+    room for, a power of two. `lengths`: of texts, at which it changes.
+    `format`: of a checkpoint in few bits (`models.formats`), else empty; `packed` are the bytes of its
+    weights (0 where they are always widened), `packed_experts` those of its fused expert weights among them.
+    """
+
+    model_id: str
+    shape: ModelShape
+    dtype: str
+    parameters: int
+    linear: int
+    linear_rows: int
+    embeddings: int
+    experts: int
+    active: float
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    layered: int
+    layer: int
+    pinned: int
+    format: str = ""
+    packed: int = 0
+    packed_experts: int = 0
+    lengths: Lengths = NO_LENGTHS
+
+    @property
+    def output(self) -> int:
+        """Parameters of an output layer that does not share the table of embeddings."""
+        return self.vocabulary * self.hidden if self.embeddings else 0
+
+    def runs_packed(self, on_gpu: bool) -> bool:
+        """Whether the weights stay in the few bits of the checkpoint there."""
+        return self.packed > 0 and runs_packed(self.format, on_gpu)
+
+
+def outline(model_id: str) -> Outline:
+    """The outline of a shipped model, a folder, a .gguf file or a transformers id; only the config is read.
+
+    To count parameters takes seconds of imports: the outline of a folder is remembered by its config's bytes.
+    Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
+    """
+    path = Path(source_of(model_id)) / CONFIG
+    if not path.is_file():  # a transformers id, or an error that is told below
+        return _counted(model_id)
+    versions = [version(library) for library in ("torch", "transformers")]
+    key = json.dumps([_FORM, *versions, sha256(bounded(path)).hexdigest()])
+    known = _parsed(model_id, recall(key))
+    if known is None:
+        known = _counted(model_id)
+        keep(key, json.dumps([asdict(known.shape), *astuple(known)[2:]]))
+    return known
+
+
+def _parsed(model_id: str, text: str | None) -> Outline | None:
+    """A remembered outline under the name that the model has now; None where it is no such thing."""
+    try:
+        shape, *numbers, (switches, grows, table) = json.loads(text or "")
+        lengths = Lengths(tuple(map(int, switches)), *(one and int(one) for one in (grows, table)))
+        found = Outline(model_id, shape_from(shape, FORMAT_VERSION, DTYPES), *numbers)
+        found = replace(found, lengths=lengths)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    known = {"str": str, "int": int, "float": float, "ModelShape": ModelShape, "Lengths": Lengths}
+    right = all(type(getattr(found, field.name)) is known[str(field.type)] for field in fields(found))
+    return found if right else None
+
+
+def _counted(model_id: str) -> Outline:
+    config, shape = read_config(model_id)
+    with told(f"cannot read the config of '{model_id}'"), torch.device("meta"):
+        model = class_of(config)._from_config(unquantised(config))
+    found = outline_of(model, model_id, shape)
+    if (quantization := quantization_of(config)) is None:
+        return replace(found, format=GGUF) if source_of(model_id).endswith(SUFFIX) else found
+    with told(f"cannot read the config of '{model_id}'"):
+        packed = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)
+    return replace(
+        found,
+        linear=0,
+        linear_rows=0,
+        format=quantization["quant_method"],
+        packed=packed[0],
+        packed_experts=packed[1],
+    )
+
+
+def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
+    """The outline of a transformers model, on whatever device."""
+    config = model.config
+    linear = [layer for _, _, layer in replaceable(model)]
+    weights = list(model.parameters())
+    output = model.get_output_embeddings()
+    table = model.get_input_embeddings().weight
+    tied = output is not None and output.weight is table
+    layers = layers_of(model)
+    in_layers = list({weight for layer in layers for weight in layer.parameters()})
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    return Outline(
+        model_id=model_id,
+        shape=shape,
+        dtype=_dtype(config),
+        parameters=sum(weight.numel() for weight in weights),
+        linear=sum(layer.weight.numel() for layer in linear),
+        linear_rows=sum(layer.out_features for layer in linear),
+        embeddings=0 if tied else table.numel(),
+        experts=sum(weight.numel() for weight in weights if weight.ndim == 3),
+        active=min(1.0, getattr(config, "num_experts_per_tok", 1) / count) if count else 1.0,
+        hidden=config.hidden_size,
+        intermediate=_intermediate(config),
+        vocabulary=config.vocab_size,
+        layered=sum(weight.numel() for weight in in_layers),
+        layer=max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0),
+        pinned=sum(power_of_two(weight.numel()) for weight in in_layers),
+        lengths=lengths_of(config, model.base_model),
+    )
+
+
+def _intermediate(config: Any) -> int:
+    """The width between a layer's two projections: the widest where layers differ, and what families that do
+    not state it take.
+    """
+    stated = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(max(stated) if isinstance(stated, list) else stated)
+
+
+def _dtype(config: Any) -> str:
+    """As the checkpoint has it; transformers takes float32 where a config does not say."""
+    name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"a model in {name} cannot be stored; load it as one of: {', '.join(DTYPES)}")
+    return name

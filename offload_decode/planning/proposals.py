@@ -1,0 +1,144 @@
+"""Where a request does not fit on a machine: the nearest thing that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+from offload_decode.models.quantization import GGUF
+from offload_decode.models.size_estimate import Outline
+from offload_decode.planning import sizes
+from offload_decode.planning.plan import Machine, Medium, Plan, plan
+from offload_decode.planning.sizes import KV, WEIGHTS, Workload
+from offload_decode.store.format import kv_kinds
+from offload_decode.types import PAGE_METADATA
+
+LEAST_CHUNK = 16
+"""The smallest chunk of a prefill that is proposed."""
+_PAGE_SIZES = (16, 32, 64, 128)
+
+
+def nearest(asked: Plan, kinds: Sequence[str] = KV, in_memory: bool = False) -> Plan | None:
+    """The plan that fits and differs least from the one that was asked for: itself, or another with fewer
+    bits, another selector or larger pages; None where nothing of that kind fits. `kinds`: ways of storing
+    keys and values that can still be chosen. `in_memory`: nothing of the store is to come from the disk.
+    """
+    source, machine = asked.source, asked.machine
+    there = kinds is not KV  # and a store that is there is asked in its own dtype
+    requests = (
+        one
+        for one in _alternatives(asked.request, source)
+        if one.kv in kinds and not (there and one.weights == "fp16")
+    )
+    plans = (plan(source, request, machine) for request in requests)
+    return next((one for one in plans if one.fits and not (in_memory and one.from_disk)), None)
+
+
+def most_tokens(asked: Plan) -> Plan | None:
+    """Where no settings fit: the plan for the most tokens that do, in the fewest bits; None where not even
+    the weights do.
+    """
+    thrifty = _thriftiest(asked)
+
+    def at(tokens: int) -> Plan:
+        return plan(asked.source, replace(thrifty.request, tokens=tokens), asked.machine)
+
+    fits, beyond = 0, asked.request.tokens
+    while beyond - fits > max(1, fits // 1000):
+        middle = (fits + beyond) // 2
+        fits, beyond = (middle, beyond) if at(middle).fits else (fits, middle)
+    return at(fits) if fits else None
+
+
+def least_machine(asked: Plan) -> dict[Medium, int]:
+    """The bytes of each place with which so many tokens would do, in the fewest bits."""
+    thrifty = _thriftiest(asked)
+    return {place: thrifty.need(place) for place in Medium if place is not Medium.GPU or asked.machine.gpu}
+
+
+def prefill_chunk(asked: Plan) -> int | None:
+    """The largest chunk, up to the one asked for, with which the prefill fits here; None if none does."""
+    chunk = asked.request.chunk
+    while chunk >= LEAST_CHUNK:
+        if plan(asked.source, _in_chunks(asked.request, chunk), asked.machine).prefill_fits:
+            return chunk
+        chunk //= 2
+    return None
+
+
+def nearest_prefill(asked: Plan) -> Plan | None:
+    """The prefill that fits and differs least from the one asked for, in smaller chunks, or else with weights
+    that are streamed, or are in fewer bits; None where nothing fits.
+    """
+    request, source, machine = asked.request, asked.source, asked.machine
+    rungs, ways = _rungs(request.weights, source), [request]
+    if can_stream(source, machine) and request.weights == "auto" and not request.streamed:
+        # Before chunks that are smaller than any that is chosen, before which weights would come as often.
+        first = request.chunk_chosen and not asked.prefill_fits
+        ways.insert(0 if first else 1, replace(request, streamed=True))
+    ways += [replace(request, weights=one, streamed=False) for one in rungs[1:] if one != "fp16"]
+    for way in ways:
+        own = plan(source, way, machine)
+        if chunk := prefill_chunk(own):
+            same = chunk == own.request.chunk
+            return own if same else plan(source, _in_chunks(own.request, chunk), machine)
+    return None
+
+
+def can_stream(outline: Outline, machine: Machine) -> bool:
+    """Whether a prefill there may have this model's weights streamed."""
+    return machine.gpu is not None and outline.format in ("", GGUF) and outline.layered > 0
+
+
+def changes(before: Workload, after: Workload) -> dict[str, object]:
+    """The settings in which two requests differ; nobody states a chunk that is chosen."""
+    own = {"chunk", "chunk_chosen"} if after.chunk_chosen else {"chunk_chosen"}
+    names = [field.name for field in fields(Workload) if field.name not in own]
+    return {name: getattr(after, name) for name in names if getattr(before, name) != getattr(after, name)}
+
+
+def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
+    """Requests for as many tokens, from the one asked for on: fewest changes first, then smallest."""
+    ladders: dict[str, list[Any]] = {
+        "device_cache": list(dict.fromkeys([asked.device_cache, 0])),
+        "weights": _rungs(asked.weights, outline),
+        "kv": _from(asked.kv, kv_kinds(outline.shape)),
+        "index": _from(asked.index, [asked.index, sizes.least_index()]),
+        "metadata": _from(asked.metadata, list(PAGE_METADATA))
+        if asked.selector == "quest"
+        else [asked.metadata],
+        "page_size": (
+            [asked.page_size, *(size for size in _PAGE_SIZES if size > asked.page_size)]
+            if asked.selector == "quest"
+            else [asked.page_size]
+        ),
+        "selector": _from(asked.selector, [asked.selector, "topk"]),
+    }
+    steps = product(*(range(len(ladder)) for ladder in ladders.values()))
+    for taken in sorted(steps, key=lambda taken: (sum(step > 0 for step in taken), sum(taken), taken[::-1])):
+        chosen = {name: ladder[step] for (name, ladder), step in zip(ladders.items(), taken, strict=True)}
+        yield replace(asked, **chosen)
+
+
+def _in_chunks(request: Workload, chunk: int) -> Workload:
+    return replace(request, chunk=chunk, chunk_chosen=False)
+
+
+def _rungs(weights: str, outline: Outline) -> list[str]:
+    """These weights, and those in fewer bits where the model's can be quantised."""
+    if outline.format not in ("", GGUF):
+        return [weights]
+    return _from(weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"])
+
+
+def _from(asked: str, ladder: list[str]) -> list[str]:
+    """The rungs from the one asked for on, without repetition."""
+    return list(dict.fromkeys(ladder[ladder.index(asked) :] if asked in ladder else [asked, *ladder]))
+
+
+def _thriftiest(asked: Plan) -> Plan:
+    """So many tokens in the fewest bits."""
+    *_, last = _alternatives(asked.request, asked.source)
+    return plan(asked.source, last, asked.machine)

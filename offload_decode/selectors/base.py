@@ -1,0 +1,133 @@
+"""What a selector is: given a layer's queries, which stored tokens does each of them attend to?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Self, TypeVar
+
+from offload_decode.attention.queries import Queries
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.generated import TailKV
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.selectors.budgets import PASS_TOKENS, Budgets
+from offload_decode.types import ModelShape, PageSelection, Selection
+
+EVERYTHING = Selection(ids=None)
+StateT = TypeVar("StateT")
+
+
+@dataclass(frozen=True)
+class SelectorOptions:
+    """Options that every selector has; see `offload_decode.selectors.budgets.Budget`.
+
+    `budget`: tokens for each query row of a layer: `1024`, `2%`, `mass=0.99`; `,` between layers, `/` between
+    KV heads. `schedule`: `uniform` or `linear`. `dense_layers`: `0,1` or `first:2`.
+    `tail`: an estimate of the tokens that are not selected: `off`, `clusters` or `sample`, with a size as in
+    `clusters:32` (keys a cluster) and `sample:512` (tokens drawn).
+    """
+
+    budget: str = "1024"
+    schedule: str = "uniform"
+    dense_layers: str = ""
+    tail: str = "off"
+
+
+class Selector(ABC):
+    """One way of choosing tokens. Subclasses set the class variables and write `choose`.
+
+    name: the module's name, `+` for `_`. reads: what choosing reads in a step, for each layer and KV head.
+    holds: memory beyond the store. per_row: a row's tokens depend on that row alone, so that a long question
+    can be taken in parts. one_question: all tokens of a pass choose together, so that a batch's padding must
+    not be among them. remembers: the choice depends on earlier tokens of the conversation. pass_tokens: how
+    much of a question one forward pass takes; what is chosen depends on it where `pass_tokens` is
+    WHOLE_QUESTION, and nowhere else.
+
+    `budgets` says how many tokens each layer will ask for; `Budgeted` holds the choice to them.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    reads: ClassVar[str]
+    holds: ClassVar[str]
+    options_type: ClassVar[type[SelectorOptions]] = SelectorOptions
+    per_row: ClassVar[bool] = True
+    pass_tokens: ClassVar[int] = PASS_TOKENS
+    one_question: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+
+    def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
+        self.options = options
+        self.host = host
+        self.shape = shape
+        self.budgets = budgets
+
+    @abstractmethod
+    def choose(self, layer: int, queries: Queries, k: int) -> Selection | PageSelection:
+        """At most `k ≤ N` tokens for each row, best first: a smaller budget takes a prefix of them."""
+
+    def observe(self, layer: int, queries: Queries) -> None:  # noqa: B027 (most choose without looking ahead)
+        """Sees the queries of every layer before any token is chosen for it, dense layers included."""
+
+    @property
+    def whole_tail(self) -> float:
+        """Tokens of a conversation up to which `select_tail` takes all of it."""
+        return math.inf
+
+    def select_tail(self, layer: int, queries: Queries, tail: TailKV) -> PageSelection | None:
+        """Pages of the conversation itself for the rows of `queries`; None, as here, is all of it."""
+        return None
+
+    def report(self) -> dict[str, object]:
+        """What a user may want to know of how it chose, beyond its options."""
+        return {}
+
+    def reset(self) -> None:  # noqa: B027 (most have nothing to forget)
+        """Start afresh: a new question is put to the whole store."""
+
+    def fork(self) -> Self:
+        """The same memory for an independent continuation; what is built from the store stays shared."""
+        return self
+
+
+class Memory(Selector, Generic[StateT]):
+    """A selector that remembers a conversation: `state` maps a layer to a value that is replaced, never
+    changed in place, so that forks may share it.
+    """
+
+    per_row = False
+    one_question = True
+    remembers = True
+
+    def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
+        super().__init__(options, host, shape, budgets)
+        if options.tail != SelectorOptions.tail:
+            raise ConfigError(
+                f"selector '{self.name}' gives up what it does not keep: leave tail={options.tail} out"
+            )
+        if any(own.by_mass or own.uneven for own in budgets.values() if own):
+            raise ConfigError(
+                f"selector '{self.name}' keeps equally many tokens in all heads of a layer: "
+                "give it a budget like 1024, 2% or 64,128, without mass= and /"
+            )
+        self.state: dict[int, StateT] = {}
+
+    def observe(self, layer: int, queries: Queries) -> None:
+        """Raises `ConfigError` for several conversations at once."""
+        if queries.batch > 1:
+            raise ConfigError(
+                f"selector '{self.name}' remembers one conversation: "
+                "ask one question at a time, and without beams"
+            )
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.state = {}
+
+    def fork(self) -> Self:
+        """A selector with the same memory that goes its own way from here."""
+        forked = copy.copy(self)
+        forked.state = dict(self.state)
+        return forked

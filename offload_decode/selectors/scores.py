@@ -1,0 +1,96 @@
+"""Scores of every stored key, a block at a time: what selectors that look at all keys have in common.
+
+A block of keys is moved to the device as it is stored and widened there, so that neither a copy of the keys
+nor all scores of a row are ever in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from offload_decode.attention.pages_host import token_scores
+from offload_decode.attention.pages_reference import page_tokens
+from offload_decode.attention.ranking import BLOCK_SCORES, top_scores
+from offload_decode.attention.rows import Rows
+from offload_decode.attention.transfers import to_host
+from offload_decode.common.errors import ConfigError
+from offload_decode.kv.host_cache import BLOCK_TOKENS
+from offload_decode.types import PageSelection, Selection
+
+
+def blocks(length: int, start: int = 0, rows: int = 1) -> Iterator[slice]:
+    """`start:length` in slices of at most `BLOCK_TOKENS`, of which `rows` rows have at most `BLOCK_SCORES`
+    scores.
+    """
+    step = max(1, min(BLOCK_TOKENS, BLOCK_SCORES // rows))
+    for first in range(start, length, step):
+        yield slice(first, min(first + step, length))
+
+
+def inner_products(query: Tensor, keys: Rows, part: slice) -> Tensor:
+    """`query [R, d]` float32 with rows `part` of the keys: `[R, part]` float32."""
+    # Keys on the left: for the few rows of a decoding step twice as fast as the other way round.
+    return (keys.read(part, query.device) @ query.T).T
+
+
+def top_tokens(score: Callable[[slice], Tensor], rows: int, length: int, k: int) -> tuple[Tensor, Tensor]:
+    """As `ranking.top_scores`, for a `score` of `[rows, part]` that is never asked for more than a block.
+
+    Scores float32 and ids int64 `[rows, min(k, length)]`, best first, on the scores' device.
+    """
+
+    def wide(part: slice) -> Tensor:
+        # In place: small scores kept between two widened blocks stop the allocator from reusing these.
+        first, *others = blocks(part.stop, part.start)
+        begun = score(first)
+        scores = begun.new_empty(rows, part.stop - part.start)
+        scores[:, : first.stop - part.start] = begun
+        del begun
+        for block in others:
+            scores[:, block.start - part.start : block.stop - part.start] = score(block)
+        return scores
+
+    return top_scores(wide, (rows,), length, k)
+
+
+def top_inner_products(query: Tensor, keys: Sequence[Rows], k: int) -> Selection:
+    """The `k` keys of the largest inner product with each row, and these products in float32, on the host.
+
+    `query [Hkv, R, d]` float32; `keys` of each KV head.
+    """
+    found = [_top_of_head(own, rows, k) for own, rows in zip(query, keys, strict=True)]
+    scores, ids = to_host(*(torch.stack(parts) for parts in zip(*found, strict=True)))
+    return Selection(ids, scores)
+
+
+def _top_of_head(query: Tensor, keys: Rows, k: int) -> tuple[Tensor, Tensor]:
+    return top_tokens(lambda part: inner_products(query, keys, part), len(query), len(keys), k)
+
+
+def page_token_scores(query: Tensor, keys: Sequence[Rows], chosen: PageSelection) -> tuple[Tensor, Tensor]:
+    """Tokens of selected pages with their exact inner products, on the host: ids int64 `[Hkv, Q, 1, n]`,
+    padded with -1, and scores float32 `[Hkv, Q, G, n]`, for `query [Hkv, Q, G, D]` and `keys` of each KV
+    head.
+    """
+    query, pages, limit = to_host(query, chosen.pages, chosen.limit)
+    scores = token_scores(query, keys, pages, chosen.page_size, limit)
+    return page_tokens(pages, chosen.page_size, len(keys[0]), limit).unsqueeze(2), scores
+
+
+def channels(amount: str, head_dim: int, option: str) -> int:
+    """How many of `head_dim` channels an option asks for: a count (`16`; all, if it is more than there are)
+    or a share (`25%`, rounded up). Raises `ConfigError` for anything else and for none.
+    """
+    try:
+        count = ceil(float(amount[:-1]) / 100 * head_dim) if amount.endswith("%") else int(amount)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"option {option} '{amount}' is neither a count like 16 nor a share like 25%"
+        ) from error
+    if count < 1:
+        raise ConfigError(f"option {option} '{amount}' leaves no channel: it must be at least 1")
+    return min(count, head_dim)

@@ -1,0 +1,267 @@
+"""What is in memory: loaded models, and stores that are open with a selector, the least used out first."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+from offload_decode.common.memory import own_memory
+from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.engine import Engine, without_corpus
+from offload_decode.engine.step import StoredPrefix
+from offload_decode.kv.host_cache import HostKV
+from offload_decode.kv.indexes import default_kind
+from offload_decode.models.loading import LoadedModel, load
+from offload_decode.models.size_estimate import outline
+from offload_decode.planning.caps import admit_question, check_ask, planned_ask
+from offload_decode.server.catalog import Entry
+from offload_decode.server.prefix_cache import TailKey, tail_key
+from offload_decode.server.requests import Loading, Settings
+from offload_decode.store.reader import KVStore
+
+LOG = logging.getLogger("offload_decode.server")
+RETURN_S = 10.0
+"""So long a model that was loaded waits for the request that wanted it, before another may take its place."""
+MOST_WAYS = 8
+"""Selectors and options with which one store is open: each keeps what it searches in memory."""
+MOST_FILES = 1 << 15
+"""Of stores that are open: Linux gives a process 65,530 maps of memory by default."""
+
+
+class ModelKey(NamedTuple):
+    """What tells loaded models apart; `dtype` and `weights` as `load` takes them."""
+
+    model_id: str
+    dtype: str
+    weights: str
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A name that can be asked, with a selector: forks of `start` answer.
+
+    key: equal for those whose remembered turns may stand for each other. files: of the store.
+    """
+
+    entry: Entry
+    key: TailKey
+    loaded: LoadedModel
+    start: Conversation
+    files: int = 0
+
+    @property
+    def stored(self) -> bool:
+        """There is a corpus before the question."""
+        return self.entry.path is not None
+
+
+class Residents:
+    """Opens what requests name. Any thread may ask; a model is loaded in a thread of its own, and until it is
+    there its requests are refused with `Loading`. `tell_closed` is told the keys of those that are
+    closed to make room for others, or with their model; it must not come back to ask.
+    """
+
+    def __init__(self, settings: Settings, tell_closed: Callable[[TailKey], None] = lambda key: None):
+        self.settings = settings
+        self._tell_closed = tell_closed
+        self._held = own_memory()  # before any model
+        self._open: OrderedDict[TailKey, Resident] = OrderedDict()
+        self._hosts: WeakValueDictionary[tuple[str, str], HostKV] = WeakValueDictionary()
+        self._models: OrderedDict[ModelKey, Future[LoadedModel]] = OrderedDict()
+        # Until when (by `time.monotonic`) one that has answered nobody yet keeps its place.
+        self._unused: dict[ModelKey, float] = {}
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._loader = ThreadPoolExecutor(1, "loader")
+
+    def preload(self, entry: Entry) -> Future[LoadedModel]:
+        """Begin to load the model of an entry."""
+        with self._lock:
+            return self._loading(self._model_key(entry))
+
+    def loading(self) -> bool:
+        """A model is being loaded."""
+        with self._lock:
+            return any(not model.done() for model in self._models.values())
+
+    def models(self) -> list[str]:
+        """Ids of the models that are in memory."""
+        with self._lock:
+            ready = [key for key, model in self._models.items() if model.done() and not model.exception()]
+        return [key.model_id for key in ready]
+
+    def open_stores(self) -> list[str]:
+        """Names that are open."""
+        with self._lock:
+            return sorted({resident.entry.name for resident in self._open.values()})
+
+    def get(
+        self, entry: Entry, selector: str | None = None, options: Mapping[str, object] | None = None
+    ) -> Resident:
+        """An entry with a selector and its options, the server's own where none is named. Raises `Loading`,
+        `ConfigError`, `StoreError`, `ModelError` or `DoesNotFit`.
+        """
+        config = self.settings.config
+        if selector is None:
+            selector, merged = config.selector, {**config.options, **(options or {})}
+        else:
+            merged = dict(options or {})
+        if entry.path is None:
+            selector, merged = "", {}
+        key = tail_key(entry.name, selector, merged, entry.digest)
+        with self._lock:
+            if key in self._open:
+                self._open.move_to_end(key)
+                return self._open[key]
+        loaded = self.model(entry)
+        with self._opening:  # of several requests for one store, one opens it
+            with self._lock:
+                if key in self._open:
+                    return self._open[key]
+            if entry.path is None:
+                resident = Resident(entry, key, loaded, without_corpus(loaded))
+            else:
+                engine = self._opened(entry, entry.path, loaded, selector, merged)
+                assert isinstance(engine.store, KVStore), "it was opened from disk"
+                files = sum(1 for spec in engine.store.specs.values() for _ in spec.files())
+                resident = Resident(entry, key, loaded, engine, files)
+            with self._lock:
+                if self._is_here(loaded):  # else another model took its place meanwhile
+                    self._open[key] = resident
+                self._make_room(key.model)
+        return resident
+
+    def model(self, entry: Entry) -> LoadedModel:
+        """The model of an entry. Raises `Loading` while it is being loaded, and what its loading raised."""
+        with self._lock:
+            key = self._model_key(entry)
+            found = self._loading(key)
+            if not found.done():
+                raise Loading(f"the model of '{entry.name}' is being loaded: try again in a moment", 2)
+            self._unused.pop(key, None)
+            if found.exception() is not None:
+                del self._models[key]  # the next request tries again
+            else:
+                self._models.move_to_end(key)
+        return found.result()
+
+    def forget(self, name: str) -> None:
+        """Close what is open under a name; answers that are being written go on."""
+        with self._lock:
+            for key in [key for key in self._open if key.model == name]:
+                del self._open[key]
+            for host in [host for host in self._hosts if host[0] == name]:
+                del self._hosts[host]
+
+    def close(self) -> None:
+        """Load nothing more."""
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    def _make_room(self, opened: str) -> None:
+        """With the lock held: close what was used longest ago, until there is room."""
+        ways = [key for key in self._open if key.model == opened]
+        for key in ways[: max(0, len(ways) - MOST_WAYS)]:
+            self._close(key)
+        while len(self._open) > 1 and (
+            len(self._open) > self.settings.max_open or self._files() > MOST_FILES
+        ):
+            self._close(next(iter(self._open)))
+
+    def _close(self, key: TailKey) -> None:
+        """With the lock held: close one, and say so."""
+        del self._open[key]
+        self._tell_closed(key)
+
+    def _files(self) -> int:
+        """Files of the stores that are open, each of which is a map of memory."""
+        stores = {key.model: one.files for key, one in self._open.items()}
+        return sum(stores.values())
+
+    def _model_key(self, entry: Entry) -> ModelKey:
+        config = self.settings.config
+        named, weights = config.model or entry.model_id, config.weights_after(entry.weights)
+        if entry.path is None:  # a bare model answers in the dtype in which it is there
+            there = [key for key in self._models if (key.model_id, key.weights) == (named, weights)]
+            if there:
+                return there[-1]
+        return ModelKey(named, entry.dtype, weights)
+
+    def _loading(self, key: ModelKey) -> Future[LoadedModel]:
+        """With the lock held: the model, or the promise of it, in the place of the one that was used longest
+        ago. One that was loaded and has answered nobody yet stays for a while: two that are asked for in turn
+        would keep each other out.
+        """
+        if key in self._models:
+            return self._models[key]
+        while len(self._models) >= self.settings.max_models:
+            now = time.monotonic()
+            oldest = next((one for one in self._models if self._unused.get(one, now) <= now), None)
+            if oldest is None:
+                raise Loading("another model is being loaded: try again in a moment", 5)
+            self._drop(oldest)
+        self._unused[key] = math.inf
+        self._models[key] = self._loader.submit(self._load, key)
+        return self._models[key]
+
+    def _is_here(self, loaded: LoadedModel) -> bool:
+        """With the lock held: whether a model is one of those in memory."""
+        ready = [one for one in self._models.values() if one.done() and one.exception() is None]
+        return any(one.result() is loaded for one in ready)
+
+    def _drop(self, key: ModelKey) -> None:
+        model = self._models.pop(key)
+        self._unused.pop(key, None)
+        if not model.cancel() and model.done() and model.exception() is None:
+            loaded = model.result()
+            for one in [one for one, resident in self._open.items() if resident.loaded is loaded]:
+                self._close(one)
+            LOG.info("dropped the model %s", key.model_id)
+
+    def _load(self, key: ModelKey) -> LoadedModel:
+        LOG.info("loading the model %s", key.model_id)
+        try:
+            loaded = load(key.model_id, self.settings.config.device, key.dtype, key.weights)
+        finally:
+            with self._lock:
+                if key in self._unused:
+                    self._unused[key] = time.monotonic() + RETURN_S
+        how = "shares passes" if loaded.packs else "answers one conversation at a time"  # checked here
+        LOG.info("loaded the model %s, which %s", key.model_id, how)
+        return loaded
+
+    def _opened(
+        self,
+        entry: Entry,
+        path: Path,
+        loaded: LoadedModel,
+        selector: str,
+        options: Mapping[str, object],
+    ) -> Engine:
+        """The store at its end, as a selector sees it; those of one store share its rows and indexes."""
+        settings = self.settings
+        config = replace(settings.config, selector=selector, options=options)
+        host = self._hosts.get((entry.name, entry.digest))
+        if host is not None:
+            prefix = StoredPrefix.over(host, loaded.shape, selector, options)
+            engine = Engine(loaded, host.store, prefix)
+        else:
+            engine = Engine.open(KVStore.open(path), loaded, config)
+            with self._lock:  # `forget` walks through them
+                self._hosts[entry.name, entry.digest] = engine.prefix.host
+        store = engine.store
+        given = outline(loaded.model_id), store.manifest, config, settings.caps, self._held
+        index = default_kind(store)
+        for sentence in check_ask(*given, index=index):
+            LOG.info("%s: %s", entry.name, sentence)
+        engine.admit = partial(admit_question, planned_ask(*given, index=index), settings.caps)
+        return engine

@@ -1,0 +1,286 @@
+"""A request that is being answered: its prompt runs in parts, then each of its answers token by token."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload_decode.engine.batching import Turn
+from offload_decode.engine.citations import Watch
+from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.sampler import Pieces
+from offload_decode.planning.sizes import tail_bytes
+from offload_decode.selectors.budgets import PASS_TOKENS
+from offload_decode.server import metrics
+from offload_decode.server.loaded_models import Resident
+from offload_decode.server.requests import Delta, Emit, Ended, Event, Failed, Prompted, Request, Scored, Usage
+from offload_decode.server.sampling import Picker, scored, vocabulary_of
+from offload_decode.types import StepStats
+
+# The text of an answer as it comes: no piece ends within a character, and no stop string is ever shown.
+
+
+class Text:
+    """Tokens in, text out, up to the first of the strings of `stop` that is complete; `stopped` tells of it.
+
+    The text ends where that string begins; of several that end with the same character, where the longest
+    begins. Unless `raw`, the joined text is without white space at its ends, as `Answer.text` is. The same
+    tokens give the same joined text, however they are cut into pieces. Special tokens are left out, but for
+    those that are `shown` as a text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+        shown: Mapping[int, str] | None = None,
+    ):
+        self.stopped = False
+        self._pieces = Pieces(tokenizer)
+        self._stop = tuple(stop)
+        self._raw = raw
+        self._shown = shown or {}
+        self._begun = False
+        # Written and not shown: what may be the beginning of a stop string, and white space before it.
+        self._open = ""
+        self._blank = ""
+
+    def push(self, token: int) -> str:
+        """What one more token lets be shown; it may be nothing."""
+        if token in self._shown:
+            return self._until_stop(self._pieces.rest() + self._shown[token])
+        return self._until_stop(self._pieces.push(token))
+
+    def rest(self) -> str:
+        """What is left when no more tokens come."""
+        shown = self._until_stop(self._pieces.rest())
+        last, self._open = self._open, ""
+        return shown + self._trimmed(last)
+
+    def _until_stop(self, piece: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._open + piece
+        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._open = True, ""
+            return self._trimmed(text[: min(found)[1]])
+        starts = (start for start in range(len(text)) if self._may_stop(text[start:]))
+        start = next(starts, len(text))
+        self._open = text[start:]
+        return self._trimmed(text[:start])
+
+    def _may_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)
+
+    def _trimmed(self, text: str) -> str:
+        if self._raw:
+            return text
+        text = self._blank + text if self._begun else text.lstrip()
+        shown = text.rstrip()
+        self._begun, self._blank = self._begun or bool(shown), text[len(shown) :]
+        return shown
+
+
+class Part(NamedTuple):
+    """What a request has in a pass: the logits of its turn go to `took`."""
+
+    answering: Answering
+    turn: Turn
+    took: Callable[[Tensor], None]
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """One answer. `token` was picked last, and is run next; so many `tokens` were written of `most`."""
+
+    index: int
+    conversation: Conversation
+    picker: Picker
+    text: Text
+    most: int
+    tokens: int = 0
+    token: int = -1
+    finish: Literal["stop", "length"] | None = None
+
+
+class Answering:
+    """A request behind its stored prefix. The scheduler asks for the next tokens (`parts`), runs them among
+    those of others, and hands over the logits.
+    """
+
+    def __init__(self, request: Request, resident: Resident, emit: Emit, followed: metrics.Watch):
+        self.request = request
+        self.resident = resident
+        self.cancelled = False
+        self.submitted = time.perf_counter()
+        self.deadline = self.submitted + (request.deadline_s or math.inf)
+        self.stats = StepStats()
+        self.watch: Watch | None = None  # what its answers attend to, where that is asked for
+        self._emit = emit
+        self._followed = followed
+        self._rest = request.tokens
+        self._cached = 0
+        self._conversation: Conversation | None = None
+        self._sequences: list[RunningSequence] = []
+        self._scores: list[Scored] = []
+        self._last: Tensor | None = None  # logits after the last token of the prompt that has run
+
+    @property
+    def conversation(self) -> Conversation:
+        """That of the prompt, once it has begun."""
+        assert self._conversation is not None, "it has begun"
+        return self._conversation
+
+    @property
+    def prompting(self) -> int:
+        """Tokens of the prompt that are left to run."""
+        return len(self._rest)
+
+    @property
+    def whole(self) -> bool:
+        """The tokens of a question choose together what they attend to: it runs as `Engine.ask` runs it."""
+        return self.conversation.pass_tokens > PASS_TOKENS
+
+    @property
+    def done(self) -> bool:
+        """All answers are whole."""
+        return not self._rest and all(one.finish is not None for one in self._sequences)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        stored = self.resident.start.prefix.length
+        written = sum(one.tokens for one in self._sequences)
+        return Usage(stored + len(self.request.tokens), stored + self._cached, written)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Memory that its tokens may come to."""
+        loaded, request = self.resident.loaded, self.request
+        most = request.generation.max_tokens or 0
+        held = request.n * tail_bytes(loaded.shape, len(request.tokens) + most, loaded.dtype)
+        if request.prompt_logprobs is not None and self.resident.start.pass_tokens > PASS_TOKENS:
+            # All logits of a question that runs whole are there at once, and once more as they are joined.
+            held += 2 * 4 * len(request.tokens) * vocabulary_of(loaded)
+        return held
+
+    def begin(self, remembered: Conversation | None) -> None:
+        """Go on from a conversation that holds the first tokens of the prompt, or from the stored prefix."""
+        self._followed.started()
+        self._conversation = conversation = remembered or self.resident.start.fork()
+        self._cached = len(conversation.tokens)
+        self._rest = self.request.tokens[self._cached :]
+        conversation.admitted(len(self._rest) + self._most, self.request.n)
+
+    def parts(self, share: int = 0) -> list[Part]:
+        """What is to be run next: `share` tokens of the prompt, or one token of each answer."""
+        if self._rest:
+            if self._cites and share >= len(self._rest):  # the question's last token counts, and its answer's
+                self._see(self.conversation)
+            turn = Turn(self.conversation, self._rest[:share], self.request.prompt_logprobs is not None)
+            return [Part(self, turn, partial(self._asked, share))]
+        return [
+            Part(self, Turn(one.conversation, (one.token,)), partial(self._take, one))
+            for one in self._sequences
+            if one.finish is None
+        ]
+
+    def conversations(self) -> list[Conversation]:
+        """Those of the answers, the first one's last."""
+        return [one.conversation for one in reversed(self._sequences)]
+
+    def emit(self, event: Event) -> None:
+        """Tell whoever asked, unless they have gone."""
+        self._followed.event(event)
+        if not self.cancelled:
+            self._emit(event)
+
+    def refuse(self, error: Exception) -> None:
+        """It was not taken on; whoever asked knows."""
+        self._followed.event(Failed(error))
+
+    def abort(self) -> None:
+        """Whoever asked has gone."""
+        self._followed.aborted()
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no memory any more."""
+        self._conversation = self._last = None
+        self._sequences, self.watch = [], None
+
+    @property
+    def _cites(self) -> bool:
+        return self.request.cite and self.resident.stored
+
+    @property
+    def _most(self) -> int:
+        """Tokens of an answer, when the rest of the prompt has run."""
+        return self.conversation.most_new(self.request.generation.max_tokens or 0, len(self._rest))
+
+    def _see(self, conversation: Conversation) -> None:
+        self.watch = self.watch or Watch(conversation.prefix.host)
+        conversation.prefix.watches = (self.watch,)
+
+    def _asked(self, share: int, logits: Tensor) -> None:
+        """A part of the prompt has run: `logits [V]` after it, or `[T, V]` after each of its tokens."""
+        ran, self._rest = self._rest[:share], self._rest[share:]
+        top = self.request.prompt_logprobs
+        if top is not None:
+            # Each token is scored by the logits after the one before it; before the first, nothing is known.
+            if self._last is None:
+                self._scores += [Scored(ran[0]), *scored(logits[:-1], ran[1:], top)]
+            else:
+                self._scores += scored(torch.cat([self._last[None], logits[:-1]]), ran, top)
+            self._last = logits = logits[-1]
+        if not self._rest:
+            self.emit(Prompted(self.usage, None if top is None else tuple(self._scores)))
+            self._answer(logits)
+
+    def _answer(self, logits: Tensor) -> None:
+        """The prompt is whole: the first token of each answer."""
+        request, first, loaded = self.request, self.conversation, self.resident.loaded
+        if not (most := self._most):
+            for index in range(request.n):
+                self.emit(Ended(index, "length"))
+            return
+        for index, conversation in enumerate([first, *(first.fork() for _ in range(request.n - 1))]):
+            if index and self._cites:
+                self._see(conversation)
+            picker = Picker(
+                loaded, conversation.tokens, conversation.end_tokens, request.generation, most, index
+            )
+            text = Text(loaded.known_tokenizer, request.generation.stop, request.raw, request.shown)
+            one = RunningSequence(index, conversation, picker, text, most)
+            self._sequences.append(one)
+            self._take(one, logits)
+
+    def _take(self, one: RunningSequence, logits: Tensor) -> None:
+        """Pick the next token of an answer, and tell of it."""
+        picked = one.picker.pick(logits)
+        if picked.token in one.conversation.end_tokens and not self.request.generation.ignore_end:
+            if self.request.raw and self.request.generation.top_logprobs is not None:
+                self.emit(Delta(one.index, "", (picked,)))  # whoever scores a text counts on a token after it
+            self._end(one, "stop")
+            return
+        one.token, one.tokens = picked.token, one.tokens + 1
+        text = one.text.push(picked.token)
+        whole = one.picker.append(picked.token) or one.text.stopped
+        self.emit(Delta(one.index, text, (picked,)))
+        if whole or one.tokens == one.most:
+            self._end(one, "stop" if whole else "length")
+
+    def _end(self, one: RunningSequence, finish: Literal["stop", "length"]) -> None:
+        if rest := one.text.rest():
+            self.emit(Delta(one.index, rest, ()))
+        one.finish = finish
+        self.emit(Ended(one.index, finish))

@@ -1,0 +1,321 @@
+"""Tools that a model may call: how its chat template has calls written, and answers that must be calls."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offload_decode.models.loading import LoadedModel
+from offload_decode.server.grammar import JSON_OPTIONS, check_grammar
+from offload_decode.server.requests import Delta, Emit, Ended, Event, ToolCall, WrongField
+
+# Calls of tools in the text of an answer, as it comes: in the forms that chat templates teach models.
+
+_BETWEEN = re.compile(r"[\s;,]*")
+_JSON = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model writes calls: `begin`, their JSON, `end` (None: the answer's end). arguments: what they are
+    called in it. bare: an answer that is an object from its first character is a call too. named: the name
+    of a function stands before its arguments, with `[ARGS]` between them.
+    """
+
+    begin: str
+    end: str | None
+    arguments: str = "arguments"
+    bare: bool = False
+    named: bool = False
+
+
+class Calls:
+    """Text in, text and calls out: what is no call is shown as it is, but for white space before one.
+
+    The same text gives the same, however it is cut into pieces.
+    """
+
+    def __init__(self, form: Form, names: frozenset[str]):
+        self._form = form
+        self._names = names
+        self._held = ""
+        self._inside = False  # of a call, that begins with `_held`
+        self._fresh = True  # nothing was shown, and nothing called
+
+    def push(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """What more text lets be shown, and the calls that it completes."""
+        self._held += text
+        shown, calls = "", list[ToolCall]()
+        while True:
+            if not self._inside:
+                more = self._until_begin()
+                shown, self._fresh = shown + more, self._fresh and not more
+            if not self._inside or self._form.end is None:
+                break
+            body, end, rest = self._held.partition(self._form.end)
+            if not end:
+                break
+            found = self._read(body.removeprefix(self._form.begin))
+            shown += "" if found else body + end
+            calls += found
+            self._held, self._inside, self._fresh = rest, False, False
+        return shown, tuple(calls)
+
+    def rest(self) -> tuple[str, tuple[ToolCall, ...]]:
+        """What is left when no more text comes."""
+        found = self._read(self._held.strip().removeprefix(self._form.begin)) if self._inside else []
+        shown, self._held = "" if found else self._held, ""
+        return shown, tuple(found)
+
+    def _until_begin(self) -> str:
+        """Take what can be no part of a call."""
+        begin, text = self._form.begin, self._held
+        start = text.find(begin)
+        if self._form.bare and self._fresh and text.lstrip()[:1] == "{":
+            start = 0
+        self._inside = start >= 0
+        if start < 0:
+            last = range(max(0, len(text) - len(begin) + 1), len(text))
+            start = next((place for place in last if begin.startswith(text[place:])), len(text))
+        shown = text[:start].rstrip()
+        self._held = text[start:] if self._inside else text[len(shown) :]
+        return shown
+
+    def _read(self, body: str) -> list[ToolCall]:
+        """The calls of a body; none where a part of it is no call."""
+        try:
+            calls = [self._call(value) for value in self._values(body)]
+        except (ValueError, RecursionError):
+            return []
+        return [call for call in calls if call] if all(calls) else []
+
+    def _values(self, body: str) -> Iterator[Any]:
+        if self._form.named:
+            for one in body.split(self._form.begin):
+                name, _, arguments = one.partition("[ARGS]")
+                yield {"name": name.strip(), self._form.arguments: json.loads(arguments)}
+            return
+        place = _after(body, 0)
+        while place < len(body):
+            value, place = _JSON.raw_decode(body, place)
+            yield from value if isinstance(value, list) else [value]
+            place = _after(body, place)
+
+    def _call(self, value: Any) -> ToolCall | None:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        # An answer that is JSON may have a name too.
+        if self._form.bare and value["name"] not in self._names:
+            return None
+        arguments = value.get(self._form.arguments, {})
+        if not isinstance(arguments, dict):
+            return None
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return ToolCall(_new_id(), value["name"], written)
+
+
+class Calling:
+    """Puts the calls in place of the text that they are written in; events come in, and go to `emit`."""
+
+    def __init__(self, emit: Emit, form: Form, names: frozenset[str]):
+        self._emit = emit
+        self._form = form
+        self._names = names
+        self._answers: dict[int, Calls] = {}
+        self._called: set[int] = set()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            text, calls = self._of(event.index).push(event.text)
+            self._tell(Delta(event.index, text, event.tokens, calls))
+        elif isinstance(event, Ended):
+            text, calls = self._of(event.index).rest()
+            if text or calls:
+                self._tell(Delta(event.index, text, (), calls))
+            whole = event.index in self._called and event.finish == "stop"
+            self._emit(Ended(event.index, "tool_calls") if whole else event)
+        else:
+            self._emit(event)
+
+    def _of(self, index: int) -> Calls:
+        return self._answers.setdefault(index, Calls(self._form, self._names))
+
+    def _tell(self, delta: Delta) -> None:
+        if delta.calls:
+            self._called.add(delta.index)
+        self._emit(delta)
+
+
+def as_sent(call: ToolCall) -> dict[str, Any]:
+    """A call as OpenAI's messages have it."""
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _new_id() -> str:
+    """The id of a call: Mistral's templates take one of nine letters and digits, others any."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def _after(body: str, place: int) -> int:
+    found = _BETWEEN.match(body, place)
+    return found.end() if found else place
+
+
+HERMES = Form("<tool_call>", "</tool_call>")
+LLAMA = Form("<|python_tag|>", None, "parameters", bare=True)
+MISTRAL = Form("[TOOL_CALLS]", None)
+MISTRAL_NAMED = Form("[TOOL_CALLS]", None, named=True)
+
+Tool = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which calls an answer may have. names: of the functions. shown: special tokens that calls are written
+    with, and their texts. grammar: what holds an answer to calls, None where it may be text.
+    """
+
+    form: Form
+    names: frozenset[str]
+    shown: Mapping[int, str]
+    grammar: Mapping[str, Any] | None
+
+
+def choice_of(
+    loaded: LoadedModel,
+    tools: Sequence[Tool] | None,
+    choice: str | Mapping[str, Any] | None,
+    text_grammar: Mapping[str, Any] | None = None,
+) -> Choice | None:
+    """`tools` and `tool_choice` of OpenAI's API; None where no tool is to be called. `text_grammar`: the
+    grammar of what is said where no call need be, so that an answer is either.
+
+    Raises `WrongField` for a model whose template knows no tools or writes calls in a form that is not read,
+    for a choice among tools that are not there, and for schemas that no grammar follows.
+    """
+    functions = [_function(tool) for tool in tools or ()]
+    names = frozenset(function["name"] for function in functions)
+    if len(names) < len(functions):
+        raise WrongField("two tools have the same name", "tools")
+    chosen = _chosen(functions, choice)
+    if choice == "none" or not functions:
+        return None
+    form = form_of(loaded.known_tokenizer)
+    shown = _shown(loaded.known_tokenizer, form)
+    grammar = None
+    said = None if chosen else _schema(text_grammar)
+    if said is not None:
+        check_grammar(loaded, {"json_schema": said})
+    if chosen or said is not None:
+        tokens = {text: f"<[{token}]>" for token, text in shown.items()}
+        several = choice in ("required", "auto", None)
+        grammar = {"lark": _lark(form, chosen or functions, tokens, several, said)}
+        check_grammar(loaded, grammar, "tools")
+    return Choice(form, names, shown, grammar)
+
+
+def form_of(tokenizer: Any) -> Form:
+    """How this tokenizer's chat template has calls written. Raises `WrongField`."""
+    template = ""
+    if tokenizer.chat_template:
+        template = str(tokenizer.get_chat_template(tools=[{}]))
+    if "tools" not in template:
+        raise WrongField("the chat template of this model knows no tools: ask without them", "tools")
+    if HERMES.begin in template and "<function=" not in template:
+        return HERMES
+    if MISTRAL.begin in template:
+        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
+    if LLAMA.begin in template or ('"name"' in template and '"parameters"' in template):
+        return LLAMA
+    raise WrongField(
+        "this model's chat template writes tool calls in a form that is not read here: ask without tools",
+        "tools",
+    )
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise WrongField("each tool must have a function with a name", "tools")
+    return {"name": function["name"], "parameters": function.get("parameters") or {"properties": {}}}
+
+
+def _chosen(functions: list[dict[str, Any]], choice: str | Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The functions one of which must be called; none where none must."""
+    if choice in (None, "none", "auto"):
+        return []
+    if not functions:
+        raise WrongField("tool_choice asks for a call, and there are no tools", "tool_choice")
+    if choice == "required":
+        return functions
+    named = choice.get("function") if isinstance(choice, Mapping) else None
+    if not isinstance(named, Mapping) or not isinstance(named.get("name"), str):
+        raise WrongField("tool_choice must be none, auto, required or a function by its name", "tool_choice")
+    found = [function for function in functions if function["name"] == named["name"]]
+    if not found:
+        raise WrongField(f"tool_choice names '{named['name']}', which is none of the tools", "tool_choice")
+    return found
+
+
+def _schema(grammar: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if grammar is None:
+        return None
+    schema: Mapping[str, Any] = grammar.get("json_schema", {"type": "object"})
+    return schema
+
+
+def _shown(tokenizer: Any, form: Form) -> dict[int, str]:
+    """The tokens that a decoder leaves out, and that calls are known by."""
+    marks = {form.begin, form.end, "[ARGS]" if form.named else None}
+    known = tokenizer.added_tokens_decoder.items()
+    return {token: str(added) for token, added in known if added.special and str(added) in marks}
+
+
+def _lark(
+    form: Form,
+    functions: list[dict[str, Any]],
+    tokens: Mapping[str, str],
+    several: bool,
+    said: Mapping[str, Any] | None,
+) -> str:
+    """A Lark grammar of calls as the form has them, or of JSON of the schema `said`; `tokens` are how it
+    spells special ones.
+    """
+
+    def text(written: str) -> str:
+        return tokens.get(written) or json.dumps(written, ensure_ascii=False)
+
+    def call(number: int, name: str) -> str:
+        if form.named:
+            return f"{text(form.begin)} {text(name)} {text('[ARGS]')} arguments_{number}"
+        rest = f': {json.dumps(name, ensure_ascii=False)}, "{form.arguments}": '
+        # Cut as JSON is, so that both may be gone on with where other JSON may stand here.
+        return f"{text('{')} {text(json.dumps('name'))} {text(rest)} arguments_{number} {text('}')}"
+
+    one = " | ".join(f"call_{number}" for number in range(len(functions)))
+    each, between = "call", ""
+    if form.end is not None:
+        each, between = f'{text(form.begin)} "\\n" call "\\n" {text(form.end)}', '"\\n"'
+    elif not form.named:
+        between = text("; " if form.bare else ", ")
+    start = f"{each} ({between} {each})*" if several else each
+    if form == MISTRAL:
+        start = f'{text(form.begin)} " "? "[" {start} "]"'
+    rules = [f"start: {start}", f"call: {one}"]
+    if said is not None:
+        rules[0] += " | said"
+        rules.append(f"said: %json {json.dumps({**said, 'x-guidance': JSON_OPTIONS}, ensure_ascii=False)}")
+    for number, function in enumerate(functions):
+        schema = {"type": "object", **function["parameters"], "x-guidance": JSON_OPTIONS}
+        rules.append(f"call_{number}: {call(number, function['name'])}")
+        rules.append(f"arguments_{number}: %json {json.dumps(schema, ensure_ascii=False)}")
+    return "\n".join(rules)
