@@ -39,7 +39,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.ruler import ASK
 from offload_decode.hf.attention import NAME, prefix_attention, tail_mask
-from offload_decode.hf.cache import PrefixLayer
+from offload_decode.hf.cache_layers import RUNNING, PrefixLayer
 from offload_decode.hf.compat import generate_name
 from offload_decode.indexes import registry
 from offload_decode.kv.indexes import indexes_folder
@@ -119,7 +119,7 @@ class Clock:
         return timed
 
     def _attention(self, module: Any, query: Any, key: Any, *rest: Any, **named: Any) -> Any:
-        layer = getattr(key, "offload_layer", None)
+        layer = RUNNING.own.layer_of(key)
         if isinstance(layer, PrefixLayer):
             self._stats = getattr(layer.prefix, "stats", None)
         return self._timed(prefix_attention)(module, query, key, *rest, **named)

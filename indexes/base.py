@@ -85,12 +85,9 @@ class VectorIndex(ABC):
 
     def __init__(self, keys: Keys, digest: str) -> None:
         self.keys = check_keys(keys)
+        self.dim = encodings.dim(keys)
         self.digest = digest
         self.recall: RecallRecord | None = None
-
-    @property
-    def dim(self) -> int:
-        return encodings.dim(self.keys)
 
     def __len__(self) -> int:
         return len(self.keys)

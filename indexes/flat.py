@@ -71,6 +71,10 @@ class FlatIndex(VectorIndex):
             digest = keys_digest(keys)
         return cls(keys, digest)
 
+    def __init__(self, keys: Keys, digest: str) -> None:
+        super().__init__(keys, digest)
+        self._bits, self._layout = scan.bits(keys), scan.layout(keys)
+
     def extended(self, keys: Keys, queries: npt.NDArray[Any] | None = None, *, digest: str) -> Self:
         """It holds nothing that could be taken over."""
         check_more(self.keys, keys)
@@ -111,7 +115,7 @@ class FlatIndex(VectorIndex):
         counts = np.zeros(len(queries), np.int64)
         floor = np.full(len(queries), -np.inf, np.float32)
         for first in range(0, len(self), _BLOCK_ROWS):
-            scores = scan.inner_products(self.keys[first : first + _BLOCK_ROWS], queries)
+            scores = scan.inner_products(self._bits[first : first + _BLOCK_ROWS], self._layout, queries)
             if counts.max() + scores.shape[1] > capacity:
                 kept[:, :k] = _largest(kept[:, : counts.max()], k)
                 kept[:, k:] = 0

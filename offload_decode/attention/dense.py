@@ -260,11 +260,15 @@ def attend_dense(
     S, and not with their product. `places` say what rows see in place of a mask.
     """
     batch, heads, tokens, _ = query.shape
+    if places is not None and tokens == 1:  # it sees all of these
+        seen = places.seen(slice(0, 1), 1, key.shape[2])
+        key, value, places = key[:, :, seen], value[:, :, seen], None
     keys, on_cpu = max(1, key.shape[2]), query.device.type == "cpu"
     if mask is None and softcap is None:
-        state = attend_fused(query, key, value, scaling, places)
-        if state is not None:
-            return state
+        if not on_cpu:
+            state = attend_fused(query, key, value, scaling, places)
+            if state is not None:
+                return state
         if places is None and key.shape[2] and serves_half(query, key.dtype, value.dtype):
             return attend_half(query, key, value, scaling)
     if places is not None:
@@ -277,6 +281,8 @@ def attend_dense(
         )
     step = tokens if mask is None else SCORES // (batch * keys)
     key, value = key.float(), value.float()
+    if tokens == 1:
+        return _fused(query.float(), key, value, scaling, mask)
     return _in_parts(lambda rows, seen: _fused(rows.float(), key, value, scaling, seen), query, mask, step)
 
 
@@ -336,9 +342,10 @@ def _joined(parts: Sequence[AttentionState]) -> AttentionState:
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> AttentionState:
     bias = None if mask is None else torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    # The kernel takes one width alone.
-    width, value_dim = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-    query, key, value = (widened(part, width) for part in (query, key, value))
+    value_dim = value.shape[-1]
+    if key.shape[-1] != value_dim:  # the kernel takes one width alone
+        width = max(key.shape[-1], value_dim)
+        query, key, value = (widened(part, width) for part in (query, key, value))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scaling
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,6 +110,8 @@ class LayerRows(NamedTuple):
     @classmethod
     def of(cls, heads: Sequence[Rows]) -> LayerRows:
         """Heads of one kind, as they are of one layer. They must outlive this."""
+        if isinstance(heads, HeadRows):
+            return heads.compiled
         first = heads[0]
         if any(
             (own.layout, own.bits.dtype, own.bits.shape) != (first.layout, first.bits.dtype, first.bits.shape)
@@ -119,6 +122,15 @@ class LayerRows(NamedTuple):
             raise ValueError("rows are read by their addresses: they must lie one behind the other")
         addresses = np.array([own.bits.ctypes.data for own in heads], np.int64)
         return cls(addresses, len(first), np.empty((0, first.bits.shape[1]), first.bits.dtype), first.layout)
+
+
+class HeadRows(tuple[Rows, ...]):
+    """The keys or values of the heads of a layer, which compiled calls take again and again."""
+
+    @cached_property
+    def compiled(self) -> LayerRows:
+        """`LayerRows.of` these, made once."""
+        return LayerRows.of([*self])
 
 
 @njit(nogil=True, cache=True)

@@ -67,8 +67,7 @@ def run_turns(turns: Sequence[Turn]) -> list[Tensor]:
         raise ConfigError("a conversation has one turn at a time: give each a fork of its own (fork)")
     with ExitStack() as held:
         for turn in turns:
-            held.enter_context(turn.conversation.alone())
-            held.enter_context(turn.conversation.taken_back_on_failure())
+            held.enter_context(turn.conversation.step())
         runs = [_Run.of(turn) for turn in turns]
         together: dict[Hashable, list[_Run]] = {}
         for place, run in enumerate(runs):
@@ -245,7 +244,6 @@ def answer_batch(
     for step in range(max_new_tokens):
         began = time.perf_counter()
         seen = mask[:, : stored + longest + step]
-        seen.offload_covered = stored  # type: ignore[attr-defined]  # models.seam need not look
         logits = run_in_passes(engine.loaded, ids, forked.cache, limit, seen, position)
         stats.tokens += ids.numel()
         stats.total_s += time.perf_counter() - began

@@ -93,7 +93,7 @@ class Conversation:
         else, for ids that are not in the vocabulary, and while another thread extends this engine.
         """
         run = self.to_run(tokens)
-        with self.alone(), self.taken_back_on_failure():
+        with self.step():
             return self.run(run)
 
     def to_run(self, tokens: Sequence[int] | Tensor) -> list[int]:
@@ -103,12 +103,16 @@ class Conversation:
         raise ConfigError("there are no tokens to extend with")
 
     def run(self, run: list[int], every: bool = False) -> Tensor:
-        """`extend` within `alone` and `taken_back_on_failure`: the logits `[V]` after the last one of `run`,
+        """`extend` within a `step`: the logits `[V]` after the last one of `run`,
         or `[T, V]` after `every` one.
         """
         began = time.perf_counter()
-        limit = self.admitted(len(run))
-        logits = run_in_passes(self.loaded, torch.tensor([run]), self.cache, limit, every=every)[0]
+        ids = torch.tensor([run])
+        if len(run) == 1:
+            logits = self.loaded.forward(ids, self.cache, every=every)[0]
+        else:
+            limit = self.admitted(len(run))
+            logits = run_in_passes(self.loaded, ids, self.cache, limit, every=every)[0]
         self.has_run(run)
         self.prefix.stats.tokens += len(run)
         self.prefix.stats.total_s += time.perf_counter() - began
@@ -137,9 +141,9 @@ class Conversation:
         """Put a question: logits `[V]` after its last token, or after `begun`, with which the answer is to
         begin. A selector that forgets starts afresh.
         """
-        with self.taken_back_on_failure():
+        with self.step():
             self.selector.reset()
-            return self.extend(self.question_tokens(question, begun))
+            return self.run(self.to_run(self.question_tokens(question, begun)))
 
     def generate(self, logits: Tensor, max_new_tokens: int, sampler: Sampler | None = None) -> Iterator[int]:
         """Token ids from `logits [V]` on, until an end token (which is not yielded), `max_new_tokens`, or the
@@ -163,7 +167,8 @@ class Conversation:
             if processors.append(token):
                 return
             if step + 1 < max_new_tokens:
-                logits = self.extend([])
+                with self.step():
+                    logits = self.run(self.pending)
 
     @contextmanager
     def watched(self) -> Iterator[Watch]:
@@ -216,30 +221,27 @@ class Conversation:
         return frozenset([configured] if isinstance(configured, int) else configured)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else extends this conversation meanwhile; raises `ConfigError` where somebody does."""
+    def step(self) -> Iterator[None]:
+        """What the block runs is kept as a whole, or taken back where it fails or is interrupted. Nobody else
+        extends this conversation meanwhile: raises `ConfigError` where somebody does.
+        """
         if not self._lock.acquire(blocking=False):
             raise ConfigError(
                 "another thread is extending this engine: give each thread a fork of its own (fork)"
             )
         try:
-            yield
+            before, pending, chosen = self.cache.tails[0].tail.length, self.pending, self.prefix.chosen
+            remembered = chosen.fork() if chosen.forks else chosen
+            try:
+                yield
+            except BaseException:
+                self.cache.cut(before)
+                del self.tokens[before:]
+                self.pending = pending
+                self.prefix.chosen = remembered
+                raise
         finally:
             self._lock.release()
-
-    @contextmanager
-    def taken_back_on_failure(self) -> Iterator[None]:
-        """Take back a step that fails or is interrupted, so that no half of it stays behind."""
-        before, remembered = self.cache.tail_length, self.prefix.chosen.fork()
-        pending = self.pending
-        try:
-            yield
-        except BaseException:
-            self.cache.cut(before)
-            del self.tokens[before:]
-            self.pending = pending
-            self.prefix.chosen = remembered
-            raise
 
     def _cache_behind(self, prefix: StoredPrefix) -> PrefixCache:
         shape = self.loaded.shape

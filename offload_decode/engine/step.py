@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -33,8 +34,10 @@ class StoredPrefix:
 
     def __init__(self, host: HostKV, chosen: Budgeted, tail: Tail | None = None):
         self.host = host
+        self.length = host.length  # stored tokens
         self.chosen = chosen
         self.tail = tail
+        self._kv_heads = chosen.selector.shape.kv_heads
         self.stats = StepStats()
         self.watches: tuple[Watch, ...] = ()
         self.ends: tuple[int, ...] = ()
@@ -61,11 +64,6 @@ class StoredPrefix:
         return self.host, type(self.selector), self.selector.options
 
     @property
-    def length(self) -> int:
-        """Stored tokens."""
-        return self.host.length
-
-    @property
     def remembers(self) -> bool:
         """As its selector does."""
         return self.selector.remembers
@@ -73,7 +71,7 @@ class StoredPrefix:
     @property
     def whole_tail(self) -> float:
         """As its selector says."""
-        return self.selector.whole_tail
+        return self.chosen.selector.whole_tail
 
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
@@ -91,9 +89,15 @@ class StoredPrefix:
         return self.begin(layer, query, scaling, softcap)()
 
     def _finish(self, layer: int, queries: Queries) -> AttentionState:
+        rows = queries.rows.shape[1]
+        watched = self._watched(queries) if self.watches else []
+        step = max(queries.group, self.chosen.rows_at_once(layer, SELECTED_IDS))
         with self.host.lock:  # of several threads one searches at a time, on all cores
-            states = [self._attend_rows(layer, *part) for part in self._parts(layer, queries)]
-        out, lse = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
+            if step >= rows:
+                return _by_head(self._attend_rows(layer, queries, watched), queries)
+            parts = self._parts(queries, int(step), watched)
+            states = [self._attend_rows(layer, *part) for part in parts]
+        out, lse = (torch.cat(own, dim=1) for own in zip(*states, strict=True))
         return _by_head(AttentionState(out, lse), queries)
 
     def attend_tail(
@@ -110,34 +114,35 @@ class StoredPrefix:
 
     def _queries(self, query: Tensor, scaling: float, softcap: float | None) -> Queries:
         batch, heads, tokens, dim = query.shape
-        kv_heads = self.selector.shape.kv_heads
+        kv_heads = self._kv_heads
         # Detached: compiled attention on the host has no gradients.
         query = query.detach().float().reshape(batch, kv_heads, -1, dim)
         rows = query.transpose(0, 1).reshape(kv_heads, -1, dim)
         return Queries(rows, scaling, softcap, heads // kv_heads, tokens)
 
-    def _parts(self, layer: int, queries: Queries) -> Iterator[tuple[Queries, list[Tensor]]]:
+    def _watched(self, queries: Queries) -> list[Tensor]:
+        """The rows that each watch is to see."""
+        if self.ends:
+            return [last_rows(queries, 0, end) for end in self.ends]
+        return [last_rows(queries, sequence) for sequence in range(len(self.watches))]
+
+    def _parts(
+        self, queries: Queries, step: int, watched: Sequence[Tensor]
+    ) -> Iterator[tuple[Queries, list[Tensor]]]:
         """The queries in parts whose selections fit in memory, with the rows of each that each watch is to
         see; the rows of a group share a search.
         """
-        rows = queries.rows.shape[1]
-        watched = [last_rows(queries, sequence) for sequence in range(len(self.watches))]
-        if self.ends:
-            watched = [last_rows(queries, 0, end) for end in self.ends]
-        step = max(queries.group, self.chosen.rows_at_once(layer, SELECTED_IDS))
-        if step >= rows:
-            yield queries, watched
-            return
-        for start in range(0, rows, int(step)):
-            end = start + int(step)
+        for start in range(0, queries.rows.shape[1], step):
+            end = start + step
             own = [rows[(rows >= start) & (rows < end)] - start for rows in watched]
             yield queries.part(start, end), own
 
     def _attend_rows(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
         """Select, attend, estimate the tail, merge."""
         self.host.store.check_mapped(layer)
-        with self.stats.timed("search_s"):
-            selection = on_host(self.chosen.select(layer, queries))
+        began = time.perf_counter()
+        selection = on_host(self.chosen.select(layer, queries))
+        self.stats.search_s += time.perf_counter() - began
         left_out = self._count(layer, queries, selection)
         state = self.host.attend(layer, queries, selection, self.stats)
         if self.tail is not None and left_out:

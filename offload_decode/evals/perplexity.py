@@ -81,7 +81,7 @@ def _run(conversation: Conversation, tokens: Tokens, ran: Callable[[], None]) ->
     chosen = conversation.prefix.chosen
     step = 1 if chosen.one_question or chosen.selector.remembers else PART
     parts = []
-    with conversation.alone(), conversation.taken_back_on_failure():
+    with conversation.step():
         for start in range(0, len(tokens) - 1, step):
             run = tokens[start : min(start + step, len(tokens) - 1)].tolist()
             logits = conversation.run(run, every=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -15,7 +14,7 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.attention.queries import Places
 from offload_decode.attention.state import merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache_layers import LatentLayer, PrefixLayer, TailLayer, updated_layer
+from offload_decode.hf.cache_layers import RUNNING, LatentLayer, PrefixLayer, TailLayer
 from offload_decode.hf.graph_cache import RecordedLayer
 from offload_decode.hf.mla import LatentHeads, latent_of
 from offload_decode.hf.packed_batch import JointLayer
@@ -47,22 +46,6 @@ NAME = "offload_decode"
 _WITHOUT_EFFECT = frozenset(["cache_position", "position_ids"])
 
 
-class _Pass(threading.local):
-    """Of the pass that this thread runs: nothing in it is padding."""
-
-    unpadded = False
-
-
-_PASS = _Pass()
-
-
-def pass_without_padding(so: bool) -> None:
-    """Whether what a row of this thread's pass sees follows from its place alone: then no mask is made, which
-    would have an entry for each pair of tokens.
-    """
-    _PASS.unpadded = so
-
-
 def prefix_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -83,10 +66,11 @@ def prefix_attention(
     assert scaling is not None, "every served architecture states its scaling"
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
-    layer: TailLayer | JointLayer | RecordedLayer | None = getattr(key, "offload_layer", None)
+    run = RUNNING.own
+    layer: TailLayer | JointLayer | RecordedLayer | None = run.layer_of(key)
     latent = None if layer is not None else latent_of(module)
     if latent is not None:  # the keys were made of what came from the cache
-        layer = updated_layer(module.layer_idx)  # type: ignore[arg-type]
+        layer = run.layer_before(module.layer_idx)  # type: ignore[arg-type]
     if isinstance(layer, RecordedLayer):
         _refuse_unknown(module, others)
         return layer.attend(module, query, key, value, scaling, softcap, s_aux), None
@@ -94,8 +78,8 @@ def prefix_attention(
         if latent is not None:
             others.pop("indices", None)  # of the tokens that a model's own indexer would attend to
         _refuse_unknown(module, others)
-        if layer.positions is not None:
-            query = tuned_to(module, query, layer.positions, layer.get_seq_length() - query.shape[2])
+        if run.positions is not None:
+            query = tuned_to(module, query, run.positions, layer.get_seq_length() - query.shape[2])
     heads: LatentHeads | None = None
     if latent is not None and isinstance(layer, LatentLayer | JointLayer):
         heads = LatentHeads(module, latent, query)
@@ -114,8 +98,8 @@ def prefix_attention(
     if (
         isinstance(layer, PrefixLayer)
         and layer.tail.length > layer.prefix.whole_tail
-        and places is None
-        and _whole(attention_mask)
+        and (places is None or query.shape[2] == 1)
+        and run.sees_all(attention_mask)
     ):
         state = layer.prefix.attend_tail(layer.index, asked, layer.tail, scaling, softcap)
     if state is not None and heads is not None:
@@ -139,15 +123,6 @@ def _places(layer: object, mask: Tensor | None, tokens: int, keys: int) -> Place
     return layer.places if isinstance(layer, TailLayer) else Places()
 
 
-def _whole(mask: Tensor | None) -> bool:
-    """Whether every query sees all of the tail. A mask on a device is read once for all layers of a pass."""
-    if mask is None:
-        return True
-    if not hasattr(mask, "offload_whole"):
-        mask.offload_whole = bool(mask.all())  # type: ignore[attr-defined]
-    return mask.offload_whole  # type: ignore[attr-defined, no-any-return]
-
-
 def _finished(
     state: AttentionState, sinks: Tensor | None, query: Tensor, served: bool
 ) -> tuple[Tensor, None]:
@@ -155,7 +130,7 @@ def _finished(
     if sinks is not None:
         state = merge_states(state, sink_state(sinks, state))
     out = state.out
-    if served or sinks is not None:
+    if (served or sinks is not None) and torch.is_grad_enabled():
         out = _WithoutGradients.apply(out, query)  # type: ignore[no-untyped-call]
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
@@ -198,18 +173,19 @@ def tail_mask(
 ) -> Tensor:
     """A bool mask `[B, 1, T, S]` over the keys that the attention call receives.
 
-    Behind a prefix a 2-D `attention_mask` covers prefix and tail (`models.seam` sees to it and marks it), and
-    a sliding window or a chunk (`local_size` tokens) is counted in the row's own tokens, because padding
-    between prefix and question would otherwise use up a part of it. Where nothing is padding and no model
-    adds to the mask, several rows of a text have one entry: `prefix_attention` knows what they see.
+    Behind a prefix a 2-D `attention_mask` covers prefix and tail (`models.seam` sees to it), and a sliding
+    window or a chunk (`local_size` tokens) is counted in the row's own tokens, because padding between prefix
+    and question would otherwise use up a part of it. Where nothing is padding and no model adds to the mask,
+    all rows of a text have one entry: `prefix_attention` knows what they see.
     """
     chunked = local_size is not None and local_size == getattr(
         arguments.get("config"), "attention_chunk_size", None
     )
-    by_place = _PASS.unpadded and arguments.get("allow_is_causal_skip", False) and not chunked
-    if by_place and attention_mask is None and arguments["q_length"] > 1:
+    run = RUNNING.own
+    by_place = run.unpadded and arguments.get("allow_is_causal_skip", False) and not chunked
+    if by_place and attention_mask is None:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=arguments.get("device"))
-    own = attention_mask if hasattr(attention_mask, "offload_covered") else None
+    own = attention_mask if attention_mask is run.mask else None
     if own is not None and local_size is not None:
         mask_function = causal_mask_function
     mask: Tensor = sdpa_mask(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -43,11 +43,14 @@ class PrefixCache(RecurrentCache):
     ):
         super().__init__(list(layers))
         self.tails = [layer for layer in layers if isinstance(layer, TailLayer)]
+        self.windows = {layer.sliding_window for layer in self.tails if isinstance(layer, WindowLayer)}
         self.decoder = decoder
         self.dtype = dtype
         self.positions = positions
         # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
         self.shown: Tensor | None = None
+        # The mask of the next pass, where it is known to show all stored tokens: a million are not looked at.
+        self.shows_prefix: Tensor | None = None
         # The thread that runs a pass, and the length of the tail before it.
         self.begun: tuple[int, int] | None = None
 
@@ -119,11 +122,15 @@ class PrefixCache(RecurrentCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Prefix and tail together."""
-        return self._tail_of(layer_idx).get_seq_length()
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, TailLayer):
+            layer = self._first_full
+        return int(layer.prefix.length + layer.tail.length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of the layer; of the first full one in place of a layer without keys, as transformers takes it."""
-        return self._tail_of(layer_idx).get_mask_sizes(query_length)
+        layer = self.layers[layer_idx]
+        return (layer if isinstance(layer, TailLayer) else self._first_full).get_mask_sizes(query_length)
 
     def crop(self, tokens: int) -> None:
         """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
@@ -200,17 +207,22 @@ class PrefixCache(RecurrentCache):
 
     def begin(self, rows: int, tokens: int) -> None:
         """A pass of so many rows and tokens begins."""
-        self.begun = (threading.get_ident(), self.tail_length)
-        own = None if self.shown is None else self.prefix_length + self.shown.long().cumsum(-1) - 1
-        for layer in self.tails:
-            layer.positions = None if own is None else own[:, -tokens:]
-        self.mark_states(self.tail_length, rows, tokens)
+        length = self.tails[0].tail.length
+        self.begun = threading.get_ident(), length
+        if self.recurrent:
+            self.mark_states(length, rows, tokens)
 
     def rebase(self) -> None:
         """The tail has joined the prefix: start an empty one."""
         for layer in self.layers:
             layer.rebase()
         self.marks, self._last = {}, {}
+
+    def padded_positions(self, tokens: int) -> Tensor | None:
+        """Where the last `tokens` stand, int64 `[B, T]`; None where no padding stands before them."""
+        if self.shown is None:
+            return None
+        return (self.prefix_length + self.shown.long().cumsum(-1) - 1)[:, -tokens:]
 
     def hidden(self, tokens: int) -> Tensor | None:
         """How much padding stands before each row's own of the last `tokens`, int64 `[B]`; None if nowhere
@@ -250,40 +262,23 @@ class PrefixCache(RecurrentCache):
             shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
         self._hide(shown)
 
-    def check_model(self, decoder: Any) -> None:
-        """Raise unless `decoder` may run behind this prefix, and is as it was when it was opened."""
-        if self.decoder not in (None, decoder):
-            raise ConfigError(
-                "this cache belongs to another model: take one from the engine that this model was opened "
-                "with"
-            )
-        windows = {layer.sliding_window for layer in self.tails if isinstance(layer, WindowLayer)}
-        converted = self.dtype not in (None, decoder.dtype)
-        if converted or windows - windows_of(decoder.config):
-            raise ConfigError(
-                "the dtype or the sliding window of this model was changed after its store was opened: load "
-                "the model anew, and open the store with it"
-            )
-
-    def check_rows(self, rows: int) -> None:
-        """Raise unless a pass of so many rows can follow what is there."""
-        held = self.tails[0].tail.batch
-        if held not in (None, rows):
-            raise ConfigError(
-                f"this cache holds {held} rows, and {rows} came: run as many in every pass, or change what "
-                "it holds with batch_select_indices or batch_repeat_interleave"
-            )
+    def refuse_rows(self, rows: int) -> NoReturn:
+        """Raise because a pass of so many rows cannot follow what is there."""
+        raise ConfigError(
+            f"this cache holds {self.tails[0].tail.batch} rows, and {rows} came: run as many in every pass, "
+            "or change what it holds with batch_select_indices or batch_repeat_interleave"
+        )
 
     def check_room(self, tokens: int, shown: Tensor | None) -> None:
         """Raise unless `tokens` more, `shown [B, S]` as for `show`, have positions; padding needs none."""
-        if self.positions.most is None:
-            return
         earlier = self.tail_length if self.shown is None else int(self.shown.sum(-1).max())
         behind = earlier + tokens if shown is None else int(shown.sum(-1).max())
         self.positions.check(self.prefix_length + behind)
 
     def check_attended(self, tokens: int) -> None:
-        """Raise if `tokens` new keys of some layer never reached the registered attention function."""
+        """The pass is over; raise if `tokens` new keys of some layer never reached the registered attention
+        function.
+        """
         assert self.begun is not None
         for layer in self.tails:
             if layer.unattended or layer.tail.length != self.begun[1] + tokens:
@@ -291,6 +286,7 @@ class PrefixCache(RecurrentCache):
                     f"layer {layer.index} attended without its stored prefix: the model does not hand the "
                     "cache's keys to the registered attention function, or runs with gradient checkpointing"
                 )
+        self.begun = None
 
     @property
     def prefix_length(self) -> int:
@@ -302,10 +298,8 @@ class PrefixCache(RecurrentCache):
         """Tokens after the prefix."""
         return int(self.tails[0].tail.length)
 
-    def _tail_of(self, layer_idx: int) -> TailLayer:
-        layer = self.layers[layer_idx]
-        if isinstance(layer, TailLayer):
-            return layer
+    @property
+    def _first_full(self) -> TailLayer:
         return next((tail for tail in self.tails if not tail.is_sliding), self.tails[0])
 
     def _keep_shown(self) -> None:
@@ -314,9 +308,3 @@ class PrefixCache(RecurrentCache):
 
     def _hide(self, shown: Tensor | None) -> None:
         self.shown = None if shown is None or bool(shown.all()) else shown
-
-
-def windows_of(config: Any) -> set[int]:
-    """The windows that a config states for some of its layers."""
-    stated = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return {window for window in stated if window is not None}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -76,29 +78,60 @@ def _rows(state: Tensor, index: Tensor) -> Tensor:
     return state.index_select(0, index.to(state.device))
 
 
-class _Updated(threading.local):
-    """The layer that this thread's pass appended to last, until it is attended to."""
+@dataclass(eq=False)
+class Pass:
+    """A decoder's run over new tokens: what its masks, rotations and attention calls need to know of it, and
+    transformers hands to none of them. `models.seam` makes one for every run.
 
-    layer: Any = None
+    rotated_for: the length of text that keys are rotated for; None: as transformers does. mask: the 2-D mask
+    that the run was given, over the prefix too. unpadded: what a token sees follows from its place alone.
+    positions: where the new tokens stand, int64 `[B, T]`; None where no padding stands before them.
+    """
+
+    rotated_for: int | None = None
+    mask: Tensor | None = None
+    unpadded: bool = False
+    positions: Tensor | None = None
+    _by_key: dict[int, tuple[ref[Tensor], Any]] = field(default_factory=dict, init=False)
+    _updated: Any = field(default=None, init=False)
+    _whole: tuple[Tensor, bool] | None = field(default=None, init=False)
+
+    def updated(self, layer: Any, keys: Tensor) -> None:
+        """`layer` was appended to, and gave these keys to the attention call."""
+        self._by_key[id(keys)] = ref(keys), layer
+        self._updated = layer
+
+    def layer_of(self, keys: Tensor) -> Any:
+        """The layer that gave these keys; None of others."""
+        found = self._by_key.get(id(keys))
+        return found[1] if found is not None and found[0]() is keys else None
+
+    def layer_before(self, index: int) -> Any:
+        """The layer that was appended to last, if it has that index, for a model that makes keys of what it
+        cached; asked once.
+        """
+        layer, self._updated = self._updated, None
+        return layer if layer is not None and layer.index == index else None
+
+    def sees_all(self, mask: Tensor | None) -> bool:
+        """Whether a mask hides nothing. One on a device is read once for the layers that share it."""
+        if mask is None:
+            return True
+        if self._whole is None or self._whole[0] is not mask:
+            self._whole = mask, bool(mask.all())
+        return self._whole[1]
 
 
-_UPDATED = _Updated()
+class _Running(threading.local):
+    """The run of this thread: the one place where rotations, masks and attention, which transformers calls
+    without a word of each other, can find it.
+    """
+
+    def __init__(self) -> None:
+        self.own = Pass()
 
 
-def forget_update() -> None:
-    """A pass begins: what one that was interrupted appended to is of no more interest."""
-    _UPDATED.layer = None
-
-
-def note_update(layer: Any) -> None:
-    """A layer was appended to: a model that makes keys of what it cached asks for it (`updated_layer`)."""
-    _UPDATED.layer = layer
-
-
-def updated_layer(index: int) -> Any:
-    """The layer that was appended to last, if it has that index; asked once."""
-    layer, _UPDATED.layer = _UPDATED.layer, None
-    return layer if layer is not None and layer.index == index else None
+RUNNING = _Running()
 
 
 class _Stateful:
@@ -123,6 +156,7 @@ class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
     is_sliding = False
+    seeded = 0  # tokens of the prefix that come to the attention call with the tail
 
     def __init__(self, index: int, prefix: Prefix, states: States | None = None):
         super().__init__()
@@ -132,8 +166,6 @@ class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
         self.tail = TailKV()
         self.is_initialized = True
         self.unattended = False
-        # Where the tokens of this pass stand, int64 [B, T]; None where no padding stands before them.
-        self.positions: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the tail takes the shape of what is appended first."""
@@ -141,11 +173,10 @@ class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append `[B, Hkv, T, D]`; returns what the attention call receives, tagged with this layer."""
+        """Append `[B, Hkv, T, D]`; returns what the attention call receives, which is known by its keys."""
         self.tail.append(key_states, value_states)
         keys, values = self.visible()
-        keys.offload_layer = self  # type: ignore[attr-defined]  # read by models.attention in the very next call
-        note_update(self)
+        RUNNING.own.updated(self, keys)
         self.unattended = True
         return keys, values
 
@@ -163,8 +194,8 @@ class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
         return self.prefix.length + self.tail.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers the tail alone: every query may see the whole prefix."""
-        return self.tail.length + query_length, self.prefix.length
+        """The mask covers the tail, and of the prefix what is seeded: every query may see all else of it."""
+        return self.seeded + self.tail.length + query_length, self.prefix.length - self.seeded
 
     def get_max_length(self) -> int:
         """No maximum."""
@@ -247,6 +278,7 @@ class WindowLayer(TailLayer):
         super().__init__(index, prefix, states)
         self.sliding_window = sliding_window
         self.seed = seed
+        self.seeded = seed[0].shape[2]
         self.chunked = chunked
 
     def visible(self) -> tuple[Tensor, Tensor]:
@@ -284,11 +316,6 @@ class WindowLayer(TailLayer):
         within = asked // window == seen // window if self.chunked else asked - seen < window
         return keys, values, within & (seen <= asked)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers seed and tail."""
-        seeded = self.seed[0].shape[2]
-        return seeded + self.tail.length + query_length, self.prefix.length - seeded
-
     def get_max_length(self) -> int:
         """The window."""
         return self.sliding_window
@@ -305,6 +332,7 @@ class WindowLayer(TailLayer):
         keys, values = self.visible()
         start = max(0, keys.shape[2] - (self.sliding_window - 1))
         self.seed = keys[:, :, start:].clone(), values[:, :, start:].clone()
+        self.seeded = keys.shape[2] - start
         self.reset()
 
 

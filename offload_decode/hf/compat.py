@@ -41,7 +41,10 @@ def generate_name() -> str:
 
 def cache_in(given: Mapping[str, Any]) -> Any:
     """The cache among keyword arguments, by whichever name; None without one."""
-    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    for name in CACHE_NAMES:
+        if (held := given.get(name)) is not None:
+            return held
+    return None
 
 
 def in_its_name(module: Any, given: Mapping[str, Any]) -> dict[str, Any]:

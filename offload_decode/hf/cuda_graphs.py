@@ -23,7 +23,7 @@ from torch import Tensor
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.attention import prefix_attention
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import LatentLayer, TailLayer, WindowLayer
+from offload_decode.hf.cache_layers import RUNNING, LatentLayer, TailLayer, WindowLayer
 from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, with_cache
 from offload_decode.hf.graph_cache import Asked, RecordedCache
 from offload_decode.hf.packed_batch import JointCache
@@ -320,7 +320,7 @@ def _answered(cache: PrefixCache | JointCache, asked: Asked) -> Tensor:
     keys, values = cache.update(asked.key, asked.value, asked.layer)
     if isinstance(layer, WindowLayer):  # one token sees all of what is near
         keys, values, _ = layer.near(1)
-        keys.offload_layer = layer  # type: ignore[attr-defined]
+        RUNNING.own.updated(layer, keys)
     # Who listens may keep the query, whose memory is the next token's too.
     query = asked.query.clone()
     out, _ = prefix_attention(

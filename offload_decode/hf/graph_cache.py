@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from offload_decode.common.errors import UnsupportedModel
-from offload_decode.hf.cache_layers import PassLayer, note_update
+from offload_decode.hf.cache_layers import RUNNING, PassLayer
 
 
 class Asked(NamedTuple):
@@ -59,11 +59,10 @@ class RecordedLayer(PassLayer):
         self._given: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The new keys and values as they are, tagged with this layer."""
+        """The new keys and values as they are, of which the run knows the layer."""
         tagged = key_states.view_as(key_states)
-        tagged.offload_layer = self  # type: ignore[attr-defined]
         self._given = tagged, value_states
-        note_update(self)
+        RUNNING.own.updated(self, tagged)
         return tagged, value_states
 
     def attend(

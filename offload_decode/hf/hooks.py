@@ -8,6 +8,7 @@ of the prefix, or from tokens run twice, is refused before anything is appended.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,14 +17,14 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.attention import NAME, pass_without_padding, prefix_attention, tail_mask
+from offload_decode.hf.attention import NAME, prefix_attention, tail_mask
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import forget_update
-from offload_decode.hf.compat import cache_in, in_its_name
+from offload_decode.hf.cache_layers import RUNNING, Pass
+from offload_decode.hf.compat import cache_in, cache_name, in_its_name
 from offload_decode.hf.cuda_graphs import capture
 from offload_decode.hf.linear_bf16 import read_in_place
 from offload_decode.hf.packed_batch import JointCache
-from offload_decode.hf.positions import UNSAID, depends_on_length, hold_rotations, rotate_for
+from offload_decode.hf.positions import UNSAID, depends_on_length, hold_rotations
 from offload_decode.hf.recurrent_steps import run_rows_apart
 from offload_decode.hf.shape import cache_class
 
@@ -48,22 +49,29 @@ def _before(
 ) -> tuple[tuple[()], dict[str, Any]] | None:
     names = inspect.signature(decoder.forward).parameters if args else ()
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    cache = cache_in(given)
-    rotate_for(None)
-    forget_update()
-    pass_without_padding(False)
-    if isinstance(cache, PrefixCache | JointCache):
+    kind: Any = type(decoder)
+    name = cache_name(kind)
+    if (cache := given.get(name)) is None and (cache := cache_in(given)) is not None:
         given = in_its_name(decoder, given)
-    if isinstance(cache, JointCache):
-        _begin_joint(decoder, given, cache)
-        return (), given
-    if not isinstance(cache, PrefixCache):
+    if not isinstance(cache, PrefixCache | JointCache):
+        RUNNING.own = Pass()
         _check_kept(decoder, given)
         return None
-    cache.be(cache_class(type(decoder)))  # type: ignore[arg-type]
-    cache.check_model(decoder)
-    cache.take_back()
-    _check_settings(decoder, given)
+    if not isinstance(cache, wanted := cache_class(kind)):
+        cache.be(wanted)
+    behind = [cache] if isinstance(cache, PrefixCache) else [held for held, _ in cache.segments]
+    _check_model(decoder, given, behind)
+    if isinstance(cache, JointCache):
+        RUNNING.own = _begin_joint(decoder, given, cache)
+    else:
+        RUNNING.own = _begin(decoder, given, cache)
+    return (), given
+
+
+def _begin(decoder: torch.nn.Module, given: dict[str, Any], cache: PrefixCache) -> Pass:
+    """A pass behind one prefix: the cache, the mask and the positions agree on where its tokens stand."""
+    if cache.begun is not None:
+        cache.take_back()
     ids: Tensor | None = given.get("input_ids")
     new: Tensor | None = given.get("inputs_embeds") if ids is None else ids
     if new is None or new.ndim != (3 if ids is None else 2) or not len(new):
@@ -76,59 +84,63 @@ def _before(
         )
     if ids is not None:
         check_ids(ids, decoder)
-    cache.check_rows(rows)
+    layer = cache.tails[0]
+    if layer.tail.batch not in (None, rows):
+        cache.refuse_rows(rows)
     mask = given.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim not in (2, 4)):
         raise ConfigError("the attention mask must be 2-D, over the stored tokens and those that follow")
     if mask is not None and mask.ndim == 4:
         given["attention_mask"] = _prepared(mask, cache, rows, tokens)
-        cache.check_room(tokens, None)
-        cache.show(tokens, None)
+        shown = None
     else:
         shown = None if mask is None else _shown(mask, cache, rows, tokens)
-        _check_positions(given.get("position_ids"), shown, cache, rows, tokens)
+        positions = given.get("position_ids")
+        if positions is not None or shown is not None or cache.shown is not None:
+            _check_positions(positions, shown, cache, rows, tokens)
         if mask is not None:
-            given["attention_mask"] = covering(mask.to(new.device, torch.bool), cache.prefix_length)
+            given["attention_mask"] = mask = mask.to(new.device, torch.bool)
+    if cache.positions.most is not None:
         cache.check_room(tokens, shown)
+    if shown is not None or cache.shown is not None:
         cache.show(tokens, shown)
     if given.get("position_ids") is None and _takes_positions(type(decoder)):  # type: ignore[arg-type]
         # Some models would begin at 0.
-        first = cache.prefix_length + cache.tail_length
+        first = layer.prefix.length + layer.tail.length
         given["position_ids"] = torch.arange(first, first + tokens, device=new.device)[None]
     cache.begin(rows, tokens)
-    rotate_for(cache.positions.length or UNSAID)
-    pass_without_padding(mask is None and cache.shown is None)
-    return (), given
+    return Pass(
+        rotated_for=cache.positions.length or UNSAID,
+        mask=mask if mask is not None and mask.ndim == 2 else None,
+        unpadded=mask is None and cache.shown is None,
+        positions=None if cache.shown is None else cache.padded_positions(tokens),
+    )
 
 
 def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    rotate_for(None)
-    pass_without_padding(False)
-    cache = cache_in(kwargs)
+    RUNNING.own = Pass()
+    cache = kwargs.get(cache_name(type(decoder)))  # type: ignore[arg-type]  # as `_before` hands it on
     if isinstance(cache, PrefixCache):
         embeds = kwargs.get("inputs_embeds")
         tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
         cache.check_attended(tokens)
-        cache.begun = None
     elif isinstance(cache, JointCache):
         cache.check_attended()
 
 
-def _begin_joint(decoder: torch.nn.Module, given: dict[str, Any], cache: JointCache) -> None:
+def _begin_joint(decoder: torch.nn.Module, given: dict[str, Any], cache: JointCache) -> Pass:
     """A packed pass: the cache knows where its tokens stand, and what each of them sees."""
-    _check_settings(decoder, given)
     ids: Tensor | None = given.get("input_ids")
     if ids is None or ids.ndim != 2 or len(ids) != 1:
         raise ConfigError("a joint pass takes input_ids [1, total], the tokens of all segments in a row")
     if given.get("attention_mask") is not None or given.get("position_ids") is not None:
         raise ConfigError("a joint pass takes neither a mask nor positions: its segments say both")
     check_ids(ids, decoder)
-    cache.be(cache_class(type(decoder)))  # type: ignore[arg-type]
-    cache.begin(decoder, ids.shape[1])
-    given["position_ids"] = cache.positions.to(ids.device)
+    cache.begin(ids.shape[1])
+    given["position_ids"] = positions = cache.positions.to(ids.device)
     # transformers hands a prepared mask on as it is, and the attention does not look at it.
     given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    rotate_for(cache.rotated_for or UNSAID)
+    return Pass(rotated_for=cache.rotated_for or UNSAID, positions=positions)
 
 
 def _check_kept(decoder: torch.nn.Module, given: dict[str, Any]) -> None:
@@ -152,12 +164,6 @@ def _takes_positions(decoder: type) -> bool:
     return "position_ids" in inspect.signature(decoder.forward).parameters  # type: ignore[attr-defined]
 
 
-def covering(mask: Tensor, tokens: int) -> Tensor:
-    """Mark `mask`: its first `tokens` columns are True and need not be checked."""
-    mask.offload_covered = tokens  # type: ignore[attr-defined]
-    return mask
-
-
 def check_ids(ids: Tensor, model: Any) -> None:
     """Raise if some ids are not in the vocabulary."""
     if ids.dtype not in (torch.int64, torch.int32):
@@ -171,12 +177,12 @@ def check_ids(ids: Tensor, model: Any) -> None:
         )
 
 
-def _check_settings(decoder: Any, given: dict[str, Any]) -> None:
+def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCache]) -> None:
+    """The decoder is that of the caches, as it was when it was opened, and attends to what is stored."""
     config = decoder.config
-    use_cache, weights = (
-        getattr(config, name) if given.get(name) is None else given[name]
-        for name in ("use_cache", "output_attentions")
-    )
+    use_cache, weights = given.get("use_cache"), given.get("output_attentions")
+    use_cache = config.use_cache if use_cache is None else use_cache
+    weights = config.output_attentions if weights is None else weights
     if decoder.training:
         raise ConfigError(
             "the model is in training mode, in which attention to stored tokens has neither dropout nor "
@@ -197,6 +203,18 @@ def _check_settings(decoder: Any, given: dict[str, Any]) -> None:
             "use_cache=False does not go with a stored prefix: the tokens would be run and appended again at "
             "every step; pass use_cache=True, as Engine.inputs does"
         )
+    windows = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    for cache in caches:
+        if cache.decoder not in (None, decoder):
+            raise ConfigError(
+                "this cache belongs to another model: take one from the engine that this model was opened "
+                "with"
+            )
+        if cache.dtype not in (None, decoder.dtype) or not cache.windows.issubset(windows):
+            raise ConfigError(
+                "the dtype or the sliding window of this model was changed after its store was opened: load "
+                "the model anew, and open the store with it"
+            )
 
 
 def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
@@ -210,9 +228,9 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
         )
     if len(mask) != rows:
         raise ConfigError(f"the attention mask has {len(mask)} rows, but there are {rows} to run")
-    # The engine's own masks say so; a million entries are not read at every step.
-    covered = getattr(mask, "offload_covered", 0) >= prefix
-    if not covered and not bool((mask[:, :prefix] != 0).all()):
+    # Of the engine's own masks it is known; a million entries are not read at every step.
+    known, cache.shows_prefix = cache.shows_prefix is mask, None
+    if not known and not bool((mask[:, :prefix] != 0).all()):
         raise ConfigError(
             "the attention mask hides stored tokens: only tokens after the prefix can be masked"
         )
@@ -264,8 +282,6 @@ def _check_positions(
         raise ConfigError(
             "earlier tokens of this cache are padding: pass an attention mask that hides them here too"
         )
-    if positions is None and shown is None:
-        return
     first = cache.prefix_length + cache.tail_length
     device = shown.device if positions is None else positions.device  # type: ignore[union-attr]
     if positions is None:

@@ -19,12 +19,12 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.cache_layers import (
+    RUNNING,
     KeylessLayer,
     LatentLayer,
     PassLayer,
     TailLayer,
     WindowLayer,
-    note_update,
 )
 from offload_decode.kv.generated import Prefix
 from offload_decode.types import AttentionState
@@ -81,7 +81,7 @@ class JointCache(Cache):  # type: ignore[misc]
         if not isinstance(self, kind):
             self.__class__ = _also(kind)  # type: ignore[arg-type]
 
-    def begin(self, decoder: Any, tokens: int) -> None:
+    def begin(self, tokens: int) -> None:
         """A pass of so many tokens begins. Raises where one of the conversations could not run its part."""
         if self._begun or tokens != sum(own.tokens for own in self.segments):
             raise ConfigError("a joint cache is for one pass over the tokens of its segments: make another")
@@ -92,13 +92,13 @@ class JointCache(Cache):  # type: ignore[misc]
                 raise ConfigError("rows that are padded, and recurrent layers, do not run in a joint pass")
             if held.positions.length != self.rotated_for:
                 raise ConfigError("conversations that are rotated for other lengths do not run in one pass")
-            held.check_model(decoder)
             held.take_back()
-            held.check_rows(1)
-            held.check_room(own, None)
-        positions = self.positions.to(decoder.device)
+            if held.tails[0].tail.batch not in (None, 1):
+                held.refuse_rows(1)
+            if held.positions.most is not None:
+                held.check_room(own, None)
         for layer in self.tails:
-            layer.begin(positions)
+            layer.begin()
         for held, own in self.segments:
             held.begin(1, own)
         self._begun = True
@@ -147,7 +147,6 @@ class JointLayer(PassLayer):
         self.tokens = tokens
         self.blocks = blocks
         self.unattended = self.updated = False
-        self.positions: Tensor | None = None
         self._first = 0
         self._new = sum(tokens)
 
@@ -156,14 +155,13 @@ class JointLayer(PassLayer):
         """Whether tails hold latents."""
         return isinstance(self.tails[0], LatentLayer)
 
-    def begin(self, positions: Tensor) -> None:
-        """The pass begins: its tokens stand at int64 `[1, total]`."""
-        self.positions = positions
+    def begin(self) -> None:
+        """The pass begins."""
         self._first = max(tail.get_seq_length() for tail in self.tails)
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `[1, Hkv, total, D]`, to each tail its own; what the attention call receives is tagged with
-        this layer, and nothing else is asked of it.
+        """Append `[1, Hkv, total, D]`, to each tail its own; by the keys that the attention call receives the
+        run knows this layer, and nothing else is asked of them.
         """
         keys, values = key_states, value_states
         if self.latent:
@@ -176,8 +174,7 @@ class JointLayer(PassLayer):
                 layer.rank = key_states.shape[-1]
             start += tokens
         tagged = key_states.view_as(key_states)
-        tagged.offload_layer = self  # type: ignore[attr-defined]
-        note_update(self)
+        RUNNING.own.updated(self, tagged)
         self.unattended = self.updated = True
         return tagged, value_states
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
+from offload_decode.hf.cache_layers import RUNNING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -216,13 +216,6 @@ DEPENDENT = ("dynamic", "longrope")
 UNSAID = 0
 """The length of a store that says none."""
 
-_pass = threading.local()
-
-
-def rotate_for(length: int | None) -> None:
-    """What follows in this thread is rotated as a text of `length` tokens; None: as transformers does."""
-    _pass.length = length
-
 
 def depends_on_length(module: nn.Module) -> bool:
     """Whether it is a rotary embedding that changes with the length of a text."""
@@ -231,7 +224,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def hold_rotations(decoder: nn.Module) -> None:
-    """Let the rotary embeddings of `decoder` obey `rotate_for`."""
+    """Let the rotary embeddings of `decoder` obey `Pass.rotated_for`."""
     for module in decoder.modules():
         if depends_on_length(module):
             module.register_forward_hook(_Held(), with_kwargs=True)
@@ -246,7 +239,7 @@ class _Held:
         self.modules: dict[int, nn.Module] = {}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        length = getattr(_pass, "length", None)
+        length = RUNNING.own.rotated_for
         if length is None:
             return output
         if length == UNSAID:

@@ -23,14 +23,11 @@ class RecurrentCache(Cache):  # type: ignore[misc]
 
     def __init__(self, layers: list[Any]):
         super().__init__(layers=layers)
+        # Whether some layer has states.
+        self.recurrent = any(layer.states is not None for layer in layers)
         # Where turns began, and where the last pass did.
         self.marks: Marks = {}
         self._last: Marks = {}
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether some layer has states."""
-        return any(layer.states is not None for layer in self.layers)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last inputs of a convolution; None before the first token."""
@@ -75,8 +72,6 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         """A pass of so many rows and tokens begins behind the tail: it may have to be taken back, and one of
         several tokens begins a turn.
         """
-        if not self.recurrent:
-            return
         self._last = {tail_length: {i: states.copy() for i, states in self._held().items()}}
         if tokens > 1 or not tail_length:
             self.marks = self._last | self.marks

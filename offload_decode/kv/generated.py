@@ -51,17 +51,16 @@ class TailKV:
         held once.
         """
         end, latent = self.length + keys.shape[2], values is keys
-        self._keys = self._grown(self._keys, keys, end)
-        self._values = self._keys if latent else self._grown(self._values, values, end)
-        self._shared = False
+        if self._keys is None or self._values is None or self._shared or self._keys.shape[2] < end:
+            self._keys = self._grown(self._keys, keys, end)
+            self._values = self._keys if latent else self._grown(self._values, values, end)
+            self._shared = False
         self._keys[:, :, self.length : end] = keys.detach()
         if not latent:
             self._values[:, :, self.length : end] = values.detach()
         self.length = end
 
     def _grown(self, buffer: Tensor | None, like: Tensor, needed: int) -> Tensor:
-        if buffer is not None and buffer.shape[2] >= needed and not self._shared:
-            return buffer
         batch, heads, _, dim = like.shape
         with torch.inference_mode(False):  # a pass in that mode and one out of it may write to it
             grown = torch.empty(batch, heads, room_for(needed), dim, dtype=like.dtype, device=like.device)

@@ -18,7 +18,7 @@ from offload_decode.attention.host_gather import unite
 from offload_decode.attention.host_tokens import attend_tokens
 from offload_decode.attention.pages import attend_pages, loaded_tokens
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.rows import Rows, tensor_view
+from offload_decode.attention.rows import HeadRows, Rows, tensor_view
 from offload_decode.attention.state import empty_state
 from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kv.device_cache import DeviceRows
@@ -46,63 +46,55 @@ class HostKV:
         self._copied: DeviceRows | None = None
         self.length = store.manifest.n_tokens
         self._latent = store.manifest.shape.latent
-        self._keys: dict[tuple[int, int], Rows] = {}
-        self._values: dict[tuple[int, int], Rows] = {}
+        self._keys: dict[int, HeadRows] = {}
+        self._values: dict[int, HeadRows] = {}
         # Indexes, rows on a device and what was measured are shared by all that read this store.
         self.lock = threading.RLock()
 
     def keys(self, layer: int, head: int) -> Rows:
         """The keys of one KV head, a view of the store's file."""
-        if (layer, head) not in self._keys:
-            self._keys[layer, head] = Rows(self.store.keys(layer, head))
-        return self._keys[layer, head]
+        return self.layer_keys(layer)[head]
 
     def values(self, layer: int, head: int) -> Rows:
         """The values of one KV head, a view of the store's file; those of latents are the keys themselves."""
-        if self._latent:
-            return self.keys(layer, head)
-        if (layer, head) not in self._values:
-            self._values[layer, head] = Rows(self.store.values(layer, head))
-        return self._values[layer, head]
+        return self.layer_values(layer)[head]
 
-    def layer_keys(self, layer: int) -> list[Rows]:
+    def layer_keys(self, layer: int) -> HeadRows:
         """The keys of every KV head of a layer."""
-        return [self.keys(layer, head) for head in range(self.store.manifest.shape.kv_heads)]
+        if layer not in self._keys:
+            heads = range(self.store.manifest.shape.kv_heads)
+            self._keys[layer] = HeadRows(Rows(self.store.keys(layer, head)) for head in heads)
+        return self._keys[layer]
 
-    def layer_values(self, layer: int) -> list[Rows]:
+    def layer_values(self, layer: int) -> HeadRows:
         """The values of every KV head of a layer."""
-        return [self.values(layer, head) for head in range(self.store.manifest.shape.kv_heads)]
+        if self._latent:
+            return self.layer_keys(layer)
+        if layer not in self._values:
+            heads = range(self.store.manifest.shape.kv_heads)
+            self._values[layer] = HeadRows(Rows(self.store.values(layer, head)) for head in heads)
+        return self._values[layer]
 
     def key_norms(self, layer: int, head: int) -> Tensor:
         """Lengths of the keys, float32 `[N]` on the host."""
         return tensor_view(self.store.key_norms(layer, head))
 
     def attend(
-        self, layer: int, queries: Queries, selection: Selection | PageSelection, stats: StepStats
-    ) -> AttentionState:
-        """Attend from R rows to the selected tokens of one layer: `out [Hkv, R, Dv]`, `lse [Hkv, R]`."""
-        request = Request.of(queries.rows.shape[1], selection)
-        if not self.placement.decided(request):
-            # Without the cache, which would answer every repetition after the first.
-            uncached = DeviceRows(self.device)
-            self.placement.measure(
-                request,
-                self._places(selection),
-                lambda place: self._attend_at(place, layer, queries, selection, StepStats(), uncached),
-            )
-        place = self.placement.best(request)
-        stats.attended[place] = stats.attended.get(place, 0) + 1
-        return self._attend_at(place, layer, queries, selection, stats, self._copied)
-
-    def _attend_at(
         self,
-        place: str,
         layer: int,
         queries: Queries,
         selection: Selection | PageSelection,
         stats: StepStats,
-        copied: DeviceRows | None,
+        place: str | None = None,
+        copied: DeviceRows | None = None,
     ) -> AttentionState:
+        """Attend from R rows to the selected tokens of one layer: `out [Hkv, R, Dv]`, `lse [Hkv, R]`.
+
+        place: where, as `placement` has it if it is left out. copied: the rows on the device, where these are
+        not to be those that were used last.
+        """
+        place = place or self.placement.fixed or self._fastest(layer, queries, selection)
+        stats.attended[place] = stats.attended.get(place, 0) + 1
         away = place == HOST and self.device.type != "cpu"
         if away:
             queries, selection = replace(queries, rows=queries.on_host(), copy=None), on_host(selection)
@@ -111,9 +103,20 @@ class HostKV:
         elif selection.ids is None:
             state = self._attend_all(place, layer, queries, stats)
         elif place == HOST:
-            state = self._attend_in_place(layer, queries, selection.ids, selection.scores, stats)
+            began = time.perf_counter()
+            state, read = attend_tokens(
+                queries.rows,
+                self.layer_keys(layer),
+                self.layer_values(layer),
+                selection.ids,
+                selection.scores,
+                queries.scaling,
+                queries.softcap,
+            )
+            stats.bytes_moved += read
+            stats.attend_s += time.perf_counter() - began
         else:
-            copied = copied or self._device_rows(layer)
+            copied = copied or self._copied or self._device_rows(layer)
             staged = place == PINNED and self._plain(layer)
             state = self._attend_there(layer, queries, selection, stats, copied, staged)
         if not away:
@@ -121,17 +124,20 @@ class HostKV:
         stats.bus_bytes += sum(part.nbytes for part in (queries.rows, *state))
         # Through one copy.
         both = to_device(torch.cat([state.out, state.lse[..., None]], dim=-1), self.device)
-        return AttentionState(both[..., :-1], both[..., -1])
+        return AttentionState(both[..., :-1].contiguous(), both[..., -1].contiguous())
 
-    def _attend_in_place(
-        self, layer: int, queries: Queries, ids: Tensor, scores: Tensor | None, stats: StepStats
-    ) -> AttentionState:
-        began = time.perf_counter()
-        keys, values = self.layer_keys(layer), self.layer_values(layer)
-        state, read = attend_tokens(queries.rows, keys, values, ids, scores, queries.scaling, queries.softcap)
-        stats.bytes_moved += read
-        stats.attend_s += time.perf_counter() - began
-        return state
+    def _fastest(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> str:
+        """Where requests like this one are served fastest: measured with the first of them."""
+        request = Request.of(queries.rows.shape[1], selection)
+        if not self.placement.decided(request):
+            # Without the cache, which would answer every repetition after the first.
+            uncached = DeviceRows(self.device)
+            self.placement.measure(
+                request,
+                self._places(selection),
+                lambda place: self.attend(layer, queries, selection, StepStats(), place, uncached),
+            )
+        return self.placement.best(request)
 
     def _places(self, selection: Selection | PageSelection) -> list[str]:
         """Where a selection may be attended to."""
@@ -247,8 +253,9 @@ def on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
     if isinstance(selection, PageSelection):
         pages, limit = to_host(selection.pages, selection.limit)
         return replace(selection, pages=pages, limit=limit)
-    if selection.ids is None:
+    if not any(part is not None and part.is_cuda for part in (selection.ids, selection.scores)):
         return selection
+    assert selection.ids is not None, "scores are of ids"
     if selection.scores is None:
         return replace(selection, ids=to_host(selection.ids)[0])
     ids, scores = to_host(selection.ids, selection.scores)

@@ -155,6 +155,7 @@ class HeadIndexes:
     def __init__(self, store: Store, kind: str):
         self.store = store
         self._loaded: dict[tuple[int, int], VectorIndex] = {}
+        self._layers: dict[int, list[VectorIndex]] = {}  # those of which all heads are loaded
         self._may_fall_back = kind == AUTO
         self.kind = "clusters" if kind == AUTO else kind
         self._class = class_of(store, self.kind)
@@ -191,8 +192,15 @@ class HeadIndexes:
 
     def search(self, layer: int, queries: npt.NDArray[Any], k: int) -> Hits:
         """The k best keys of every KV head for its `queries [Hkv, R, D]`, in one call."""
-        own = self._all(layer, range(len(queries)))
+        own = self._layers.get(layer)
+        if own is None:
+            own = self._layers[layer] = self._all(layer, range(len(queries)))
         return self._class.search_heads(own, queries, k)
+
+    @property
+    def exact_scores(self) -> bool:
+        """Whether the scores of a search are exact inner products."""
+        return self._class.exact_scores
 
     def _all(self, layer: int, heads: Sequence[int]) -> list[VectorIndex]:
         try:
@@ -217,6 +225,7 @@ class HeadIndexes:
     def _fall_back(self, reason: str | None) -> None:
         self.kind, self._class = "flat", registry.get("flat")
         self._loaded.clear()
+        self._layers.clear()
         if reason is not None:
             warnings.warn(OffloadDecodeWarning(f"All keys are searched: {reason}."), stacklevel=3)
 

@@ -52,6 +52,11 @@ class Placement:
         self.device = device
         self.seconds: dict[Request, dict[str, float]] = {}
 
+    @property
+    def fixed(self) -> str | None:
+        """Where everything is attended to; None where that is measured."""
+        return None if self.attend == "auto" else self.attend
+
     def decided(self, request: Request) -> bool:
         """Whether `best` has an answer."""
         return self.attend != "auto" or request in self.seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from offload_decode.common.errors import ConfigError, ModelError
 from offload_decode.common.memory import lifted
 from offload_decode.config import STREAMED
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.compat import DTYPES, check_alone, check_dtype, pick_device, with_cache
+from offload_decode.hf.compat import DTYPES, cache_name, check_alone, check_dtype, pick_device
 from offload_decode.hf.gate import shape_of
 from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import JointCache, logits_after
@@ -111,7 +111,8 @@ class LoadedModel:
         """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32, or those
         of `every` one `[B, T, V]`. Raises `ConfigError` where weights are streamed.
         """
-        self._check_answers()
+        if self.streamed:
+            self._refuse_answers()
         kept = 0 if every else 1
         output = self._run(self.model, tokens, cache, attention_mask, position_ids, logits_to_keep=kept)
         logits: Tensor = output.logits
@@ -121,7 +122,8 @@ class LoadedModel:
         """Run packed `tokens [1, total]`; returns the logits `[n, V]` after those of `rows` (int64 `[n]`, in
         order) in float32. Raises `ConfigError` where weights are streamed.
         """
-        self._check_answers()
+        if self.streamed:
+            self._refuse_answers()
         rows = rows.to(self.device)
         output = self._run(self.model, tokens, cache, None, None, logits_to_keep=rows)
         return logits_after(output, rows).float()
@@ -136,12 +138,11 @@ class LoadedModel:
         """Run `tokens [B, T]` for their keys and values alone: no logits are computed."""
         self._run(self.model.base_model, tokens, cache, attention_mask, position_ids)
 
-    def _check_answers(self) -> None:
-        if self.streamed:
-            raise ConfigError(
-                "this model's weights are streamed for a prefill, and an answer would read all of them over "
-                "the bus for every token: load it with other weights to ask it"
-            )
+    def _refuse_answers(self) -> NoReturn:
+        raise ConfigError(
+            "this model's weights are streamed for a prefill, and an answer would read all of them over "
+            "the bus for every token: load it with other weights to ask it"
+        )
 
     def _run(
         self,
@@ -155,12 +156,12 @@ class LoadedModel:
         # Said at every call, because a config may say otherwise of the last two.
         with torch.inference_mode():
             return module(
-                input_ids=to_device(tokens, self.device),
+                input_ids=tokens if tokens.device == self.device else to_device(tokens, self.device),
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=True,
                 output_attentions=False,
-                **with_cache(module, cache),
+                **{cache_name(type(module)): cache},  # type: ignore[arg-type]
                 **more,
             )
 
@@ -281,7 +282,8 @@ def run_in_passes(
     """`LoadedModel.forward` for `tokens [B, T]`, about `limit` of them in a pass, in equal parts: the last
     token's logits `[B, V]`, or those of `every` one `[B, T, V]`.
 
-    `attention_mask [B, covered + T]` and `position_ids [B, T]` are those of one forward pass.
+    `attention_mask [B, covered + T]`, which shows all stored tokens, and `position_ids [B, T]` are those of
+    one forward pass.
     """
     batch, length = tokens.shape
     passes = -(-length // pass_tokens(limit, batch))
@@ -293,7 +295,7 @@ def run_in_passes(
         seen = None
         if attention_mask is not None:
             seen = attention_mask[:, : covered + end]
-            seen.offload_covered = getattr(attention_mask, "offload_covered", 0)  # type: ignore[attr-defined]
+            cache.shows_prefix = seen
         positions = None if position_ids is None else position_ids[:, start:end]
         if every or end == length:
             logits.append(loaded.forward(tokens[:, start:end], cache, seen, positions, every))

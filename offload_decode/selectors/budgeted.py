@@ -186,6 +186,8 @@ class Budgeted:
     def __init__(self, selector: Selector, mass: MassBudget | None = None):
         self.selector = selector
         self._mass = mass or MassBudget(selector.host)
+        # Whether a fork is of any use: elsewhere there is nothing to remember.
+        self.forks = type(selector).fork is not Selector.fork
 
     def select(self, layer: int, queries: Queries) -> Selection | PageSelection:
         """Tokens for the rows of `queries`, as many as the budgets of the layer's heads allow."""
@@ -205,7 +207,7 @@ class Budgeted:
         budget = self.selector.budgets[layer]
         if budget is None or not self.selector.per_row:
             return torch.inf
-        return most // max(1, budget.largest * self.selector.shape.kv_heads)
+        return most // max(1, budget.largest * len(budget.heads))
 
     @property
     def one_question(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from offload_decode.common.errors import ConfigError
@@ -40,17 +41,17 @@ class LayerBudget:
 
     heads: tuple[HeadBudget, ...]
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """The most that any row may take; N where a share of the attention decides."""
         return max(head.tokens for head in self.heads)
 
-    @property
+    @cached_property
     def by_mass(self) -> bool:
         """Shares of the attention decide, for all heads."""
         return self.heads[0].mass is not None
 
-    @property
+    @cached_property
     def uneven(self) -> bool:
         """The heads differ."""
         return len(set(self.heads)) > 1

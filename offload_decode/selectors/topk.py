@@ -48,5 +48,5 @@ class TopK(Selector):
         """The index's k best; with their scores where the index knows them exactly."""
         rows = numpy_view(queries.on_host())
         hits = self.indexes.search(layer, rows, k)
-        known = self.indexes.get(layer, 0).exact_scores
-        return Selection(torch.from_numpy(hits.ids), torch.from_numpy(hits.scores) if known else None)
+        scores = torch.from_numpy(hits.scores) if self.indexes.exact_scores else None
+        return Selection(torch.from_numpy(hits.ids), scores)

@@ -183,8 +183,11 @@ class KVStore:
 
         A microsecond a file. One that shrinks while it is being read is still fatal.
         """
-        with self._of_this():
+        try:
             check_sizes(self._mapped.get(layer, ()))
+        except StoreDamaged:  # perhaps of another store that has taken the place of this one
+            self.check_same()
+            raise
 
     def check_same(self) -> None:
         """StoreMismatch where another store has taken the place of this one, as an append does."""

@@ -291,7 +291,7 @@ def test_wrong_turns_are_refused(opened):
         run_turns([Turn(talk, [5]), Turn(engine.fork(), [])])
     with pytest.raises(ConfigError, match="not in the vocabulary"):
         run_turns([Turn(talk, [5]), Turn(engine.fork(), [259])])
-    with talk.alone(), pytest.raises(ConfigError, match="another thread"):
+    with talk.step(), pytest.raises(ConfigError, match="another thread"):
         run_turns([Turn(engine.fork(), [5]), Turn(talk, [5])])
     assert talk.length == engine.length
     assert run_turns([]) == []

@@ -95,11 +95,22 @@ def test_a_mask_that_does_not_cover_the_prefix_is_refused(engine, mask, says):
         run(engine, [4, 5, 6, 7], engine.new_cache(), attention_mask=mask)
 
 
-def test_a_mask_is_believed_as_far_as_it_says_and_no_further(engine):
-    mask = torch.arange(N + 4)[None] > 2
-    mask.offload_covered = N - 1
+def test_no_mask_is_believed_but_the_one_that_is_known_to_show_the_prefix(engine):
+    mask, cache = torch.arange(N + 4)[None] > 2, engine.new_cache()
+    cache.shows_prefix = mask.clone()
     with pytest.raises(ConfigError, match="hides stored tokens"):
-        run(engine, [4, 5, 6, 7], engine.new_cache(), attention_mask=mask)
+        run(engine, [4, 5, 6, 7], cache, attention_mask=mask)
+
+
+def test_a_mask_is_believed_once(engine):
+    """Its memory may hold something else in the next pass."""
+    mask, cache = torch.ones(1, N + 4, dtype=torch.bool), engine.new_cache()
+    cache.shows_prefix = mask
+    run(engine, [4, 5, 6, 7], cache, attention_mask=mask)
+    cache.cut(0)
+    mask[0, 2] = False
+    with pytest.raises(ConfigError, match="hides stored tokens"):
+        run(engine, [4, 5, 6, 7], cache, attention_mask=mask)
 
 
 @pytest.mark.parametrize("where", ["call", "generation_config", "config"])

@@ -140,26 +140,17 @@ _RUN = 64  # scores looked at together; most runs hold nothing above the floor
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
 
 
-def inner_products(block: Keys, queries: Float32) -> Float32:
-    """float32 `[G, n]` inner products of `queries [G, D]` with n rows, accumulated in float32.
+def inner_products(bits: npt.NDArray[Any], layout: int, queries: Float32) -> Float32:
+    """float32 `[G, n]` inner products of `queries [G, D]` with n rows, accumulated in float32; `bits` and
+    `layout` are those of the rows.
 
     Every score is summed in the same order, wherever its key and its query lie: equal keys tie exactly.
     One thread, outside the interpreter's lock: callers search many heads at once, and a BLAS that starts
     threads of its own for each small block loses more than it gains.
     """
-    scores = np.empty((len(queries), len(block)), np.float32)
-    score_rows(bits(block), layout(block), queries, scores)
+    scores = np.empty((len(queries), len(bits)), np.float32)
+    score_rows(bits, layout, queries, scores)
     return scores
-
-
-def keep_best(
-    scores: Float32, first_id: int, floor: Float32, kept: Candidates, counts: npt.NDArray[np.int64]
-) -> bool:
-    """Appends to `kept [G, capacity]`, row by row at `counts [G]`, the scores above `floor [G]`.
-
-    `scores [G, n]` belong to the ids from `first_id`. False when a score is not finite.
-    """
-    return bool(_keep_best(scores, first_id, floor, kept, counts))
 
 
 def unpack(candidates: Candidates) -> tuple[npt.NDArray[np.int64], Float32]:
@@ -339,7 +330,11 @@ def _survey(scores: Any, floor: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _keep_best(scores: Any, first_id: int, floor: Any, kept: Any, counts: Any) -> bool:
+def keep_best(scores: Any, first_id: int, floor: Any, kept: Any, counts: Any) -> bool:
+    """Appends to `kept [G, capacity]` uint64, row by row at `counts [G]` int64, the scores above `floor [G]`.
+
+    `scores [G, n]` float32 belong to the ids from `first_id`. False when a score is not finite.
+    """
     for g in range(len(scores)):
         for start in range(0, scores.shape[1], _RUN):
             run = scores[g, start : start + _RUN]
