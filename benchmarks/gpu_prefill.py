@@ -2,10 +2,8 @@
 
 The model is built from a config, on the device or, with `--weights streamed`, on the host; random tokens are
 prefilled for `--minutes`, dense and in chunks that fit unless said otherwise, with the GPU memory capped as
-by `--gpu-memory`. Prints tokens, tokens/s, the share of the card's peak in matrix products (measured on the
-spot) that a dense prefill reached, what `plan` expects of it, the peak of the GPU memory and the bytes
-written, and saves them with the card and the versions. `--tiny` runs the same steps with a small model
-anywhere.
+by `--gpu-memory`. Prints tokens, tokens/s, the peak of the GPU memory and the bytes written, and saves them
+with the card and the versions. `--tiny` runs the same steps with a small model anywhere.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ import json
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_decode.cli.options import byte_count
 from offload_decode.common.memory import own_memory
 from offload_decode.config import STREAMED, split_pairs
-from offload_decode.hf.compat import device_room
 from offload_decode.models.layer_streaming import stream
-from offload_decode.models.loading import LoadedModel, wrap
+from offload_decode.models.loading import wrap
 from offload_decode.models.made_with import made_with
-from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.caps import Caps, apply_caps
-from offload_decode.planning.prefill_speed import measure_prefill, prefill_time
-from offload_decode.planning.sizes import Workload, kept_tokens
-from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill_tokens
+from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.types import Document
 
 EIGHT_BILLION = {
@@ -113,11 +106,6 @@ def main() -> int:
         with suppress(Enough):
             prefill_tokens(loaded, tokens, corpus, Path(folder) / "s", settings, progress=watch)
         written = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
-    compared = {}
-    if arguments.method == "dense" and done:
-        chunk = settings.chunk or chunk_for(loaded, len(tokens), settings.kv)
-        request = Workload(done, kv=settings.kv, chunk=chunk, streamed=streamed)
-        compared = beside_the_plan(loaded, request, seconds)
     figures = {
         "date": date.today().isoformat(),
         "card": torch.cuda.get_device_name() if device == "cuda" else "none",
@@ -129,7 +117,6 @@ def main() -> int:
             "kv": arguments.kv,
             "weights": arguments.weights,
         },
-        **compared,
         "tokens": done,
         "seconds": round(seconds, 1),
         "tokens_per_second": round(done / max(seconds, 1e-9), 1),
@@ -144,26 +131,6 @@ def main() -> int:
         name = f"gpu_prefill_{arguments.method}_{arguments.gpu_memory or 'whole'}{way}.json"
         (arguments.out / name).write_text(json.dumps(figures, indent=1) + "\n")
     return 0
-
-
-def beside_the_plan(loaded: LoadedModel, request: Workload, seconds: float) -> dict[str, Any]:
-    """What `plan` expects of the tokens that were prefilled, and how much of the peak in matrix products they
-    took. The chunk is the one that fits now, and was chosen with as much free.
-    """
-    about = replace(outline_of(loaded.model, "8B", loaded.shape), dtype=loaded.dtype)
-    on_card = loaded.device.type == "cuda"
-    rates = measure_prefill(about, request, loaded.device.type, Path.cwd())
-    kept = 0
-    if on_card:
-        room = device_room(loaded.device)
-        kept = kept_tokens(about, request.chunk, request.tokens, room, request.kv)
-    expected = prefill_time(about, request, rates, kept, on_card)
-    return {
-        "chunk": request.chunk,
-        "rates": asdict(rates),
-        "expected": asdict(expected),
-        "share_of_matmul_peak": round(expected.operations / seconds / rates.matmul, 3),
-    }
 
 
 if __name__ == "__main__":

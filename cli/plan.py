@@ -20,24 +20,17 @@ from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
     from offload_decode.planning.plan import Medium, Plan
-    from offload_decode.planning.prefill_speed import PrefillTime
     from offload_decode.planning.sizes import Workload
-    from offload_decode.planning.speed import Speed
 
 
-# What `offload-decode plan` says of a plan, in words and for programs.
-
-
-def show(
-    planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed, prefill: PrefillTime | None
-) -> None:
-    """What there is, what it needs, whether it fits, and what is expected of it."""
+def show(planned: Plan, proposed: Plan | None, most: Plan | None) -> None:
+    """What there is, what it needs, whether it fits, and the bytes that a token moves."""
     output.answer(_counts(planned))
     output.answer("\n" + _needs({"ask": planned, "prefill": planned}))
     output.answer("\n" + _verdict(planned, proposed, most))
     if proposed is not None and proposed is not planned:
         output.answer("\n" + _needs({"ask": proposed}))
-    output.answer("\n" + _moved(proposed or planned, speed, prefill))
+    output.answer("\n" + _moved(proposed or planned))
 
 
 def _counts(planned: Plan) -> str:
@@ -181,8 +174,7 @@ def _paging(planned: Plan) -> list[str]:
     return lines
 
 
-def _moved(planned: Plan, speed: Speed, prefill: PrefillTime | None) -> str:
-    moved = asdict(planned.traffic)
+def _moved(planned: Plan) -> str:
     names = {
         "weights": "weights read",
         "pages": "page bounds read",
@@ -191,38 +183,11 @@ def _moved(planned: Plan, speed: Speed, prefill: PrefillTime | None) -> str:
         "attended": "dense layers read",
         "bus": "over the bus",
     }
-    spent = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in speed.seconds.items())
-    measured = "from bandwidths measured on this machine just now: an expectation, not a measurement"
-    if planned.machine.gpu and "bus" not in speed.seconds:
-        measured += (
-            ";\nno GPU is here: weights, page bounds and calls count at this CPU's speed, and the bus not "
-            "at all, nor is it known how long a prefill takes there"
-        )
-    return (
-        output.facts(
-            [
-                *(
-                    (f"{names[name]}", f"{output.size(amount)} a token")
-                    for name, amount in moved.items()
-                    if amount and name in names
-                ),
-                ("expected", f"{speed.tokens_per_second:.3g} tokens/s; most of it {speed.limit} ({spent})"),
-                *([("prefill", _lasting(prefill))] if prefill else []),
-            ]
-        )
-        + f"\n{measured}"
-    )
+    moved = asdict(planned.traffic).items()
+    return output.facts([(names[name], f"{output.size(amount)} a token") for name, amount in moved if amount])
 
 
-def _lasting(prefill: PrefillTime) -> str:
-    """How long a dense prefill is expected to take."""
-    named = ", ".join(f"{name} {output.duration(took)}" for name, took in prefill.parts.items() if took)
-    return f"{output.duration(prefill.seconds)} where dense; most of it {prefill.limit} ({named})"
-
-
-def plan_as_json(
-    planned: Plan, proposed: Plan | None, most: Plan | None, speed: Speed, prefill: PrefillTime | None
-) -> dict[str, object]:
+def plan_as_json(planned: Plan, proposed: Plan | None, most: Plan | None) -> dict[str, object]:
     """The same for programs."""
     from offload_decode.planning.proposals import changes, least_machine, prefill_chunk
 
@@ -249,8 +214,6 @@ def plan_as_json(
         "proposed": one(proposed),
         "most_tokens": one(most),
         "least_machine": None if proposed else least_machine(planned),
-        "expected": asdict(speed) | {"limit": speed.limit},
-        "expected_prefill": None if prefill is None else asdict(prefill) | {"limit": prefill.limit},
     }
 
 
@@ -309,16 +272,15 @@ def plan(
 ) -> None:
     """Say what fits on a machine, before anything starts.
 
-    Lists the GPU memory, memory and disk that a store would take, what each generated token moves, and the
-    tokens/s to expect at bandwidths that are measured here and now. If it does not fit, the nearest settings
-    that do are proposed. Exit code 1: nothing near it fits.
+    Lists the GPU memory, memory and disk that a store would take, and the bytes that each generated token
+    moves. If it does not fit, the nearest settings that do are proposed. Exit code 1: nothing near it fits.
     """
     wanted, options = token_count(tokens), split_pairs(option or [])
     without_gpu = gpu is not None and gpu.lower() == "none"
     sizes = [None if size is None else byte_count(size) for size in (None if without_gpu else gpu, ram, disk)]
 
     if sys.stderr.isatty():
-        output.note("Reading the model's config and measuring this machine …")
+        output.note("Reading the model's config …")
 
     with _uncollected():
         from offload_decode.models.size_estimate import outline
@@ -330,12 +292,10 @@ def plan(
         planned = plan_for(outline(model), request, _machine(sizes, without_gpu))
         proposed = planned if planned.fits else nearest(planned)
         most = None if proposed else most_tokens(planned)
-        speed = _speed(proposed or planned)
-        prefill = _prefill_time(proposed or planned)
     if as_json:
-        output.answer_json(plan_as_json(planned, proposed, most, speed, prefill))
+        output.answer_json(plan_as_json(planned, proposed, most))
     else:
-        show(planned, proposed, most, speed, prefill)
+        show(planned, proposed, most)
     if proposed is None:
         raise typer.Exit(1)
 
@@ -378,33 +338,3 @@ def _machine(sizes: list[int | None], without_gpu: bool) -> Any:
     if gpu is None and not without_gpu and torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0).total_memory
     return Machine(gpu, ram or total_memory(), disk or free_space(Path.cwd()), own_memory())
-
-
-def _speed(planned: Plan) -> Speed:
-    """Expected with the bandwidths of this machine; of a GPU that is not here only the host's part."""
-    import torch
-
-    from offload_decode.cli.compiling import tell_of_compiling
-    from offload_decode.planning.speed import measure, measure_disk, speed
-
-    tell_of_compiling()
-    outline = planned.outline
-    device = "cuda" if planned.machine.gpu and torch.cuda.is_available() else "cpu"
-    weights = planned.traffic.weights
-    measured = measure(outline.shape, outline.dtype, planned.request, device, weights)
-    disk = measure_disk(Path.cwd()) if planned.from_disk else None
-    return speed(planned.traffic, measured, planned.from_disk, disk)
-
-
-def _prefill_time(planned: Plan) -> PrefillTime | None:
-    """Expected of a dense prefill as it fits here; None where none does, and for a GPU that is not here."""
-    import torch
-
-    from offload_decode.planning.prefill_speed import expected_prefill, measure_prefill
-    from offload_decode.planning.proposals import nearest_prefill
-
-    fits = nearest_prefill(planned)
-    if fits is None or (fits.machine.gpu and not torch.cuda.is_available()):
-        return None
-    device = "cuda" if fits.machine.gpu else "cpu"
-    return expected_prefill(fits, measure_prefill(fits.outline, fits.request, device, Path.cwd()))

@@ -118,17 +118,11 @@ class ApproximateIndex(VectorIndex):
     exhaustive: ClassVar[bool] = False
     parameter: ClassVar[str]
     suffix: ClassVar[str]
-    quickly_built: ClassVar[int] = 4096
 
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)
         self.flat = FlatIndex(keys, digest)
         self._native: Any = None
-
-    @classmethod
-    def made_up(cls, keys: Keys, k: int) -> Self:
-        """Of the first `quickly_built` keys: a library knows no quicker way than to build one."""
-        return super().made_up(keys[: cls.quickly_built], k)
 
     @classmethod
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:

@@ -107,11 +107,6 @@ class VectorIndex(ABC):
         it finds, on all threads.
         """
 
-    @classmethod
-    def made_up(cls, keys: Keys, k: int) -> Self:
-        """An index over `keys` that is made quickly, and searched for `k` as a real one is: to time it."""
-        return cls.build(keys, digest="made up", k=min(k, max(1, len(keys))))
-
     @classmethod  # noqa: B027 (most need none)
     def need_library(cls) -> None:
         """Raises MissingBackend where the kind's library is not installed."""

@@ -54,7 +54,6 @@ class FaissHNSW(ApproximateIndex):
 
     name: ClassVar[str] = "faiss-hnsw"
     parameter: ClassVar[str] = "ef"
-    quickly_built: ClassVar[int] = 1024
     suffix: ClassVar[str] = ".faiss"
 
     @classmethod

@@ -33,7 +33,6 @@ class HnswlibIndex(ApproximateIndex):
 
     name: ClassVar[str] = "hnswlib"
     parameter: ClassVar[str] = "ef"
-    quickly_built: ClassVar[int] = 1024
     suffix: ClassVar[str] = ".hnsw"
 
     @classmethod

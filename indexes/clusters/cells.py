@@ -163,30 +163,6 @@ def joined(first: Cells, more: Cells) -> Cells:
     return Cells(**together)
 
 
-def made_up(n: int, dim: int, scanned: float) -> Cells:
-    """Cells of n keys of no meaning, made quickly: as many and as large as those of real keys. All but that
-    share of them have no mean and no variance: a search leaves them out.
-    """
-    count = max(1, n // KEYS_PER_CELL)
-    counts = np.full(count, n // count, np.int32)
-    counts[: n % count] += 1
-    starts = np.concatenate([[0], _blocks(counts).cumsum()])
-    ids = np.full(starts[-1] * BLOCK, -1, np.int32)
-    first = np.concatenate([[0], counts.cumsum(dtype=np.int64)])[:-1]
-    order = np.random.default_rng(0).permutation(n)
-    ids[np.arange(n) + np.repeat(starts[:-1] * BLOCK - first, counts)] = order
-    random = np.random.default_rng(0)
-    means = random.standard_normal((count, dim), np.float32)
-    # Codes of 1 to 15, which is -7 to 7, in either half of a byte.
-    some = random.integers(1, 16, (2, 1 << 16), np.uint8)
-    codes = np.resize(some[0] | some[1] << 4, len(ids) // BLOCK * -(-dim // GROUP) * WORD)
-    scales = np.full(len(ids), 0.1, np.float32)
-    variances = np.full_like(means, 0.1**2 * (15**2 - 1) / 12)  # of these codes
-    least = ceil(scanned * count)
-    means[least:], variances[least:] = 0, 0
-    return Cells(starts, counts, means, variances, codes, scales, ids)
-
-
 def _labels(keys: Keys) -> npt.NDArray[np.int64]:
     if not len(keys):
         return np.zeros(0, np.int64)

@@ -26,7 +26,6 @@ from offload_decode.indexes import files, verified
 from offload_decode.indexes import files as arrays
 from offload_decode.indexes.approximate import ApproximateIndex, tune
 from offload_decode.indexes.base import (
-    FROM_KEYS,
     Costs,
     Hits,
     RecallRecord,
@@ -34,7 +33,7 @@ from offload_decode.indexes.base import (
     VectorIndex,
     check_heads,
 )
-from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, build, check, joined, made_up
+from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, build, check, joined
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
 from offload_decode.indexes.clusters.scan import STEP_BYTES
 from offload_decode.indexes.clusters.search import (
@@ -92,14 +91,6 @@ class ClusteredIndex(ApproximateIndex):
         own = min(_rows_of_a_task(k), rows)
         of_rows = own * (16 * candidates_for(k) + cells) + 12 * cells * (own + -own % QUERIES)
         return pool.THREADS * (STEP_BYTES + 32 * candidates_for(k) + 16 * cells + of_rows)
-
-    @classmethod
-    def made_up(cls, keys: Keys, k: int) -> Self:
-        """Of random codes; as many of its cells are scanned as are taken to be."""
-        index = cls(keys, "made up")
-        index._native = _Searchable(made_up(len(keys), index.dim, share_read(len(keys), k)), keys)
-        index.recall = RecallRecord(0.95, k, 1.0, 0, FROM_KEYS, cls.parameter, _NEARLY_ALL, False)
-        return index
 
     @property
     def scan_from(self) -> float:

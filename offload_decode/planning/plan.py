@@ -14,9 +14,7 @@ from offload_decode.models.layer_streaming import NO_CARD
 from offload_decode.models.quantization import FORMATS, check_weights_of
 from offload_decode.models.size_estimate import Outline
 from offload_decode.planning import sizes
-from offload_decode.planning import sizes as ask_sizes
 from offload_decode.planning.sizes import Workload, in_dtype
-from offload_decode.planning.speed import Traffic, traffic
 
 CUDA_BYTES = 512 << 20
 """What CUDA itself takes of a GPU's memory, beyond all tensors."""
@@ -56,6 +54,41 @@ class Part:
     name: str
     place: Medium
     bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes for each generated token. `weights`: read on the device. `pages`: bounds read there. `scanned`:
+    what a search of the indexes reads in host memory. `gathered`: rows fetched from all over it, the most
+    that the query heads of a group can want. `attended`: rows read one after another for dense layers.
+    `bus`: what of these goes to a GPU; 0 without one.
+    """
+
+    weights: int
+    pages: int
+    scanned: int
+    gathered: int
+    attended: int
+    bus: int
+
+
+def traffic(outline: Outline, request: Workload, on_gpu: bool) -> Traffic:
+    """For one conversation, one token at a time."""
+    shape, n, given = outline.shape, request.tokens, (request.kv, outline.dtype)
+    pair, (_, value) = sizes.pair_bytes(shape, *given), sizes.row_bytes(shape, *given)
+    pages = scanned = gathered = attended = 0
+    for k in request.budgets(shape).values():
+        if k is None:
+            attended += shape.kv_heads * n * pair
+        elif request.selector == "quest":
+            pages += sizes.page_bytes(shape, n, request.page_size, request.metadata, 1)
+            gathered += shape.kv_heads * min(n, k) * pair
+        else:
+            # A group shares Quest's pages, and here what is scanned. Scores of what is found are known.
+            scanned += sizes.index_costs(request.index, shape, n, *given, k, shape.group).read
+            gathered += shape.kv_heads * min(n, shape.group * k) * value
+    weights = sizes.active_weights_bytes(outline, request.weights, on_gpu)
+    return Traffic(weights, pages, scanned, gathered, attended, gathered + attended if on_gpu else 0)
 
 
 @dataclass(frozen=True)
@@ -159,17 +192,15 @@ def _asking(outline: Outline, request: Workload, machine: Machine) -> tuple[Part
     parts = [
         *_program(device, machine),
         _weights(outline, request.weights, device),
-        Part("question and answer", device, ask_sizes.ask_bytes(outline, request, on_gpu)),
-        Part("search", Medium.RAM, ask_sizes.search_bytes(outline, request, threads.THREADS)),
+        Part("question and answer", device, sizes.ask_bytes(outline, request, on_gpu)),
+        Part("search", Medium.RAM, sizes.search_bytes(outline, request, threads.THREADS)),
         Part("store", Medium.DISK, _store_bytes(outline, request)),
     ]
     if shape.state_layers:
         parts.append(Part("recurrent states", device, sizes.states_bytes(shape, request.batch)))
     if on_gpu:
         parts.append(Part("device cache", Medium.GPU, request.device_cache))
-        parts.append(
-            Part("rows on their way to the GPU", Medium.RAM, ask_sizes.staged_bytes(outline, request))
-        )
+        parts.append(Part("rows on their way to the GPU", Medium.RAM, sizes.staged_bytes(outline, request)))
     if request.selector == "quest":
         pages = sizes.page_bytes(shape, request.tokens, request.page_size, request.metadata, len(searched))
         parts.append(Part("page bounds", device, pages))

@@ -250,14 +250,6 @@ def staging_bytes(outline: Outline, chunk: int, tokens: int, on_gpu: bool, kv: s
     return leaving + 2 * placement.AHEAD * power_of_two(block)
 
 
-def kept_tokens(outline: Outline, chunk: int, tokens: int, room: int, kv: str) -> int:
-    """Of the tokens before the last chunk, those that stay on a card with `room` bytes beside the weights."""
-    left = room - prefill_bytes(outline, chunk, tokens, True, kv)
-    block = placement.BLOCK_TOKENS * kv_token_bytes(outline.shape, kv, outline.dtype)
-    blocks = max(0, left) // max(1, block)
-    return min(blocks * placement.BLOCK_TOKENS, (tokens - 1) // chunk * chunk)
-
-
 # What is to be planned: a model, a number of tokens, and the settings that sizes follow from.
 
 KV = tuple(KV_KINDS)

@@ -365,15 +365,6 @@ class IndexContract:
         assert read(100_000, rows=1000, k=10_000) <= everything
         assert self.cls.search_bytes(100_000, 64, 2, 4) > 0
 
-    @pytest.mark.parametrize("dtype", ["float16", "float32", encodings.INT8])
-    @pytest.mark.parametrize("n", [1, 1000])
-    def test_one_that_is_made_up_is_searched_as_a_real_one(self, n: int, dtype: str) -> None:
-        own = self.cls.made_up(_drawn(n, 32, dtype), 64)
-        hits = self.cls.search_heads([own, own], np.ones((2, 3, 32), np.float32), 64)
-        assert hits.ids.shape == (2, 3, 64)
-        assert ((hits.ids >= 0).sum(axis=2) == min(n, 64)).all()
-        assert np.isfinite(hits.scores[hits.ids >= 0]).all()
-
     # Wrong input
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from pathlib import Path
 
 import pytest
-import torch
 
+from offload_decode.cli import output
 from offload_decode.cli.options import byte_count
 from offload_decode.common.errors import ConfigError
 from tests.cli.conftest import refused, run
@@ -45,19 +46,12 @@ def test_a_plan_that_fits(home: Path) -> None:
     assert "131,072 tokens" in ran.out
     assert "It fits" in ran.out
     assert "It can be prefilled here." in ran.out
-    assert "an expectation, not a measurement" in ran.out
-    assert "where dense; most of it" in ran.out
-
-
-def test_how_long_a_prefill_takes_is_said_of_what_is_here_alone(home: Path) -> None:
-    given = ["plan", "--model", home / "model", "--tokens", "128K", "--ram", "64GiB", "--disk", "1TB"]
-    here, away = (
-        json.loads(run(*given, "--gpu", gpu, "--json").out)["expected_prefill"] for gpu in ("none", "24GiB")
-    )
-    assert here["seconds"] == pytest.approx(sum(here["parts"].values()))
-    if not torch.cuda.is_available():
-        assert away is None
-        assert "nor is it known how long a prefill takes there" in run(*given, "--gpu", "24GiB").out
+    told = json.loads(run("plan", "--model", home / "model", "--tokens", "128K", *ROOMY, "--json").out)
+    moved = {name: size for name, size in told["proposed"]["traffic"].items() if size}
+    assert moved.keys() == {"weights", "scanned", "gathered"}
+    printed = ("weights read", "keys scanned", "rows gathered")
+    for name, size in zip(printed, moved.values(), strict=True):
+        assert re.search(f"^{name} +{re.escape(output.size(size))} a token$", ran.out, re.MULTILINE)
 
 
 def test_a_chunk_is_chosen_for_a_gpu_unless_it_is_told(home: Path) -> None:

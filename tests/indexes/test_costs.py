@@ -1,13 +1,10 @@
-"""What the contract does not say of bytes: they are stated without a kind's library, and clusters are mapped,
-and made up as they are built.
-"""
+"""What the contract does not say: bytes are stated without a kind's library, and clusters are mapped."""
 
 from __future__ import annotations
 
 import mmap
 import subprocess
 import sys
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +35,6 @@ def test_clusters_that_are_loaded_are_mapped(dtype: str, tmp_path: Path) -> None
     keys = drawn(4000, dtype)
     ClusteredIndex.build(keys).save(tmp_path / "i")
     assert all(_is_mapped(part) for part in ClusteredIndex.load(tmp_path / "i", keys).cells)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", encodings.INT8])
-@pytest.mark.parametrize("n", [1, 1000, 9001])
-def test_clusters_that_are_made_up_are_as_real_ones(n: int, dtype: str) -> None:
-    keys = drawn(n, dtype)
-    own, real = ClusteredIndex.made_up(keys, 64), ClusteredIndex.build(keys).cells
-    assert own.cells.nbytes == pytest.approx(real.nbytes, rel=0.1)
-    assert [part.dtype for part in own.cells] == [part.dtype for part in real]
-    assert own._prunes(64) == (n > ceil(4 * (64 + 16 + 64)))
 
 
 def _is_mapped(array: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.indexes import registry
+from offload_decode.kv import placement
 from offload_decode.models.size_estimate import Outline
-from offload_decode.planning import speed as bandwidth
 from offload_decode.planning.plan import Machine, Medium, card_room, chosen_chunk, plan
 from offload_decode.planning.proposals import (
     changes,
@@ -21,8 +21,15 @@ from offload_decode.planning.proposals import (
     nearest_prefill,
     prefill_chunk,
 )
-from offload_decode.planning.sizes import KV, SELECTORS, WEIGHTS, Workload, weights_given
-from offload_decode.planning.speed import CALLS, Bandwidths, measure, measure_disk, speed
+from offload_decode.planning.sizes import (
+    CARD_CHUNKS,
+    CPU_CHUNK,
+    KV,
+    SELECTORS,
+    WEIGHTS,
+    Workload,
+    weights_given,
+)
 from offload_decode.types import PAGE_METADATA, LayerKind, ModelShape
 from tests.planning.outlines import llama_8b
 
@@ -230,91 +237,39 @@ def test_a_prefill_too_large_is_given_a_smaller_chunk():
     assert not plan(llama_8b(), Workload(1 << 20, chunk=2 * chunk), machine).prefill_fits
 
 
-def test_speed_is_the_sum_of_what_is_moved():
-    even = Bandwidths(weights=1e9, search=1e9, rows=1e9, bus=1e9)
+def test_a_token_moves_the_bytes_of_every_layer_that_it_reads():
     machine = Machine(40 * GIB, 64 * GIB, 200 * GIB, 0)
-    asked = plan(llama_8b(), Workload(100_000, index="flat"), machine)
-    moved = asked.traffic
-    expected = speed(moved, even)
+    moved = plan(llama_8b(), Workload(100_000, index="flat"), machine).traffic
     assert moved.bus == moved.gathered == 32 * 8 * 4 * 1024 * 256
     assert moved.scanned == 32 * 8 * 100_000 * 256
-    everything = moved.weights + moved.scanned + moved.gathered + moved.bus
-    assert 1 / expected.tokens_per_second == pytest.approx(everything / 1e9)
-    assert expected.limit == "model weights"
-    assert speed(moved, even, from_disk=1e12, disk=1e9).limit == "disk"
-    slow = speed(moved, replace(even, calls=1e3))
-    assert slow.seconds["calls"] == 32 * CALLS / 1e3
-    assert 1 / slow.tokens_per_second == pytest.approx(everything / 1e9 + slow.seconds["calls"])
+    assert (moved.pages, moved.attended) == (0, 0)
+    table = 4096 * 128256
+    assert moved.weights == 2 * (llama_8b().parameters - table), "one row of the embeddings"
+    quest = plan(llama_8b(), Workload(100_000, selector="quest"), machine).traffic
+    assert quest.pages == 30 * 2 * 8 * (100_000 // 16) * 128 * 2
+    assert quest.gathered == 30 * 8 * 1024 * 512
+    assert quest.attended == 2 * 8 * 100_000 * 512, "two dense layers"
+    assert quest.bus == quest.gathered + quest.attended
+    dense = plan(llama_8b(), Workload(100_000, selector="dense"), replace(machine, gpu=None)).traffic
+    assert dense.attended == 32 * 8 * 100_000 * 512
+    assert (dense.scanned, dense.gathered, dense.bus) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("request_", "stages"),
-    [
-        ({"kv": "auto"}, {"search", "rows"}),
-        ({"kv": "int8", "index": "flat", "tokens": 3000}, {"search", "rows"}),
-        ({"kv": "int4-values", "budget": "2%"}, {"search", "rows"}),
-        ({"index": "faiss-ivf"}, {"search", "rows"}),
-        ({"selector": "quest"}, {"pages", "rows", "dense"}),
-        ({"selector": "quest", "metadata": "int8", "page_size": 100}, {"pages", "rows", "dense"}),
-        ({"selector": "quest", "tokens": 7}, {"dense"}),
-        ({"selector": "dense", "kv": "int8"}, {"dense"}),
-        ({"tokens": 1}, {"dense"}),
-    ],
-)
-def test_what_a_request_does_is_what_is_measured(request_, stages):
-    shape = ModelShape.uniform((LayerKind.FULL,) * 3, 4, 2, 64)
-    if request_.get("index", "").startswith("faiss"):
-        pytest.importorskip("faiss")
-    asked = Workload(**{"tokens": 100_000} | request_)
-    found = asdict(measure(shape, "float32", asked, "cpu"))
-    measured = {name: rate for name, rate in found.items() if rate is not None}
-    assert measured.keys() == {"weights", "calls"} | stages
-    assert all(1e4 < rate < 1e13 for rate in measured.values()), found
-    # A stage that moves bytes has a rate: nothing that a token does is left out of its time.
-    moved = plan(replace(llama_8b(), shape=shape, dtype="float32"), asked, Machine(None, GIB, GIB, 0)).traffic
-    assert len(speed(moved, Bandwidths(**found)).seconds) == len(measured)
+@pytest.mark.parametrize("gpu", [12, 16, 24, 80, 139])
+def test_the_chunk_that_is_chosen_fits_beside_the_weights(gpu):
+    machine = Machine(gpu * GIB, 64 * GIB, 1 << 50, 0)
+    planned = plan(llama_8b(), Workload(1 << 20, weights="int8", chunk_chosen=True), machine)
+    assert planned.prefill_fits
+    chunk = planned.request.chunk
+    if gpu > 12:
+        assert chunk >= 8192
+    larger = plan(llama_8b(), Workload(1 << 20, weights="int8", chunk=2 * chunk), machine)
+    room = machine.gpu - machine.gpu // placement.RESERVE
+    assert chunk == CARD_CHUNKS[0] or larger.need(Medium.GPU, larger.prefilling) > room
 
 
-def test_the_search_that_is_timed_is_that_of_the_index_that_is_asked_for(monkeypatch):
-    from offload_decode.indexes.clusters.index import ClusteredIndex
-    from offload_decode.indexes.flat import FlatIndex
-
-    searched = []
-    for kind in (FlatIndex, ClusteredIndex):
-        own = kind.search_heads.__func__
-
-        def seen(cls, heads, queries, k, own=own):
-            searched.append((cls.name, len(heads), queries.shape, k))
-            return own(cls, heads, queries, k)
-
-        monkeypatch.setattr(kind, "search_heads", classmethod(seen))
-    shape = ModelShape.uniform((LayerKind.FULL,), 8, 2, 64)
-    measure(shape, "float16", Workload(50_000, budget="100"), "cpu")
-    assert set(searched) == {("clusters", 2, (2, 4, 64), 100)}
-    searched.clear()
-    measure(shape, "float16", Workload(50_000, budget="100", index="flat"), "cpu")
-    assert set(searched) == {("flat", 2, (2, 4, 64), 100)}
-
-
-def test_bounds_of_pages_are_scored_on_the_card(card, monkeypatch):
-    """As `quest` does; chosen pages are attended to on the host."""
-    scored, attended = set(), set()
-    score, attend = bandwidth.page_scores, bandwidth.attend_pages
-    monkeypatch.setattr(
-        bandwidth, "page_scores", lambda *given: (scored.add(given[1].lower.device.type), score(*given))[1]
-    )
-    monkeypatch.setattr(
-        bandwidth, "attend_pages", lambda *given: (attended.add(given[0].device.type), attend(*given))[1]
-    )
-    shape = ModelShape.uniform((LayerKind.FULL,) * 3, 4, 2, 64)
-    rates = measure(shape, "float16", Workload(3000, selector="quest", budget="64"), "cuda")
-    assert (scored, attended) == ({"cuda"}, {"cpu"})
-    assert min(rates.pages, rates.rows, rates.bus) > 0
-
-
-def test_a_disks_speed_is_measured_and_nothing_stays(tmp_path):
-    assert measure_disk(tmp_path) is None or measure_disk(tmp_path) > 1e5
-    assert not list(tmp_path.iterdir())
+def test_a_cpu_has_the_chunk_of_a_cpu():
+    assert chosen_chunk(llama_8b(), Workload(1000), Machine(None, GIB, GIB, 0)) == CPU_CHUNK
 
 
 @pytest.mark.parametrize(

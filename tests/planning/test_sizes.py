@@ -10,9 +10,8 @@ import pytest
 from offload_decode.indexes import registry
 from offload_decode.models.size_estimate import outline, outline_of
 from offload_decode.planning import sizes
-from offload_decode.planning import sizes as ask_sizes
+from offload_decode.planning.plan import traffic
 from offload_decode.planning.sizes import KV, Workload
-from offload_decode.planning.speed import traffic
 from offload_decode.store.format import stored_types
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 from tests.planning.outlines import llama_8b
@@ -113,11 +112,11 @@ def test_buffers_on_the_way_to_a_gpu_are_as_large_as_those_that_were_held():
         copied.fetch(part, stored, [np.arange(n)] * 2, StepStats())
     held = sum(len(buffer._memory) for buffer in copied._staging)
     request = Workload(n, index="flat")
-    assert ask_sizes.staged_bytes(model, request) == held
+    assert sizes.staged_bytes(model, request) == held
     hot = HotRows(1000)
     kept = sum(part.nbytes for part in (hot._owner, hot._table, hot._older, hot._newer))
     cached = replace(request, device_cache=1000 * stored[0].row_bytes)
-    assert ask_sizes.staged_bytes(model, cached) - held == pytest.approx(kept, rel=0.01)
+    assert sizes.staged_bytes(model, cached) - held == pytest.approx(kept, rel=0.01)
 
 
 def test_page_bounds_are_as_large_as_quests():
