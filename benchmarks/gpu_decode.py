@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -35,6 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import fidelity, layers, machine, traffic
 from benchmarks.gpu_prefill import EIGHT_BILLION, TINY
+from benchmarks.timing import timed
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cuda_graphs import WORTH, CapturedForward, report
@@ -42,9 +44,7 @@ from offload_decode.models.fingerprints import weights_hash
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.models.made_with import made_with
 from offload_decode.models.quantization import check_weights, quantise
-from offload_decode.planning import speed
 from offload_decode.planning.caps import Caps, apply_caps
-from offload_decode.planning.sizes import Workload
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.reader import KVStore
@@ -53,6 +53,29 @@ from offload_decode.types import Document
 
 WARM_UP = WORTH + 4  # tokens before the clock starts: passes are captured by then
 PLAIN = "host, no graphs"
+MOVED = 1 << 27  # bytes
+
+
+def device_rates(device: torch.device, moved: int) -> dict[str, float]:
+    """Bytes a second: `weights` of a linear layer in the product with one row, `bus` from pinned memory."""
+    layer = torch.zeros(moved // 4096, 2048, dtype=torch.float16, device=device)
+    row = torch.zeros(1, 2048, dtype=layer.dtype, device=device)
+    host = torch.empty(moved, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(moved, dtype=torch.uint8, device=device)
+    works: dict[str, Callable[[], object]] = {
+        "weights": lambda: torch.nn.functional.linear(row, layer),
+        "bus": lambda: target.copy_(host, non_blocking=True),
+    }
+
+    def finished(work: Callable[[], object]) -> None:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return {
+        name: moved / timed(lambda _, work=work: finished(work), cold=False, seconds=0.2).median  # type: ignore[misc]
+        for name, work in works.items()
+    }
 
 
 class SharedStore(KVStore):
@@ -186,9 +209,7 @@ def main() -> int:
     depth = len(loaded.shape.layers)
     steps = (WARM_UP + given.decode) * -(-depth // given.distinct)
     host = machine.measure(1 << 22) if given.tiny else machine.measure()
-    rates = speed.measure(
-        loaded.shape, loaded.dtype, Workload(given.tokens, budget=str(given.budget)), device
-    )
+    rates = device_rates(torch.device(device), 1 << 22 if given.tiny else MOVED)
     table = loaded.model.get_input_embeddings().weight  # one row of it is read
     weights = sum(part.nbytes for part in loaded.model.parameters() if part is not table)
     with TemporaryDirectory(prefix="offload-decode-gpu-", dir=".") as folder:
@@ -205,8 +226,11 @@ def main() -> int:
         read, mass = search_bytes(engine, asked, given.budget)
     allowed = depth * (read.in_order / host.read + read.rows / host.gather)
     for own in found.values():
-        bus = own["bus_bytes"] / rates.bus if rates.bus else 0.0
-        times = {"host": allowed, "weights": weights / rates.weights, "bus": bus}
+        times = {
+            "host": allowed,
+            "weights": weights / rates["weights"],
+            "bus": own["bus_bytes"] / rates["bus"],
+        }
         own["shares"] = {name: value / own["seconds"] for name, value in times.items()}
     figures = {
         "date": date.today().isoformat(),
@@ -214,7 +238,7 @@ def main() -> int:
         "settings": {name: str(value) for name, value in vars(given).items() if name != "out"},
         "made_with": made_with(loaded),
         **machine.made_with(host),
-        "bandwidths": asdict(rates),
+        "bandwidths": rates,
         "index": {"seconds": built.seconds, "recall": built.recall, "of the exact top-k's mass": mass},
         "weights_bytes": weights,
         "host_bytes_a_token": depth * (read.in_order + read.rows),

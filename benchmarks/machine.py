@@ -1,7 +1,7 @@
 """What this machine's memory moves, measured in a second or two by loops that do nothing else.
 
-`offload_decode.planning.speed` measures the engine's own code; these are the bounds that any code meets:
-reading in order, reading rows of 256 bytes (a key of 128 halves) from random places, and copying.
+These are the bounds that any code meets: reading in order, reading rows of 256 bytes (a key of 128 halves)
+from random places, and copying.
 """
 
 from __future__ import annotations

@@ -9,15 +9,53 @@ whatever follows.
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from offload_decode.common.errors import ModelError
 from offload_decode.common.memory import is_out_of_memory
-from offload_decode.models.rendered import TemplateRefuses, rendered
+
+LONGEST_TEMPLATE = 1 << 20
+"""Characters of a chat template: those of models have some tens of thousands at most."""
+LONGEST_WRITTEN = 1 << 16
+"""Characters that a template may write beside the messages."""
+
+
+class TemplateRefuses(Exception):
+    """What the template, or Jinja, says is wrong with messages."""
+
+
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+    """The text of messages, as `tokenizer.apply_chat_template` writes it.
+
+    A template is a program that came with a checkpoint. It runs in Jinja's sandbox, which keeps it from files
+    and from Python and bounds its ranges, but not its time: take models from people you trust. Raises
+    `TemplateRefuses`, and `ModelError` where the template is, or writes, too much.
+    """
+    if len(str(tokenizer.chat_template)) > LONGEST_TEMPLATE:
+        raise ModelError(
+            f"the chat template of this model has more than {LONGEST_TEMPLATE:,} characters: mend it, or "
+            "fetch the checkpoint again"
+        )
+    try:
+        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **more))
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program, and raises what it likes
+        raise TemplateRefuses(str(error)[:LONGEST_WRITTEN]) from error
+    # Some put a message there twice, or escaped.
+    own = len(text) - LONGEST_WRITTEN
+    if own > 0 and own > 4 * len(json.dumps([list(messages), more])):
+        raise ModelError(
+            f"the chat template of this model writes more than {LONGEST_WRITTEN:,} characters of its own: "
+            "mend it, or fetch the checkpoint again"
+        )
+    return text
+
 
 # Pieces of a text to the tokens that they have in the whole.
 #

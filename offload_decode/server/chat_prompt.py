@@ -24,13 +24,14 @@ from offload_decode.models.loading import LoadedModel
 from offload_decode.models.prompt import (
     Piece,
     Prompt,
+    TemplateRefuses,
     encode,
     encode_after,
     encode_first,
     opening_of,
+    rendered,
     special_tokens,
 )
-from offload_decode.models.rendered import TemplateRefuses, rendered
 from offload_decode.server.requests import WrongField
 
 # Texts and known tokens that stand one behind the other, to the tokens of the whole.

@@ -36,7 +36,7 @@ from offload_decode.models.fingerprints import find_tokenizer
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.loading import load
 from offload_decode.models.made_with import made_with
-from offload_decode.models.rendered import TemplateRefuses, rendered
+from offload_decode.models.prompt import TemplateRefuses, rendered
 from offload_decode.prefill_jobs.job import Settings as Prefilling
 from offload_decode.prefill_jobs.lm_eval.answers import (
     Score,

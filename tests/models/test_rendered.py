@@ -1,34 +1,26 @@
-"""A chat template is a stranger's program: what it may take is bounded, and what it writes is passed on."""
+"""A chat template is a stranger's program: its size is bounded, and what it writes is passed on."""
 
 from __future__ import annotations
 
-import os
-import socket
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from offload_decode.common.errors import ModelError
-from offload_decode.models.prompt import prompt_for
-from offload_decode.models.rendered import LONGEST, TemplateRefuses, rendered
+from offload_decode.models.prompt import (
+    LONGEST_TEMPLATE,
+    LONGEST_WRITTEN,
+    TemplateRefuses,
+    prompt_for,
+    rendered,
+)
 from offload_decode.server.chat_prompt import Message, Template
 from offload_decode.server.requests import WrongField
 from tests.tiny import tiny_tokenizer
 
 ASKED = [{"role": "user", "content": "Où? \ud83d"}]
 SAYS = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-TOO_MUCH = {
-    "a loop without end": ENDLESS,
-    "a text of gigabytes": "{{ 'x' * 9999999999 }}",
-    "a text that doubles": "{% set n = namespace(x='xx') %}{% for i in range(60) %}"
-    "{% set n.x = n.x + n.x %}{% endfor %}",
-    "a number of many digits": "{% set x = 9 ** 99999999 %}",
-    "a text that nobody asked for": f"{{{{ 'x' * {2 * LONGEST} }}}}",
-}
+TOO_MUCH = f"{{{{ 'x' * {2 * LONGEST_WRITTEN} }}}}"
 
 
 def tokenizer(template: str) -> Any:
@@ -43,65 +35,35 @@ def test_it_writes_what_the_library_writes() -> None:
         assert rendered(known, messages) == known.apply_chat_template(messages, tokenize=False)
 
 
-def written_in_a_pool(content: str) -> str:
-    return rendered(tokenizer(SAYS), [{"role": "user", "content": content}])
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('not you') }}", "not you"),
+        ("{{ messages[7].content }}", "no element 7"),
+        ("{% for %}", "Expected an expression"),
+        ("{% for a in range(999999) %}{% endfor %}", "Range too big"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "zero"),
+    ],
+)
+def test_a_template_that_fails_says_why(template: str, says: str) -> None:
+    with pytest.raises(TemplateRefuses, match=says):
+        rendered(tokenizer(template), ASKED)
 
 
-def test_a_worker_of_a_pool_writes_too() -> None:
-    """Such processes may start none of multiprocessing's."""
-    with get_context("spawn").Pool(1) as pool:
-        assert pool.map(written_in_a_pool, ["a", "b"]) == ["<a>", "<b>"]
-
-
-def test_one_process_writes_many_texts_and_another_template_s_begin_with_another() -> None:
-    first, second = tokenizer(SAYS), tokenizer("{{ 'two' }}")
-    asked = [[{"role": "user", "content": content}] for content in "abc"]
-    forks = []
-    with mock.patch("os.fork", side_effect=lambda fork=os.fork: forks.append(fork()) or forks[-1]):
-        assert [rendered(first, messages) for messages in asked] == ["<a>", "<b>", "<c>"]
-        assert len(forks) == 1
-        assert rendered(second, ASKED) == "two"
-        first.chat_template = ENDLESS
-        with pytest.raises(ModelError, match="takes more than"):
-            rendered(first, ASKED)
-        assert rendered(second, ASKED) == "two"
-    assert len(forks) == 4
-    for ended in forks[:3]:
-        with pytest.raises(ProcessLookupError):
-            os.kill(ended, 0)
-
-
-def test_texts_are_written_after_one_another_whichever_thread_asks() -> None:
-    known = tokenizer(SAYS)
-    with ThreadPoolExecutor(8) as threads:
-        said = list(threads.map(lambda i: rendered(known, [{"role": "user", "content": str(i)}]), range(64)))
-    assert said == [f"<{i}>" for i in range(64)]
-
-
-def test_what_its_parent_closes_is_closed() -> None:
-    one, other = socket.socketpair()
-    with one:
-        assert rendered(tokenizer(SAYS), [{"role": "user", "content": "a"}]) == "<a>"
-        other.close()
-        one.settimeout(5)
-        assert one.recv(1) == b""
-
-
-def test_what_it_refuses_is_told() -> None:
-    with pytest.raises(TemplateRefuses, match="not you"):
-        rendered(tokenizer("{{ raise_exception('not you') }}"), ASKED)
-
-
-@pytest.mark.parametrize("template", TOO_MUCH.values(), ids=TOO_MUCH)
-def test_what_takes_too_much_is_ended(template: str) -> None:
-    with pytest.raises(ModelError, match="takes more than"):
-        rendered(tokenizer(template + SAYS), ASKED)
+def test_a_template_that_is_or_writes_too_much_is_refused() -> None:
+    with pytest.raises(ModelError, match="writes more than 65,536 characters"):
+        rendered(tokenizer(TOO_MUCH + SAYS), ASKED)
+    with pytest.raises(ModelError, match="has more than 1,048,576 characters"):
+        rendered(tokenizer("x" * LONGEST_TEMPLATE + SAYS), ASKED)
+    echoes = tokenizer("{{ messages[0]['content'] * 3 }}")
+    assert len(rendered(echoes, [{"role": "user", "content": "x" * LONGEST_WRITTEN}])) == 3 * LONGEST_WRITTEN
 
 
 def test_a_prompt_and_a_server_say_so() -> None:
-    with pytest.raises(ModelError, match="takes more than"):
-        prompt_for(tokenizer(ENDLESS + SAYS))
-    template = Template(tokenizer("{% if messages[1] %}" + ENDLESS + "{% endif %}" + SAYS))
+    with pytest.raises(ModelError, match="writes more than"):
+        prompt_for(tokenizer(TOO_MUCH + SAYS))
+    template = Template(tokenizer("{% if messages[1] %}" + TOO_MUCH + "{% endif %}" + SAYS))
     assert template.rendered([Message("user", "Who?")]) == "<Who?>"
-    with pytest.raises(WrongField, match="takes more than"):
+    with pytest.raises(WrongField, match="writes more than"):
         template.rendered([Message("user", "Who?"), Message("assistant", "I.")])
