@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.client import Manner, Reached, Received, Server, check_left_to_server, reaching
+from offload_decode.cli.client import (
+    Manner,
+    Reached,
+    Received,
+    Server,
+    asked,
+    check_left_to_server,
+    reaching,
+    report,
+)
 from offload_decode.cli.collections import Choosing, Collected, choosing, collected_of
 from offload_decode.cli.errors import exit_code, sentence
 from offload_decode.cli.limits import Asking, asking, check_here, open_engine, opener
@@ -38,7 +46,6 @@ if TYPE_CHECKING:
 
     from offload_decode.collections.journal import Entry
     from offload_decode.engine.engine import Engine
-    from offload_decode.engine.sampler import Sampler
     from offload_decode.prefill_jobs.on_ray.cluster import Cluster
     from offload_decode.store.format import Manifest
     from offload_decode.types import CitedDocument, StepStats
@@ -85,27 +92,20 @@ def ask(
     if workers is not None and reached is not None:
         raise ConfigError("--workers and --server do not go together: leave one of them out")
     cluster = _cluster(workers, worker_count, how)
-    asked = question_from(question)
+    text = question_from(question)
+    manner = Manner(how.config.selector, how.config.options, max_new_tokens, temperature, top_p, seed, cites)
     with collected_of([store], reached, choosing, Progress) as collected:
         if collected is not None:
-            sampling = temperature, top_p, seed
-            ask_collection(collected, asked, how, cluster, max_new_tokens, sampling, as_json, cites, stats)
+            _ask_collection(collected, text, how, cluster, manner, as_json, stats)
             return
     if cluster is not None and cites:
         raise ConfigError("--workers and --cite do not go together for one store: leave one of them out")
     if reached is not None:
         check_left_to_server(how)
-        manner = Manner(
-            how.config.selector, how.config.options, max_new_tokens, temperature, top_p, seed, cites
-        )
-        _ask_server(reached, str(store), asked, manner, as_json, stats)
+        _ask_server(reached, str(store), text, manner, as_json, stats)
         return
-
-    from offload_decode.engine.sampler import Sampler
-
-    sampler = Sampler(temperature, top_p, seed)
     with _opened(store, how, cluster) as engine:
-        _answer(engine, store, asked, max_new_tokens, sampler, as_json, cites, stats)
+        _answer(engine, store, text, manner, as_json, stats)
 
 
 def _cluster(workers: str | None, count: int | None, how: Asking) -> Cluster | None:
@@ -129,30 +129,19 @@ def _opened(store: Path, how: Asking, cluster: Cluster | None) -> Iterator[Engin
         yield engine
 
 
-def _answer(
-    engine: Engine,
-    store: Path,
-    asked: str,
-    max_new_tokens: int,
-    sampler: Sampler,
-    as_json: bool,
-    cites: bool,
-    stats: bool,
-) -> None:
+def _answer(engine: Engine, store: Path, question: str, manner: Manner, as_json: bool, stats: bool) -> None:
     from offload_decode.engine.citations import cite
+    from offload_decode.engine.sampler import Sampler
     from offload_decode.hf import cuda_graphs
 
+    sampler = Sampler(manner.temperature, manner.top_p, manner.seed)
     if as_json:
-        given = engine.answer(asked, max_new_tokens, sampler, cites)
+        given = engine.answer(question, manner.max_new_tokens, sampler, manner.cite)
         cost = given.stats
-        cited = {} if given.citations is None else {"citations": list(map(asdict, given.citations))}
         output.answer_json(
             {
-                "question": asked,
-                "answer": given.text,
-                "tokens": len(given.tokens),
-                "finish": given.finish,
-                **cited,
+                "question": question,
+                **_told(given.text, len(given.tokens), given.finish, given.citations),
                 "selector": engine.selector.name,
                 "options": asdict(engine.selector.options),
                 "search": engine.selector.report(),
@@ -168,8 +157,8 @@ def _answer(
             }
         )
     else:
-        with engine.watched() if cites else nullcontext() as watch:
-            show(engine.stream(asked, max_new_tokens, sampler))
+        with engine.watched() if manner.cite else nullcontext() as watch:
+            show(engine.stream(question, manner.max_new_tokens, sampler))
         cost = engine.prefix.take_stats()
         if watch is not None:
             output.note(attended(cite(watch, engine.store, engine.tokenizer)))
@@ -189,8 +178,6 @@ def _answer(
 def _ask_server(
     reached: Reached, store: str, question: str, manner: Manner, as_json: bool, stats: bool
 ) -> None:
-    from offload_decode.cli.through_server import asked, describe_received, report
-
     began, received = time.monotonic(), Received()
     with Server(reached) as server:
         served = server.served(store)
@@ -204,7 +191,15 @@ def _ask_server(
     if manner.cite and not as_json:
         output.note(attended(received.cited))
     if stats:
-        output.note(describe_received(received, time.monotonic() - began))
+        output.note(received.describe(time.monotonic() - began))
+
+
+def _told(
+    text: str, tokens: int, finish: str, citations: Sequence[CitedDocument] | None
+) -> dict[str, object]:
+    """An answer for programs."""
+    cited = {} if citations is None else {"citations": list(map(asdict, citations))}
+    return {"answer": text, "tokens": tokens, "finish": finish, **cited}
 
 
 def approximations(manifest: Manifest) -> str:
@@ -277,11 +272,8 @@ def describe(cost: StepStats, engine: Engine) -> str:
     )
 
 
-# `ask` of a collection: an answer from each document that the question is put to.
-
-
 class Told(NamedTuple):
-    """An answer, and what it cost: `described` is that in words."""
+    """The answer of a document in a collection, and what it cost: `described` is that in words."""
 
     text: str
     tokens: int
@@ -291,21 +283,19 @@ class Told(NamedTuple):
     described: str = ""
 
 
-def ask_collection(
+def _ask_collection(
     collected: Collected,
     question: str,
     how: Asking,
     cluster: Cluster | None,
-    max_new_tokens: int,
-    sampling: tuple[float, float, int],
+    manner: Manner,
     as_json: bool,
-    cites: bool,
     stats: bool,
 ) -> None:
     """Ask document after document, one open at a time, or on the machines of a `cluster`, which answer in any
-    order; one that fails does not stop the others. `sampling`: of a `Sampler`.
+    order; one that fails does not stop the others.
     """
-    if cluster is not None and (sampling[0] > 0 or stats):
+    if cluster is not None and (manner.temperature > 0 or stats):
         other = "--stats" if stats else "--temperature"
         raise ConfigError(f"--workers and {other} do not go together for a collection: leave one of them out")
     check_here(how, cluster is None)
@@ -313,9 +303,9 @@ def ask_collection(
     if not documents:
         raise ConfigError("no document has a word of the question: put it otherwise, or give --all")
     if cluster is None:
-        results = _here(collected, documents, question, how, max_new_tokens, sampling, cites)
+        results = _here(collected, documents, question, how, manner)
     else:
-        results = _there(collected, documents, question, how, cluster, max_new_tokens, cites)
+        results = _there(collected, documents, question, how, cluster, manner)
     answers: dict[str, dict[str, object]] = {}
     failed: dict[str, OffloadDecodeError] = {}
     for entry, told in results:
@@ -327,10 +317,7 @@ def ask_collection(
             answers[entry.name] = {
                 "document": entry.name,
                 "store": collected.collection.address(entry),
-                "answer": told.text,
-                "tokens": told.tokens,
-                "finish": told.finish,
-                **({} if told.citations is None else {"citations": list(map(asdict, told.citations))}),
+                **_told(told.text, told.tokens, told.finish, told.citations),
                 "stats": asdict(told.stats),
             }
         else:
@@ -357,13 +344,7 @@ def ask_collection(
 
 
 def _here(
-    collected: Collected,
-    documents: Sequence[Entry],
-    question: str,
-    how: Asking,
-    max_new_tokens: int,
-    sampling: tuple[float, float, int],
-    cites: bool,
+    collected: Collected, documents: Sequence[Entry], question: str, how: Asking, manner: Manner
 ) -> Iterator[tuple[Entry, Told | OffloadDecodeError]]:
     from offload_decode.engine.sampler import Sampler
 
@@ -372,7 +353,8 @@ def _here(
         try:
             with collected.collection.held(entry) as store:
                 engine = open_engine(str(store))
-                given = engine.answer(question, max_new_tokens, Sampler(*sampling), cites)
+                sampler = Sampler(manner.temperature, manner.top_p, manner.seed)
+                given = engine.answer(question, manner.max_new_tokens, sampler, manner.cite)
         except OffloadDecodeError as error:
             yield entry, error
             continue
@@ -389,15 +371,14 @@ def _there(
     question: str,
     how: Asking,
     cluster: Cluster,
-    max_new_tokens: int,
-    cites: bool,
+    manner: Manner,
 ) -> Iterator[tuple[Entry, Told | OffloadDecodeError]]:
     from offload_decode.prefill_jobs.on_ray.asking import Part, answer_on_ray
 
     stores = [collected.collection.address(entry) for entry in documents]
     far = collected.on_other_machines(stores)
     parts = [Part(store, (question,)) for store in stores]
-    for number, result in answer_on_ray(parts, cluster, how.config, max_new_tokens, cites, far):
+    for number, result in answer_on_ray(parts, cluster, how.config, manner.max_new_tokens, manner.cite, far):
         if isinstance(result, OffloadDecodeError):
             yield documents[number], result
         else:

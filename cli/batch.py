@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from offload_decode.cli import options, output
-from offload_decode.cli.client import Manner, Reached, Server, check_left_to_server, reaching
+from offload_decode.cli.client import (
+    Manner,
+    Reached,
+    Received,
+    Server,
+    asked,
+    check_left_to_server,
+    reaching,
+)
 from offload_decode.cli.collections import Choosing, Collected, choosing, collected_of
 from offload_decode.cli.errors import FAILURE, exit_code, sentence
 from offload_decode.cli.limits import Asking, asking, check_here, opener
@@ -273,8 +283,6 @@ def _ask_server(
     reached: Reached, left: dict[str, list[Question]], writing: Writing, progress: Progress
 ) -> list[Unanswered]:
     """Have a server answer all questions, several at a time; answers are written as they come."""
-    from offload_decode.cli.through_server import answers
-
     failures: dict[str, Unanswered] = {}
     done, total = 0, sum(map(len, left.values()))
     config = writing.how.config
@@ -292,3 +300,42 @@ def _ask_server(
             done += 1
             progress("answer", done, total)
     return list(failures.values())
+
+
+Answer = tuple[str, Question, Received | OffloadDecodeError]
+
+
+def answers(
+    server: Server, left: Mapping[str, Sequence[Question]], manner: Manner, at_once: int
+) -> Iterator[Answer]:
+    """The answers to the questions of each store, as they come, or the errors in their place; `at_once` of
+    them are asked at the same time. After an error that is not of one question none is asked any more.
+    """
+    stopped = Event()
+    names: dict[str, str] = {}
+    for store in left:
+        try:
+            names[store] = server.served(store).name
+        except ConfigError as error:
+            yield from ((store, question, error) for question in left[store])
+
+    def answer(store: str, question: Question) -> Answer:
+        received = Received()
+        try:
+            for _ in server.stream(names[store], asked(question.text), manner, received, stopped):
+                pass
+        except ConfigError as error:
+            return store, question, error
+        except OffloadDecodeError as error:
+            stopped.set()
+            return store, question, error
+        return store, question, received
+
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        running = [pool.submit(answer, store, question) for store in names for question in left[store]]
+        for done in as_completed(running):
+            yield done.result()
+    finally:
+        stopped.set()  # Ctrl-C: threads leave at the next piece
+        pool.shutdown(cancel_futures=True)

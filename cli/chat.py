@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 
 from offload_decode.cli import output
 from offload_decode.cli.ask import show
-from offload_decode.cli.client import Manner, Reached, Server, check_left_to_server, reaching
+from offload_decode.cli.client import (
+    Manner,
+    Reached,
+    Received,
+    Server,
+    asked,
+    check_left_to_server,
+    reaching,
+)
 from offload_decode.cli.errors import sentence
 from offload_decode.cli.limits import Asking, asking, open_engine
 from offload_decode.cli.options import From, MaxNewTokens, Seed, Store, Temperature, TopP, with_groups
-from offload_decode.cli.transcript import Transcript
-from offload_decode.common.errors import OffloadDecodeError
+from offload_decode.cli.transcript import Transcript, Turn
+from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from offload_decode.cli.through_server import RemoteTranscript
 
 HELP = """\
 /help        show this
@@ -68,12 +74,47 @@ def chat(
 
 
 def _chat_with_server(reached: Reached, store: str, manner: Manner, at_terminal: bool) -> None:
-    from offload_decode.cli.through_server import RemoteTranscript
-
     with Server(reached) as server:
         served = server.served(store)
         transcript = RemoteTranscript(server, served.name, manner)
         _talk(_Chat(transcript, transcript.answer, at_terminal), served.tokens)
+
+
+class RemoteTranscript:
+    """A conversation whose turns are kept here and sent whole: the server remembers what it ran."""
+
+    def __init__(self, server: Server, name: str, manner: Manner):
+        self.server, self.name, self.manner = server, name, manner
+        self.messages: list[dict[str, str]] = []
+        self.turns: list[Turn] = []
+
+    def answer(self, question: str) -> Iterator[str]:
+        """Put a question and yield the answer; interrupted, what has come of it stays."""
+        received, said = Received(), {"role": "assistant", "content": ""}
+        messages = [*self.messages, *asked(question)]
+        for piece in self.server.stream(self.name, messages, self.manner, received):
+            if not said["content"]:
+                self.messages = [*messages, said]
+                self.turns.append(Turn(question))
+            said["content"] = received.text
+            yield piece
+
+    def reset(self) -> None:
+        """Forget every turn."""
+        self.messages, self.turns = [], []
+
+    def save(self, file: Path) -> None:
+        """Raises `ConfigError`: what is saved are tokens, and the server keeps them."""
+        raise ConfigError("a conversation with a server cannot be saved: chat without --server for that")
+
+    def load(self, file: Path) -> None:
+        """Raises `ConfigError`, as `save` does."""
+        raise ConfigError("a conversation cannot be loaded into a server: chat without --server for that")
+
+    @property
+    def length(self) -> int:
+        """Tokens of the turns, which the server alone counts."""
+        return 0
 
 
 def _talk(chat: _Chat, stored: int) -> None:

@@ -1,8 +1,7 @@
-"""A running `serve`, asked over HTTP: nothing is loaded here, so that an answer begins at once."""
+"""A running `serve`, asked by the `openai` package: nothing is loaded here, and an answer begins at once."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from offload_decode.cli.options import a_path
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    import httpx
+    from openai import APIStatusError
 
     from offload_decode.cli.limits import Asking
     from offload_decode.types import CitedDocument
@@ -30,7 +29,6 @@ CONNECT_S = 10.0
 QUIET_S = 60.0  # the server says every few seconds that it is still there
 TRIES = 30
 LONGEST_WAIT_S = 60
-MOST_BYTES = 16 << 20  # of what is no stream
 _SHOWN = 10
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
@@ -79,11 +77,15 @@ class Served:
 
 @dataclass
 class Received:
-    """What has come of an answer. `usage`, `stats` and `citations` as the server tells them, at the end."""
+    """What has come of an answer to `prompt` tokens, `cached` of them stored or remembered: `tokens` so far.
+    `stats` and `citations` as the server tells them, at the end.
+    """
 
     text: str = ""
     finish: str = ""
-    usage: Mapping[str, Any] | None = None
+    tokens: int = 0
+    prompt: int = 0
+    cached: int = 0
     stats: Mapping[str, Any] | None = None
     citations: list[Any] | None = None
 
@@ -100,17 +102,15 @@ class Received:
         except (TypeError, KeyError) as error:
             raise ServerError("the server's citations cannot be read: it is of another release") from error
 
-    @property
-    def tokens(self) -> int:
-        """How many were written."""
-        return int((self.usage or {}).get("completion_tokens") or 0)
-
-    @property
-    def prompt(self) -> tuple[int, int]:
-        """Tokens of the prompt, and how many of these were stored or remembered."""
-        used = self.usage or {}
-        details = used.get("prompt_tokens_details") or {}
-        return int(used.get("prompt_tokens") or 0), int(details.get("cached_tokens") or 0)
+    def describe(self, seconds: float) -> str:
+        """What an answer cost, for people."""
+        return output.facts(
+            [
+                ("prompt", f"{self.prompt:,} tokens, {self.cached:,} of them stored or remembered"),
+                ("answer", output.count(self.tokens, "token")),
+                ("time", f"{seconds:.2f} s"),
+            ]
+        )
 
 
 def reaching(
@@ -166,16 +166,25 @@ class Server:
     """A client of a server, for any number of threads; used as a context manager."""
 
     def __init__(self, reached: Reached):
-        import httpx
+        from openai import DefaultHttpxClient, Omit, OpenAI, Timeout
 
         self.url = reached.url
-        self._client = httpx.Client(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {reached.key}"} if reached.key else {},
-            timeout=httpx.Timeout(QUIET_S, connect=CONNECT_S, pool=None),
-            trust_env=urlsplit(self.url).hostname not in _LOOPBACK,  # a proxy has a loopback of its own
-            limits=httpx.Limits(max_connections=None),
-        )
+        # The server's key is ours: nothing of OpenAI's own goes there.
+        unsent = ["OpenAI-Organization", "OpenAI-Project", *([] if reached.key else ["Authorization"])]
+        self._headers: dict[str, str | Omit] = {name: Omit() for name in unsent}
+        try:
+            # A proxy has a loopback of its own.
+            proxied = urlsplit(self.url).hostname not in _LOOPBACK
+            http = DefaultHttpxClient(trust_env=proxied, follow_redirects=False)
+            self._client = OpenAI(
+                api_key=reached.key or "none",
+                base_url=f"{self.url}/v1",
+                timeout=Timeout(QUIET_S, connect=CONNECT_S, pool=None),
+                max_retries=0,  # of all failures: `stream` tries again only where the server is busy
+                http_client=http,
+            )
+        except ValueError as error:
+            raise ConfigError(f"{self.url!r} is not the URL of a server ({error})") from error
 
     def __enter__(self) -> Self:
         return self
@@ -190,17 +199,13 @@ class Server:
 
         Raises `ConfigError` with the names that there are, or `ServerError`.
         """
-        with self._opened("GET", "/v1/models") as response:
-            listed = self._json(response)
-        try:
-            known = {
-                str(one["id"]): Served(
-                    str(one["id"]), str(one.get("root") or ""), int(one.get("tokens") or 0)
-                )
-                for one in listed["data"]
-            }
-        except (TypeError, KeyError, ValueError) as error:
-            raise self._stranger() from error
+        with self._failures():
+            listed = [one.to_dict() for one in self._client.models.list(extra_headers=self._headers).data]
+            served = [
+                Served(str(one["id"]), str(one.get("root") or ""), int(one.get("tokens") or 0))
+                for one in listed
+            ]
+        known = {one.name: one for one in served}
         for name in (store, Path(store).name, Path(store).name.removesuffix(".kv")):
             if name in known:
                 return known[name]
@@ -221,24 +226,11 @@ class Server:
         `ServerError`, also when `stopped` is set.
         """
         stopped = stopped or Event()
-        body = {
-            "model": name,
-            "messages": messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": manner.max_new_tokens,
-            "temperature": manner.temperature,
-            "top_p": manner.top_p,
-            "seed": manner.seed,
-            "selector": manner.selector,
-            "options": dict(manner.options),
-            "citations": manner.cite,
-        }
         for left in reversed(range(TRIES)):
             if stopped.is_set():
                 break
             try:
-                for piece in self._streamed(body, received):
+                for piece in self._streamed(name, messages, manner, received):
                     if stopped.is_set():
                         break
                     yield piece
@@ -251,91 +243,95 @@ class Server:
                     return
         raise ServerError("not asked, because an earlier question failed")
 
-    def _streamed(self, body: Mapping[str, Any], received: Received) -> Iterator[str]:
-        from httpx_sse import EventSource, SSEError
-
-        with self._opened("POST", "/v1/chat/completions", json=body) as response:
-            try:
-                for event in EventSource(response).iter_sse():
-                    if event.data == "[DONE]":
-                        return
-                    if piece := self._piece(event.data, received):
-                        received.text += piece
-                        yield piece
-            except SSEError as error:
-                raise self._stranger() from error
-        raise ServerError(f"the answer of {self.url} broke off: ask again")
-
-    def _piece(self, data: str, received: Received) -> str:
-        try:
-            chunk = json.loads(data)
-            if "error" in chunk:
-                raise ServerError(_sentence(chunk) or "the server failed while it answered; its log says why")
-            received.usage = chunk.get("usage") or received.usage
-            received.stats = chunk.get("stats") or received.stats
-            received.citations = chunk.get("citations") or received.citations
-            for choice in chunk["choices"]:
-                received.finish = choice.get("finish_reason") or received.finish
-                return str(choice["delta"].get("content") or "")
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise self._stranger() from error
-        return ""
+    def _streamed(
+        self, name: str, messages: list[dict[str, str]], manner: Manner, received: Received
+    ) -> Iterator[str]:
+        ours = {"selector": manner.selector, "options": dict(manner.options), "citations": manner.cite}
+        with (
+            self._failures(),
+            self._client.chat.completions.create(
+                model=name,
+                messages=messages,  # type: ignore[arg-type]
+                stream=True,
+                stream_options={"include_usage": True},
+                max_tokens=manner.max_new_tokens,
+                temperature=manner.temperature,
+                top_p=manner.top_p,
+                seed=manner.seed,
+                extra_body=ours,
+                extra_headers=self._headers,
+            ) as chunks,
+        ):
+            for chunk in chunks:
+                if piece := _taken(chunk.to_dict(), received):
+                    received.text += piece
+                    yield piece
+        if not received.finish:
+            raise self._broken()
 
     @contextmanager
-    def _opened(self, method: str, path: str, **request: Any) -> Iterator[httpx.Response]:
-        import httpx
+    def _failures(self) -> Iterator[None]:
+        """What goes wrong inside, as our errors."""
+        import openai
 
         try:
-            with self._client.stream(method, path, **request) as response:
-                if response.status_code != 200:
-                    raise self._refusal(response)
-                yield response
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ServerError(
-                f"no server answers at {self.url}: start one with `offload-decode serve STORE`, or give the "
-                "URL that it shows"
-            ) from error
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise ConfigError(f"{self.url!r} is not the URL of a server ({error})") from error
-        except httpx.TimeoutException as error:
+            yield
+        except openai.APIStatusError as error:
+            raise self._refusal(error) from error
+        except openai.APITimeoutError as error:
+            if "Connect" in type(error.__cause__).__name__:
+                raise self._absent() from error
             raise ServerError(f"the server at {self.url} said nothing for {QUIET_S:.0f} s") from error
-        except httpx.HTTPError as error:
-            raise ServerError(f"the connection to {self.url} broke off ({error}): ask again") from error
+        except openai.APIConnectionError as error:
+            cause = type(error.__cause__).__name__
+            raise (self._absent() if cause == "ConnectError" else self._broken()) from error
+        except (openai.APIResponseValidationError, TypeError, KeyError, ValueError, AttributeError) as error:
+            raise self._stranger() from error
+        except openai.APIError as error:  # told in the stream
+            said = _sentence(error.body) or "the server failed while it answered; its log says why"
+            raise ServerError(said) from error
 
-    def _refusal(self, response: httpx.Response) -> Exception:
-        status = response.status_code
-        try:
-            said = _sentence(self._json(response))
-        except ServerError:
-            said = ""
+    def _refusal(self, error: APIStatusError) -> OffloadDecodeError:
+        status, said = error.status_code, _sentence(error.body)
         if status == 401:
             return ConfigError(f"the server at {self.url} asks for a key: give --api-key-file, or set {KEY}")
         if not said:
             return self._stranger()
-        if status in (429, 503):
-            waits = response.headers.get("Retry-After", "")
-            if waits.isdecimal():
-                return ServerBusy(said, int(waits))
+        waits = error.response.headers.get("Retry-After", "")
+        if status in (429, 503) and waits.isdecimal():
+            return ServerBusy(said, int(waits))
         return ConfigError(said) if 400 <= status < 500 and status != 429 else ServerError(said)
 
-    def _json(self, response: httpx.Response) -> Any:
-        data = b""
-        for more in response.iter_bytes():
-            data += more
-            if len(data) > MOST_BYTES:
-                raise self._stranger()
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise self._stranger() from error
+    def _absent(self) -> ServerError:
+        return ServerError(
+            f"no server answers at {self.url}: start one with `offload-decode serve STORE`, or give the URL "
+            "that it shows"
+        )
+
+    def _broken(self) -> ServerError:
+        return ServerError(f"the answer of {self.url} broke off: ask again")
 
     def _stranger(self) -> ServerError:
         return ServerError(f"what answers at {self.url} is no server of offload-decode: check the URL")
 
 
+def _taken(chunk: dict[str, Any], received: Received) -> str:
+    """Note what a chunk tells, and return its text."""
+    if usage := chunk.get("usage"):
+        received.tokens = int(usage.get("completion_tokens") or 0)
+        received.prompt = int(usage.get("prompt_tokens") or 0)
+        received.cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    received.stats = chunk.get("stats") or received.stats
+    received.citations = chunk.get("citations") or received.citations
+    for choice in chunk["choices"]:
+        received.finish = choice.get("finish_reason") or received.finish
+        return str(choice["delta"].get("content") or "")
+    return ""
+
+
 def _sentence(body: Any) -> str:
     match body:
-        case {"error": {"message": str(message)}}:
+        case {"message": str(message)}:
             return output.one_line(message)
     return ""
 
@@ -349,3 +345,30 @@ def _first_line(path: Path) -> str:
     if not lines[0].strip():
         raise ConfigError(f"{path} holds no key: its first line is to be it")
     return lines[0].strip()
+
+
+def asked(question: str) -> list[dict[str, str]]:
+    """A conversation that a question begins."""
+    return [{"role": "user", "content": question}]
+
+
+def report(
+    server: Server, served: Served, question: str, manner: Manner, received: Received
+) -> dict[str, Any]:
+    """An answer for programs: of what `ask --json` tells, all that a server does."""
+    return {
+        "question": question,
+        "answer": received.text.strip(),
+        "tokens": received.tokens,
+        "finish": received.finish,
+        **({"citations": received.citations or []} if manner.cite else {}),
+        "selector": manner.selector,
+        "options": manner.options,
+        "store": served.name,
+        "model": served.model,
+        "stored_tokens": served.tokens,
+        "server": server.url,
+        "prompt_tokens": received.prompt,
+        "cached_tokens": received.cached,
+        **({} if received.stats is None else {"stats": received.stats}),
+    }

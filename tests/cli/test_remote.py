@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
 
 from offload_decode.cli import client
 from offload_decode.cli.client import Manner, Reached, Received, Server
@@ -27,7 +28,7 @@ atexit.register(lambda: print(*sys.modules, file=sys.stderr))
 from offload_decode.cli.main import main
 main()
 """
-HEAVY = {"torch", "transformers", "numpy", "numba", "zarr", "faiss", "fastapi", "openai"}
+HEAVY = {"torch", "transformers", "numpy", "numba", "zarr", "faiss", "fastapi"}
 MANNER = Manner("topk", {}, 64)
 
 
@@ -100,6 +101,51 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
 def test_something_else_that_answers_is_told_from_a_server() -> None:
     with listening(FastAPI()) as url:
         assert "is no server of offload-decode" in refused(1, "ask", "book", "q", "--server", url)
+
+
+@pytest.mark.parametrize("answer", ["<html>", "[1, 2]", '{"data": 7}', '{"data": [7]}', "{"])
+def test_an_answer_that_is_no_list_of_models_is_told_from_a_server(answer: str) -> None:
+    other = FastAPI()
+    other.get("/v1/models")(lambda: Response(answer, media_type="application/json"))
+    with listening(other) as url:
+        assert "is no server of offload-decode" in refused(1, "ask", "book", "q", "--server", url)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([], "broke off: ask again"),
+        (['data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}', ""], "broke off: ask again"),
+        (['data: {"error": {"message": "the store shrank"}}', ""], "the store shrank"),
+        (["data: {", ""], "is no server of offload-decode"),
+        (['data: {"choices": 7}', ""], "is no server of offload-decode"),
+    ],
+)
+def test_a_stream_that_ends_early_or_makes_no_sense_is_told(lines: list[str], says: str) -> None:
+    other = FastAPI()
+    other.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "book", "object": "model"}]})
+    body = "".join(line + "\n" for line in lines)
+    other.post("/v1/chat/completions")(lambda: Response(body, media_type="text/event-stream"))
+    with listening(other) as url:
+        assert says in refused(1, "ask", "book", "q", "--server", url, "--json")
+
+
+def test_keys_of_openai_go_to_nobody_and_no_redirection_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "private")
+    seen: list[str] = []
+    other = FastAPI()
+
+    @other.get("/v1/models")
+    def models(request: Request) -> Response:
+        seen.extend(map(str, request.headers.items()))
+        return RedirectResponse("/elsewhere")
+
+    other.get("/elsewhere")(lambda: seen.append("elsewhere"))
+    with listening(other) as url:
+        assert "is no server of offload-decode" in refused(1, "ask", "book", "q", "--server", url)
+    assert seen
+    assert not [line for line in seen if "private" in line or "authorization" in line or "elsewhere" in line]
 
 
 @pytest.mark.parametrize("given", [["--device", "cpu"], ["--model", "demo"], ["--ram", "1GiB"]])
