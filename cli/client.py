@@ -200,7 +200,8 @@ class Server:
         Raises `ConfigError` with the names that there are, or `ServerError`.
         """
         with self._failures():
-            listed = [one.to_dict() for one in self._client.models.list(extra_headers=self._headers).data]
+            page = self._client.models.list(extra_headers=self._headers)
+            listed: list[dict[str, Any]] = [one.to_dict() for one in page.data]
             served = [
                 Served(str(one["id"]), str(one.get("root") or ""), int(one.get("tokens") or 0))
                 for one in listed
@@ -215,7 +216,7 @@ class Server:
     def stream(
         self,
         name: str,
-        messages: list[dict[str, str]],
+        messages: list[Any],
         manner: Manner,
         received: Received,
         stopped: Event | None = None,
@@ -244,14 +245,14 @@ class Server:
         raise ServerError("not asked, because an earlier question failed")
 
     def _streamed(
-        self, name: str, messages: list[dict[str, str]], manner: Manner, received: Received
+        self, name: str, messages: list[Any], manner: Manner, received: Received
     ) -> Iterator[str]:
         ours = {"selector": manner.selector, "options": dict(manner.options), "citations": manner.cite}
         with (
             self._failures(),
             self._client.chat.completions.create(
                 model=name,
-                messages=messages,  # type: ignore[arg-type]
+                messages=messages,
                 stream=True,
                 stream_options={"include_usage": True},
                 max_tokens=manner.max_new_tokens,
