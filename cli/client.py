@@ -1,4 +1,4 @@
-"""A running `serve`, asked by the `openai` package: nothing is loaded here, and an answer begins at once."""
+"""A running `serve`, asked by the `openai` package: no model is loaded here."""
 
 from __future__ import annotations
 
