@@ -244,9 +244,7 @@ class Server:
                     return
         raise ServerError("not asked, because an earlier question failed")
 
-    def _streamed(
-        self, name: str, messages: list[Any], manner: Manner, received: Received
-    ) -> Iterator[str]:
+    def _streamed(self, name: str, messages: list[Any], manner: Manner, received: Received) -> Iterator[str]:
         ours = {"selector": manner.selector, "options": dict(manner.options), "citations": manner.cite}
         with (
             self._failures(),
