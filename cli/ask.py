@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from offload_decode.collections.journal import Entry
     from offload_decode.engine.engine import Engine
-    from offload_decode.prefill_jobs.on_ray.cluster import Cluster
+    from offload_decode.prefill_jobs.on_ray.workers import Cluster
     from offload_decode.store.format import Manifest
     from offload_decode.types import CitedDocument, StepStats
 
@@ -112,7 +112,7 @@ def _cluster(workers: str | None, count: int | None, how: Asking) -> Cluster | N
     if workers is None:
         return None
 
-    from offload_decode.prefill_jobs.on_ray.cluster import Cluster
+    from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
     return Cluster(workers, count, how.caps)
 

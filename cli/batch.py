@@ -257,7 +257,7 @@ def _answer_on_ray(
 
     from offload_decode.cli.batch_on_ray import answer_there
     from offload_decode.prefill_jobs.on_ray.asking import Given
-    from offload_decode.prefill_jobs.on_ray.cluster import Cluster
+    from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
     far = None if writing.collected is None else writing.collected.on_other_machines(left)
 

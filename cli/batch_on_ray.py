@@ -9,10 +9,9 @@ from offload_decode.cli.limits import Asking
 from offload_decode.cli.output import Progress
 from offload_decode.cli.questions import Question, append_answers
 from offload_decode.common.errors import OffloadDecodeError
-from offload_decode.prefill_jobs.buckets.far_stores import FarStores
+from offload_decode.prefill_jobs.buckets.collections import FarStores
 from offload_decode.prefill_jobs.on_ray.asking import Given, Part, answer_on_ray
-from offload_decode.prefill_jobs.on_ray.cluster import Cluster
-from offload_decode.prefill_jobs.on_ray.pool import Standing
+from offload_decode.prefill_jobs.on_ray.workers import Cluster, Standing
 
 Line = Callable[[str, Question, Given], dict[str, object]]
 Failures = dict[str, tuple[int, OffloadDecodeError]]

@@ -19,8 +19,7 @@ from offload_decode.common.errors import ConfigError
 if TYPE_CHECKING:
     from offload_decode.collections.collection import Collection
     from offload_decode.collections.journal import Entry
-    from offload_decode.prefill_jobs.buckets.far_collection import Watching
-    from offload_decode.prefill_jobs.buckets.far_stores import FarStores
+    from offload_decode.prefill_jobs.buckets.collections import FarStores, Watching
 
 
 TOP = 3
@@ -114,7 +113,7 @@ class Collected:
         """How these stores come to other machines: from a bucket, or None where those have the collection at
         the same path. Raises `StoreDamaged` where they could not open one.
         """
-        from offload_decode.prefill_jobs.buckets.far_collection import FarCollection
+        from offload_decode.prefill_jobs.buckets.collections import FarCollection
 
         if isinstance(self.collection, FarCollection):
             return self.collection.stores
@@ -188,7 +187,7 @@ def collected_of(
 def _is_far(store: Path) -> bool:
     if (url := url_of(store)) is None:
         return False
-    from offload_decode.prefill_jobs.buckets.far_collection import lies_at
+    from offload_decode.prefill_jobs.buckets.collections import lies_at
 
     return lies_at(url)
 
@@ -198,7 +197,7 @@ def _opened(path: Path, choosing: Choosing, watching: Watching) -> Iterator[Coll
     from offload_decode.collections.collection import Collection
 
     if url := url_of(path):
-        from offload_decode.prefill_jobs.buckets.far_collection import FarCollection
+        from offload_decode.prefill_jobs.buckets.collections import FarCollection
 
         with FarCollection.opened(url, byte_count(choosing.cache or CACHE), watching) as far:
             yield far

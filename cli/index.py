@@ -93,8 +93,8 @@ def index(
             raise ConfigError("--no-sync is of this machine, and --workers are others: leave one of them out")
 
         from offload_decode.planning.caps import Caps
-        from offload_decode.prefill_jobs.on_ray.cluster import Cluster
-        from offload_decode.prefill_jobs.on_ray.indexing import index_on_ray
+        from offload_decode.prefill_jobs.on_ray.jobs import index_on_ray
+        from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
         cluster = Cluster(workers, worker_count, Caps())
         with Progress(quiet) as progress:

@@ -129,8 +129,8 @@ def prefill(
         if no_sync:
             raise ConfigError("--no-sync is of this machine, and --workers are others: leave one of them out")
 
-        from offload_decode.prefill_jobs.on_ray.cluster import Cluster
-        from offload_decode.prefill_jobs.on_ray.prefilling import prefill_on_ray
+        from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
+        from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
         cluster = Cluster(workers, worker_count, caps_of(run_as.gpu_memory, run_as.ram))
         with Progress(quiet) as progress:

@@ -123,8 +123,7 @@ def pull(
     there as it is in the bucket. Needs pip install 'offload-decode[buckets]'; credentials and endpoints
     come from AWS_... and GOOGLE_... variables.
     """
-    from offload_decode.prefill_jobs.buckets.collections import pull_collection
-    from offload_decode.prefill_jobs.buckets.far_collection import lies_at
+    from offload_decode.prefill_jobs.buckets.collections import lies_at, pull_collection
 
     if lies_at(url):
         with Progress(quiet) as progress:

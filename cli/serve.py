@@ -188,7 +188,7 @@ def _announce(address: str, guarded: bool) -> None:
 def _on_ray(
     places: list[str], settings: Settings, log_format: Literal["text", "json"], replicas: int | None
 ) -> AbstractContextManager[RayReplicas]:
-    from offload_decode.prefill_jobs.on_ray.cluster import installed
+    from offload_decode.prefill_jobs.on_ray.workers import installed
 
     installed("--on ray")  # it says what to install; what comes next only fails
     from offload_decode.server.on_ray import cache_for, on_ray, plan_for

@@ -34,7 +34,7 @@ from offload_decode.planning.caps import apply_caps
 from offload_decode.prefill_jobs.buckets import is_url, pull
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.cache import user_cache
-from offload_decode.prefill_jobs.on_ray.cluster import connected, installed, shares
+from offload_decode.prefill_jobs.on_ray.workers import connected, installed, shares
 from offload_decode.server import metrics as logs
 from offload_decode.server.catalog import SUFFIX, Catalog, Entry, model_name, readable
 from offload_decode.server.http.app import create_app

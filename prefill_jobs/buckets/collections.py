@@ -5,6 +5,9 @@ URL/words.sqlite          put when all stores are there,
 URL/documents.jsonl       and then the list of them
 URL/stores/3f/3f0c….kv/…  each store as `push` puts it
 URL/PUSHING               while a push is at work: which collection is pushed
+
+The lists of a collection that is asked in its bucket, and the stores that were asked lately, are cached
+on the machine.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from offload_decode.collections.journal import DOCUMENTS, Entry
 from offload_decode.collections.words import WORDS, Words
 from offload_decode.common import files as durable
 from offload_decode.common.errors import (
+    BucketError,
     ConfigError,
     StoreExists,
     StoreIncomplete,
@@ -32,16 +36,22 @@ from offload_decode.common.errors import (
     StoreNotFound,
 )
 from offload_decode.kv.indexes import kind_folders
-from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket
-from offload_decode.prefill_jobs.buckets.far_collection import Watch, fetch_list, lists_at
+from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket, Found
+from offload_decode.prefill_jobs.buckets.cache import Cache, name_of, user_cache
 from offload_decode.prefill_jobs.buckets.pull import check_room, pull, pulling_path
 from offload_decode.prefill_jobs.buckets.push import push, send
-from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Transfer, in_parallel
+from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel
 from offload_decode.store.files import SEAL
 from offload_decode.store.layout import COLLECTION as HEADER
 from offload_decode.store.staging import STORE, locked, surfaced
 from offload_decode.store.writer import refuse_existing
 
+Watch = Callable[[str, int, int, str], None]
+"""Told the stage, how many of how many are done, and the document."""
+Watching = Callable[[], AbstractContextManager[Watch]]
+"""Begins to watch, for as long as something is fetched."""
+
+_LISTS = (HEADER, WORDS, DOCUMENTS)
 _STORE = re.compile(r"([0-9a-f]{32}\.kv)(?:\.indexes)?")
 
 
@@ -70,8 +80,8 @@ def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -
     the lists, and stores that no document has are removed. The same call resumes.
 
     ConfigError where most of what is there would be removed, unless `drop`; StoreExists where anything else
-    lies there, StoreMismatch where it is a collection of another model, StoreBusy while the collection
-    is changed or pushed; also `StoreError`, `BucketError`.
+    lies there; StoreMismatch where it is a collection of another model, StoreBusy while the collection is
+    changed or pushed; also `StoreError`, `BucketError`.
     """
     began, moved = time.perf_counter(), Moved()
     Header.read(path)
@@ -262,3 +272,131 @@ def _remove(bucket: Bucket, folder: str) -> None:
     in_parallel(items, removed, lambda done: None)
     if bucket.folder:  # of which the empty folders are left
         shutil.rmtree(Path("/", folder), ignore_errors=True)
+
+
+def lies_at(url: str) -> bool:
+    """Whether a collection, and no store, lies at `url`. Raises `BucketError`, `ConfigError`."""
+    bucket = Bucket(url)
+    return bucket.found(f"{bucket.name}/{HEADER}") is not None
+
+
+def lists_at(bucket: Bucket) -> dict[str, Found]:
+    """The lists of a collection, by name. Raises `StoreNotFound`, `StoreIncomplete`, `BucketError`."""
+    found = {name: bucket.found(f"{bucket.name}/{name}") for name in _LISTS}
+    if found[HEADER] is None:
+        raise StoreNotFound(
+            f"There is no collection at {bucket.url}: make one with `offload-decode push`, or mend the URL."
+        )
+    there = {name: one for name, one in found.items() if one is not None}
+    if len(there) < len(found):
+        raise StoreIncomplete(f"The push to {bucket.url} has not finished: run it again to go on.")
+    return there
+
+
+def fetch_list(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
+    """Fetch one of them into a folder. Raises `BucketError` where its bytes are not those of its checksum."""
+    key, digest = f"{bucket.name}/{name}", hashlib.sha256()
+    with durable.replacing(folder / name) as beside:
+        with open(beside, "xb") as file:
+            for part in bucket.parts(key, found.size):
+                digest.update(part)
+                file.write(part)
+        if bucket.digest(key) not in (None, digest.hexdigest()):
+            raise BucketError(
+                f"{name} of {bucket.url} is not what its checksum says: run it again, as it may have been "
+                "pushed meanwhile, or else push it again."
+            )
+
+
+def cache_of(limit: int, patience: float = 0.0) -> Cache:
+    """What was fetched to this machine; see `Cache`."""
+    return Cache(user_cache() / "fetched", limit, patience)
+
+
+@dataclass(frozen=True)
+class FarStores:
+    """`url`: that of the collection. `header`: what its collection.json says. `limit`: most bytes of what a
+    machine keeps.
+    """
+
+    url: str
+    header: str
+    limit: int
+
+    def check(self) -> None:
+        """Raise `BucketError` or `ConfigError` where this machine cannot fetch any."""
+        Bucket(self.url)
+
+    def name(self, store: str) -> str:
+        """What a store, by its URL, is called in the cache."""
+        return name_of(self._key(store))
+
+    @property
+    def folder(self) -> Path:
+        """Where this machine keeps them."""
+        return cache_of(self.limit).folder
+
+    def here(self) -> frozenset[str]:
+        """The names of what this machine has of any collection."""
+        return cache_of(self.limit).names()
+
+    def held(
+        self, store: str, fetching: Callable[[], AbstractContextManager[Progress]], patience: float = 0.0
+    ) -> AbstractContextManager[Path]:
+        """Where a store, by its URL, lies while it is asked: fetched first, inside `fetching`, if it is not
+        here. Raises `DoesNotFit`, and what `pull` does.
+        """
+
+        def fill(path: Path, admit: Callable[[int], None]) -> None:
+            with fetching() as progress:
+                pull(store, path, progress=progress, admit=admit)
+
+        return cache_of(self.limit, patience).holding(self._key(store), fill)
+
+    def _key(self, store: str) -> str:
+        # The URL stands for the document's bytes, and the rest for what a prefill makes of them.
+        return f"{store} {self.header}"
+
+
+class FarCollection(Collection):
+    """A collection in a bucket that is asked. Its lists, and the stores that were asked lately, are in a
+    cache of `limit` bytes.
+
+    stores: how they come to any machine.
+    """
+
+    def __init__(self, url: str, lists: Path, limit: int, watching: Watching):
+        super().__init__(lists)
+        self.name = url
+        self.stores = FarStores(url, (lists / HEADER).read_text(), limit)
+        self._watching = watching
+
+    @classmethod
+    @contextmanager
+    def opened(cls, url: str, limit: int, watching: Watching) -> Iterator[FarCollection]:
+        """The collection at `url` as it is now. Raises `StoreNotFound`, `StoreIncomplete` where it is being
+        pushed for the first time, `DoesNotFit`, `BucketError`, `ConfigError`.
+        """
+        bucket = Bucket(url)
+        lists = lists_at(bucket)
+
+        def fill(path: Path, admit: Callable[[int], None]) -> None:
+            admit(sum(found.size for found in lists.values()))
+            partial = path.with_suffix(".partial")
+            durable.make_folders(partial)
+            for name, found in lists.items():
+                fetch_list(bucket, found, name, partial)
+            durable.rename(partial, path)
+
+        with cache_of(limit).holding(" ".join([bucket.url, *map(str, lists.values())]), fill) as path:
+            yield cls(bucket.url, path, limit, watching)
+
+    def held(self, entry: Entry) -> AbstractContextManager[Path]:
+        """Where a document's store lies while it is asked: fetched first, if it is not here."""
+
+        @contextmanager
+        def fetching() -> Iterator[Progress]:
+            with self._watching() as watch:
+                yield lambda stage, done, total: watch(stage, done, total, entry.name)
+
+        return self.stores.held(self.address(entry), fetching)

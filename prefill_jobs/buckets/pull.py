@@ -19,8 +19,7 @@ from offload_decode.common import files as durable
 from offload_decode.common.errors import StoreDamaged, StoreError
 from offload_decode.common.files import remove
 from offload_decode.kv.indexes import indexes_folder
-from offload_decode.prefill_jobs.buckets.bucket import Bucket
-from offload_decode.prefill_jobs.buckets.lists import parse_sums, store_sums
+from offload_decode.prefill_jobs.buckets.bucket import Bucket, parse_sums, store_sums
 from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
 from offload_decode.store.files import SEAL, SUMS
 from offload_decode.store.reader import KVStore
@@ -71,7 +70,7 @@ def pull(
         items = _items(bucket, bucket.name, root, sums)
         items += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
         admit(size_of(items))
-        _clear(partial, {item.path for item in items}, root)
+        _clear(partial, {item.path for item in items})
         there = _there(items, progress)
         rest = [item for item in items if item not in there]
         done, total = size_of(list(there)), size_of(items)
@@ -111,11 +110,11 @@ def _damaged(bucket: Bucket, keys: list[str], what: str) -> StoreDamaged:
     )
 
 
-def _clear(partial: Path, wanted: set[Path], root: Path) -> None:
-    """Leave below `root` only what may belong to the store: it may have been begun for another."""
+def _clear(partial: Path, wanted: set[Path]) -> None:
+    """Leave only what may belong to the store: the pull may have been begun for another."""
     remove(partial / PARTS)
     (partial / PARTS).mkdir()
-    for folder, _, files in os.walk(root):
+    for folder, _, files in os.walk(partial / STORE):
         for name in files:
             if (path := Path(folder, name)) not in wanted:
                 path.unlink()

@@ -13,8 +13,7 @@ from uuid import uuid4
 
 from offload_decode.common.errors import StoreDamaged, StoreExists
 from offload_decode.kv.indexes import indexes_folder, kind_folders
-from offload_decode.prefill_jobs.buckets.bucket import CLAIM, PART, Bucket
-from offload_decode.prefill_jobs.buckets.lists import parse_sums
+from offload_decode.prefill_jobs.buckets.bucket import CLAIM, PART, Bucket, parse_sums
 from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
 from offload_decode.store.files import SEAL, SUMS, hash_files, read_sums, render, seal_of
 from offload_decode.store.reader import KVStore
@@ -57,7 +56,7 @@ def push(
     sums = read_sums(root)
     bucket = Bucket(url)
     with _claimed(bucket, seal_of(render(sums))) as whole:
-        own = index_sums(root, progress)
+        own = _index_sums(root, progress)
         index_list = _index_list(bucket, whole, own)
         items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, own)
         there = _there(bucket, items, progress)
@@ -136,7 +135,7 @@ def _sweep(*folders: Path) -> None:
                 path.unlink()
 
 
-def index_sums(store: Path, progress: Progress) -> dict[str, str]:
+def _index_sums(store: Path, progress: Progress) -> dict[str, str]:
     """SHA-256 of the indexes that are whole, by path in their folder."""
     folder = indexes_folder(store)
     found = (path for kind in kind_folders(store) for path in kind.iterdir())

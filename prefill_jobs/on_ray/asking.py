@@ -23,10 +23,9 @@ from offload_decode.kv.indexes import default_kind
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
-from offload_decode.prefill_jobs.buckets.far_stores import FarStores
-from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from offload_decode.prefill_jobs.on_ray.pool import Pool, Standing
-from offload_decode.prefill_jobs.on_ray.routing import AtStores, routed
+from offload_decode.prefill_jobs.buckets.collections import FarStores
+from offload_decode.prefill_jobs.on_ray.store_workers import AtStores, routed
+from offload_decode.prefill_jobs.on_ray.workers import Cluster, Pool, Standing, connected, installed, shares
 from offload_decode.store.reader import KVStore
 from offload_decode.types import CitedDocument, StepStats
 
@@ -78,7 +77,7 @@ class Opened(NamedTuple):
 
 
 class Asker(AtStores):
-    """In a process of its own, on any machine; see `pool.Worker`."""
+    """In a process of its own, on any machine; see `workers.Worker`."""
 
     def __init__(self, how: How) -> None:
         super().__init__(how.stores, how.far)

@@ -21,8 +21,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.planning.caps import Caps, apply_caps
-from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from offload_decode.prefill_jobs.on_ray.pool import TRIES
+from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, connected, installed, shares
 from offload_decode.store.base import PartOfStore, ranges
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, StepStats

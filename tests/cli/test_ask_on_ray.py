@@ -20,7 +20,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray import attending
 from offload_decode.prefill_jobs.on_ray.attending import Attender, How, scattered
-from offload_decode.prefill_jobs.on_ray.cluster import Cluster
+from offload_decode.prefill_jobs.on_ray.workers import Cluster
 from offload_decode.store.base import ranges
 from offload_decode.store.reader import KVStore
 from tests.cli.conftest import refused, run

@@ -22,8 +22,8 @@ from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray import asking
 from offload_decode.prefill_jobs.on_ray.asking import Asker, Given, How, Part
-from offload_decode.prefill_jobs.on_ray.pool import Lost, Told
-from offload_decode.prefill_jobs.on_ray.routing import routed
+from offload_decode.prefill_jobs.on_ray.store_workers import routed
+from offload_decode.prefill_jobs.on_ray.workers import Lost, Told
 from offload_decode.types import StepStats
 from tests.cli.conftest import Ran, refused, run
 from tests.prefill_jobs.test_ray import descendants
@@ -62,7 +62,7 @@ def test_one_in_place_of_a_lost_worker_makes_itself_ready(store: Path) -> None:
     worker, here = asker(store), Part(str(store), ("Why?",))
     moved = worker.do(here)
     assert isinstance(moved, Told)
-    assert moved.told == {str(store)}, "it may be on another machine"
+    assert moved.here == {str(store)}, "it may be on another machine"
     assert isinstance(moved.result, list)
     assert isinstance(worker.do(here), list)
 

@@ -22,11 +22,10 @@ from offload_decode.common.errors import BucketError, DoesNotFit, OffloadDecodeE
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.buckets.cache import user_cache
-from offload_decode.prefill_jobs.buckets.far_stores import FarStores
-from offload_decode.prefill_jobs.on_ray import asking, routing
+from offload_decode.prefill_jobs.buckets.collections import FarStores
+from offload_decode.prefill_jobs.on_ray import asking, store_workers
 from offload_decode.prefill_jobs.on_ray.asking import Asker, How, Part
-from offload_decode.prefill_jobs.on_ray.cluster import Cluster
-from offload_decode.prefill_jobs.on_ray.pool import TRIES, Again, Told
+from offload_decode.prefill_jobs.on_ray.workers import TRIES, Again, Cluster, Told
 from tests.cli.conftest import Ran, refused, run
 from tests.cli.test_batch_on_ray import lines_of
 from tests.prefill_jobs.test_ray import descendants
@@ -80,7 +79,7 @@ def test_a_worker_fetches_what_it_is_asked_and_tells_what_is_here(url: str) -> N
         told = worker.do(Part(store, ("Why?",)))
         assert isinstance(told, Told)
         assert isinstance(told.result, list)
-        assert told.told == set(stores[:number])
+        assert told.here == set(stores[:number])
         assert list(kept().values()).count(True) == 1, "the one that is open cannot leave"
     assert worker.standing() == (0, 0), "nothing is on its way"
     other = asker(url)
@@ -95,7 +94,7 @@ def test_two_workers_of_a_machine_keep_within_its_bound(url: str, monkeypatch: p
         sum(file.stat().st_size for file in Path(store.removeprefix("file://")).rglob("*") if file.is_file())
         for store in stores
     ]
-    monkeypatch.setattr(routing, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(store_workers, "PATIENCE_S", 0.0)
     one, other = (asker(url, limit=2 * max(sizes) + min(sizes) // 2) for _ in range(2))
     one.load(), other.load()
     for first, second in [(0, 1), (0, 2), (1, 2)]:
@@ -118,14 +117,14 @@ def test_what_cannot_be_fetched_now_is_given_back(url: str, tmp_path: Path, monk
         def refuse(*_: object, **__: object) -> None:
             raise away
 
-        broken.setattr("offload_decode.prefill_jobs.buckets.far_stores.pull", refuse)
+        broken.setattr("offload_decode.prefill_jobs.buckets.collections.pull", refuse)
         for _ in range(TRIES):
             assert not isinstance(worker.load(), OffloadDecodeError)
             told = worker.do(Part(stores[0], ("Why?",)))
             assert isinstance(told.result, Again)
             assert str(told.result.error) == f"on the machine {platform.node()}: away"
         assert isinstance(worker.load(), OffloadDecodeError), "its machine is of no use"
-        broken.setattr("offload_decode.prefill_jobs.buckets.far_stores.Bucket", refuse)
+        broken.setattr("offload_decode.prefill_jobs.buckets.collections.Bucket", refuse)
         assert str(asker(url).load()) == f"on the machine {platform.node()}: away"
         fresh = asker(url).do(Part(stores[0], ("Why?",)))
         assert isinstance(fresh, Again), "one in place of a lost worker gives its task back too"

@@ -16,9 +16,9 @@ import pytest
 
 from offload_decode.common.errors import OffloadDecodeError, StoreNotFound, UnknownIndex
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
-from offload_decode.prefill_jobs.on_ray import pool
-from offload_decode.prefill_jobs.on_ray.indexing import How, Indexer, Whole, indexed
-from offload_decode.prefill_jobs.on_ray.pool import Standing, Told
+from offload_decode.prefill_jobs.on_ray import workers
+from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexHow, Whole, indexed
+from offload_decode.prefill_jobs.on_ray.workers import Standing, Told
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.test_ray import descendants
@@ -28,7 +28,7 @@ Copy = Callable[[str], Path]
 
 @pytest.fixture(autouse=True)
 def _first_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "is_second_try", lambda: False)
+    monkeypatch.setattr(workers, "is_second_try", lambda: False)
 
 
 def indexes_of(store: Path) -> dict[str, bytes]:
@@ -87,7 +87,7 @@ def test_options_that_do_not_go_together_are_refused(store: Path) -> None:
 
 
 def indexer(*stores: Path, kind: str = "clusters") -> Indexer:
-    return Indexer(How(tuple(map(str, stores)), kind, 0.98, 10))
+    return Indexer(IndexHow(tuple(map(str, stores)), kind, 0.98, 10))
 
 
 def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy: Copy) -> None:
@@ -122,7 +122,7 @@ def test_one_in_place_of_a_lost_worker_goes_on_and_says_what_it_has(
         first.do(Whole(str(store)))
     moved = indexer(store).do(Whole(str(store)))
     assert isinstance(moved, Told)
-    assert moved.told == {str(store)}
+    assert moved.here == {str(store)}
     assert (moved.result.built, moved.result.reused) == (moved.result.heads - 1, 1)
     assert indexer(tmp_path / "none.kv").do(Whole(str(tmp_path / "none.kv"))) == Told(frozenset(), None)
 

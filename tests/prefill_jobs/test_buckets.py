@@ -199,6 +199,14 @@ def test_a_folder_that_was_pushed_to_is_a_store(monkeypatch, stores, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kv", "a.kv.indexes"]
 
 
+def test_the_lists_of_checksums_are_read_by_sha256sum(monkeypatch, stores, tmp_path):
+    clear(monkeypatch)
+    buckets.push(stores / "a.kv", f"file://{tmp_path}/bucket/a.kv")
+    for folder in ("a.kv", "a.kv.indexes"):
+        check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+        subprocess.run(check, cwd=tmp_path / "bucket" / folder, check=True)
+
+
 def test_indexes_that_are_built_later_follow(s3, url, stores, tmp_path):
     store = shutil.copytree(stores / "a.kv", tmp_path / "a.kv")
     buckets.push(store, url)

@@ -15,8 +15,8 @@ from offload_decode.common.errors import BucketError, StoreNotFound
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
-from offload_decode.prefill_jobs.on_ray.pool import TRIES, Again, Pool
-from offload_decode.prefill_jobs.on_ray.routing import routed
+from offload_decode.prefill_jobs.on_ray.store_workers import routed
+from offload_decode.prefill_jobs.on_ray.workers import TRIES, Again, Pool
 from offload_decode.types import StepStats
 
 HOW = How((), None, EngineConfig(), Caps(), 4, False)

@@ -20,10 +20,9 @@ from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
 from offload_decode.prefill_jobs.many import Job, Results, Texts, jobs_of
-from offload_decode.prefill_jobs.on_ray import pool
-from offload_decode.prefill_jobs.on_ray.cluster import Cluster, shares
-from offload_decode.prefill_jobs.on_ray.pool import TRIES, Pool
-from offload_decode.prefill_jobs.on_ray.prefilling import How, Prefiller, prefill_on_ray, prefilled
+from offload_decode.prefill_jobs.on_ray import workers
+from offload_decode.prefill_jobs.on_ray.jobs import Prefiller, PrefillHow, prefill_on_ray, prefilled
+from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, Pool, shares
 from tests.prefill_jobs.killing import tree
 
 SETTINGS = Settings(options={"chunk": "4"})
@@ -63,7 +62,7 @@ class MadeUpRay:
         self.options.append(options)
         return SimpleNamespace(remote=self._worker)
 
-    def _worker(self, how: How) -> Any:
+    def _worker(self, how: PrefillHow) -> Any:
         return SimpleNamespace(
             load=SimpleNamespace(remote=lambda: lambda: self._do("load")),
             do=SimpleNamespace(remote=lambda texts: lambda: self._do(texts.job.corpus)),
@@ -94,7 +93,7 @@ def report(name: str) -> PrefillReport:
     return PrefillReport(f"{name}.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)
 
 
-HOW = How("m", "auto", "auto", "auto", Settings(), None, Caps())
+HOW = PrefillHow("m", "auto", "auto", "auto", Settings(), None, Caps())
 
 
 def drive(ray: MadeUpRay, names: str = "abc", workers: int = 1) -> tuple[dict[str, Any], list[Any]]:
@@ -205,8 +204,8 @@ def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     second_try = iter([True, False])
     monkeypatch.setattr(Prefiller, "load", lambda worker: None)
     monkeypatch.setattr(Prefiller, "_prefill", step)
-    monkeypatch.setattr(pool, "is_second_try", lambda: next(second_try))
-    monkeypatch.setattr(pool, "POLL_S", 0.0)
+    monkeypatch.setattr(workers, "is_second_try", lambda: next(second_try))
+    monkeypatch.setattr(workers, "POLL_S", 0.0)
     worker = Prefiller(HOW)
     assert isinstance(worker.do(texts), PrefillReport)
     assert isinstance(worker.do(texts), StoreBusy)

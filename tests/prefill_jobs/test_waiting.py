@@ -5,90 +5,86 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from offload_decode.prefill_jobs.on_ray.asking import Part
-from offload_decode.prefill_jobs.on_ray.waiting import Fetching, InOrder, Nearest
+from offload_decode.prefill_jobs.on_ray.workers import Waiting
 
 
-def parts_of(stores: str) -> list[Part]:
-    return [Part(store, ("?",)) for store in stores]
-
-
-def test_in_order_what_comes_back_is_last() -> None:
-    waiting = InOrder("abc")
-    assert waiting.take(None, None) == 0
+def test_any_worker_does_what_has_no_place_and_what_comes_back_is_last() -> None:
+    waiting = Waiting(range(3), anywhere=True)
+    assert waiting.take((), None) == 0
     waiting.add(0)
-    assert [waiting.take(None, None) for _ in range(4)] == [1, 2, 0, None]
-    assert len(waiting) == 0
+    assert [waiting.take((), None) for _ in range(4)] == [1, 2, 0, None]
+    assert not waiting
 
 
-def test_a_worker_stays_with_its_store_and_else_takes_the_one_with_most_left() -> None:
-    waiting = Nearest(parts_of("xabbcbbc"))
-    worker = waiting.known(frozenset("abc"))
-    assert waiting.take(worker, None) == 2, "of b"
-    assert waiting.take(worker, 4) == 4, "of c, as its last"
-    assert waiting.take(worker, 0) == 3, "its last is not there any more"
-    assert waiting.take(worker, 1) == 1
-    assert [waiting.take(worker, 1) for _ in range(4)] == [5, 6, 7, None], "most left, then as given"
-    assert len(waiting) == 1
+def test_a_worker_stays_with_its_store_and_else_takes_another_than_the_others() -> None:
+    waiting, here = Waiting("xabbcbbc", anywhere=False), frozenset("abc")
+    assert waiting.take(here, None) == 1, "of a"
+    assert waiting.take(here, None) == 2, "of b"
+    assert waiting.take(here, None) == 4, "of c, though b has more"
+    assert waiting.take(here, 2) == 3, "of b, as its last"
+    assert waiting.take(here, 0) == 7, "its last is not there, and c's turn is before b's"
+    assert [waiting.take(here, 7) for _ in range(3)] == [5, 6, None]
+    assert waiting, "x lies on no machine"
 
 
 def test_a_worker_is_given_no_store_that_is_not_on_its_machine() -> None:
-    waiting = Nearest(parts_of("xab"))
-    assert waiting.take(waiting.known(frozenset("y")), None) is None
-    assert waiting.take(waiting.known(frozenset("bx")), 1) == 0
+    waiting = Waiting("xab", anywhere=False)
+    assert waiting.take(frozenset("y"), None) is None
+    assert waiting.take(frozenset("bx"), 1) == 0
 
 
-def test_first_what_lies_here_then_what_lies_nowhere() -> None:
-    waiting = Fetching(parts_of("bdaacc"))
-    assert waiting.take(waiting.known(frozenset("bc")), None) == 4, "it lies on the worker's machine"
-    elsewhere = waiting.known(frozenset())
-    assert waiting.take(elsewhere, None) == 2, "on none, and the one with most left"
-    assert waiting.take(elsewhere, None) == 1, "on none, and on its way to none"
-    assert waiting.take(elsewhere, 0) == 0, "all are somewhere"
-    assert sorted(waiting.take(elsewhere, None) or 0 for _ in range(2)) == [3, 5]
-    assert waiting.take(elsewhere, None) is None
+def test_where_stores_are_fetched_what_lies_here_is_first() -> None:
+    waiting = Waiting("bdaacc", anywhere=True)
+    assert waiting.take(frozenset("c"), None) == 4, "it lies on the worker's machine"
+    assert [waiting.take((), None) for _ in range(3)] == [0, 1, 2], "others are on their way to others"
+    assert waiting.take(frozenset("a"), 0) == 3
+    assert waiting.take((), 4) == 5
+    assert waiting.take((), None) is None
 
 
-def test_of_many_choices_each_is_that_with_most_left_though_some_come_back() -> None:
+def test_of_many_choices_each_lies_here_and_none_is_lost_or_made_twice() -> None:
     for seed in range(50):
         rng = random.Random(seed)
-        parts = parts_of("".join(rng.choices("abcdefgh", k=40)))
-        waiting, left = Nearest(parts), set(range(40))
+        stores = "".join(rng.choices("abcdefgh", k=40))
+        waiting, left = Waiting(stores, anywhere=False), set(range(40))
         machines = [frozenset(rng.sample("abcdefgh", 5)) for _ in range(3)]
-        workers = [waiting.known(stores) for stores in machines]
         while left:
-            number = rng.randrange(3)
+            here = rng.choice(machines)
             last = rng.choice([None, rng.randrange(40)])
-            taken = waiting.take(workers[number], last)
-            there = Counter(parts[one].store for one in left if parts[one].store in machines[number])
+            taken = waiting.take(here, last)
+            there = Counter(stores[one] for one in left if stores[one] in here)
             if taken is None:
                 assert not there
-                left -= {one for one in left if parts[one].store not in frozenset().union(*machines)}
+                left -= {one for one in left if stores[one] not in frozenset().union(*machines)}
                 continue
             left.remove(taken)
-            store = parts[taken].store
-            if last is not None and parts[last].store in there:
-                assert store == parts[last].store
-            else:
-                assert there[store] == max(there.values())
+            assert stores[taken] in there
+            if last is not None and stores[last] in there:
+                assert stores[taken] == stores[last]
             if rng.random() < 0.2:
                 waiting.add(taken)
                 left.add(taken)
 
 
 class Looked:
-    """A task that counts how often its store is looked at."""
+    """The name of a store, which counts how often it is looked up."""
 
     times = 0
 
-    @property
-    def store(self) -> str:
+    def __init__(self, name: int) -> None:
+        self.name = name
+
+    def __hash__(self) -> int:
         Looked.times += 1
-        return "a"
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Looked) and other.name == self.name
 
 
 def test_no_choice_looks_at_all_that_wait() -> None:
-    waiting = Nearest([Looked() for _ in range(100)])
-    worker = waiting.known(frozenset("a"))
-    assert sorted(waiting.take(worker, None) or 0 for _ in range(100)) == [*range(100)]
-    assert Looked.times == 100
+    stores = [Looked(number) for number in range(1000)]
+    waiting, here = Waiting(stores, anywhere=False), frozenset(stores)
+    Looked.times = 0
+    assert sorted(waiting.take(here, None) or 0 for _ in range(1000)) == [*range(1000)]
+    assert Looked.times < 20 * 1000

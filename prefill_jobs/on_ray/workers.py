@@ -1,30 +1,112 @@
-"""Tasks for workers on a Ray cluster. Ray starts a worker as soon as a machine has room for it, starts one
-again that was lost, and gives it its task again; what is left is to say which task comes next (`waiting`).
+"""Workers on a Ray cluster: reaching one, what its machines have for workers, and tasks for them.
+
+Ray starts a worker as soon as a machine has room for it, starts one again that was lost, and gives it its
+task again. What is left is one loop: a worker that is ready takes the next task, if it can of a store that
+lies on its machine. Ray is imported here alone.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from offload_decode.common.errors import OffloadDecodeError, StoreBusy
-from offload_decode.prefill_jobs.on_ray.waiting import InOrder, Waiting
+from offload_decode.common.errors import ConfigError, OffloadDecodeError, StoreBusy
+from offload_decode.planning.caps import Caps
 
 TRIES = 6
 """Workers that a task may lose before it counts as failed: at random a few of them, while they start."""
 POLL_S = 0.5
 
 _LOCK_S = 30.0
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # it would tell of lost workers on stdout
+}
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Standing = dict[int, tuple[int, int]]
 """Of the tasks at work, by number: how much is done, and of how much; (0, 0) before that is known."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the workers are to run: `ray` or `ray://HOST:PORT`; how many of them (None: one for each GPU, or
+    for each machine where there are none); what each may use.
+    """
+
+    address: str
+    workers: int | None
+    caps: Caps
+
+    def __post_init__(self) -> None:
+        if self.address != "ray" and not self.address.startswith("ray://"):
+            raise ConfigError(f"--workers is ray or ray://HOST:PORT, not '{self.address}'")
+
+
+def shares(ray: Any, wanted: int | None, device: str, grows: bool = False) -> tuple[int, dict[str, int]]:
+    """How many workers, and what Ray is to keep for each: a GPU, or its part of a machine's processors. As
+    many as are `wanted`; else one for each GPU, or for each machine where there are none. What there is no
+    room for is left out, unless it may wait until the cluster `grows`.
+    """
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = int(sum(machine.get("GPU", 0) for machine in machines))
+    if gpus and device != "cpu":
+        count, room, share = wanted or gpus, gpus, {"num_cpus": 1, "num_gpus": 1}
+    elif cpus := [int(machine["CPU"]) for machine in machines if machine.get("CPU", 0) >= 1]:
+        count = wanted or len(cpus)
+        each = max(1, min(cpus) // -(-count // len(cpus)))
+        room, share = sum(cpu // each for cpu in cpus), {"num_cpus": each}
+    elif wanted and grows:
+        return wanted, {"num_cpus": 1}
+    else:
+        raise OffloadDecodeError(
+            "the Ray cluster has no processors for workers: add machines to it, or say with --worker-count "
+            "how many workers shall wait for some"
+        )
+    return (count if grows else min(count, room)), share
+
+
+@contextmanager
+def connected(ray: Any, address: str) -> Iterator[None]:
+    """Inside, this process belongs to the cluster at `address`: `ray` is the one that RAY_ADDRESS names, or
+    one of its own on this machine. Raises `OffloadDecodeError` where none answers.
+    """
+    if address == "ray":
+        address = os.environ.get("RAY_ADDRESS") or "local"
+    own = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except Exception as error:  # Ray raises no narrower one where a machine is slow to start
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise OffloadDecodeError(
+            f"no Ray cluster can be used at {address} ({reason}): see that it runs, that its versions of "
+            "Python and Ray are this machine's, and set RAY_AUTH_MODE=token where it asks for one"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def installed(option: str) -> Any:
+    """The module, for an option that needs it. Raises `ConfigError` where it cannot be imported."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        importlib.import_module("ray.exceptions")
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} needs Ray, which cannot be imported ({error}): pip install 'offload-decode[ray]'"
+        ) from error
 
 
 class Worker(Protocol):
@@ -33,8 +115,8 @@ class Worker(Protocol):
     """
 
     def load(self) -> Any:
-        """Make ready for tasks. Returns an error, or what is told of it. One in place of a lost worker is
-        not asked to; one that answered `Again` is, and lets go with an error.
+        """Make ready for tasks. Returns an error, or the stores that lie on its machine, if it has any. One
+        in place of a lost worker is not asked to; one that answered `Again` is, and lets go with an error.
         """
         ...
 
@@ -55,12 +137,12 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class Told:
-    """The result of a task, with what is told of its worker from now on: it may have come to another machine
-    in place of a lost one, or have other things there than before. The result is None where the task is not
-    for it.
+    """The result of a task, with the stores that lie `here`, on its worker's machine, from now on: it may be
+    another machine, in place of a lost one, or have other stores than before. The result is None where the
+    task is not for it.
     """
 
-    told: Any
+    here: frozenset[str]
     result: Any
 
 
@@ -72,6 +154,44 @@ class Again(Exception):
     def __init__(self, error: OffloadDecodeError) -> None:
         super().__init__(error)
         self.error = error
+
+
+class Waiting:
+    """Tasks that wait, by number, each of a store. A worker stays with the store of its last task, then takes
+    one that lies on its machine, the stores by turns. `anywhere`: another store is as good where none does.
+    """
+
+    def __init__(self, stores: Sequence[object], anywhere: bool) -> None:
+        self._stores, self._anywhere = stores, anywhere
+        self._left: OrderedDict[object, deque[int]] = OrderedDict()
+        for number in range(len(stores)):
+            self.add(number)
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def add(self, number: int) -> None:
+        """A task waits, or waits again."""
+        self._left.setdefault(self._stores[number], deque()).append(number)
+
+    def take(self, here: Collection[object], last: int | None) -> int | None:
+        """The next task for a worker on whose machine the stores `here` lie, which waits no longer; None
+        where there is none for it. `last`: that which it did last.
+        """
+        left = self._left
+        store = None if last is None else self._stores[last]
+        if store not in left or store not in here:
+            few, many = (left, here) if len(left) <= len(here) else (here, left)
+            other = next(iter(left), None) if self._anywhere else None
+            store = next((one for one in few if one in many), other)
+        if store is None:
+            return None
+        number = left[store].popleft()
+        if left[store]:
+            left.move_to_end(store)  # the next worker takes another one
+        else:
+            del left[store]
+        return number
 
 
 class Pool:
@@ -98,15 +218,15 @@ class Pool:
         self,
         tasks: Sequence[Task],
         watch: Callable[[Standing], None],
-        order: Callable[[Sequence[Task]], Waiting] = InOrder,
+        waiting: Waiting,
     ) -> Iterator[tuple[int, Any]]:
         """The number of each task and what became of it, as they come: what `do` returned, or `Lost`. Tasks
-        that no worker takes are left out.
+        that no worker takes are left `waiting`.
 
         Raises what the first `load` of a worker returns as an error, what `do` raises, and
         `OffloadDecodeError` where all workers are lost while they load.
         """
-        waiting, told, unloaded = order(tasks), dict[int, Any](), None
+        here, unloaded = dict[int, frozenset[str]](), None
         came_back, promised, tries = False, self._loading(), Counter[int]()
         while promised and (waiting or any(number is not None for _, number in promised.values())):
             for promise in self.ray.wait(list(promised), num_returns=1, timeout=POLL_S)[0]:
@@ -114,7 +234,7 @@ class Pool:
                 worker = self.workers[own]
                 result = self._got(promise)
                 if isinstance(result, Told):
-                    told[own], result = waiting.known(result.told), result.result
+                    here[own], result = result.here, result.result
                 if number is not None:
                     self._standing.pop(number, None)
                     if again := isinstance(result, Again):
@@ -128,15 +248,15 @@ class Pool:
                     if again:
                         promised[worker.load.remote()] = own, None
                         continue
-                elif isinstance(result, Lost) or (own in told and isinstance(result, OffloadDecodeError)):
+                elif isinstance(result, Lost) or (own in here and isinstance(result, OffloadDecodeError)):
                     unloaded = result
                     self.ray.kill(worker)
                     continue
                 elif isinstance(result, OffloadDecodeError):
                     raise result
                 else:
-                    told[own] = waiting.known(result)
-                following = waiting.take(told[own], number)
+                    here[own] = result or frozenset()
+                following = waiting.take(here[own], number)
                 if following is None:
                     self.ray.kill(worker)  # its share may be what a lost one waits for
                 else:
@@ -147,7 +267,7 @@ class Pool:
             watch(dict(self._standing))
             if waiting and came_back and not promised:  # those that could take it may have been let go
                 came_back, promised = False, self._loading()
-        if waiting and unloaded and not told:
+        if waiting and unloaded and not here:
             raise OffloadDecodeError(
                 f"{TRIES} Ray workers were lost while they loaded the model, the last with: {unloaded}; "
                 "see that their machines have the memory for it"
@@ -208,3 +328,11 @@ def is_second_try() -> bool:
     """In a worker: whether it was started in place of a lost one."""
     context = importlib.import_module("ray").get_runtime_context()
     return bool(context.was_current_actor_reconstructed)
+
+
+def all_lost(verb: str, last: Lost) -> OffloadDecodeError:
+    """What is told of a task whose workers were lost while they did as `verb` says."""
+    return OffloadDecodeError(
+        f"{TRIES} Ray workers were lost while they {verb}, the last with: {last}; see that their "
+        "machines have the memory for it, and run the same command again to go on"
+    )

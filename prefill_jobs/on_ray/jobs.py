@@ -1,7 +1,8 @@
-"""Corpora spread over the machines of a Ray cluster.
+"""Corpora to stores, and stores to indexes, spread over the machines of a Ray cluster.
 
 The driver reads the corpora and hands their texts out; each worker loads the model once and prefills one
-corpus after another. One that takes the place of a lost worker goes on after the last chunk.
+corpus after another. A store is indexed by a worker where it lies, as one process would. A worker in place of
+a lost one goes on after the last chunk, or the last head.
 """
 
 from __future__ import annotations
@@ -13,19 +14,32 @@ from pathlib import Path
 
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import own_memory
+from offload_decode.indexes import registry
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_prefill
 from offload_decode.prefill_jobs.destinations import place_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules
+from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
 from offload_decode.prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
-from offload_decode.prefill_jobs.on_ray.cluster import Cluster, connected, installed, shares
-from offload_decode.prefill_jobs.on_ray.pool import TRIES, Lost, Pool, Standing, after_the_lost
+from offload_decode.prefill_jobs.on_ray.store_workers import AtStores, routed
+from offload_decode.prefill_jobs.on_ray.workers import (
+    Cluster,
+    Lost,
+    Pool,
+    Standing,
+    Waiting,
+    after_the_lost,
+    all_lost,
+    connected,
+    installed,
+    shares,
+)
 
 
 @dataclass(frozen=True)
-class How:
+class PrefillHow:
     """What all workers are told."""
 
     model: str
@@ -38,9 +52,9 @@ class How:
 
 
 class Prefiller:
-    """In a process of its own, on any machine; see `pool.Worker`."""
+    """In a process of its own, on any machine; see `workers.Worker`."""
 
-    def __init__(self, how: How) -> None:
+    def __init__(self, how: PrefillHow) -> None:
         self.how = how
         self.loaded: LoadedModel | None = None
         self._standing = (0, 0)
@@ -106,7 +120,9 @@ def prefill_on_ray(
     here = [replace(job, store=_absolute(job.store)) for job in jobs]
     results, texts = read_all(here, staging, rules)
     if texts:
-        how = How(model, device, dtype, weights, settings, staging and staging.absolute(), cluster.caps)
+        how = PrefillHow(
+            model, device, dtype, weights, settings, staging and staging.absolute(), cluster.caps
+        )
         with connected(ray, cluster.address):
             count, share = shares(ray, cluster.workers, device, grows=True)
             pool = Pool(ray, Prefiller, how, min(count, len(texts)), share)
@@ -121,12 +137,9 @@ def prefilled(pool: Pool, texts: Sequence[Texts], progress: Watch) -> Results:
     def watch(standing: Standing) -> None:
         progress(*_progress(texts, results, standing))
 
-    for number, result in pool.run(texts, watch):
+    for number, result in pool.run(texts, watch, Waiting(range(len(texts)), anywhere=True)):
         if isinstance(result, Lost):
-            result = OffloadDecodeError(
-                f"{TRIES} Ray workers were lost while they prefilled it, the last with: {result}; see that "
-                "their machines have the memory for it, and run the same command again to go on"
-            )
+            result = all_lost("prefilled it", result)
         elif not isinstance(result, (PrefillReport, *OF_ONE)):
             raise result
         results[texts[number].job] = result
@@ -148,3 +161,92 @@ def _progress(texts: Sequence[Texts], results: Results, standing: Standing) -> t
 
 def _absolute(store: str) -> str:
     return store if "://" in store else os.path.abspath(store)
+
+
+@dataclass(frozen=True)
+class IndexHow:
+    """What all workers are told. `stores`: absolute paths of all that are to be indexed."""
+
+    stores: tuple[str, ...]
+    kind: str
+    recall: float
+    k: int
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A store, all of which is to be indexed."""
+
+    store: str
+
+
+class Indexer(AtStores):
+    """In a process of its own, on any machine; see `workers.Worker`."""
+
+    def __init__(self, how: IndexHow) -> None:
+        super().__init__(how.stores)
+        self.how = how
+
+    def begin(self) -> None:
+        """Raises what is wrong with the kind of index on this machine, such as a library that it lacks."""
+        registry.get(self.how.kind)
+
+    def done(self, task: Whole) -> BuildReport:
+        """The indexes of a store."""
+        self._standing = (0, 0)
+        how = self.how
+        return after_the_lost(
+            lambda: build_indexes(Path(task.store), how.kind, recall=how.recall, k=how.k, progress=self._note)
+        )
+
+    def standing(self) -> tuple[int, int]:
+        """In heads."""
+        return self._standing
+
+    def _note(self, stage: str, done: int, total: int) -> None:
+        self._standing = (done, total)
+
+
+Indexed = dict[Path, BuildReport | OffloadDecodeError]
+"""What became of every store."""
+
+
+def index_on_ray(
+    stores: Sequence[Path],
+    cluster: Cluster,
+    kind: str,
+    *,
+    recall: float = 0.98,
+    k: int = 100,
+    progress: Watch = lambda stage, done, total, about: None,
+) -> Indexed:
+    """`build_indexes` of every store, on the workers of a cluster that have it at its path.
+
+    Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers, and what
+    is wrong with the kind of index.
+    """
+    ray = installed("--workers ray")
+    tasks = [Whole(os.path.abspath(store)) for store in stores]
+    how = IndexHow(tuple(task.store for task in tasks), kind, recall, k)
+    with connected(ray, cluster.address):
+        count, share = shares(ray, cluster.workers, "cpu", grows=True)
+        built = indexed(Pool(ray, Indexer, how, min(count, len(tasks)), share), tasks, progress)
+    return {store: built[number] for number, store in enumerate(stores)}
+
+
+def indexed(
+    pool: Pool, tasks: Sequence[Whole], progress: Watch
+) -> dict[int, BuildReport | OffloadDecodeError]:
+    """`index_on_ray` by the workers of a pool, by the number of each task."""
+    results: dict[int, BuildReport | OffloadDecodeError] = {}
+
+    def watch(standing: Standing) -> None:
+        heads = [found.heads for found in results.values() if isinstance(found, BuildReport)]
+        known = heads + [total for _, total in standing.values() if total]
+        each = sum(known) / len(known) if known else 0  # of those that are not begun
+        done = sum(heads) + sum(now for now, _ in standing.values())
+        about = f"{len(results)} of {len(tasks)} done, {len(standing)} at work"
+        progress("index" if known else "start workers", done, round(each * len(tasks)) or 1, about)
+
+    results.update(routed(pool, tasks, watch, "indexed it"))
+    return results

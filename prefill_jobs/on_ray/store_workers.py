@@ -1,4 +1,4 @@
-"""Tasks of stores, each for a worker on a machine where its store lies, or to which it can be fetched."""
+"""Workers for tasks of stores, each on a machine where its store lies, or to which it can be fetched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from offload_decode.common.errors import (
     BucketError,
@@ -16,10 +16,18 @@ from offload_decode.common.errors import (
     StoreError,
     StoreNotFound,
 )
-from offload_decode.prefill_jobs.buckets.far_stores import FarStores
+from offload_decode.prefill_jobs.buckets.collections import FarStores
 from offload_decode.prefill_jobs.buckets.transfer import Progress
-from offload_decode.prefill_jobs.on_ray.pool import TRIES, Again, Lost, Pool, Standing, Told
-from offload_decode.prefill_jobs.on_ray.waiting import Fetching, Nearest, OfAStore
+from offload_decode.prefill_jobs.on_ray.workers import (
+    TRIES,
+    Again,
+    Lost,
+    Pool,
+    Standing,
+    Told,
+    Waiting,
+    all_lost,
+)
 from offload_decode.store.staging import surfaced
 
 PATIENCE_S = 30.0
@@ -27,7 +35,7 @@ PATIENCE_S = 30.0
 
 
 class AtStores(ABC):
-    """A `pool.Worker` that tells which of the stores lie on its machine: at their paths, or fetched there
+    """A `workers.Worker` that tells which of the stores lie on its machine: at their paths, or fetched there
     where they are `far`. One in place of a lost worker looks anew before its first task.
     """
 
@@ -124,6 +132,15 @@ def _on_this_machine(error: OffloadDecodeError) -> OffloadDecodeError:
     return type(error)(f"on the machine {platform.node()}: {error}")
 
 
+class OfAStore(Protocol):
+    """What a task has."""
+
+    @property
+    def store(self) -> str:
+        """The absolute path of its store, or its URL."""
+        ...
+
+
 def routed(
     pool: Pool, tasks: Sequence[OfAStore], watch: Callable[[Standing], None], verb: str, far: bool = False
 ) -> Iterator[tuple[int, Any]]:
@@ -132,14 +149,9 @@ def routed(
     Workers fetch stores that are `far`.
     """
     seen = set()
-    for number, result in pool.run(tasks, watch, Fetching if far else Nearest):
+    for number, result in pool.run(tasks, watch, Waiting([task.store for task in tasks], far)):
         seen.add(number)
-        if isinstance(result, Lost):
-            result = OffloadDecodeError(
-                f"{TRIES} Ray workers were lost while they {verb}, the last with: {result}; see that their "
-                "machines have the memory for it, and run the same command again to go on"
-            )
-        yield number, result
+        yield number, all_lost(verb, result) if isinstance(result, Lost) else result
     for number, task in enumerate(tasks):
         if number not in seen:
             problem = f"no Ray worker finds a store at {task.store}"
