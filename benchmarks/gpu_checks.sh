@@ -36,7 +36,7 @@ print(*[name for name in ("zarr", "transformers", "faiss", "numba", "typer", "hy
 if [ -z "$missing" ]; then
     tests=tests
 else
-    tests="tests/pages/test_device.py tests/kernels"
+    tests="tests/attention"
     echo "missing here: $missing. Only the kernels' own tests run."
 fi
 

@@ -14,7 +14,7 @@ from offload_decode.attention import host_dense
 from offload_decode.attention.host_dense import BLOCK, attend_all
 from offload_decode.attention.rows import Rows
 from offload_decode.attention.state import attend, empty_state
-from tests.kernels.test_host_tokens import CPU, FORMS, PAIRS, stored
+from tests.attention.test_host_tokens import CPU, FORMS, PAIRS, stored
 
 
 def reference(query, keys, values, scaling, softcap=None):

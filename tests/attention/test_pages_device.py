@@ -212,7 +212,7 @@ def test_tokens_beyond_two_to_the_31_elements(kernels, device, tmp_path):
 def test_kernels_compile_for_cards_that_are_not_here(tmp_path, capability, shapes):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.pages.compiling", str(capability), str(shapes)],
+        [sys.executable, "-m", "tests.attention.compiling_pages", str(capability), str(shapes)],
         cwd=Path(__file__).parents[2],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,

@@ -1,5 +1,5 @@
 """Compiles the kernels of Quest's pages and of chosen tokens for a card that is not there:
-`python -m tests.pages.compiling 90 5`.
+`python -m tests.attention.compiling_pages 90 5`.
 
 Every launch goes through Triton's own specialisation of the real arguments, down to ptxas, and stops short of
 running. The interpreter accepts programs that a card does not: types that change in a loop, tiles too large
