@@ -14,10 +14,11 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.attention.queries import Places
 from offload_decode.attention.state import merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache_layers import RUNNING, LatentLayer, PrefixLayer, TailLayer
+from offload_decode.hf.cache_layers import LatentLayer, PrefixLayer, TailLayer
 from offload_decode.hf.graph_cache import RecordedLayer
 from offload_decode.hf.mla import LatentHeads, latent_of
 from offload_decode.hf.packed_batch import JointLayer
+from offload_decode.hf.running_pass import RUNNING
 from offload_decode.types import AttentionState
 
 # Llama 4's temperature by position, for rows that are padded behind a prefix.

@@ -23,11 +23,12 @@ from torch import Tensor
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.attention import prefix_attention
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import RUNNING, LatentLayer, TailLayer, WindowLayer
+from offload_decode.hf.cache_layers import LatentLayer, TailLayer, WindowLayer
 from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, with_cache
 from offload_decode.hf.graph_cache import Asked, RecordedCache
 from offload_decode.hf.packed_batch import JointCache
 from offload_decode.hf.positions import depends_on_length
+from offload_decode.hf.running_pass import RUNNING
 
 # A decoder's pass as CUDA graphs: one before each attention, and one behind the last.
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from offload_decode.common.errors import UnsupportedModel
-from offload_decode.hf.cache_layers import RUNNING, PassLayer
+from offload_decode.hf.cache_layers import PassLayer
+from offload_decode.hf.running_pass import RUNNING
 
 
 class Asked(NamedTuple):

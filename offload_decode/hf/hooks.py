@@ -19,13 +19,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.attention import NAME, prefix_attention, tail_mask
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import RUNNING, Pass
 from offload_decode.hf.compat import cache_in, cache_name, in_its_name
 from offload_decode.hf.cuda_graphs import capture
 from offload_decode.hf.linear_bf16 import read_in_place
 from offload_decode.hf.packed_batch import JointCache
 from offload_decode.hf.positions import UNSAID, depends_on_length, hold_rotations
 from offload_decode.hf.recurrent_steps import run_rows_apart
+from offload_decode.hf.running_pass import RUNNING, Pass
 from offload_decode.hf.shape import cache_class
 
 

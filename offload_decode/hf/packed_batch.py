@@ -18,14 +18,8 @@ from transformers.cache_utils import Cache
 from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import (
-    RUNNING,
-    KeylessLayer,
-    LatentLayer,
-    PassLayer,
-    TailLayer,
-    WindowLayer,
-)
+from offload_decode.hf.cache_layers import KeylessLayer, LatentLayer, PassLayer, TailLayer, WindowLayer
+from offload_decode.hf.running_pass import RUNNING
 from offload_decode.kv.generated import Prefix
 from offload_decode.types import AttentionState
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
-from offload_decode.hf.cache_layers import RUNNING
+from offload_decode.hf.running_pass import RUNNING
 
 if TYPE_CHECKING:
     from torch import nn

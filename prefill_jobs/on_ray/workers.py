@@ -8,6 +8,7 @@ lies on its machine. Ray is imported here alone.
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
 import time
@@ -164,6 +165,7 @@ class Waiting:
     def __init__(self, stores: Sequence[object], anywhere: bool) -> None:
         self._stores, self._anywhere = stores, anywhere
         self._left: OrderedDict[object, deque[int]] = OrderedDict()
+        self._turns, self._turn = dict[object, int](), itertools.count()
         for number in range(len(stores)):
             self.add(number)
 
@@ -172,7 +174,11 @@ class Waiting:
 
     def add(self, number: int) -> None:
         """A task waits, or waits again."""
-        self._left.setdefault(self._stores[number], deque()).append(number)
+        store = self._stores[number]
+        if store not in self._left:
+            self._left[store] = deque()
+            self._turns[store] = next(self._turn)
+        self._left[store].append(number)
 
     def take(self, here: Collection[object], last: int | None) -> int | None:
         """The next task for a worker on whose machine the stores `here` lie, which waits no longer; None
@@ -181,14 +187,17 @@ class Waiting:
         left = self._left
         store = None if last is None else self._stores[last]
         if store not in left or store not in here:
-            few, many = (left, here) if len(left) <= len(here) else (here, left)
             other = next(iter(left), None) if self._anywhere else None
-            store = next((one for one in few if one in many), other)
+            if len(left) <= len(here):  # in the order of their turns
+                store = next((one for one in left if one in here), other)
+            else:
+                store = min((one for one in here if one in left), key=self._turns.__getitem__, default=other)
         if store is None:
             return None
         number = left[store].popleft()
         if left[store]:
             left.move_to_end(store)  # the next worker takes another one
+            self._turns[store] = next(self._turn)
         else:
             del left[store]
         return number

@@ -131,16 +131,16 @@ def test_what_cannot_fit_is_refused(prefill: list[str | Path], tmp_path: Path) -
 def test_workers_get_what_the_command_was_told(
     prefill: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload_decode.prefill_jobs.on_ray import cluster as ray_cluster
-    from offload_decode.prefill_jobs.on_ray import prefilling
+    from offload_decode.prefill_jobs.on_ray import jobs as ray_jobs
+    from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
     given: dict[str, Any] = {}
 
-    def workers(jobs: list[Job], cluster: ray_cluster.Cluster, **how: Any) -> dict[Job, PrefillReport]:
+    def workers(jobs: list[Job], cluster: Cluster, **how: Any) -> dict[Job, PrefillReport]:
         given.update(how, jobs=jobs, cluster=cluster)
         return {jobs[0]: PrefillReport("a.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)}
 
-    monkeypatch.setattr(prefilling, "prefill_on_ray", workers)
+    monkeypatch.setattr(ray_jobs, "prefill_on_ray", workers)
     more = ["--workers", "ray", "--worker-count", "3", "--ram", "1GiB", "--kv", "int8", "-o", "chunk=8"]
     ran = run(*prefill, "--out", tmp_path / "a.kv", *more, "--staging", tmp_path)
     assert ran.code == 0

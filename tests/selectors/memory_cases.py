@@ -31,7 +31,12 @@ class WatchedHost(HostKV):
 
     def keys(self, layer, head):
         self.read.append((layer, head))
-        return super().keys(layer, head)
+        return super().layer_keys(layer)[head]
+
+    def layer_keys(self, layer):
+        heads = super().layer_keys(layer)
+        self.read += [(layer, head) for head in range(len(heads))]
+        return heads
 
 
 @dataclass
