@@ -14,6 +14,7 @@ SHOWN = (
     "LICENSE",
     "docs/*.md",
     "docs/site/*.css",
+    "docs/site/*.png",
     "offload_decode/server/http/page/icon.svg",
     "benchmarks/README.md",
     "benchmarks/results/*",
