@@ -1,8 +1,9 @@
-"""`offload-decode ask`: one question, one answer."""
+"""`offload-decode ask`: one question to a store, to documents of a collection, or to a server."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -12,38 +13,39 @@ import typer
 
 from offload_decode.cli import output
 from offload_decode.cli.client import (
-    Manner,
-    Reached,
-    Received,
+    AnswerOptions,
     Server,
-    asked,
-    check_left_to_server,
-    reaching,
+    ServerAddress,
+    ServerAnswer,
+    check_server_options,
+    conversation,
     report,
+    server_address,
 )
-from offload_decode.cli.collections import Choosing, Collected, choosing, collected_of
+from offload_decode.cli.collections import AskedCollection, DocumentChoice, document_choice, open_collection
 from offload_decode.cli.errors import exit_code, sentence
-from offload_decode.cli.limits import Asking, asking, check_here, open_engine, opener
+from offload_decode.cli.limits import AskOptions, ask_options, check_options, engine_opener, open_engine
 from offload_decode.cli.options import (
-    Asked,
+    OUTPUT,
     Cite,
     From,
     Json,
     MaxNewTokens,
     Seed,
+    StoreCollectionOrUrl,
     Temperature,
     TopP,
     WorkerCount,
-    check_worker_count,
+    check_workers,
+    option,
     question_from,
     with_groups,
+    workers_option,
 )
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from offload_decode.collections.journal import Entry
     from offload_decode.engine.engine import Engine
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
@@ -53,13 +55,13 @@ if TYPE_CHECKING:
 
 @with_groups
 def ask(
-    store: Asked,
+    store: StoreCollectionOrUrl,
     question: Annotated[
         str, typer.Argument(metavar="QUESTION", help="The question; - reads standard input.")
     ],
-    how: Annotated[Asking, From(asking)],
-    reached: Annotated[Reached | None, From(reaching)],
-    choosing: Annotated[Choosing, From(choosing)],
+    options: Annotated[AskOptions, From(ask_options)],
+    address: Annotated[ServerAddress | None, From(server_address)],
+    choice: Annotated[DocumentChoice, From(document_choice)],
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -68,80 +70,81 @@ def ask(
     cites: Cite = False,
     workers: Annotated[
         str | None,
-        typer.Option(
-            metavar="W",
-            help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: deal the tokens of "
-            "one store out to Ray workers, each of which attends to its own, or the documents of a "
-            "collection, which are asked there. Their machines have the store, or the collection, at its "
-            "path; of one in a bucket they fetch what they ask.",
-            show_default=False,
+        workers_option(
+            "split the tokens of one store over Ray workers, or spread the documents of a collection. The "
+            "machines have the store or collection at the same path, or fetch what they need from the bucket."
         ),
     ] = None,
     worker_count: WorkerCount = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Show on stderr what the answer cost.")] = False,
+    stats: Annotated[
+        bool, option(None, "Show on stderr what the answer cost.", "--stats", panel=OUTPUT)
+    ] = False,
 ) -> None:
     """Answer one question from a store, or from documents of a collection.
 
-    The answer is printed as it is written. From a collection, the documents that --top, --all and --where
-    choose are asked, and each answer follows the name of its document.
+    The answer is printed as it is generated. In a collection, --top, --all and --where choose the documents
+    to ask, and each answer follows the name of its document.
 
-    With --workers ray, a store may be larger than the memory of one machine, and every worker keeps to
-    the budget for its own tokens. Of a collection, answers are printed as they come.
+    With --workers ray, a store may be larger than the memory of one machine; every worker applies the budget
+    to its own tokens. Answers from a collection are printed as they arrive.
     """
-    check_worker_count(workers, worker_count)
-    if workers is not None and reached is not None:
+    check_workers(workers, worker_count)
+    if workers is not None and address is not None:
         raise ConfigError("--workers and --server do not go together: leave one of them out")
-    cluster = _cluster(workers, worker_count, how)
+    cluster = _cluster(workers, worker_count, options)
     text = question_from(question)
-    manner = Manner(how.config.selector, how.config.options, max_new_tokens, temperature, top_p, seed, cites)
-    with collected_of([store], reached, choosing, Progress) as collected:
-        if collected is not None:
-            _ask_collection(collected, text, how, cluster, manner, as_json, stats)
+    config = options.config
+    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed, cites)
+    with open_collection([store], address, choice, Progress) as collection:
+        if collection is not None:
+            _ask_collection(collection, text, options, cluster, wanted, as_json, stats)
             return
     if cluster is not None and cites:
         raise ConfigError("--workers and --cite do not go together for one store: leave one of them out")
-    if reached is not None:
-        check_left_to_server(how)
-        _ask_server(reached, str(store), text, manner, as_json, stats)
+    if address is not None:
+        check_server_options(options)
+        _ask_server(address, str(store), text, wanted, as_json, stats)
         return
-    with _opened(store, how, cluster) as engine:
-        _answer(engine, store, text, manner, as_json, stats)
+    with _opened(store, options, cluster) as engine:
+        _ask_engine(engine, store, text, wanted, as_json, stats)
 
 
-def _cluster(workers: str | None, count: int | None, how: Asking) -> Cluster | None:
+def _cluster(workers: str | None, count: int | None, options: AskOptions) -> Cluster | None:
     if workers is None:
         return None
 
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
-    return Cluster(workers, count, how.caps)
+    return Cluster(workers, count, options.caps)
 
 
 @contextmanager
-def _opened(store: Path, how: Asking, cluster: Cluster | None) -> Iterator[Engine]:
+def _opened(store: Path, options: AskOptions, cluster: Cluster | None) -> Iterator[Engine]:
     if cluster is None:
-        yield open_engine(store, how)
+        yield open_engine(store, options)
         return
 
     from offload_decode.prefill_jobs.on_ray.attending import scattered
 
-    with scattered(open_engine(store, how), cluster, how.config) as engine:
+    with scattered(open_engine(store, options), cluster, options.config) as engine:
         yield engine
 
 
-def _answer(engine: Engine, store: Path, question: str, manner: Manner, as_json: bool, stats: bool) -> None:
+def _ask_engine(
+    engine: Engine, store: Path, question: str, wanted: AnswerOptions, as_json: bool, stats: bool
+) -> None:
     from offload_decode.engine.citations import cite
     from offload_decode.engine.sampler import Sampler
     from offload_decode.hf import cuda_graphs
 
-    sampler = Sampler(manner.temperature, manner.top_p, manner.seed)
+    sampler = Sampler(wanted.temperature, wanted.top_p, wanted.seed)
     if as_json:
-        given = engine.answer(question, manner.max_new_tokens, sampler, manner.cite)
+        given = engine.answer(question, wanted.max_new_tokens, sampler, wanted.cite)
         cost = given.stats
         output.answer_json(
             {
                 "question": question,
-                **_told(given.text, len(given.tokens), given.finish, given.citations),
+                **_answer_fields(given.text, len(given.tokens), given.finish, given.citations),
                 "selector": engine.selector.name,
                 "options": asdict(engine.selector.options),
                 "search": engine.selector.report(),
@@ -157,56 +160,56 @@ def _answer(engine: Engine, store: Path, question: str, manner: Manner, as_json:
             }
         )
     else:
-        with engine.watched() if manner.cite else nullcontext() as watch:
-            show(engine.stream(question, manner.max_new_tokens, sampler))
+        with engine.watched() if wanted.cite else nullcontext() as watch:
+            show(engine.stream(question, wanted.max_new_tokens, sampler))
         cost = engine.prefix.take_stats()
         if watch is not None:
-            output.note(attended(cite(watch, engine.store, engine.tokenizer)))
+            output.note(cited_text(cite(watch, engine.store, engine.tokenizer)))
     if inexact := approximations(engine.store.manifest):
         output.note(f"The store's keys and values are approximate: {output.one_line(inexact)}.")
     if quantised := other_weights(engine.store.manifest, engine.loaded.weights):
         output.note(quantised)
     if cost.tail_rows:
         output.note(
-            f"The sampled tail leaves the denominator of the attention uncertain by {cost.tail_error:.2%} "
-            "(standard error, mean)."
+            "Sampling the unselected tokens leaves the denominator of the attention uncertain by "
+            f"{cost.tail_error:.2%} (standard error, mean)."
         )
     if stats:
         output.note(describe(cost, engine))
 
 
 def _ask_server(
-    reached: Reached, store: str, question: str, manner: Manner, as_json: bool, stats: bool
+    address: ServerAddress, store: str, question: str, wanted: AnswerOptions, as_json: bool, stats: bool
 ) -> None:
-    began, received = time.monotonic(), Received()
-    with Server(reached) as server:
+    began, answer = time.monotonic(), ServerAnswer()
+    with Server(address) as server:
         served = server.served(store)
-        pieces = server.stream(served.name, asked(question), manner, received)
+        pieces = server.stream(served.name, conversation(question), wanted, answer)
         if as_json:
             for _ in pieces:
                 pass
-            output.answer_json(report(server, served, question, manner, received))
+            output.answer_json(report(server, served, question, wanted, answer))
         else:
             show(pieces)
-    if manner.cite and not as_json:
-        output.note(attended(received.cited))
+    if wanted.cite and not as_json:
+        output.note(cited_text(answer.cited))
     if stats:
-        output.note(received.describe(time.monotonic() - began))
+        output.note(answer.describe(time.monotonic() - began))
 
 
-def _told(
+def _answer_fields(
     text: str, tokens: int, finish: str, citations: Sequence[CitedDocument] | None
 ) -> dict[str, object]:
-    """An answer for programs."""
+    """The fields of an answer in JSON."""
     cited = {} if citations is None else {"citations": list(map(asdict, citations))}
     return {"answer": text, "tokens": tokens, "finish": finish, **cited}
 
 
 def approximations(manifest: Manifest) -> str:
-    """What keeps a store's keys and values from being those of exact attention; empty for nothing."""
+    """How a store's keys and values differ from those of exact attention; empty where they do not."""
     options = dict(manifest.prefill)
     method = options.pop("method")
-    options.pop("weights", None)  # `other_weights` tells of them
+    options.pop("weights", None)  # see `other_weights`
     given = ", ".join(f"{name}={value}" for name, value in options.items())
     parts = [f"prefilled with {method} ({given})"] if method != "dense" else []
     parts += [f"{kind} are {form}" for kind, form in manifest.kv.items() if manifest.encoding(kind)]
@@ -227,7 +230,7 @@ def other_weights(manifest: Manifest, asked: str) -> str:
 
 
 def show(pieces: Iterable[str]) -> None:
-    """Print an answer as it comes, without the white space that models begin with."""
+    """Print an answer as it arrives, without the white space that models begin with."""
     begun = False
     for piece in pieces:
         shown = piece if begun else piece.lstrip()
@@ -236,8 +239,8 @@ def show(pieces: Iterable[str]) -> None:
     output.generated("", end="\n")
 
 
-def attended(citations: Sequence[CitedDocument]) -> str:
-    """What an answer attended to, for people."""
+def cited_text(citations: Sequence[CitedDocument]) -> str:
+    """The documents and passages that an answer attended to, as text."""
     if not citations:
         return "attended to no passage in particular"
     lines = []
@@ -248,14 +251,14 @@ def attended(citations: Sequence[CitedDocument]) -> str:
 
 
 def describe(cost: StepStats, engine: Engine) -> str:
-    """What an answer cost, for people."""
+    """What an answer cost, as text."""
     stored = engine.prefix.length
     attended = cost.selected / max(1, cost.rows)
     other = cost.total_s - cost.search_s - cost.gather_s - cost.attend_s
     attentions = sum(cost.attended.values())
     where = ", ".join(f"{times / attentions:.0%} on the {place}" for place, times in cost.attended.items())
-    kept = cost.cache_hits + cost.cache_misses
-    found = f"; {cost.cache_hits / kept:.1%} of the rows were in the device cache" if kept else ""
+    looked_up = cost.cache_hits + cost.cache_misses
+    cached = f"; {cost.cache_hits / looked_up:.1%} of the rows were in the device cache" if looked_up else ""
     bus = f", {output.size(cost.bus_bytes)} over the bus" if cost.bus_bytes else ""
     return "\n".join(
         [
@@ -265,15 +268,15 @@ def describe(cost: StepStats, engine: Engine) -> str:
             f"speed     {1000 * cost.total_s / max(1, cost.tokens):,.1f} ms for each token run",
             f"moved     {output.size(cost.bytes_moved)} of stored keys and values{bus}",
             *(f"{name:9} {value}" for name, value in engine.selector.report().items()),
-            f"attention {where}{found}",
+            f"attention {where}{cached}",
             f"time      {cost.total_s:.2f} s: search {cost.search_s:.2f}, gather {cost.gather_s:.2f}, "
             f"attend {cost.attend_s:.2f}, the rest of the model {other:.2f}",
         ]
     )
 
 
-class Told(NamedTuple):
-    """The answer of a document in a collection, and what it cost: `described` is that in words."""
+class DocumentAnswer(NamedTuple):
+    """The answer of a document in a collection; `described`: its cost as text, where the engine was here."""
 
     text: str
     tokens: int
@@ -283,56 +286,59 @@ class Told(NamedTuple):
     described: str = ""
 
 
+DocumentAnswers = Iterator[tuple["Entry", DocumentAnswer | OffloadDecodeError]]
+
+
 def _ask_collection(
-    collected: Collected,
+    collection: AskedCollection,
     question: str,
-    how: Asking,
+    options: AskOptions,
     cluster: Cluster | None,
-    manner: Manner,
+    wanted: AnswerOptions,
     as_json: bool,
     stats: bool,
 ) -> None:
-    """Ask document after document, one open at a time, or on the machines of a `cluster`, which answer in any
-    order; one that fails does not stop the others.
+    """Ask one document after another, or those on the machines of a `cluster` in any order; one that fails
+    does not stop the others.
     """
-    if cluster is not None and (manner.temperature > 0 or stats):
+    if cluster is not None and (wanted.temperature > 0 or stats):
         other = "--stats" if stats else "--temperature"
         raise ConfigError(f"--workers and {other} do not go together for a collection: leave one of them out")
-    check_here(how, cluster is None)
-    documents = collected.documents(question)
+    check_options(options, cluster is None)
+    documents = collection.documents(question)
     if not documents:
-        raise ConfigError("no document has a word of the question: put it otherwise, or give --all")
+        raise ConfigError("no document contains a word of the question: rephrase it, or give --all")
     if cluster is None:
-        results = _here(collected, documents, question, how, manner)
+        results = _answers_here(collection, documents, question, options, wanted)
     else:
-        results = _there(collected, documents, question, how, cluster, manner)
+        results = _answers_of_cluster(collection, documents, question, options, cluster, wanted)
     answers: dict[str, dict[str, object]] = {}
     failed: dict[str, OffloadDecodeError] = {}
-    for entry, told in results:
-        if isinstance(told, OffloadDecodeError):
-            failed[entry.name] = told
-            output.note(f"error: {output.one_line(entry.name)}: {sentence(told)}")
+    for entry, result in results:
+        if isinstance(result, OffloadDecodeError):
+            failed[entry.name] = result
+            output.note(f"error: {output.one_line(entry.name)}: {sentence(result)}")
             continue
         if as_json:
             answers[entry.name] = {
                 "document": entry.name,
-                "store": collected.collection.address(entry),
-                **_told(told.text, told.tokens, told.finish, told.citations),
-                "stats": asdict(told.stats),
+                "store": collection.collection.address(entry),
+                **_answer_fields(result.text, result.tokens, result.finish, result.citations),
+                "stats": asdict(result.stats),
             }
         else:
             output.answer(output.one_line(entry.name), end=": ")
-            output.generated(told.text, end="\n")
-        if told.citations is not None and not as_json:
-            output.note(attended(told.citations))
+            output.generated(result.text, end="\n")
+            if result.citations is not None:
+                output.note(cited_text(result.citations))
         if stats:
-            output.note(told.described)
+            output.note(result.described)
     if as_json:
         names = [entry.name for entry in documents]
         output.answer_json(
             {
                 "question": question,
-                "collection": collected.collection.name,
+                "collection": collection.collection.name,
                 "answers": [answers[name] for name in names if name in answers],
                 "failed": [
                     {"document": name, "error": sentence(failed[name])} for name in names if name in failed
@@ -343,44 +349,49 @@ def _ask_collection(
         raise typer.Exit(min(map(exit_code, failed.values())))
 
 
-def _here(
-    collected: Collected, documents: Sequence[Entry], question: str, how: Asking, manner: Manner
-) -> Iterator[tuple[Entry, Told | OffloadDecodeError]]:
+def _answers_here(
+    collection: AskedCollection,
+    documents: Sequence[Entry],
+    question: str,
+    options: AskOptions,
+    wanted: AnswerOptions,
+) -> DocumentAnswers:
     from offload_decode.engine.sampler import Sampler
 
-    open_engine = opener(how)
+    open_engine = engine_opener(options)
     for entry in documents:
         try:
-            with collected.collection.held(entry) as store:
+            with collection.collection.held(entry) as store:
                 engine = open_engine(str(store))
-                sampler = Sampler(manner.temperature, manner.top_p, manner.seed)
-                given = engine.answer(question, manner.max_new_tokens, sampler, manner.cite)
+                sampler = Sampler(wanted.temperature, wanted.top_p, wanted.seed)
+                one = engine.answer(question, wanted.max_new_tokens, sampler, wanted.cite)
         except OffloadDecodeError as error:
             yield entry, error
             continue
-        described = describe(given.stats, engine)
-        yield (
-            entry,
-            Told(given.text, len(given.tokens), given.finish, given.citations, given.stats, described),
-        )
+        cost = describe(one.stats, engine)
+        yield entry, DocumentAnswer(one.text, len(one.tokens), one.finish, one.citations, one.stats, cost)
 
 
-def _there(
-    collected: Collected,
+def _answers_of_cluster(
+    collection: AskedCollection,
     documents: Sequence[Entry],
     question: str,
-    how: Asking,
+    options: AskOptions,
     cluster: Cluster,
-    manner: Manner,
-) -> Iterator[tuple[Entry, Told | OffloadDecodeError]]:
+    wanted: AnswerOptions,
+) -> DocumentAnswers:
     from offload_decode.prefill_jobs.on_ray.asking import Part, answer_on_ray
 
-    stores = [collected.collection.address(entry) for entry in documents]
-    far = collected.on_other_machines(stores)
+    stores = [collection.collection.address(entry) for entry in documents]
+    remote = collection.on_other_machines(stores)
     parts = [Part(store, (question,)) for store in stores]
-    for number, result in answer_on_ray(parts, cluster, how.config, manner.max_new_tokens, manner.cite, far):
+    results = answer_on_ray(parts, cluster, options.config, wanted.max_new_tokens, wanted.cite, remote)
+    for number, result in results:
         if isinstance(result, OffloadDecodeError):
             yield documents[number], result
         else:
             (one,) = result
-            yield documents[number], Told(one.text, one.tokens, one.finish, one.citations, one.stats)
+            yield (
+                documents[number],
+                DocumentAnswer(one.text, one.tokens, one.finish, one.citations, one.stats),
+            )

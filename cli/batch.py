@@ -5,37 +5,40 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload_decode.cli import options, output
+from offload_decode.cli import options as completion
+from offload_decode.cli import output
 from offload_decode.cli.client import (
-    Manner,
-    Reached,
-    Received,
+    AnswerOptions,
     Server,
-    asked,
-    check_left_to_server,
-    reaching,
+    ServerAddress,
+    ServerAnswer,
+    check_server_options,
+    conversation,
+    server_address,
 )
-from offload_decode.cli.collections import Choosing, Collected, choosing, collected_of
+from offload_decode.cli.collections import AskedCollection, DocumentChoice, document_choice, open_collection
 from offload_decode.cli.errors import FAILURE, exit_code, sentence
-from offload_decode.cli.limits import Asking, asking, check_here, opener
+from offload_decode.cli.limits import AskOptions, ask_options, check_options, engine_opener
 from offload_decode.cli.options import (
+    EVERYDAY,
     Cite,
     From,
     MaxNewTokens,
     Quiet,
     WorkerCount,
-    Workers,
     a_path,
-    check_worker_count,
+    check_workers,
+    option,
     with_groups,
+    workers_option,
 )
 from offload_decode.cli.output import Progress
 from offload_decode.cli.questions import (
@@ -50,6 +53,7 @@ from offload_decode.cli.questions import (
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
+    from offload_decode.prefill_jobs.on_ray.workers import Standing
     from offload_decode.types import CitedDocument
 
 
@@ -59,115 +63,125 @@ def batch(
         list[Path],
         typer.Argument(
             metavar="STORE",
-            help="The stores to ask, or one collection, or its URL in a bucket.",
-            show_default=False,
+            help="The stores to ask, or one collection, or a collection's URL in a bucket.",
             parser=a_path,
-            autocompletion=options.stores,
+            autocompletion=completion.stores,
         ),
     ],
     questions: Annotated[
         Path,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help='Questions, a line each: {"question": "…", "id": 1, "store": "…"}.',
+        option(
+            "FILE.jsonl",
+            'Questions, one per line: {"question": "…", "id": 1, "store": "…"}.',
             parser=a_path,
+            panel=EVERYDAY,
         ),
     ],
     out: Annotated[
         Path,
-        typer.Option(metavar="FILE.jsonl", help="File that answers are appended to.", parser=a_path),
+        option("FILE.jsonl", "File to which answers are appended.", parser=a_path, panel=EVERYDAY),
     ],
-    how: Annotated[Asking, From(asking)],
-    reached: Annotated[Reached | None, From(reaching)],
-    choosing: Annotated[Choosing, From(choosing)],
+    options: Annotated[AskOptions, From(ask_options)],
+    address: Annotated[ServerAddress | None, From(server_address)],
+    choice: Annotated[DocumentChoice, From(document_choice)],
     max_new_tokens: MaxNewTokens = 128,
     batch_size: Annotated[
         int,
-        typer.Option(metavar="N", help="Questions in one forward pass, or on their way to a server.", min=1),
+        option("N", "Questions in one forward pass, or sent to a server at a time.", min=1, panel=EVERYDAY),
     ] = 8,
     cites: Cite = False,
-    workers: Workers = None,
+    workers: Annotated[
+        str | None,
+        workers_option(
+            "spread the questions over a Ray cluster. Machines answer from stores that they have at the same "
+            "path, or fetch from a collection's bucket."
+        ),
+    ] = None,
     worker_count: WorkerCount = None,
     quiet: Quiet = False,
 ) -> None:
     """Ask many questions of many stores.
 
-    Every question is asked of every store, unless its line names one ("id" and "store" may be left out). An
-    answer is a line with "id", "store", "question", "answer", "tokens" (how many), "finish", the settings,
-    "citations" with --cite, and whatever else the question's line held.
+    Every question goes to every store, unless its line names one ("id" and "store" are optional). Each answer
+    is a line with "id", "store", "question", "answer", "tokens" (their number), "finish", the settings,
+    "citations" with --cite, and all other fields of the question's line.
 
-    Of a collection, the question is put to the documents that --all, --top and --where choose, or to the one
-    that its line names as "document"; the answer's line names its "document".
+    In a collection, a question goes to the documents that --all, --top and --where choose, or to the one that
+    its line names as "document"; the answer's line names its "document".
 
-    With --workers ray, answers are written in the order in which they come, and a worker that is lost is
-    replaced. Workers that the cluster has no room for begin when a machine joins it.
+    With --workers ray, answers are written as they arrive, and a lost worker is replaced. Workers for which
+    the cluster has no room start when a machine joins it.
 
-    Questions that the output answers already are not asked again: the same command resumes a batch that was
-    interrupted.
+    The same command resumes an interrupted batch: questions already answered in the output are not asked
+    again.
     """
-    check_worker_count(workers, worker_count)
-    if reached is not None:
-        check_left_to_server(how)
+    check_workers(workers, worker_count)
+    if address is not None:
+        check_server_options(options)
         if workers is not None:
-            raise ConfigError("--workers and --server are two ways of answering: choose one")
+            raise ConfigError("--workers and --server do not go together: leave one of them out")
     check_out(out)
     read = read_questions(questions)
     if out.exists() and out.samefile(questions):
         raise ConfigError(f"{out} holds the questions: choose another --out")
     with (
         Progress(quiet) as progress,
-        collected_of(stores, reached, choosing, lambda: nullcontext(progress)) as collected,
+        open_collection(stores, address, choice, lambda: nullcontext(progress)) as collection,
     ):
-        if collected is not None:
-            asked = collected.assign(read)
+        if collection is not None:
+            asked = collection.assign(read)
         else:
             given = [os.path.normpath(store) for store in stores]
             asked = assign(read, given, among(given))
-        writing = Writing(how, out, collected, max_new_tokens, batch_size, cites)
-        answered = read_answered(out, writing.settings)
+        job = Batch(options, out, collection, max_new_tokens, batch_size, cites, progress)
+        answered = read_answered(out, job.settings)
         left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
+        job.total = sum(map(len, left.values()))
         unasked = {store: own for store, own in left.items() if own}
-        if reached is None:
-            check_here(how, workers is None)
+        if address is None:
+            check_options(options, workers is None)
         if workers is not None:
-            failures = _answer_on_ray(workers, worker_count, unasked, writing, progress)
-        elif reached is None:
-            failures = _answer(unasked, writing, progress)
+            _answer_on_ray(workers, worker_count, unasked, job)
+        elif address is None:
+            _answer_here(unasked, job)
         else:
-            failures = _ask_server(reached, unasked, writing, progress)
-    done = sum(map(len, left.values())) - sum(failure.unanswered for failure in failures)
-    kept = sum(map(len, asked.values())) - sum(map(len, left.values()))
+            _ask_server(address, unasked, job)
+    done = job.total - sum(number for number, _ in job.failures.values())
+    kept = sum(map(len, asked.values())) - job.total
     output.note(f"{out}: {output.count(done, 'answer')}{f', {kept:,} there already' if kept else ''}", quiet)
-    for failure in failures:
-        unanswered = f"unanswered: {output.count(failure.unanswered, 'question')} to {failure.store}"
-        output.note(f"error: {sentence(failure.error)} ({unanswered})")
-    unmatched = [] if collected is None else collected.unmatched
+    for store, (number, error) in job.failures.items():
+        output.note(f"error: {sentence(error)} (unanswered: {output.count(number, 'question')} to {store})")
+    unmatched = [] if collection is None else collection.unmatched
     for question in unmatched:
         output.note(
-            f"error: line {question.line} of the questions has no word that a document has: put it "
-            'otherwise, name its "document", or give --all'
+            f"error: no document contains a word of line {question.line} of the questions: rephrase it, name "
+            'its "document", or give --all'
         )
-    if failures or unmatched:
-        raise typer.Exit(min([exit_code(failure.error) for failure in failures], default=FAILURE))
+    if job.failures or unmatched:
+        raise typer.Exit(min([exit_code(error) for _, error in job.failures.values()], default=FAILURE))
 
 
-@dataclass(frozen=True)
-class Writing:
-    """How questions are answered, and where answers are written. `collected`: the collection that the stores
-    are of, if any.
+@dataclass
+class Batch:
+    """A batch that runs. `collection`: that of the stores, if any; `total`: how many questions to answer;
+    `failures`: by store, how many of its questions are unanswered, and its first error.
     """
 
-    how: Asking
+    options: AskOptions
     out: Path
-    collected: Collected | None
+    collection: AskedCollection | None
     max_new_tokens: int
-    batch_size: int
+    size: int
     cites: bool
+    progress: Progress
+    total: int = 0
+    done: int = 0
+    failures: dict[str, tuple[int, OffloadDecodeError]] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, object]:
-        """What every line says of how it was answered."""
-        config = self.how.config
+        """The fields of every line that say how it was answered."""
+        config = self.options.config
         return {
             "selector": config.selector,
             "options": config.options,
@@ -176,10 +190,6 @@ class Writing:
             "weights": config.weights,
             **({"cite": True} if self.cites else {}),
         }
-
-    def held(self, store: str) -> AbstractContextManager[str | Path]:
-        """Where a store lies while it is asked."""
-        return nullcontext(store) if self.collected is None else self.collected.held(store)
 
     def line(
         self,
@@ -190,7 +200,7 @@ class Writing:
         finish: str,
         citations: Sequence[CitedDocument] | None,
     ) -> dict[str, object]:
-        """An answer as it is written."""
+        """The line of an answer."""
         return {
             "id": question.id,
             "store": store,
@@ -201,115 +211,109 @@ class Writing:
             **({} if citations is None else {"citations": list(map(asdict, citations))}),
             **self.settings,
             **question.extra,
-            **({} if self.collected is None else {"document": self.collected.stores[store].name}),
+            **({} if self.collection is None else {"document": self.collection.stores[store].name}),
         }
 
+    def write(self, lines: Sequence[dict[str, object]]) -> None:
+        """Append answers to the output, and show the progress."""
+        append_answers(self.out, lines)
+        self.advance(len(lines))
 
-class Unanswered(NamedTuple):
-    """A store that could not answer all of its questions."""
+    def fail(self, store: str, questions: int, error: OffloadDecodeError) -> None:
+        """Leave some questions to a store unanswered."""
+        earlier, first = self.failures.get(store, (0, error))
+        self.failures[store] = earlier + questions, first
+        self.advance(questions)
 
-    store: str
-    unanswered: int
-    error: OffloadDecodeError
+    def advance(self, questions: int) -> None:
+        """Show that so many more questions are done."""
+        self.done += questions
+        self.progress("answer", self.done, self.total)
 
 
-def _answer(left: dict[str, list[Question]], writing: Writing, progress: Progress) -> list[Unanswered]:
+def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
     """Answer store by store; a store that fails does not stop the others."""
-
-    failures: list[Unanswered] = []
-    open_engine, size = opener(writing.how), writing.batch_size
-    done, total = 0, sum(map(len, left.values()))
+    open_engine = engine_opener(job.options)
     for store, own in left.items():
         answered = 0
         try:
-            with writing.held(store) as path:
+            with nullcontext(store) if job.collection is None else job.collection.held(store) as path:
                 engine = open_engine(str(path))
-                progress("answer", done, total)
-                for start in range(0, len(own), size):
-                    part = own[start : start + size]
+                job.advance(0)
+                for start in range(0, len(own), job.size):
+                    part = own[start : start + job.size]
                     texts = [question.text for question in part]
-                    answers = engine.answer_many(texts, writing.max_new_tokens, size, writing.cites)
-                    append_answers(
-                        writing.out,
+                    answers = engine.answer_many(texts, job.max_new_tokens, job.size, job.cites)
+                    job.write(
                         [
-                            writing.line(store, q, a.text, len(a.tokens), a.finish, a.citations)
+                            job.line(store, q, a.text, len(a.tokens), a.finish, a.citations)
                             for q, a in zip(part, answers, strict=True)
-                        ],
+                        ]
                     )
                     answered += len(part)
-                    progress("answer", done + answered, total)
         except OffloadDecodeError as error:
-            failures.append(Unanswered(store, len(own) - answered, error))
-        done += len(own)
-    return failures
+            job.fail(store, len(own) - answered, error)
 
 
-def _answer_on_ray(
-    address: str,
-    workers: int | None,
-    left: dict[str, list[Question]],
-    writing: Writing,
-    progress: Progress,
-) -> list[Unanswered]:
-    """Have the machines of a cluster answer; answers are written as they come."""
+def _answer_on_ray(address: str, workers: int | None, left: dict[str, list[Question]], job: Batch) -> None:
+    """Have the machines of a cluster answer, a part of `job.size` questions at a time."""
     if not left:
-        return []
+        return
 
-    from offload_decode.cli.batch_on_ray import answer_there
-    from offload_decode.prefill_jobs.on_ray.asking import Given
+    from offload_decode.prefill_jobs.on_ray.asking import Part, answer_on_ray
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
-    far = None if writing.collected is None else writing.collected.on_other_machines(left)
+    given = [
+        (store, own[start : start + job.size])
+        for store, own in left.items()
+        for start in range(0, len(own), job.size)
+    ]
+    parts = [Part(store, tuple(question.text for question in own)) for store, own in given]
 
-    def line(store: str, question: Question, given: Given) -> dict[str, object]:
-        return writing.line(store, question, given.text, given.tokens, given.finish, given.citations)
+    def watch(standing: Standing) -> None:
+        fetching = sum(size > 0 for _, size in standing.values())
+        fetch = f", {fetching} of them fetching" if fetching else ""
+        at_work = f"{len(standing)} at work{fetch}" if standing else "(waiting for workers)"
+        job.progress("answer", job.done, job.total, at_work)
 
-    failures = answer_there(
-        Cluster(address, workers, writing.how.caps),
-        left,
-        far,
-        writing.how,
-        writing.out,
-        line,
-        max_new_tokens=writing.max_new_tokens,
-        batch_size=writing.batch_size,
-        cites=writing.cites,
-        progress=progress,
-    )
-    return [Unanswered(store, unanswered, error) for store, (unanswered, error) in failures.items()]
+    cluster = Cluster(address, workers, job.options.caps)
+    remote = None if job.collection is None else job.collection.on_other_machines(left)
+    config = job.options.config
+    for number, result in answer_on_ray(parts, cluster, config, job.max_new_tokens, job.cites, remote, watch):
+        store, own = given[number]
+        if isinstance(result, OffloadDecodeError):
+            job.fail(store, len(own), result)
+        else:
+            job.write(
+                [
+                    job.line(store, q, a.text, a.tokens, a.finish, a.citations)
+                    for q, a in zip(own, result, strict=True)
+                ]
+            )
 
 
-def _ask_server(
-    reached: Reached, left: dict[str, list[Question]], writing: Writing, progress: Progress
-) -> list[Unanswered]:
-    """Have a server answer all questions, several at a time; answers are written as they come."""
-    failures: dict[str, Unanswered] = {}
-    done, total = 0, sum(map(len, left.values()))
-    config = writing.how.config
-    manner = Manner(config.selector, config.options, writing.max_new_tokens, cite=writing.cites)
-    with Server(reached) as server:
-        for store, question, given in answers(server, left, manner, writing.batch_size):
-            if isinstance(given, OffloadDecodeError):
-                first = failures.get(store, Unanswered(store, 0, given))
-                failures[store] = first._replace(unanswered=first.unanswered + 1)
+def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Batch) -> None:
+    """Have a server answer all questions, several at a time."""
+    config = job.options.config
+    wanted = AnswerOptions(config.selector, config.options, job.max_new_tokens, cite=job.cites)
+    with Server(address) as server:
+        for store, question, answer in answers(server, left, wanted, job.size):
+            if isinstance(answer, OffloadDecodeError):
+                job.fail(store, 1, answer)
             else:
-                cited = given.cited if manner.cite else None
-                text = given.text.strip()
-                line = writing.line(store, question, text, given.tokens, given.finish, cited)
-                append_answers(writing.out, [line])
-            done += 1
-            progress("answer", done, total)
-    return list(failures.values())
+                cited = answer.cited if wanted.cite else None
+                text = answer.text.strip()
+                job.write([job.line(store, question, text, answer.tokens, answer.finish, cited)])
 
 
-Answer = tuple[str, Question, Received | OffloadDecodeError]
+Answer = tuple[str, Question, ServerAnswer | OffloadDecodeError]
 
 
 def answers(
-    server: Server, left: Mapping[str, Sequence[Question]], manner: Manner, at_once: int
+    server: Server, left: Mapping[str, Sequence[Question]], wanted: AnswerOptions, at_once: int
 ) -> Iterator[Answer]:
-    """The answers to the questions of each store, as they come, or the errors in their place; `at_once` of
-    them are asked at the same time. After an error that is not of one question none is asked any more.
+    """The answers to the questions of each store, or their errors, as they arrive; `at_once` questions are
+    asked concurrently. After an error that does not concern a single question, no more are asked.
     """
     stopped = Event()
     names: dict[str, str] = {}
@@ -319,23 +323,22 @@ def answers(
         except ConfigError as error:
             yield from ((store, question, error) for question in left[store])
 
-    def answer(store: str, question: Question) -> Answer:
-        received = Received()
+    def ask(store: str, question: Question) -> Answer:
+        answer = ServerAnswer()
         try:
-            for _ in server.stream(names[store], asked(question.text), manner, received, stopped):
+            for _ in server.stream(names[store], conversation(question.text), wanted, answer, stopped):
                 pass
-        except ConfigError as error:
-            return store, question, error
         except OffloadDecodeError as error:
-            stopped.set()
+            if not isinstance(error, ConfigError):
+                stopped.set()
             return store, question, error
-        return store, question, received
+        return store, question, answer
 
     pool = ThreadPoolExecutor(at_once)
     try:
-        running = [pool.submit(answer, store, question) for store in names for question in left[store]]
+        running = [pool.submit(ask, store, question) for store in names for question in left[store]]
         for done in as_completed(running):
             yield done.result()
     finally:
-        stopped.set()  # Ctrl-C: threads leave at the next piece
+        stopped.set()  # Ctrl-C: threads stop at the next piece
         pool.shutdown(cancel_futures=True)

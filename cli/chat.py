@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 from offload_decode.cli import output
 from offload_decode.cli.ask import show
 from offload_decode.cli.client import (
-    Manner,
-    Reached,
-    Received,
+    AnswerOptions,
     Server,
-    asked,
-    check_left_to_server,
-    reaching,
+    ServerAddress,
+    ServerAnswer,
+    check_server_options,
+    conversation,
+    server_address,
 )
 from offload_decode.cli.errors import sentence
-from offload_decode.cli.limits import Asking, asking, open_engine
+from offload_decode.cli.limits import AskOptions, ask_options, open_engine
 from offload_decode.cli.options import From, MaxNewTokens, Seed, Store, Temperature, TopP, with_groups
 from offload_decode.cli.transcript import Transcript, Turn
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
@@ -33,16 +33,16 @@ HELP = """\
 /help        show this
 /reset       forget the conversation
 /save FILE   save the conversation
-/load FILE   go on with a conversation that was saved
+/load FILE   continue a saved conversation
 /quit        leave; so do /exit, Ctrl-D and the end of the input
-Everything else is a question. Ctrl-C stops an answer; what is written of it stays in the conversation."""
+Everything else is a question. Ctrl-C stops an answer; the part already written stays in the conversation."""
 
 
 @with_groups
 def chat(
     store: Store,
-    how: Annotated[Asking, From(asking)],
-    reached: Annotated[Reached | None, From(reaching)],
+    options: Annotated[AskOptions, From(ask_options)],
+    address: Annotated[ServerAddress | None, From(server_address)],
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -51,15 +51,19 @@ def chat(
     """Hold a conversation about a store.
 
     Each line is a question, and every answer sees the turns before it. /help lists the commands: /reset,
-    /save FILE, /load FILE, /quit. Ctrl-C stops an answer and the conversation goes on.
+    /save FILE, /load FILE, /quit. Ctrl-C stops an answer and the conversation continues.
     """
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
-    if reached is not None:
-        check_left_to_server(how)
-        manner = Manner(how.config.selector, how.config.options, max_new_tokens, temperature, top_p, seed)
-        _chat_with_server(reached, str(store), manner, at_terminal)
+    if address is not None:
+        check_server_options(options)
+        config = options.config
+        wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed)
+        with Server(address) as server:
+            served = server.served(str(store))
+            remote = RemoteTranscript(server, served.name, wanted)
+            _Chat(remote, remote.answer, at_terminal).run(served.tokens)
         return
     if at_terminal:
         output.note(f"Opening {store} and loading its model …")
@@ -67,36 +71,29 @@ def chat(
     from offload_decode.engine.sampler import Sampler
 
     sampler = Sampler(temperature, top_p, seed)
-    engine = open_engine(store, how)
+    engine = open_engine(store, options)
     transcript = Transcript(engine)
     answer = partial(transcript.answer, max_new_tokens=max_new_tokens, sampler=sampler)
-    _talk(_Chat(transcript, answer, at_terminal), engine.prefix.length)
-
-
-def _chat_with_server(reached: Reached, store: str, manner: Manner, at_terminal: bool) -> None:
-    with Server(reached) as server:
-        served = server.served(store)
-        transcript = RemoteTranscript(server, served.name, manner)
-        _talk(_Chat(transcript, transcript.answer, at_terminal), served.tokens)
+    _Chat(transcript, answer, at_terminal).run(engine.prefix.length)
 
 
 class RemoteTranscript:
-    """A conversation whose turns are kept here and sent whole: the server remembers what it ran."""
+    """A conversation that is sent whole with each question: the server caches what it has run."""
 
-    def __init__(self, server: Server, name: str, manner: Manner):
-        self.server, self.name, self.manner = server, name, manner
+    def __init__(self, server: Server, name: str, wanted: AnswerOptions):
+        self.server, self.name, self.wanted = server, name, wanted
         self.messages: list[dict[str, str]] = []
         self.turns: list[Turn] = []
 
     def answer(self, question: str) -> Iterator[str]:
-        """Put a question and yield the answer; interrupted, what has come of it stays."""
-        received, said = Received(), {"role": "assistant", "content": ""}
-        messages = [*self.messages, *asked(question)]
-        for piece in self.server.stream(self.name, messages, self.manner, received):
-            if not said["content"]:
-                self.messages = [*messages, said]
+        """Ask a question and yield the answer; if interrupted, the part that arrived stays."""
+        answer, message = ServerAnswer(), {"role": "assistant", "content": ""}
+        messages = [*self.messages, *conversation(question)]
+        for piece in self.server.stream(self.name, messages, self.wanted, answer):
+            if not message["content"]:
+                self.messages = [*messages, message]
                 self.turns.append(Turn(question))
-            said["content"] = received.text
+            message["content"] = answer.text
             yield piece
 
     def reset(self) -> None:
@@ -104,7 +101,7 @@ class RemoteTranscript:
         self.messages, self.turns = [], []
 
     def save(self, file: Path) -> None:
-        """Raises `ConfigError`: what is saved are tokens, and the server keeps them."""
+        """Raises `ConfigError`: a saved conversation needs the tokens, which only the server has."""
         raise ConfigError("a conversation with a server cannot be saved: chat without --server for that")
 
     def load(self, file: Path) -> None:
@@ -113,20 +110,12 @@ class RemoteTranscript:
 
     @property
     def length(self) -> int:
-        """Tokens of the turns, which the server alone counts."""
+        """Tokens of the turns: 0, as only the server counts them."""
         return 0
 
 
-def _talk(chat: _Chat, stored: int) -> None:
-    if chat.at_terminal:
-        import readline  # noqa: F401  # editing and history for input()
-
-        output.note(f"{stored:,} tokens are ready. Ask something; /help lists the commands.")
-    chat.run()
-
-
 class _Chat:
-    """Reads lines until there are no more. At a terminal an error ends a line, elsewhere the command."""
+    """Reads and answers lines. An error ends only its line at a terminal, and the command elsewhere."""
 
     def __init__(
         self,
@@ -138,18 +127,22 @@ class _Chat:
         self.answer = answer
         self.at_terminal = at_terminal
 
-    def run(self) -> None:
+    def run(self, stored: int) -> None:
+        if self.at_terminal:
+            import readline  # noqa: F401  # editing and history for input()
+
+            output.note(f"{stored:,} tokens are ready. Ask something; /help lists the commands.")
         while (line := self._line()) is not None:
             turns = len(self.transcript.turns)
             try:
-                if self._leaves(line):
+                if self._execute(line):
                     return
             except KeyboardInterrupt:
                 if not self.at_terminal:
                     raise
                 answered = len(self.transcript.turns) > turns
-                kept = "what was written stays in the conversation" if answered else "nothing was changed"
-                output.note(f"\nStopped: {kept}.")
+                effect = "the written part stays in the conversation" if answered else "nothing was changed"
+                output.note(f"\nStopped: {effect}.")
             except OffloadDecodeError as error:
                 if not self.at_terminal:
                     raise
@@ -169,8 +162,8 @@ class _Chat:
                     raise
                 output.note("\n/quit or Ctrl-D leaves.")
 
-    def _leaves(self, line: str) -> bool:
-        """Do what a line says; whether it ends the session."""
+    def _execute(self, line: str) -> bool:
+        """Run a command or answer a question; whether the session ends."""
         command, _, rest = line.partition(" ")
         file = Path(os.path.expanduser(rest.strip()))
         match command, bool(rest.strip()):
@@ -189,9 +182,9 @@ class _Chat:
             case (("/save" | "/load"), False):
                 output.note(f"{command} needs a file: {command} FILE")
             case (("/quit" | "/exit" | "/help" | "/reset"), True):
-                output.note(f"{command} stands alone on its line")
+                output.note(f"{command} takes nothing after it")
             case _ if command.startswith("/"):
-                output.note(f"There is no command {command}: /help lists those that there are.")
+                output.note(f"There is no command {command}: /help lists them.")
             case _ if line:
                 show(self.answer(line))
         return False

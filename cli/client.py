@@ -1,4 +1,4 @@
-"""A running `serve`, asked by the `openai` package: no model is loaded here."""
+"""Ask a running `serve` through the `openai` package: no model is loaded here."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import urlsplit
 
-import typer
-
 from offload_decode.cli import output
-from offload_decode.cli.options import a_path
+from offload_decode.cli.options import EVERYDAY, a_path, option
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from openai import APIStatusError
 
-    from offload_decode.cli.limits import Asking
+    from offload_decode.cli.limits import AskOptions
     from offload_decode.types import CitedDocument
 
 KEY = "OFFLOAD_DECODE_API_KEY"
 CONNECT_S = 10.0
-QUIET_S = 60.0  # the server says every few seconds that it is still there
+QUIET_S = 60.0  # the server sends a sign of life every few seconds
 TRIES = 30
 LONGEST_WAIT_S = 60
 _SHOWN = 10
@@ -38,7 +36,7 @@ class ServerError(OffloadDecodeError):
 
 
 class ServerBusy(ServerError):
-    """It may answer in `retry_s` seconds."""
+    """The server may answer in `retry_s` seconds."""
 
     def __init__(self, message: str, retry_s: int):
         super().__init__(message)
@@ -46,16 +44,16 @@ class ServerBusy(ServerError):
 
 
 @dataclass(frozen=True)
-class Reached:
-    """Where a server is, and the key that it asks for."""
+class ServerAddress:
+    """A server's URL and key."""
 
     url: str
     key: str | None = None
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How an answer is to be written; `cite`: say what it attended to."""
+class AnswerOptions:
+    """How an answer is generated; `cite`: report what it attended to."""
 
     selector: str
     options: Mapping[str, object]
@@ -68,7 +66,7 @@ class Manner:
 
 @dataclass(frozen=True)
 class Served:
-    """A name of the server, the model that answers under it, and how many tokens are stored."""
+    """A store's name at the server, its model, and its number of tokens."""
 
     name: str
     model: str
@@ -76,9 +74,9 @@ class Served:
 
 
 @dataclass
-class Received:
-    """What has come of an answer to `prompt` tokens, `cached` of them stored or remembered: `tokens` so far.
-    `stats` and `citations` as the server tells them, at the end.
+class ServerAnswer:
+    """The part of an answer that has arrived: `tokens` of it, to a prompt of `prompt` tokens, of which
+    `cached` are stored or in the prefix cache. `stats` and `citations` come last, as the server sends them.
     """
 
     text: str = ""
@@ -100,87 +98,85 @@ class Received:
                 for one in self.citations or []
             ]
         except (TypeError, KeyError) as error:
-            raise ServerError("the server's citations cannot be read: it is of another release") from error
+            raise ServerError("the server's citations cannot be read: it runs another release") from error
 
     def describe(self, seconds: float) -> str:
-        """What an answer cost, for people."""
+        """What an answer cost, as text."""
         return output.facts(
             [
-                ("prompt", f"{self.prompt:,} tokens, {self.cached:,} of them stored or remembered"),
+                ("prompt", f"{self.prompt:,} tokens, {self.cached:,} of them stored or cached"),
                 ("answer", output.count(self.tokens, "token")),
                 ("time", f"{seconds:.2f} s"),
             ]
         )
 
 
-def reaching(
+def server_address(
     server: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL",
-            help="Ask the server there (`serve`), where STORE is one of its names; nothing is loaded here.",
-            show_default=False,
+        option(
+            "URL",
+            "Ask a running `serve` at this URL, with STORE one of its names; nothing is loaded here.",
+            panel=EVERYDAY,
         ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=f"File whose first line is the server's key; or set {KEY}.",
+        option(
+            "FILE",
+            f"File whose first line is the server's key; or set {KEY}.",
             parser=a_path,
-            show_default=False,
+            panel=EVERYDAY,
         ),
     ] = None,
-) -> Reached | None:
+) -> ServerAddress | None:
     """The options of a command that may ask a server."""
     if server is None:
         if api_key_file is not None:
-            raise ConfigError("--api-key-file holds a server's key: give the server too, with --server URL")
+            raise ConfigError("--api-key-file holds a server's key: give --server URL too")
         return None
     parts = urlsplit(server)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"{server!r} is not the URL of a server: give one like http://127.0.0.1:8000")
     key = os.environ.get(KEY) if api_key_file is None else _first_line(api_key_file)
-    return Reached(server.rstrip("/").removesuffix("/v1"), key)
+    return ServerAddress(server.rstrip("/").removesuffix("/v1"), key)
 
 
-def check_left_to_server(how: Asking) -> None:
-    """Raise `ConfigError` for an option of the machine that answers, which is another."""
-    config = how.config
+def check_server_options(options: AskOptions) -> None:
+    """Raise `ConfigError` for an option that only `serve` takes, because the model runs there."""
+    config = options.config
     given = {
         "--model": config.model is not None,
         "--weights": config.weights != "auto",
         "--device": config.device != "auto",
         "--attend": config.attend != "auto",
         "--device-cache": config.device_cache != 0,
-        "--gpu-memory": how.gpu_memory is not None,
-        "--ram": how.ram is not None,
+        "--gpu-memory": options.gpu_memory is not None,
+        "--ram": options.ram is not None,
     }
-    if named := [name for name, there in given.items() if there]:
-        raise ConfigError(
-            f"{named[0]} is settled where the server runs: give it to `serve`, not with --server"
-        )
+    if names := [name for name, present in given.items() if present]:
+        raise ConfigError(f"{names[0]} is an option of the server: give it to `serve`, not with --server")
 
 
 class Server:
-    """A client of a server, for any number of threads; used as a context manager."""
+    """A client of a server, usable from any number of threads; a context manager."""
 
-    def __init__(self, reached: Reached):
+    def __init__(self, address: ServerAddress):
         from openai import DefaultHttpxClient, Omit, OpenAI, Timeout
 
-        self.url = reached.url
-        # The server's key is ours: nothing of OpenAI's own goes there.
-        unsent = ["OpenAI-Organization", "OpenAI-Project", *([] if reached.key else ["Authorization"])]
+        self.url = address.url
+        # The key is that of our server: headers of an OpenAI account must not be sent to it.
+        unsent = ["OpenAI-Organization", "OpenAI-Project", *([] if address.key else ["Authorization"])]
         self._headers: dict[str, str | Omit] = {name: Omit() for name in unsent}
         try:
-            # A proxy has a loopback of its own.
+            # Through a proxy, localhost would be the proxy's own machine.
             proxied = urlsplit(self.url).hostname not in _LOOPBACK
             http = DefaultHttpxClient(trust_env=proxied, follow_redirects=False)
             self._client = OpenAI(
-                api_key=reached.key or "none",
+                api_key=address.key or "none",
                 base_url=f"{self.url}/v1",
                 timeout=Timeout(QUIET_S, connect=CONNECT_S, pool=None),
-                max_retries=0,  # of all failures: `stream` tries again only where the server is busy
+                max_retries=0,  # `stream` retries, and only where the server is busy
                 http_client=http,
             )
         except ValueError as error:
@@ -195,9 +191,9 @@ class Server:
         self._client.close()
 
     def served(self, store: str) -> Served:
-        """What the server calls a store: STORE as it was given, or its folder's name without `.kv`.
+        """Find a store at the server: by STORE as it was given, or its folder's name with or without `.kv`.
 
-        Raises `ConfigError` with the names that there are, or `ServerError`.
+        Raises `ConfigError` with the names that the server has, or `ServerError`.
         """
         with self._failures():
             page = self._client.models.list(extra_headers=self._headers)
@@ -217,13 +213,13 @@ class Server:
         self,
         name: str,
         messages: list[Any],
-        manner: Manner,
-        received: Received,
+        wanted: AnswerOptions,
+        answer: ServerAnswer,
         stopped: Event | None = None,
     ) -> Iterator[str]:
-        """Yield the answer to a conversation piece by piece; `received` holds what has come.
+        """Yield the answer to a conversation piece by piece, and collect it in `answer`.
 
-        Waits where the server is busy. Closed early, the server stops. Raises `ConfigError`, or
+        Waits where the server is busy. Closing the iterator cancels the request. Raises `ConfigError`, or
         `ServerError`, also when `stopped` is set.
         """
         stopped = stopped or Event()
@@ -231,12 +227,12 @@ class Server:
             if stopped.is_set():
                 break
             try:
-                for piece in self._streamed(name, messages, manner, received):
+                for piece in self._streamed(name, messages, wanted, answer):
                     if stopped.is_set():
                         break
                     yield piece
             except ServerBusy as busy:
-                if not left or received.text:
+                if not left or answer.text:
                     raise
                 stopped.wait(min(max(busy.retry_s, 1), LONGEST_WAIT_S))
             else:
@@ -244,8 +240,10 @@ class Server:
                     return
         raise ServerError("not asked, because an earlier question failed")
 
-    def _streamed(self, name: str, messages: list[Any], manner: Manner, received: Received) -> Iterator[str]:
-        ours = {"selector": manner.selector, "options": dict(manner.options), "citations": manner.cite}
+    def _streamed(
+        self, name: str, messages: list[Any], wanted: AnswerOptions, answer: ServerAnswer
+    ) -> Iterator[str]:
+        ours = {"selector": wanted.selector, "options": dict(wanted.options), "citations": wanted.cite}
         with (
             self._failures(),
             self._client.chat.completions.create(
@@ -253,24 +251,24 @@ class Server:
                 messages=messages,
                 stream=True,
                 stream_options={"include_usage": True},
-                max_tokens=manner.max_new_tokens,
-                temperature=manner.temperature,
-                top_p=manner.top_p,
-                seed=manner.seed,
+                max_tokens=wanted.max_new_tokens,
+                temperature=wanted.temperature,
+                top_p=wanted.top_p,
+                seed=wanted.seed,
                 extra_body=ours,
                 extra_headers=self._headers,
             ) as chunks,
         ):
             for chunk in chunks:
-                if piece := _taken(chunk.to_dict(), received):
-                    received.text += piece
+                if piece := _text_of(chunk.to_dict(), answer):
+                    answer.text += piece
                     yield piece
-        if not received.finish:
+        if not answer.finish:
             raise self._broken()
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """What goes wrong inside, as our errors."""
+        """Map the errors of `openai` to ours."""
         import openai
 
         try:
@@ -280,26 +278,26 @@ class Server:
         except openai.APITimeoutError as error:
             if "Connect" in type(error.__cause__).__name__:
                 raise self._absent() from error
-            raise ServerError(f"the server at {self.url} said nothing for {QUIET_S:.0f} s") from error
+            raise ServerError(f"the server at {self.url} sent nothing for {QUIET_S:.0f} s") from error
         except openai.APIConnectionError as error:
             cause = type(error.__cause__).__name__
             raise (self._absent() if cause == "ConnectError" else self._broken()) from error
         except (openai.APIResponseValidationError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise self._stranger() from error
-        except openai.APIError as error:  # told in the stream
-            said = _sentence(error.body) or "the server failed while it answered; its log says why"
-            raise ServerError(said) from error
+        except openai.APIError as error:  # an error event in the stream
+            message = _message(error.body) or "the server failed while it answered; its log says why"
+            raise ServerError(message) from error
 
     def _refusal(self, error: APIStatusError) -> OffloadDecodeError:
-        status, said = error.status_code, _sentence(error.body)
+        status, message = error.status_code, _message(error.body)
         if status == 401:
             return ConfigError(f"the server at {self.url} asks for a key: give --api-key-file, or set {KEY}")
-        if not said:
+        if not message:
             return self._stranger()
         waits = error.response.headers.get("Retry-After", "")
         if status in (429, 503) and waits.isdecimal():
-            return ServerBusy(said, int(waits))
-        return ConfigError(said) if 400 <= status < 500 and status != 429 else ServerError(said)
+            return ServerBusy(message, int(waits))
+        return ConfigError(message) if 400 <= status < 500 and status != 429 else ServerError(message)
 
     def _absent(self) -> ServerError:
         return ServerError(
@@ -311,24 +309,24 @@ class Server:
         return ServerError(f"the answer of {self.url} broke off: ask again")
 
     def _stranger(self) -> ServerError:
-        return ServerError(f"what answers at {self.url} is no server of offload-decode: check the URL")
+        return ServerError(f"{self.url} is not an offload-decode server: check the URL")
 
 
-def _taken(chunk: dict[str, Any], received: Received) -> str:
-    """Note what a chunk tells, and return its text."""
+def _text_of(chunk: dict[str, Any], answer: ServerAnswer) -> str:
+    """Add the figures of a chunk to `answer`, and return its text."""
     if usage := chunk.get("usage"):
-        received.tokens = int(usage.get("completion_tokens") or 0)
-        received.prompt = int(usage.get("prompt_tokens") or 0)
-        received.cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-    received.stats = chunk.get("stats") or received.stats
-    received.citations = chunk.get("citations") or received.citations
+        answer.tokens = int(usage.get("completion_tokens") or 0)
+        answer.prompt = int(usage.get("prompt_tokens") or 0)
+        answer.cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    answer.stats = chunk.get("stats") or answer.stats
+    answer.citations = chunk.get("citations") or answer.citations
     for choice in chunk["choices"]:
-        received.finish = choice.get("finish_reason") or received.finish
+        answer.finish = choice.get("finish_reason") or answer.finish
         return str(choice["delta"].get("content") or "")
     return ""
 
 
-def _sentence(body: Any) -> str:
+def _message(body: Any) -> str:
     match body:
         case {"message": str(message)}:
             return output.one_line(message)
@@ -342,32 +340,32 @@ def _first_line(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the key in {path} cannot be read: give a text file with it") from error
     if not lines[0].strip():
-        raise ConfigError(f"{path} holds no key: its first line is to be it")
+        raise ConfigError(f"{path} holds no key: put it on the first line")
     return lines[0].strip()
 
 
-def asked(question: str) -> list[dict[str, str]]:
-    """A conversation that a question begins."""
+def conversation(question: str) -> list[dict[str, str]]:
+    """The messages of a conversation that begins with a question."""
     return [{"role": "user", "content": question}]
 
 
 def report(
-    server: Server, served: Served, question: str, manner: Manner, received: Received
+    server: Server, served: Served, question: str, wanted: AnswerOptions, answer: ServerAnswer
 ) -> dict[str, Any]:
-    """An answer for programs: of what `ask --json` tells, all that a server does."""
+    """The fields of `ask --json` that a server can tell."""
     return {
         "question": question,
-        "answer": received.text.strip(),
-        "tokens": received.tokens,
-        "finish": received.finish,
-        **({"citations": received.citations or []} if manner.cite else {}),
-        "selector": manner.selector,
-        "options": manner.options,
+        "answer": answer.text.strip(),
+        "tokens": answer.tokens,
+        "finish": answer.finish,
+        **({"citations": answer.citations or []} if wanted.cite else {}),
+        "selector": wanted.selector,
+        "options": wanted.options,
         "store": served.name,
         "model": served.model,
         "stored_tokens": served.tokens,
         "server": server.url,
-        "prompt_tokens": received.prompt,
-        "cached_tokens": received.cached,
-        **({} if received.stats is None else {"stats": received.stats}),
+        "prompt_tokens": answer.prompt,
+        "cached_tokens": answer.cached,
+        **({} if answer.stats is None else {"stats": answer.stats}),
     }

@@ -1,4 +1,4 @@
-"""A collection that is asked: which of its documents a question is put to."""
+"""Asking a collection: which of its documents get a question."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from offload_decode.cli.client import Reached
-from offload_decode.cli.options import byte_count, on_this_machine, url_of
+from offload_decode.cli.client import ServerAddress
+from offload_decode.cli.options import RETRIEVAL, byte_count, on_this_machine, option, url_of
 from offload_decode.cli.questions import Question, assign
 from offload_decode.common.errors import ConfigError
 
@@ -27,9 +25,9 @@ CACHE = "20GiB"
 
 
 @dataclass(frozen=True)
-class Choosing:
-    """Which documents of a collection are asked, and how much of one in a bucket is kept here, as it was
-    written.
+class DocumentChoice:
+    """Which documents of a collection are asked; `cache`: the size, as it was written, of the local cache of
+    one in a bucket.
     """
 
     every: bool = False
@@ -38,80 +36,75 @@ class Choosing:
     cache: str | None = None
 
 
-def choosing(
+def document_choice(
     top: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Of a collection: ask the N documents whose words (BM25) speak most for the question.  "
-            f"[default: {TOP}]",
+        option(
+            "N",
+            f"In a collection: ask the N documents with the best BM25 score.  [default: {TOP}]",
             min=1,
-            show_default=False,
+            panel=RETRIEVAL,
         ),
     ] = None,
     where: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="CONDITION",
-            help="Of a collection: only documents whose name or metadata are so: name=2024/*, author!=Ada, "
-            "year>=2020; repeatable, and all must hold.",
-            show_default=False,
+        option(
+            "CONDITION",
+            "In a collection: ask only documents whose name or metadata match, as in name=2024/*, "
+            "author!=Ada or year>=2020; repeatable, and all must match.",
+            panel=RETRIEVAL,
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Of a collection: ask every document.", show_default=False)
+        bool, option(None, "In a collection: ask every document.", "--all", panel=RETRIEVAL)
     ] = False,
     cache: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Of a collection in a bucket: most disk space on each machine for stores that were "
-            f"fetched; those that were asked longest ago leave.  [default: {CACHE}]",
-            show_default=False,
+        option(
+            "SIZE",
+            "For a collection in a bucket: disk space on each machine for fetched stores; the least recently "
+            f"asked are removed first.  [default: {CACHE}]",
+            panel=RETRIEVAL,
         ),
     ] = None,
-) -> Choosing:
+) -> DocumentChoice:
     """The options that choose documents."""
     if every and top is not None:
-        raise ConfigError("--all asks every document, and --top the first few: give one of them")
-    return Choosing(every, top, tuple(where or ()), cache)
+        raise ConfigError("--all and --top do not go together: leave one of them out")
+    return DocumentChoice(every, top, tuple(where or ()), cache)
 
 
-class Collected:
-    """A collection that is asked. unmatched: questions that were assigned to none of its documents."""
+class AskedCollection:
+    """A collection that is asked. `unmatched`: questions for which `assign` found no document."""
 
-    def __init__(self, collection: Collection, choosing: Choosing):
+    def __init__(self, collection: Collection, choice: DocumentChoice):
         from offload_decode.collections.collection import Condition
 
         self.collection = collection
-        self.choosing = choosing
+        self.choice = choice
         self.unmatched: list[Question] = []
-        conditions = [Condition.parse(one) for one in choosing.where]
-        self.entries = [
-            entry for entry in self.collection.entries if all(one.holds(entry) for one in conditions)
-        ]
-        if not self.collection.entries:
-            raise ConfigError(
-                f"the collection {collection.name} has no documents: collect a folder that has some"
-            )
+        conditions = [Condition.parse(one) for one in choice.where]
+        everything, name = collection.entries, collection.name
+        self.entries = [entry for entry in everything if all(one.holds(entry) for one in conditions)]
+        if not everything:
+            raise ConfigError(f"the collection {name} has no documents: collect a folder that has some")
         if not self.entries:
             raise ConfigError(
-                f"--where leaves none of the {len(collection.entries):,} documents of {collection.name}: "
-                "ask others"
+                f"--where matches none of the {len(everything):,} documents of {name}: change the condition"
             )
 
     @cached_property
     def stores(self) -> Mapping[str, Entry]:
-        """The document that each store holds, by what users call the store."""
+        """The document of each store, by the store's address."""
         return {self.collection.address(entry): entry for entry in self.entries}
 
     def held(self, store: str) -> AbstractContextManager[Path]:
-        """Where one of `stores` lies while it is asked."""
+        """The local path of one of `stores`, kept while it is asked."""
         return self.collection.held(self.stores[store])
 
     def on_other_machines(self, stores: Iterable[str]) -> FarStores | None:
-        """How these stores come to other machines: from a bucket, or None where those have the collection at
-        the same path. Raises `StoreDamaged` where they could not open one.
+        """What fetches these stores on other machines; None where those have the collection at the same path.
+        Raises `StoreDamaged` where one could not be opened.
         """
         from offload_decode.prefill_jobs.buckets.collections import FarCollection
 
@@ -122,13 +115,13 @@ class Collected:
         return None
 
     def documents(self, question: str) -> Sequence[Entry]:
-        """Those that a question is put to, the likeliest first; none where no document has a word of it."""
-        if self.choosing.every:
+        """The documents that get a question, the likeliest first; none where no document has a word of it."""
+        if self.choice.every:
             return self.entries
         from offload_decode.collections.words import WORDS, ranked
 
         found = ranked(self.collection.path / WORDS, question)
-        return [self._numbered[one] for one in found if one in self._numbered][: self.choosing.top or TOP]
+        return [self._numbered[one] for one in found if one in self._numbered][: self.choice.top or TOP]
 
     @cached_property
     def _numbered(self) -> dict[int, Entry]:
@@ -137,8 +130,8 @@ class Collected:
         return {number_of(entry.store): entry for entry in self.entries}
 
     def assign(self, questions: Sequence[Question]) -> dict[str, list[Question]]:
-        """The questions of each store. One that no document has a word of is of none, and is among the
-        `unmatched`. Raises `ConfigError` for a document that there is not.
+        """The questions for each store; those for which no document has a word go to `unmatched`. Raises
+        `ConfigError` for an unknown document.
         """
         by_name = {entry.name: store for store, entry in self.stores.items()}
 
@@ -152,7 +145,7 @@ class Collected:
             if not isinstance(named, str) or named not in by_name:
                 raise ConfigError(
                     f"line {question.line} of the questions asks the document {named}, which is not among "
-                    "those to ask: give its name as the collection has it"
+                    "those to ask: give its name in the collection"
                 )
             return [by_name[named]]
 
@@ -160,48 +153,43 @@ class Collected:
 
 
 @contextmanager
-def collected_of(
-    stores: Sequence[Path], reached: Reached | None, choosing: Choosing, watching: Watching
-) -> Iterator[Collected | None]:
-    """The collection that is asked; None where it is stores. Raises `ConfigError` for both at once, and for
-    stores in buckets.
+def open_collection(
+    stores: Sequence[Path], address: ServerAddress | None, choice: DocumentChoice, watching: Watching
+) -> Iterator[AskedCollection | None]:
+    """The collection among `stores`; None where they are stores. Raises `ConfigError` for both at once, and
+    for stores in buckets.
     """
     collections: list[Path] = []
-    if reached is None:
+    if address is None:
         from offload_decode.collections.collection import is_collection
 
-        collections = [store for store in stores if _is_far(store) or is_collection(store)]
+        collections = [store for store in stores if _is_remote(store) or is_collection(store)]
     if not collections:
         for store in stores:
             on_this_machine(store)
-        if choosing != Choosing():
-            raise ConfigError("--top, --all, --where and --cache are of a collection here, and none is given")
+        if choice != DocumentChoice():
+            raise ConfigError("--top, --all, --where and --cache need a collection, and none is given")
         yield None
         return
     if len(stores) > 1:
         raise ConfigError(f"{url_of(collections[0]) or collections[0]} is a collection: ask it alone")
-    with _opened(collections[0], choosing, watching) as collection:
-        yield Collected(collection, choosing)
+    if url := url_of(collections[0]):
+        from offload_decode.prefill_jobs.buckets.collections import FarCollection
+
+        with FarCollection.opened(url, byte_count(choice.cache or CACHE), watching) as remote:
+            yield AskedCollection(remote, choice)
+        return
+    if choice.cache is not None:
+        raise ConfigError("--cache needs a collection in a bucket, and this one is on this machine")
+
+    from offload_decode.collections.collection import Collection
+
+    yield AskedCollection(Collection(collections[0]), choice)
 
 
-def _is_far(store: Path) -> bool:
+def _is_remote(store: Path) -> bool:
     if (url := url_of(store)) is None:
         return False
     from offload_decode.prefill_jobs.buckets.collections import lies_at
 
     return lies_at(url)
-
-
-@contextmanager
-def _opened(path: Path, choosing: Choosing, watching: Watching) -> Iterator[Collection]:
-    from offload_decode.collections.collection import Collection
-
-    if url := url_of(path):
-        from offload_decode.prefill_jobs.buckets.collections import FarCollection
-
-        with FarCollection.opened(url, byte_count(choosing.cache or CACHE), watching) as far:
-            yield far
-        return
-    if choosing.cache is not None:
-        raise ConfigError("--cache is of a collection in a bucket, and this one lies here")
-    yield Collection(path)

@@ -17,8 +17,10 @@ from offload_decode.cli.options import (
     Quiet,
     WorkerCount,
     a_path,
-    check_worker_count,
+    check_workers,
     on_this_machine,
+    option,
+    workers_option,
 )
 from offload_decode.cli.output import Progress
 from offload_decode.common import files
@@ -33,8 +35,7 @@ def index(
         list[Path],
         typer.Argument(
             metavar="STORE",
-            help="Stores that `prefill` made, or a collection of `collect`: all of its stores.",
-            show_default=False,
+            help="Stores made by `prefill`, or collections made by `collect`, whose stores are all indexed.",
             parser=a_path,
             callback=lambda stores: [on_this_machine(store) for store in stores],
             autocompletion=options.stores,
@@ -42,27 +43,21 @@ def index(
     ],
     kind: Annotated[
         str,
-        typer.Option(
-            metavar="K",
-            help="clusters (4-bit scan, exact scores), flat (exact, needs no building), faiss-ivf, "
-            "faiss-hnsw, hnswlib, or an extension's.",
+        option(
+            "K",
+            "clusters (4-bit scan, exact scores), flat (exact, needs no building), faiss-ivf, faiss-hnsw, "
+            "hnswlib, or an extension's.",
             autocompletion=options.index_kinds,
         ),
     ] = "clusters",
     recall: Annotated[
-        float,
-        typer.Option(metavar="R", help="Recall to tune each index to, measured on stored queries.", max=1),
+        float, option("R", "Recall to which each index is tuned, measured on stored queries.", max=1)
     ] = 0.98,
-    k: Annotated[
-        int, typer.Option("--k", metavar="K", help="Measure the recall of the K best keys.", min=1)
-    ] = 100,
+    k: Annotated[int, option("K", "Measure the recall of the K best keys.", "--k", min=1)] = 100,
     workers: Annotated[
         str | None,
-        typer.Option(
-            metavar="W",
-            help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: spread the stores "
-            "over a Ray cluster; each is indexed on a machine that has it at its path.",
-            show_default=False,
+        workers_option(
+            "spread the stores over a Ray cluster; each is indexed on a machine that has it at the same path."
         ),
     ] = None,
     worker_count: WorkerCount = None,
@@ -72,26 +67,23 @@ def index(
 ) -> None:
     """Build vector indexes over the stored keys.
 
-    There is one for every layer and KV head, in STORE.indexes/ beside the store. Heads that are indexed
-    already are kept: the same command resumes a build that was interrupted. `ask`, `chat` and `batch` search
-    the clusters from then on; any other kind with -o index=KIND.
+    There is one for every layer and KV head, in STORE.indexes/ beside the store. The same command resumes an
+    interrupted build: heads already indexed are kept. `ask`, `chat` and `batch` then search the clusters by
+    default, and any other kind with -o index=KIND.
 
-    If one of several stores fails, the others go on and it is named at the end.
+    If one of several stores fails, the others continue and it is named at the end.
     """
     from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.cli.faults import end_with_a_sentence
     from offload_decode.prefill_jobs.indexing import build_indexes, check_target
 
-    check_worker_count(workers, worker_count)
+    check_workers(workers, worker_count, no_sync)
     check_target(recall, k)
     given, several = _of_collections(stores)
     tell_of_compiling()
     end_with_a_sentence()
 
     if workers is not None:
-        if no_sync:
-            raise ConfigError("--no-sync is of this machine, and --workers are others: leave one of them out")
-
         from offload_decode.planning.caps import Caps
         from offload_decode.prefill_jobs.on_ray.jobs import index_on_ray
         from offload_decode.prefill_jobs.on_ray.workers import Cluster
@@ -118,7 +110,7 @@ Results = dict[Path, "BuildReport | OffloadDecodeError"]
 
 
 def _of_collections(stores: list[Path]) -> tuple[list[Path], bool]:
-    """The stores, with those of collections in their place, and whether they are told of as several."""
+    """The stores, collections replaced by theirs, and whether they are reported as several."""
     from offload_decode.collections.collection import Collection, is_collection
 
     given: list[Path] = []
@@ -137,7 +129,7 @@ def _one_by_one(stores: list[Path], kind: str, recall: float, k: int, progress: 
     from offload_decode.indexes import registry
     from offload_decode.prefill_jobs.indexing import build_indexes
 
-    registry.get(kind)  # what is wrong with it is wrong for all
+    registry.get(kind)  # an unknown kind fails at once, not once per store
     results: Results = {}
     for number, store in enumerate(stores, start=1):
         about = f"store {number:,} of {len(stores):,}"
@@ -151,7 +143,7 @@ def _one_by_one(stores: list[Path], kind: str, recall: float, k: int, progress: 
 
 
 def _report_all(results: Results, recall: float, as_json: bool, quiet: bool) -> None:
-    """What was built and what failed; raises `typer.Exit` where anything failed."""
+    """Report what was built and what failed; raises `typer.Exit` if anything failed."""
     failures = {store: found for store, found in results.items() if isinstance(found, OffloadDecodeError)}
     reports = [found for found in results.values() if not isinstance(found, OffloadDecodeError)]
     if as_json:
@@ -176,16 +168,16 @@ def _tell(report: BuildReport, recall: float, quiet: bool) -> None:
     if report.full_scans:
         some = "every head" if report.full_scans == report.heads else output.count(report.full_scans, "head")
         output.note(
-            f"{some} reached that recall by a full scan of the keys alone, as index=flat does: a lower "
+            f"{some} reached that recall only by a full scan of the keys, as index=flat does: a lower "
             "--recall, or another kind, may be faster",
             quiet,
         )
     if report.lowest_recall < recall:
-        output.note(f"some heads stay below the recall of {recall} that was asked for", quiet)
+        output.note(f"some heads stay below the requested recall of {recall}", quiet)
 
 
 def made(report: BuildReport, verb: str = "built") -> str:
-    """Which indexes were made, for people."""
+    """Which indexes were made, as text."""
     kept = f", {report.reused:,} kept" if report.reused else ""
     return (
         f"{report.folder}: {report.heads:,} heads ({report.built:,} {verb}{kept}), "
@@ -194,7 +186,7 @@ def made(report: BuildReport, verb: str = "built") -> str:
 
 
 def recalled(report: BuildReport) -> str:
-    """Their recall, and what it took."""
+    """Their recall and parameters, as text."""
     at = f"@{report.k}" if report.k else ""
     tuned = "; ".join(f"{name} {_span(value)}" for name, value in report.parameters.items())
     return (

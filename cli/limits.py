@@ -1,4 +1,4 @@
-"""Before heavy work: apply the caps that were given, and refuse at once what cannot fit."""
+"""Before heavy work: apply the memory limits that were given, and refuse at once what cannot fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from offload_decode.cli.options import (
     Selector,
     Weights,
     byte_count,
-    cache_size,
 )
 from offload_decode.config import EngineConfig, parse_options, split_pairs
 
@@ -36,15 +35,15 @@ OpenEngine = Callable[[str], "Engine"]
 
 
 def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
-    """The caps as they were written; raises `ConfigError`."""
+    """The limits as they were written; raises `ConfigError`."""
     from offload_decode.planning.caps import Caps
 
     return Caps(*(None if size is None else byte_count(size) for size in (gpu_memory, ram)))
 
 
 @dataclass(frozen=True)
-class Asking:
-    """How a command's store is to be asked, and the caps that hold while it is."""
+class AskOptions:
+    """How a store is asked, and the memory limits meanwhile."""
 
     config: EngineConfig
     gpu_memory: str | None = None
@@ -52,61 +51,59 @@ class Asking:
 
     @property
     def caps(self) -> Caps:
-        """The caps as they were written; raises `ConfigError`."""
+        """The limits as they were written; raises `ConfigError`."""
         return caps_of(self.gpu_memory, self.ram)
 
 
-def asking(
+def ask_options(
     selector: Selector = "topk",
     option: Options = None,
+    attend: Attend = "auto",
+    device_cache: DeviceCache = None,
     model: Model = None,
     weights: Weights = "auto",
     device: Device = "auto",
-    attend: Attend = "auto",
-    device_cache: DeviceCache = None,
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
-) -> Asking:
-    """The options by which a store is asked."""
-    options, cache = split_pairs(option or []), cache_size(device_cache)
-    config = EngineConfig(model, selector, options, device, weights, attend, cache)
-    return Asking(config, gpu_memory, ram)
+) -> AskOptions:
+    """The options of a command that asks stores."""
+    cache = 0 if device_cache is None else byte_count(device_cache)
+    config = EngineConfig(model, selector, split_pairs(option or []), device, weights, attend, cache)
+    return AskOptions(config, gpu_memory, ram)
 
 
-def open_engine(store: Path, asked: Asking) -> Engine:
-    """Open a store to be asked with a command's options, under its caps. Raises `DoesNotFit`, `ConfigError`,
-    `StoreError`.
-    """
-    caps = asked.caps
+def open_engine(store: Path, options: AskOptions) -> Engine:
+    """Open a store to be asked, within the limits. Raises `DoesNotFit`, `ConfigError`, `StoreError`."""
+    caps = options.caps
 
     from offload_decode.engine.engine import Engine
     from offload_decode.planning.caps import apply_caps
 
-    opened, admit = check_store(store, asked.config, caps)
-    apply_caps(caps, asked.config.device)
-    engine = Engine.open(opened, config=asked.config)
+    opened, admit = check_store(store, options.config, caps)
+    apply_caps(caps, options.config.device)
+    engine = Engine.open(opened, config=options.config)
     engine.admit = admit
     return engine
 
 
-def check_here(how: Asking, answers: bool = True) -> None:
-    """What is wrong with the options is told before a model is loaded; the caps hold from here on where this
-    process `answers`.
+def check_options(options: AskOptions, local: bool = True) -> None:
+    """Refuse wrong options before a model is loaded; where this process answers (`local`), the limits hold
+    from here on.
     """
     from offload_decode.planning.caps import apply_caps
     from offload_decode.selectors.registry import get
 
-    config = how.config
+    config = options.config
     parse_options(get(config.selector).options_type, config.options, f"selector '{config.selector}'")
-    if answers:
-        apply_caps(how.caps, config.device)
+    if local:
+        apply_caps(options.caps, config.device)
 
 
-def opener(how: Asking) -> OpenEngine:
-    """Opens engines one after another; a model is loaded once while the stores share it."""
+def engine_opener(options: AskOptions) -> OpenEngine:
+    """Opens engines one after another; stores that share a model load it once."""
     from offload_decode.common.memory import own_memory
 
-    held: dict[tuple[str, str, str], LoadedModel] = {}
+    loaded: dict[tuple[str, str, str], LoadedModel] = {}
     before: int | None = None
 
     def open_engine(path: str) -> Engine:
@@ -114,15 +111,15 @@ def opener(how: Asking) -> OpenEngine:
         from offload_decode.engine.engine import Engine
         from offload_decode.models.loading import load
 
-        config = how.config
-        store, admit = check_store(path, config, how.caps, before)
+        config = options.config
+        store, admit = check_store(path, config, options.caps, before)
         before = before or own_memory()
-        named = store.manifest.model_id if config.model is None else config.model
-        wanted = named, store.manifest.dtype, config.weights_after(store.manifest.weights)
-        if wanted not in held:
-            held.clear()
-            held[wanted] = load(wanted[0], config.device, *wanted[1:])
-        engine = Engine.open(store, held[wanted], config)
+        name = store.manifest.model_id if config.model is None else config.model
+        wanted = name, store.manifest.dtype, config.weights_after(store.manifest.weights)
+        if wanted not in loaded:
+            loaded.clear()
+            loaded[wanted] = load(name, config.device, *wanted[1:])
+        engine = Engine.open(store, loaded[wanted], config)
         engine.admit = admit
         return engine
 
@@ -130,10 +127,10 @@ def opener(how: Asking) -> OpenEngine:
 
 
 def check_store(
-    store: Path | str, config: EngineConfig, caps: Caps, held: int | None = None
+    store: Path | str, config: EngineConfig, caps: Caps, before: int | None = None
 ) -> tuple[KVStore, Admit]:
-    """Open a store if it can be asked, with what admits its questions (`Conversation.admit`). `held`: bytes
-    that the program held before it loaded a model, where it has loaded one already.
+    """Open a store if it can be asked, with what admits its questions (`Conversation.admit`). `before`: bytes
+    that the process used before it loaded a model, where it has loaded one already.
     """
     from offload_decode.cli.compiling import tell_of_compiling
     from offload_decode.cli.faults import end_with_a_sentence
@@ -146,9 +143,8 @@ def check_store(
     tell_of_compiling()
     end_with_a_sentence()
     opened = KVStore.open(store)
-    about = outline(opened.manifest.model_id if config.model is None else config.model)
-    held = own_memory() if held is None else held
-    given = about, opened.manifest, config, caps, held
+    estimate = outline(opened.manifest.model_id if config.model is None else config.model)
+    given = estimate, opened.manifest, config, caps, own_memory() if before is None else before
     index = default_kind(opened)
     for sentence in check_ask(*given, index=index):
         output.note(sentence)
@@ -164,7 +160,7 @@ def admit_prefill(
     gpu_memory: str | None = None,
     ram: str | None = None,
 ) -> None:
-    """Whether a model can prefill, under the caps. Raises `DoesNotFit`, `ConfigError` or `ModelError`."""
+    """Refuse a model that cannot prefill within the limits: `DoesNotFit`, `ConfigError` or `ModelError`."""
     caps = caps_of(gpu_memory, ram)
 
     from offload_decode.cli.compiling import tell_of_compiling
@@ -173,7 +169,7 @@ def admit_prefill(
     from offload_decode.planning.caps import apply_caps, check_prefill
 
     tell_of_compiling()
-    about = outline(model)
-    for sentence in check_prefill(about, chunk, dtype, device, caps, own_memory(), weights):
+    estimate = outline(model)
+    for sentence in check_prefill(estimate, chunk, dtype, device, caps, own_memory(), weights):
         output.note(sentence)
     apply_caps(caps, device)

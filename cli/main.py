@@ -31,8 +31,8 @@ from offload_decode.cli import (
     serve,
     verify,
 )
-from offload_decode.cli import doctor as installed
 from offload_decode.cli.errors import guard
+from offload_decode.cli.options import PanelledCommand
 from offload_decode.common.fast_import import import_lean
 
 COLLECT = 50_000, 20, 20
@@ -62,7 +62,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        output.answer(output.facts(installed.versions()))
+        output.answer(output.facts(doctor.versions()))
         raise typer.Exit
 
 
@@ -84,23 +84,27 @@ def offload_decode(
     """
 
 
-app.command("prefill")(prefill.prefill)
-app.command("append")(append.append)
-app.command("collect")(collect.collect)
-app.command("plan")(plan.plan)
-app.command("index")(index.index)
-app.command("ask")(ask.ask)
-app.command("chat")(chat.chat)
-app.command("batch")(batch.batch)
-app.command("serve")(serve.serve)
-app.command("models")(models.models)
-app.command("selectors")(selectors.selectors)
-app.command("inspect")(inspect.inspect)
-app.command("verify")(verify.verify)
-app.command("push")(push_pull.push)
-app.command("pull")(push_pull.pull)
-app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
+for command in (
+    prefill.prefill,
+    append.append,
+    collect.collect,
+    plan.plan,
+    index.index,
+    ask.ask,
+    chat.chat,
+    batch.batch,
+    serve.serve,
+    models.models,
+    selectors.selectors,
+    inspect.inspect,
+    verify.verify,
+    push_pull.push,
+    push_pull.pull,
+    demo.demo,
+    doctor.doctor,
+):
+    panelled = command in (ask.ask, chat.chat, batch.batch)
+    app.command(command.__name__, cls=PanelledCommand if panelled else None)(command)
 app.add_typer(eval.app, name="eval")
 
 

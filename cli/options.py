@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, and how they are read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.prefill_jobs.plain_files import read_bounded
@@ -19,35 +20,51 @@ from offload_decode.prefill_jobs.plain_files import read_bounded
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.folders import Rules
 
+EVERYDAY, RETRIEVAL, MODEL, OUTPUT = "Everyday", "Retrieval", "Model and machine", "Output"
 
-# Groups of options: a command takes what a group makes of its options, and Typer sees the options.
+
+class PanelledCommand(TyperCommand):
+    """A command whose help lists its options by their `rich_help_panel`, as plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments first; an option that names no panel is among those of the output."""
+        sections: dict[str, list[Any]] = {
+            name: [] for name in ("Arguments", EVERYDAY, RETRIEVAL, MODEL, OUTPUT)
+        }
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                kind = "Arguments" if parameter.param_type_name == "argument" else None
+                sections[kind or getattr(parameter, "rich_help_panel", None) or OUTPUT].append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
 
 class From:
-    """`Annotated[T, From(make)]`: a parameter that `make`, a function of options, gives the value of."""
+    """`Annotated[T, From(make)]`: a parameter whose value `make` builds from the options it takes."""
 
     def __init__(self, make: Callable[..., Any]):
         self.make = make
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of its groups in their place."""
+    """The command with each `From(make)` parameter replaced by the options of `make`, as Typer reads them."""
     groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in _parameters(command):
-        make = _maker(parameter.annotation)
-        if make is None:
-            parameters.append(parameter)
-            continue
-        own = _parameters(make)
-        groups[parameter.name] = make, [one.name for one in own]
-        parameters.extend(own)
+        extras = get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else ()
+        group = next((extra for extra in extras if isinstance(extra, From)), None)
+        members = [parameter] if group is None else _parameters(group.make)
+        parameters.extend(members)
+        if group is not None:
+            groups[parameter.name] = group.make, [member.name for member in members]
 
     @functools.wraps(command)
     def flat(**given: Any) -> None:
         made = {
-            name: make(**{option: given.pop(option) for option in own})
-            for name, (make, own) in groups.items()
+            name: make(**{option: given.pop(option) for option in names})
+            for name, (make, names) in groups.items()
         }
         command(**given, **made)
 
@@ -64,23 +81,15 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [one.replace(annotation=hints[one.name], kind=inspect.Parameter.KEYWORD_ONLY) for one in found]
 
 
-def _maker(annotation: Any) -> Callable[..., Any] | None:
-    if get_origin(annotation) is not Annotated:
-        return None
-    return next((extra.make for extra in get_args(annotation)[1:] if isinstance(extra, From)), None)
-
-
-# Numbers as people write them: `32K` tokens are 32,768, `16GiB` are 2**34 bytes.
-
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-# More than any machine has; the system takes no limit of 2**63 bytes and more.
+# More than any machine has; the system refuses limits of 2**63 bytes and more.
 _MOST_TOKENS, _MOST_BYTES = 1 << 40, 1 << 60
 _SHOWN = 40
 
 
 def token_count(text: str) -> int:
-    """A count such as `2048`, `2K` or `1M`; raises `ConfigError` for anything else, for 0 and for
+    """A count such as `2048`, `32K` (32,768) or `1M`; raises `ConfigError` for anything else, for 0 and for
     more than there can be.
     """
     found = re.fullmatch(r"(\d{1,15})([KM]?)", text.strip().upper())
@@ -93,64 +102,62 @@ def token_count(text: str) -> int:
 def byte_count(text: str) -> int:
     """Bytes such as `16GiB`, `1.5 GB`, `512MB`; `16G` is 16GiB. Raises `ConfigError` for anything else."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(|I?B)", text.strip().upper())
-    size = (
-        0
-        if found is None
-        else round(float(found[1]) * (1000 if found[3] == "B" else 1024) ** _PREFIXES[found[2]])
-    )
+    base = 1000 if found and found[3] == "B" else 1024
+    size = 0 if found is None else round(float(found[1]) * base ** _PREFIXES[found[2]])
     if not 0 < size <= _MOST_BYTES:
         raise ConfigError(f"'{text:.{_SHOWN}}' is no size: write one like 16GiB, 64GB or 512MB")
     return size
 
 
-# What the shell offers when Tab is pressed: names that are known without heavy imports.
-
-_STORE = "zarr.json"
+# Shell completion.
 
 
 def selector_names(incomplete: str) -> list[str]:
     """Selectors whose names begin with `incomplete`."""
     from offload_decode.selectors.registry import names
 
-    return [name for name in names() if name.startswith(incomplete)]
+    return _completing(names(), incomplete)
 
 
 def index_kinds(incomplete: str) -> list[str]:
     """Index kinds whose names begin with `incomplete`."""
     from offload_decode.indexes.registry import kinds
 
-    return [kind for kind in kinds() if kind.startswith(incomplete)]
+    return _completing(kinds(), incomplete)
 
 
 def prefill_methods(incomplete: str) -> list[str]:
     """Prefill methods whose names begin with `incomplete`."""
     from offload_decode.prefill_jobs.methods.registry import names
 
-    return [name for name in names() if name.startswith(incomplete)]
+    return _completing(names(), incomplete)
 
 
 def selector_options(incomplete: str) -> list[str]:
     """KEY= of the options that most selectors have, and index=KIND."""
     keys = ("budget=", "schedule=linear", "dense_layers=", "tail=clusters", "tail=sample")
-    known = [*keys, *(f"index={kind}" for kind in index_kinds(""))]
-    return [option for option in known if option.startswith(incomplete)]
+    return _completing([*keys, *(f"index={kind}" for kind in index_kinds(""))], incomplete)
+
+
+def _completing(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def stores(incomplete: str) -> Iterator[str]:
     """Stores whose path begins with `incomplete`, and folders, which may hold some."""
     folder, slash, name = incomplete.rpartition("/")
     try:
-        there = sorted(Path(folder + slash or ".").expanduser().iterdir())
+        found = sorted(Path(folder + slash or ".").expanduser().iterdir())
     except OSError:
         return
-    for path in there:
+    for path in found:
         if path.name.startswith(name) and (name or not path.name.startswith(".")) and path.is_dir():
-            whole = (path / _STORE).is_file()
-            yield f"{folder}{slash}{path.name}{'' if whole else '/'}"
+            is_store = (path / "zarr.json").is_file()
+            yield f"{folder}{slash}{path.name}{'' if is_store else '/'}"
 
 
 def a_path(text: str) -> Path:
-    """A path as it was written; an empty one is not the folder that one happens to be in."""
+    """A path as it was written; an empty one is not the current folder."""
     if not text:
         raise ConfigError("an empty path names nothing: give the path")
     return Path(text)
@@ -165,7 +172,7 @@ def url_of(store: Path) -> str | None:
 
 
 def on_this_machine(store: Path) -> Path:
-    """The path of a store, unless it is the URL of one."""
+    """The path of a store; raises `ConfigError` for the URL of one."""
     if url := url_of(store):
         raise ConfigError(
             f"{url} is in a bucket: pull it first, with `offload-decode pull {url} {store.name}`"
@@ -173,149 +180,134 @@ def on_this_machine(store: Path) -> Path:
     return store
 
 
-def _a_store(told: str, callback: Callable[[Path], Path] | None = on_this_machine) -> Any:
-    return typer.Argument(
-        metavar="STORE",
-        help=told,
-        show_default=False,
-        parser=a_path,
-        callback=callback,
-        autocompletion=stores,
-    )
+def _store(help: str, callback: Callable[[Path], Path] | None = on_this_machine) -> Any:
+    return typer.Argument(metavar="STORE", help=help, parser=a_path, callback=callback, autocompletion=stores)
 
 
-Store = Annotated[Path, _a_store("A store that `prefill` made.")]
-StoreOrCollection = Annotated[Path, _a_store("A store that `prefill` made, or a collection of `collect`.")]
-Asked = Annotated[
+def option(metavar: str | None, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """A Typer option of a panel; its name is the parameter's where no `names` are given."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
+
+
+Store = Annotated[Path, _store("A store made by `prefill`.")]
+StoreOrCollection = Annotated[Path, _store("A store made by `prefill`, or a collection made by `collect`.")]
+StoreCollectionOrUrl = Annotated[
     Path,
-    _a_store("A store that `prefill` made, or a collection of `collect`, or its URL in a bucket.", None),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        metavar="M",
-        help="Model id, folder or .gguf file, if not the one that the store names.",
-        show_default=False,
+    _store(
+        "A store made by `prefill`, a collection made by `collect`, or a collection's URL in a bucket.", None
     ),
 ]
+
+MaxNewTokens = Annotated[int, option("N", "Maximum number of tokens in an answer.", min=1, panel=EVERYDAY)]
+Cite = Annotated[
+    bool,
+    option(None, "Show which documents and passages the answer attended to.", "--cite", panel=EVERYDAY),
+]
+
 Selector = Annotated[
     str,
-    typer.Option(
+    option(
+        "NAME",
+        "Method that chooses the stored tokens to attend to.",
         "-s",
         "--selector",
-        metavar="NAME",
-        help="Method that chooses the stored tokens to attend to.",
+        panel=RETRIEVAL,
         autocompletion=selector_names,
     ),
 ]
 Options = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "KEY=VALUE",
+        "Selector option, such as budget=2% or index=faiss-ivf; repeatable.",
         "-o",
         "--option",
-        metavar="KEY=VALUE",
-        help="Selector option, such as budget=2% or index=faiss-ivf; repeatable.",
-        show_default=False,
+        panel=RETRIEVAL,
         autocompletion=selector_options,
-    ),
-]
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.", min=1)]
-Temperature = Annotated[
-    float, typer.Option(metavar="T", help="Sampling temperature; 0 always takes the likeliest token.", min=0)
-]
-TopP = Annotated[
-    float,
-    typer.Option(metavar="P", help="Sample from the likeliest tokens that together hold this probability."),
-]
-Seed = Annotated[int, typer.Option(metavar="N", help="Random seed for sampling.", min=0, max=2**63 - 1)]
-Device = Annotated[str, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")]
-Weights = Annotated[
-    str,
-    typer.Option(
-        metavar="W",
-        help="Weights of the model: auto (as prefilled), full (its own), or fewer bits, int8 or int4.",
-    ),
-]
-GpuMemory = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Most GPU memory to use, such as 16GiB.", show_default=False),
-]
-Ram = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Most memory to use, such as 8GiB; mapped stores do not count.",
-        show_default=False,
     ),
 ]
 Attend = Annotated[
     str,
-    typer.Option(
-        metavar="WHERE",
-        help="Where to attend to stored tokens: host, device, pinned (the device reads them in host memory), "
-        "or auto (whichever measures fastest).",
+    option(
+        "WHERE",
+        "Where to attend to stored tokens: host, device, pinned (the device reads host memory), or auto "
+        "(the fastest of them, measured).",
+        panel=RETRIEVAL,
     ),
 ]
 DeviceCache = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="GPU memory, such as 2GiB, that keeps the stored rows used most recently.",
-        show_default=False,
-    ),
+    option("SIZE", "GPU memory for a cache of recently used stored tokens, such as 2GiB.", panel=RETRIEVAL),
 ]
-Glob = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Of folders, read only the files that this names, as a .gitignore would: *.md, /docs/*.rst; "
-        "repeatable.",
-        show_default=False,
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN", help="Of folders, leave out what this names; repeatable.", show_default=False
-    ),
-]
-FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Of folders, read what links lead to.")]
-Workers = Annotated[
+
+Model = Annotated[
     str | None,
-    typer.Option(
-        metavar="W",
-        help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: spread the questions "
-        "over a Ray cluster; each store is asked on machines that have it at its path or, of a collection in "
-        "a bucket, that fetch it.",
-        show_default=False,
+    option("M", "Model id, folder or .gguf file, if not the one that the store names.", panel=MODEL),
+]
+Weights = Annotated[
+    str,
+    option(
+        "W",
+        "Weights of the model: auto (as prefilled), full (its own), int8 or int4.",
+        panel=MODEL,
     ),
 ]
+Device = Annotated[str, option("D", "auto, cpu, cuda or cuda:N.", panel=MODEL)]
+GpuMemory = Annotated[str | None, option("SIZE", "Limit on GPU memory, such as 16GiB.", panel=MODEL)]
+Ram = Annotated[
+    str | None,
+    option("SIZE", "Limit on memory, such as 8GiB; mapped stores do not count.", panel=MODEL),
+]
+Temperature = Annotated[
+    float, option("T", "Sampling temperature; 0 always takes the likeliest token.", min=0, panel=MODEL)
+]
+TopP = Annotated[
+    float,
+    option("P", "Sample from the likeliest tokens whose probabilities add up to this.", panel=MODEL),
+]
+Seed = Annotated[int, option("N", "Random seed for sampling.", min=0, max=2**63 - 1, panel=MODEL)]
 WorkerCount = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Number of Ray workers.  [default: one for each GPU, or for each machine without GPUs]",
+    option(
+        "N",
+        "Number of Ray workers.  [default: one for each GPU, or for each machine without GPUs]",
         min=1,
-        show_default=False,
+        panel=MODEL,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def workers_option(help: str) -> Any:
+    """--workers: `help` says what is spread over the cluster."""
+    return option(
+        "W",
+        f"ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: {help}",
+        panel=MODEL,
+    )
+
+
+Json = Annotated[bool, option(None, "Print one JSON object on stdout.", "--json", panel=OUTPUT)]
+Quiet = Annotated[
+    bool, option(None, "Show no progress and no notes on stderr.", "-q", "--quiet", panel=OUTPUT)
+]
+
+Glob = Annotated[
+    list[str] | None,
+    option(
+        "PATTERN",
+        "In folders, read only files that match, in the syntax of .gitignore: *.md, /docs/*.rst; repeatable.",
+    ),
+]
+Exclude = Annotated[list[str] | None, option("PATTERN", "In folders, skip files that match; repeatable.")]
+FollowLinks = Annotated[bool, option(None, "In folders, follow symbolic links.", "--follow-links")]
 NoSync = Annotated[
     bool,
-    typer.Option(
+    option(
+        None,
+        "Do not wait until everything is on the disk; a power cut may then lose all of it.",
         "--no-sync",
-        help="Do not wait until what is done is on the disk: a power cut may then take all of it.",
     ),
 ]
-Cite = Annotated[
-    bool, typer.Option("--cite", help="Say which documents and passages the answer attended to.")
-]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress and no notes on stderr.")]
-
-
-def cache_size(size: str | None) -> int:
-    """Bytes of a device cache as it was written; 0 for none. Raises `ConfigError`."""
-    return 0 if size is None else byte_count(size)
 
 
 def without_surrogates(text: str) -> str:
@@ -336,21 +328,23 @@ def question_from(text: str) -> str:
     return question
 
 
-def check_worker_count(workers: str | None, count: int | None) -> None:
-    """Raise `ConfigError` for a number of workers where there are none."""
+def check_workers(workers: str | None, count: int | None, no_sync: bool = False) -> None:
+    """Raise `ConfigError` for --worker-count without --workers, and for --no-sync with them."""
     if count and workers is None:
-        raise ConfigError("--worker-count is of --workers: give --workers ray too, or leave it out")
+        raise ConfigError("--worker-count needs --workers: give --workers ray too, or leave it out")
+    if no_sync and workers is not None:
+        raise ConfigError("--no-sync and --workers do not go together: leave one of them out")
 
 
 def rules_of(
     glob: list[str] | None, exclude: list[str] | None, follow_links: bool, corpora: Sequence[str]
 ) -> Rules:
-    """What is read of the folders among the corpora. Raises `ConfigError` where there are none to rule."""
+    """Which files are read in the folders among the corpora. Raises `ConfigError` where there are none."""
     from offload_decode.prefill_jobs.folders import Rules
 
     if "" in corpora:
         raise ConfigError("an empty corpus names nothing: give a file, a folder, or - for standard input")
     rules = Rules(tuple(glob or ()), tuple(exclude or ()), follow_links)
     if rules != Rules() and not any(map(os.path.isdir, corpora)):
-        raise ConfigError("--glob, --exclude and --follow-links are of folders, and none is given")
+        raise ConfigError("--glob, --exclude and --follow-links apply to folders, and none is given")
     return rules

@@ -22,15 +22,16 @@ from offload_decode.cli.options import (
     Quiet,
     WorkerCount,
     a_path,
-    check_worker_count,
+    check_workers,
+    option,
     rules_of,
     with_groups,
+    workers_option,
 )
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill_options import Making, Running, making, running
 from offload_decode.cli.push_pull import summary
 from offload_decode.common import files
-from offload_decode.common.errors import ConfigError
 from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
@@ -48,21 +49,18 @@ def prefill(
         typer.Argument(
             metavar="CORPUS",
             help="A text file, a folder of them, or - for standard input; each becomes a store.",
-            show_default=False,
         ),
     ],
     model: Annotated[
         str,
-        typer.Option(
-            metavar="M", help=f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file."
-        ),
+        option("M", f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file."),
     ],
     out: Annotated[
         str,
-        typer.Option(
-            metavar="STORE",
-            help="Where to write the store: a path, or a URL (s3://, gs://, file://). With several corpora, "
-            "or a / at its end: a folder that gets a store for each, named after it.",
+        option(
+            "STORE",
+            "Where to write the store: a path, or a URL (s3://, gs://, file://). With several corpora, or a "
+            "/ at its end: a folder for one store per corpus, named after it.",
         ),
     ],
     made: Annotated[Making, From(making)],
@@ -72,20 +70,16 @@ def prefill(
     follow_links: FollowLinks = False,
     staging: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Where a store for a URL is written before it is pushed.  [default: the user's cache]",
-            show_default=False,
+        option(
+            "FOLDER",
+            "Where a store for a URL is written before it is pushed.  [default: the user's cache]",
             parser=a_path,
         ),
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option(
-            metavar="W",
-            help="ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: spread the corpora "
-            "over a Ray cluster. --out is then a URL, or a path that all its machines share.",
-            show_default=False,
+        workers_option(
+            "spread the corpora over a Ray cluster. --out is then a URL, or a path that all machines share."
         ),
     ] = None,
     worker_count: WorkerCount = None,
@@ -97,23 +91,22 @@ def prefill(
 
     Its keys and values are kept on disk. Text, Markdown, reStructuredText, HTML and source code are read;
     PDF and Word documents too, with the extra 'documents'. In a folder, .gitignore files are honoured, and
-    what is skipped is named.
+    skipped files are named.
 
-    The same command resumes a prefill that was interrupted, and keeps a store of the same tokens, model and
-    settings that is there already. If one of several corpora fails, the others go on and it is named at the
-    end.
+    The same command resumes an interrupted prefill, and keeps an existing store of the same tokens, model and
+    settings. If one of several corpora fails, the others continue and it is named at the end.
     """
     from offload_decode.prefill_jobs.folders import check_corpus
 
     rules = rules_of(glob, exclude, follow_links, corpora)
-    if len(corpora) == 1:  # of several, one that cannot be read does not stop the others
+    if len(corpora) == 1:  # one of several that cannot be read does not stop the others
         check_corpus(corpora[0])
 
     from offload_decode.prefill_jobs.job import prefill as run
     from offload_decode.prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
     settings = made.settings
-    check_worker_count(workers, worker_count)
+    check_workers(workers, worker_count, no_sync)
     several = is_folder(corpora, out)
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {
@@ -126,9 +119,6 @@ def prefill(
         "rules": rules,
     }
     if workers is not None:
-        if no_sync:
-            raise ConfigError("--no-sync is of this machine, and --workers are others: leave one of them out")
-
         from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
         from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
@@ -152,7 +142,7 @@ def prefill(
 
 
 def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
-    """What was made, kept and failed; raises `typer.Exit` where anything failed."""
+    """Report what was made, kept and failed; raises `typer.Exit` if anything failed."""
     from offload_decode.prefill_jobs.job import PrefillReport
 
     reports = {job: found for job, found in results.items() if isinstance(found, PrefillReport)}
@@ -186,19 +176,19 @@ def _as_json(report: PrefillReport) -> dict[str, object]:
 
 
 def _made(report: PrefillReport) -> str:
-    """A line or two on a store."""
-    held = f"{report.n_tokens:,} tokens"
+    """A report on a store, in a line or two."""
+    contents = f"{report.n_tokens:,} tokens"
     if report.resumed_from and not report.kept:
-        held += f", resumed after {report.resumed_from:,}"
-    held += f", {output.count(report.documents, 'document')}, {output.size(report.bytes)}"
+        contents += f", resumed after {report.resumed_from:,}"
+    contents += f", {output.count(report.documents, 'document')}, {output.size(report.bytes)}"
     lines = [skipped_files(report.skipped)] if report.skipped else []
     if report.kept:
-        lines.append(f"{report.store}: kept, it is there already: {held}")
+        lines.append(f"{report.store}: kept, it is there already: {contents}")
     elif not report.seconds:  # all that was left was to push it
-        lines.append(f"{report.store}: {held}")
+        lines.append(f"{report.store}: {contents}")
     else:
         lines.append(
-            f"{report.store}: {held}, in {output.duration(report.seconds)} "
+            f"{report.store}: {contents}, in {output.duration(report.seconds)} "
             f"({report.tokens_per_second:,.0f} tokens/s, peak memory {output.size(report.peak_memory)})"
         )
     if report.pushed:
@@ -213,12 +203,12 @@ def _next(report: PrefillReport) -> str:
 
 
 def skipped_files(skipped: tuple[Skipped, ...]) -> str:
-    """The first few, those that nobody asked to leave out before the others."""
+    """The first few skipped files; those that the user excluded come last."""
     from offload_decode.prefill_jobs.folders import LEFT_OUT, LINK
 
     told = sorted(skipped, key=lambda one: one.reason in LEFT_OUT)
     named = "; ".join(f"{output.one_line(one.name)} ({one.reason})" for one in told[:_SHOWN])
     more = f"; and {len(told) - _SHOWN:,} more (--json lists them)" if len(told) > _SHOWN else ""
     links = any(one.reason.startswith(LINK) for one in told)
-    hint = "; --follow-links reads what links lead to" if links else ""
+    hint = "; --follow-links follows symbolic links" if links else ""
     return f"skipped {output.count(len(told), 'file')}: {named}{more}{hint}"

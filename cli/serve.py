@@ -9,7 +9,7 @@ import typer
 
 from offload_decode.cli import options, output
 from offload_decode.cli.client import KEY
-from offload_decode.cli.limits import Asking, asking
+from offload_decode.cli.limits import AskOptions, ask_options
 from offload_decode.cli.options import (
     From,
     MaxNewTokens,
@@ -35,7 +35,7 @@ GRACE_S = 5.0
 
 @with_groups
 def serve(
-    how: Annotated[Asking, From(asking)],
+    how: Annotated[AskOptions, From(ask_options)],
     stores: Annotated[
         list[str] | None,
         typer.Argument(

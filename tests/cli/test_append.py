@@ -93,7 +93,7 @@ def test_what_is_refused_in_a_sentence(
     assert "There is no store" in refused(1, "append", tmp_path / "none.kv", news)
     assert "not a KV store" in refused(1, "append", empty, news)
     assert "pull it first" in refused(2, "append", "s3://bucket/s.kv", news)
-    assert "are of folders" in refused(2, "append", store, news, "--exclude", "*.md")
+    assert "apply to folders" in refused(2, "append", store, news, "--exclude", "*.md")
     assert tree(store) == before
     assert not store.with_name("s.kv.partial").exists()
     file = store / "layers/000/keys/c.0.0.0"

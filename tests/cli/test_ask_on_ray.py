@@ -110,7 +110,7 @@ def test_what_a_worker_finds_wrong_and_its_loss_end_in_a_sentence(
 
 
 def test_options_that_do_not_go_together_are_refused(store: Path) -> None:
-    assert "--worker-count is of --workers" in refused(2, "ask", store, "Why?", "--worker-count", "2")
+    assert "--worker-count needs --workers" in refused(2, "ask", store, "Why?", "--worker-count", "2")
     assert "--workers and --cite" in refused(2, "ask", store, "Why?", "--workers", "ray", "--cite")
     given = ("--workers", "ray", "--server", "http://127.0.0.1:1")
     assert "--workers and --server" in refused(2, "ask", store, "Why?", *given)

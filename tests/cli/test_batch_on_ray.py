@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from offload_decode import Engine
-from offload_decode.cli import batch_on_ray
 from offload_decode.cli.questions import append_answers
 from offload_decode.common.errors import OffloadDecodeError, StoreNotFound
 from offload_decode.config import EngineConfig
@@ -121,7 +120,7 @@ def test_a_batch_writes_what_comes_and_names_what_does_not(
             else:
                 yield number, [Given(f"to {text}", 2, "stop", None, StepStats()) for text in part.questions]
 
-    monkeypatch.setattr(batch_on_ray, "answer_on_ray", answer_there)
+    monkeypatch.setattr(asking, "answer_on_ray", answer_there)
     out, options = tmp_path / "out.jsonl", ("--workers", "ray")
     ran = batch(questions, out, store, other, options=options)
     assert ran.code == 1
@@ -138,8 +137,10 @@ def test_a_batch_writes_what_comes_and_names_what_does_not(
 
 def test_options_that_do_not_go_together_are_refused(store: Path, questions: Path, tmp_path: Path) -> None:
     command = ("batch", store, "--questions", questions, "--out", tmp_path / "out.jsonl")
-    assert "--worker-count is of --workers" in refused(2, *command, "--worker-count", "2")
-    assert "choose one" in refused(2, *command, "--workers", "ray", "--server", "http://127.0.0.1:1")
+    assert "--worker-count needs --workers" in refused(2, *command, "--worker-count", "2")
+    assert "--workers and --server" in refused(
+        2, *command, "--workers", "ray", "--server", "http://127.0.0.1:1"
+    )
     assert "--workers is ray or ray://HOST:PORT" in refused(2, *command, "--workers", "dask")
 
 
@@ -174,7 +175,7 @@ def test_workers_killed_at_random_and_a_machine_that_goes(
         if going:
             machines.remove_node(going.pop())
 
-    monkeypatch.setattr(batch_on_ray, "append_answers", append_and_lose_a_machine)
+    monkeypatch.setattr("offload_decode.cli.batch.append_answers", append_and_lose_a_machine)
     on_three, killer = ("--workers", "ray", "--worker-count", "3"), threading.Thread(target=kill)
     try:
         monkeypatch.setenv("RAY_ADDRESS", machines.address)

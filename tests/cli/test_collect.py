@@ -97,12 +97,12 @@ def test_the_documents_that_share_most_words_are_asked(collection: Path, tmp_pat
         ("alpha.txt", "Is it alpha?"),
         ("gamma.txt", "Or gamma?"),
     ]
-    assert "no document has a word of the question" in refused(2, "ask", collection, "xyzzy")
+    assert "no document contains a word of the question" in refused(2, "ask", collection, "xyzzy")
     out = tmp_path / "others.jsonl"
     ran = batch(collection, out, [{"question": "xyzzy"}, {"question": "Or gamma?"}], "--top", "1")
     assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["gamma.txt"])
-    assert "error: line 1 of the questions has no word that a document has" in ran.err
-    assert "give one of them" in refused(2, "ask", collection, question, "--all", "--top", "1")
+    assert "error: no document contains a word of line 1 of the questions" in ran.err
+    assert "leave one of them out" in refused(2, "ask", collection, question, "--all", "--top", "1")
 
 
 def test_a_question_may_name_its_document(collection: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_conditions_leave_documents_out(home: Path, texts: Path, collection: Pat
     assert [line["document"] for line in lines(out)] == ["beta.txt"]
     ran = run("ask", copy, "Which?", "--all", "--where", "name=*a*", "--where", "year<2000", "--json")
     assert [one["document"] for one in json.loads(ran.out)["answers"]] == ["alpha.txt"]
-    assert "leaves none of the 3 documents" in refused(2, "ask", copy, "Which?", "--where", "name=x")
+    assert "matches none of the 3 documents" in refused(2, "ask", copy, "Which?", "--where", "name=x")
     assert "is no condition" in refused(2, "ask", copy, "Which?", "--where", "year")
     metadata.write_text('{"name": "alpha.txt"}\n{"year": 1999}\n')
     assert "line 2 of" in refused(2, *command)
@@ -167,7 +167,7 @@ def test_only_the_stores_that_are_asked_are_looked_at(
 
 
 def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_path: Path) -> None:
-    assert "--where and --cache are of a collection" in refused(2, "ask", store, "Which?", "--all")
+    assert "--where and --cache need a collection" in refused(2, "ask", store, "Which?", "--all")
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"question": "Which?"}\n')
     mixed = ("batch", collection, store, "--questions", questions, "--out", tmp_path / "out", "--all")

@@ -244,7 +244,7 @@ def test_verify_tells_unfinished_from_damaged(copy: Callable[[str], Path], how: 
 def test_an_index_that_scans_says_so(copy: Callable[[str], Path]) -> None:
     store = copy("scanned.kv")
     ran = run("index", store, "--kind", "faiss-hnsw", "--k", "10")
-    assert "every head reached that recall by a full scan" in ran.err
+    assert "every head reached that recall only by a full scan" in ran.err
     report = json.loads(run("index", store, "--kind", "faiss-hnsw", "--k", "10", "--json").out)
     assert report["full_scans"] == report["heads"]
     (shown,) = json.loads(run("inspect", store, "--json").out)["indexes"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from offload_decode.cli import batch_on_ray
 from offload_decode.cli.questions import append_answers
 from offload_decode.collections.collection import Collection
 from offload_decode.common.errors import BucketError, DoesNotFit, OffloadDecodeError, StoreNotFound
@@ -262,7 +261,7 @@ def test_three_workers_one_of_which_is_killed(
             killed.append(workers[0])
             os.kill(workers[0], signal.SIGKILL)
 
-    monkeypatch.setattr(batch_on_ray, "append_answers", append_and_kill)
+    monkeypatch.setattr("offload_decode.cli.batch.append_answers", append_and_kill)
     out, plain, three = (
         tmp_path / "out.jsonl",
         tmp_path / "plain.jsonl",
@@ -316,7 +315,7 @@ def test_a_machine_that_comes_late_gets_work(
             while idle() < 2 and time.monotonic() < deadline:
                 time.sleep(0.2)
 
-    monkeypatch.setattr(batch_on_ray, "append_answers", append_and_add_a_machine)
+    monkeypatch.setattr("offload_decode.cli.batch.append_answers", append_and_add_a_machine)
     out = tmp_path / "out.jsonl"
     ran = batch(url, questions, out, "--workers", "ray", "--worker-count", "2")
     assert ran.code == 0, ran.err

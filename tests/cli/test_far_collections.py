@@ -268,4 +268,4 @@ def test_refusals(collection: Path, home: Path, store: Path, tmp_path: Path, url
     assert "has not finished" in refused(1, "ask", url + "2", "Which?")
     (other / WORDS).unlink()
     assert "collect again, then push" in refused(1, "push", other, url + "3")
-    assert "this one lies here" in refused(2, "ask", collection, "Which?", "--cache", "1GiB")
+    assert "this one is on this machine" in refused(2, "ask", collection, "Which?", "--cache", "1GiB")

@@ -81,7 +81,7 @@ def test_what_is_wrong_for_all_is_told_once(copy: Copy, wrong: tuple[str, str]) 
 
 
 def test_options_that_do_not_go_together_are_refused(store: Path) -> None:
-    assert "--worker-count is of --workers" in refused(2, "index", store, "--worker-count", "2")
+    assert "--worker-count needs --workers" in refused(2, "index", store, "--worker-count", "2")
     assert "leave one of them out" in refused(2, "index", store, "--workers", "ray", "--no-sync")
     assert "--workers is ray or ray://HOST:PORT" in refused(2, "index", store, "--workers", "dask")
 

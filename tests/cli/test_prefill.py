@@ -189,7 +189,7 @@ def test_what_of_a_folder_is_read_and_what_is_skipped_is_named(
     assert (
         "skipped 3 files: link.txt (it is a link to a file); b.txt (--exclude names it); docs/d.md" in ran.err
     )
-    assert "--follow-links reads what links lead to" in ran.err
+    assert "--follow-links follows symbolic links" in ran.err
     followed = run(*args, "--out", tmp_path / "f.kv", "--follow-links")
     assert followed.code == 0
     assert "link.txt" in [one.name for one in KVStore.open(tmp_path / "f.kv").documents]
@@ -208,7 +208,7 @@ def test_several_corpora_share_the_rules(home: Path, folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("more", [["--glob", "*.md"], ["--exclude", "x"], ["--follow-links"]])
 def test_rules_of_folders_need_one(prefill: list[str | Path], tmp_path: Path, more: list[str]) -> None:
-    assert "are of folders, and none is given" in refused(2, *prefill, "--out", tmp_path / "s", *more)
+    assert "apply to folders, and none is given" in refused(2, *prefill, "--out", tmp_path / "s", *more)
 
 
 def test_a_store_and_a_device_are_no_corpora(home: Path, store: Path, tmp_path: Path) -> None:

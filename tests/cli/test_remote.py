@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
 
 from offload_decode.cli import client
-from offload_decode.cli.client import Manner, Reached, Received, Server
+from offload_decode.cli.client import AnswerOptions, Server, ServerAddress, ServerAnswer
 from offload_decode.common.errors import StoreError
 from offload_decode.server.http.app import create_app
 from offload_decode.server.http.security import Access
@@ -29,7 +29,7 @@ from offload_decode.cli.main import main
 main()
 """
 HEAVY = {"torch", "transformers", "numpy", "numba", "zarr", "faiss", "fastapi"}
-MANNER = Manner("topk", {}, 64)
+MANNER = AnswerOptions("topk", {}, 64)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_notes_say_what_an_answer_attended_to_and_cost(url: str) -> None:
     ran = run("ask", "book", "Who?", "--server", url, "--cite", "--stats")
     assert ran.out == "Who?\n"
     assert "75%  minutes.txt" in ran.err
-    assert f"{STORED:,} of them stored or remembered" in ran.err
+    assert f"{STORED:,} of them stored or cached" in ran.err
 
 
 def test_a_name_that_is_not_there_is_told_with_those_that_are(url: str) -> None:
@@ -100,7 +100,7 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
 
 def test_something_else_that_answers_is_told_from_a_server() -> None:
     with listening(FastAPI()) as url:
-        assert "is no server of offload-decode" in refused(1, "ask", "book", "q", "--server", url)
+        assert "is not an offload-decode server" in refused(1, "ask", "book", "q", "--server", url)
 
 
 @pytest.mark.parametrize("answer", ["<html>", "[1, 2]", '{"data": 7}', '{"data": [7]}', "{"])
@@ -108,7 +108,7 @@ def test_an_answer_that_is_no_list_of_models_is_told_from_a_server(answer: str) 
     other = FastAPI()
     other.get("/v1/models")(lambda: Response(answer, media_type="application/json"))
     with listening(other) as url:
-        assert "is no server of offload-decode" in refused(1, "ask", "book", "q", "--server", url)
+        assert "is not an offload-decode server" in refused(1, "ask", "book", "q", "--server", url)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_an_answer_that_is_no_list_of_models_is_told_from_a_server(answer: str) 
         ([], "broke off: ask again"),
         (['data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}', ""], "broke off: ask again"),
         (['data: {"error": {"message": "the store shrank"}}', ""], "the store shrank"),
-        (["data: {", ""], "is no server of offload-decode"),
-        (['data: {"choices": 7}', ""], "is no server of offload-decode"),
+        (["data: {", ""], "is not an offload-decode server"),
+        (['data: {"choices": 7}', ""], "is not an offload-decode server"),
     ],
 )
 def test_a_stream_that_ends_early_or_makes_no_sense_is_told(lines: list[str], says: str) -> None:
@@ -143,7 +143,7 @@ def test_keys_of_openai_go_to_nobody_and_no_redirection_is_followed(monkeypatch:
 
     other.get("/elsewhere")(lambda: seen.append("elsewhere"))
     with listening(other) as url:
-        assert "is no server of offload-decode" in refused(1, "ask", "book", "q", "--server", url)
+        assert "is not an offload-decode server" in refused(1, "ask", "book", "q", "--server", url)
     assert seen
     assert not [line for line in seen if "private" in line or "authorization" in line or "elsewhere" in line]
 
@@ -151,7 +151,7 @@ def test_keys_of_openai_go_to_nobody_and_no_redirection_is_followed(monkeypatch:
 @pytest.mark.parametrize("given", [["--device", "cpu"], ["--model", "demo"], ["--ram", "1GiB"]])
 def test_what_is_the_servers_to_settle_is_refused(given: list[str], tmp_path: Path) -> None:
     told = refused(2, "ask", "book", "q", "--server", "http://127.0.0.1:9", *given)
-    assert told.startswith(f"error: {given[0]} is settled where the server runs")
+    assert told.startswith(f"error: {given[0]} is an option of the server")
     (tmp_path / "q.jsonl").write_text('{"question": "q"}')
     files = ["--questions", tmp_path / "q.jsonl", "--out", tmp_path / "a.jsonl"]
     assert told == refused(2, "batch", "book", *files, "--server", "http://127.0.0.1:9", *given)
@@ -165,7 +165,7 @@ def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
         assert run("ask", "book", "q", "--server", url, "--api-key-file", tmp_path / "key").out == "q\n"
         monkeypatch.setenv("OFFLOAD_DECODE_API_KEY", "secret")
         assert run("ask", "book", "q", "--server", url).out == "q\n"
-    assert "give the server too" in refused(2, "ask", "book", "q", "--api-key-file", tmp_path / "key")
+    assert "give --server URL too" in refused(2, "ask", "book", "q", "--api-key-file", tmp_path / "key")
     assert "cannot be read" in refused(2, "ask", "book", "q", "--server", url, "--api-key-file", tmp_path)
 
 
@@ -199,8 +199,8 @@ def test_a_busy_server_is_asked_again(
 
 def test_an_answer_that_is_left_is_stopped_there(url: str, service: FakeService) -> None:
     service.pace_s = 0.05
-    with Server(Reached(url)) as server:
-        pieces = server.stream("book", [{"role": "user", "content": "x" * 64}], MANNER, Received())
+    with Server(ServerAddress(url)) as server:
+        pieces = server.stream("book", [{"role": "user", "content": "x" * 64}], MANNER, ServerAnswer())
         assert next(pieces) == "x"
         pieces.close()  # type: ignore[attr-defined]
         assert service.tickets[0].cancelled.wait(10)
