@@ -21,6 +21,7 @@ from offload_decode.cli.options import (
     Quiet,
     Ram,
     Store,
+    option,
     rules_of,
 )
 from offload_decode.cli.output import Progress
@@ -36,12 +37,7 @@ _SHOWN = 5
 def append(
     store: Store,
     corpus: Annotated[
-        str,
-        typer.Argument(
-            metavar="CORPUS",
-            help="A text file, a folder of them, or - for standard input.",
-            show_default=False,
-        ),
+        str, typer.Argument(metavar="CORPUS", help="A text file, a folder of them, or - for standard input.")
     ],
     model: Model = None,
     glob: Glob = None,
@@ -49,11 +45,7 @@ def append(
     follow_links: FollowLinks = False,
     device: Device = "auto",
     weights: Annotated[
-        str,
-        typer.Option(
-            metavar="W",
-            help="Weights of the model: auto (as the store was made), or streamed to a GPU layer by layer.",
-        ),
+        str, option("W", "Weights of the model: auto (as in the store), or streamed to a GPU layer by layer.")
     ] = "auto",
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
@@ -63,13 +55,12 @@ def append(
 ) -> None:
     """Add documents to a store.
 
-    The prefill goes on where the store ends, with its model, method and settings, and the result is that of
-    one prefill of all of it. Until then the store stays as it is and can be asked. The indexes beside it are
+    The prefill continues where the store ends, with its model, method and settings, and gives the same result
+    as one prefill of everything. Until it is done the store is unchanged and can be asked. Indexes are
     extended, and their recall is measured again.
 
-    The same command resumes an append that was interrupted. Documents that the store has already are passed
-    over; one that has changed since is refused, because a store only grows. What CORPUS may be is said at
-    prefill.
+    The same command resumes an interrupted append. Documents already in the store are skipped; one that has
+    changed since is refused, because a store only grows. CORPUS is as for `prefill`.
     """
     from offload_decode.prefill_jobs.folders import check_corpus
 
@@ -95,21 +86,21 @@ def append(
     if as_json:
         skipped = [one._asdict() for one in report.skipped]
         output.answer_json(asdict(report) | {"kept": report.kept, "skipped": skipped})
-    for line in _told(report):
+    for line in _report_lines(report):
         output.note(line, quiet)
 
 
-def _told(report: AppendReport) -> list[str]:
+def _report_lines(report: AppendReport) -> list[str]:
     lines = [skipped_files(report.skipped)] if report.skipped else []
     if report.known:
         lines.append(f"in the store already: {_named(report.known)}")
     if report.kept:
         return [*lines, f"{report.store}: kept as it is, with {report.n_tokens:,} tokens: nothing is new"]
-    held = f"{report.added_tokens:,} tokens more, in {output.count(len(report.added), 'document')}"
+    added = f"{report.added_tokens:,} tokens more, in {output.count(len(report.added), 'document')}"
     if report.resumed_from:
-        held += f", resumed after {report.resumed_from:,}"
+        added += f", resumed after {report.resumed_from:,}"
     lines.append(
-        f"{report.store}: {held}, in {output.duration(report.seconds)} "
+        f"{report.store}: {added}, in {output.duration(report.seconds)} "
         f"({report.tokens_per_second:,.0f} tokens/s, peak memory {output.size(report.peak_memory)}); "
         f"now {report.n_tokens:,} tokens, {output.count(report.documents, 'document')}, "
         f"{output.size(report.bytes)}"

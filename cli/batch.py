@@ -78,8 +78,7 @@ def batch(
         ),
     ],
     out: Annotated[
-        Path,
-        option("FILE.jsonl", "File to which answers are appended.", parser=a_path, panel=EVERYDAY),
+        Path, option("FILE.jsonl", "File to which answers are appended.", parser=a_path, panel=EVERYDAY)
     ],
     options: Annotated[AskOptions, From(ask_options)],
     address: Annotated[ServerAddress | None, From(server_address)],

@@ -123,10 +123,7 @@ def server_address(
     api_key_file: Annotated[
         Path | None,
         option(
-            "FILE",
-            f"File whose first line is the server's key; or set {KEY}.",
-            parser=a_path,
-            panel=EVERYDAY,
+            "FILE", f"File whose first line is the server's key; or set {KEY}.", parser=a_path, panel=EVERYDAY
         ),
     ] = None,
 ) -> ServerAddress | None:

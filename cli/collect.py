@@ -1,4 +1,4 @@
-"""`offload-decode collect`: a folder of texts to a collection, a store for each."""
+"""`offload-decode collect`: a folder of texts to a collection with a store for each."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from offload_decode.cli.options import (
     Quiet,
     a_path,
     on_this_machine,
+    option,
     rules_of,
     with_groups,
 )
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import skipped_files
-from offload_decode.cli.prefill_options import Making, Running, making, running
+from offload_decode.cli.prefill_options import RunOptions, StoreOptions, run_options, store_options
 from offload_decode.common import files
 from offload_decode.demo_models import QUOTED
 
@@ -39,37 +40,26 @@ _SHOWN = 5
 
 @with_groups
 def collect(
-    folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="A folder of documents.", show_default=False)
-    ],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of documents.")],
     model: Annotated[
-        str,
-        typer.Option(
-            metavar="M", help=f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file."
-        ),
+        str, option("M", f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file.")
     ],
     out: Annotated[
-        Path,
-        typer.Option(
-            metavar="COLLECTION",
-            help="The folder of the collection: made, or renewed.",
-            parser=a_path,
-        ),
+        Path, option("COLLECTION", "The folder of the collection, which is made or updated.", parser=a_path)
     ],
-    made: Annotated[Making, From(making)],
-    run_as: Annotated[Running, From(running)],
+    made: Annotated[StoreOptions, From(store_options)],
+    run_with: Annotated[RunOptions, From(run_options)],
     metadata: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help='What is known of the documents, a line each: {"name": "2020/a.txt", "author": "…"}; '
-            "--where asks for it. Without it, what was said before stays.",
-            show_default=False,
+        option(
+            "FILE.jsonl",
+            'Metadata of the documents for --where, one per line: {"name": "2020/a.txt", "author": "…"}. '
+            "Without this option, earlier metadata stay.",
             parser=a_path,
         ),
     ] = None,
     drop: Annotated[
-        bool, typer.Option("--drop", help="Drop documents that are gone though they are most of them.")
+        bool, typer.Option("--drop", help="Drop missing documents even if they are more than half.")
     ] = False,
     glob: Glob = None,
     exclude: Exclude = None,
@@ -80,22 +70,21 @@ def collect(
 ) -> None:
     """Keep a collection: a store for each document of a folder.
 
-    Documents that are new or whose bytes changed are prefilled, and those that are gone, or that --glob and
-    --exclude leave out now, are dropped and named; more than half of them only with --drop. The same command
-    renews a collection, and resumes one that was interrupted. A document that cannot be read does not
-    stop the others: it is named at the end, and keeps the store that it had. `ask` and `batch` take a
-    collection.
+    New and changed documents are prefilled; those that are gone, or that --glob and --exclude now leave out,
+    are dropped and named, more than half of them only with --drop. The same command updates a collection, and
+    resumes an interrupted one. A document that cannot be read does not stop the others: it is named at the
+    end, and keeps its earlier store. `ask` and `batch` take a collection.
     """
     on_this_machine(out)
-    rules = rules_of(glob, [*(exclude or []), *_itself(folder, metadata)], follow_links, [folder])
+    rules = rules_of(glob, [*(exclude or []), *_metadata_pattern(folder, metadata)], follow_links, [folder])
 
     from offload_decode.prefill_jobs.collect import Maker, read_metadata
     from offload_decode.prefill_jobs.collect import collect as run
 
     settings = made.settings
     described = None if metadata is None else read_metadata(metadata)
-    run_as.admit(model, settings.chunk)
-    maker = Maker(model, settings, run_as.device, run_as.dtype, run_as.weights)
+    run_with.admit(model, settings.chunk)
+    maker = Maker(model, settings, run_with.device, run_with.dtype, run_with.weights)
     with Progress(quiet) as progress, files.synced(not no_sync):
         report = run(folder, out, maker, rules=rules, metadata=described, drop=drop, progress=progress)
     if as_json:
@@ -111,12 +100,12 @@ def collect(
     if report.gone:
         names = ", ".join(map(output.one_line, report.gone[:_SHOWN]))
         more = f" and {len(report.gone) - _SHOWN:,} more" if len(report.gone) > _SHOWN else ""
-        output.note(f"dropped, as the folder no longer has them: {names}{more}", quiet)
+        output.note(f"dropped, because the folder no longer has them: {names}{more}", quiet)
     for one in report.failed[:_SHOWN]:
         output.note(f"error: {output.one_line(one.name)}: {output.one_line(one.reason)}")
     if (unshown := len(report.failed) - _SHOWN) > 0:
         output.note(f"error: and {output.count(unshown, 'document')} more (--json lists them)")
-    output.note(f"{out}: {_told(report)}", quiet)
+    output.note(f"{out}: {_summary(report)}", quiet)
     if report.failed:
         raise typer.Exit(FAILURE)
     output.note(f'ask it something: offload-decode ask {out} "…"', quiet)
@@ -130,7 +119,7 @@ def _as_json(report: CollectReport) -> dict[str, object]:
     return asdict(report) | lists
 
 
-def _told(report: CollectReport) -> str:
+def _summary(report: CollectReport) -> str:
     gone, failed = len(report.gone), len(report.failed)
     counts = {"made": report.made, "kept": report.kept, "gone": gone, "failed": failed}
     speed = f", {report.prefilled / report.seconds:,.0f} tokens/s" if report.prefilled else ""
@@ -141,8 +130,8 @@ def _told(report: CollectReport) -> str:
     )
 
 
-def _itself(folder: str, metadata: Path | None) -> list[str]:
-    """The pattern that leaves the metadata out of the documents, where they lie among them."""
+def _metadata_pattern(folder: str, metadata: Path | None) -> list[str]:
+    """The pattern that excludes the metadata file, where it is in the folder of documents."""
     if metadata is None:
         return []
     below = os.path.relpath(os.path.realpath(metadata), os.path.realpath(folder))

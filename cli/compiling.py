@@ -1,4 +1,4 @@
-"""Says that loops are being compiled, which happens once a machine and keeps its user waiting."""
+"""Tell the user when loops are compiled, which takes a while, once per machine."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from numba.core import event
 
 from offload_decode.cli import output
 
-_ROOMS = "offload_decode."
 
+class _Announcer(event.Listener):
+    """Notified of what numba compiles; loading from its cache is no compilation."""
 
-class _Teller(event.Listener):
-    """Hears of what numba compiles; what it finds in its cache is none of that."""
-
-    told = False
+    announced = False
 
     def on_start(self, event: Any) -> None:
-        """One line for all that is compiled."""
-        ours = event.data["dispatcher"].py_func.__module__.startswith(_ROOMS)
-        if ours and not self.told:
-            self.told = True
+        """Print one line, at the first of our loops."""
+        ours = event.data["dispatcher"].py_func.__module__.startswith("offload_decode.")
+        if ours and not self.announced:
+            self.announced = True
             output.note(
                 "compiling the loops for this processor, once on this machine: ten to twenty seconds …"
             )
 
     def on_end(self, event: Any) -> None:
-        """Nothing more is said."""
+        """Nothing to do."""
 
 
 @cache
 def tell_of_compiling() -> None:
-    """From here on a line on stderr tells of loops that are compiled, where any are."""
-    event.register("numba:compile", _Teller())  # type: ignore[no-untyped-call]
+    """From here on, print a line on stderr when loops are compiled."""
+    event.register("numba:compile", _Announcer())  # type: ignore[no-untyped-call]

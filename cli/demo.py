@@ -1,4 +1,4 @@
-"""`offload-decode demo`: the main job from end to end, told step by step."""
+"""`offload-decode demo`: prefill, index and ask, step by step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import typer
 
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
-from offload_decode.cli.options import Device, Json, Quiet, a_path, token_count
+from offload_decode.cli.options import Device, Json, Quiet, a_path, option, token_count
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
 from offload_decode.demo_models import QUOTED
@@ -44,16 +44,15 @@ Say = Callable[[str], None]
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Where the text and its store are kept.  [default: a fresh temporary folder]",
-            show_default=False,
+        option(
+            "FOLDER",
+            "Where the text and its store are written.  [default: a new temporary folder]",
             parser=a_path,
         ),
     ] = None,
-    tokens: Annotated[str, typer.Option(metavar="N", help="Tokens of text.")] = "32K",
+    tokens: Annotated[str, option("N", "Tokens of text.")] = "32K",
     model: Annotated[
-        str, typer.Option(metavar="M", help=f"{QUOTED} (shipped), a transformers id, or a model's folder.")
+        str, option("M", f"{QUOTED} (shipped), a transformers id, or a model's folder.")
     ] = "demo",
     device: Device = "auto",
     as_json: Json = False,
@@ -61,14 +60,14 @@ def demo(
 ) -> None:
     """Show the main job on real text.
 
-    Five facts are hidden in the Python documentation topics. They are prefilled to a store, the store is
-    indexed, and a new process, which knows only the store's path, is asked for them: with top-k attention to
-    64 tokens at every step, found by the index that `index` builds by default. Beside it the same questions
-    are answered with the other indexes, and with dense attention to all tokens. A question about a fact that
-    was never hidden is the control.
+    Five facts are hidden in the Python documentation topics. The text is prefilled to a store, the store is
+    indexed, and a new process, which knows only the store's path, answers questions about them with top-k
+    attention: 64 tokens at every step, found by the default index. The same questions are answered with the
+    other indexes, and with dense attention to all tokens. A question about a fact that was never hidden is
+    the control.
 
-    Exits with 1 when the default index misses a fact or answers the control. What the others miss is shown,
-    no more.
+    Exit code 1 means that the default index missed a fact or answered the control. Misses of the others are
+    only shown.
     """
     began = time.monotonic()
     count = token_count(tokens)
@@ -131,7 +130,7 @@ def _prefill(loaded: LoadedModel, hidden: Hidden, folder: Path, say: Say, quiet:
 
 
 def _index(store: Path, say: Say, quiet: bool) -> dict[str, BuildReport]:
-    """The default index, and those beside it whose libraries are installed."""
+    """Build the default index, and the others whose libraries are installed."""
     from offload_decode.common.errors import MissingBackend
     from offload_decode.prefill_jobs.indexing import build_indexes
 
@@ -152,7 +151,7 @@ def _index(store: Path, say: Say, quiet: bool) -> dict[str, BuildReport]:
 
 
 def _ways(built: Mapping[str, BuildReport]) -> list[str]:
-    """How the questions are answered: by the kind of index, the default first, and densely at the end."""
+    """The ways to answer: with each index, the default first, and with dense attention."""
     return [*built, _EXACT, _DENSE]
 
 
@@ -190,7 +189,7 @@ def _ask(
 
 
 def _shown(number: int, fact: Fact, replies: Sequence[WayAnswer]) -> str:
-    """A question, what answers it, and each text that was answered with the ways that gave it."""
+    """A question, its fact, and each answer with the ways that gave it."""
     place = f"the control: {fact.answer} was never hidden, so no answer may hold it"
     if fact.depth is not None:
         place = f"hidden at {fact.depth:.0%} of the text: {fact.answer}"
@@ -211,7 +210,7 @@ def _clipped(text: str) -> str:
 
 
 def _is_right(fact: Fact, reply: WayAnswer) -> bool:
-    """A hidden fact is told; one that was never hidden cannot be."""
+    """Whether the answer has a hidden fact, or lacks the control's."""
     return fact.told(reply.text) == (fact.depth is not None)
 
 
@@ -226,7 +225,7 @@ def _found(hidden: Hidden, way: str, replies: Sequence[WayAnswer]) -> int:
 def _summary(
     hidden: Hidden, built: Mapping[str, BuildReport], replies: Sequence[WayAnswer], stored: int
 ) -> str:
-    """What every way cost, and what it found."""
+    """A table of what each way cost and found."""
 
     def mean(way: str, cost: str) -> float:
         return fmean(getattr(reply, cost) for reply in replies if reply.way == way)

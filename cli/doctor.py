@@ -1,4 +1,4 @@
-"""`offload-decode doctor`: does this installation work on this machine?"""
+"""`offload-decode doctor`: check this installation, by the metadata of packages and a small test run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from offload_decode.cli.errors import FAILURE, sentence
 from offload_decode.cli.options import Json
 from offload_decode.common.errors import ConfigError
 
-# What is installed, by the metadata of the packages: nothing heavy is imported.
-
 PROJECT = "offload-decode"
 LIBRARIES = ("torch", "transformers", "numpy", "numba", "zarr")
 OPTIONAL = (
@@ -37,7 +35,7 @@ OPTIONAL = (
     "compressed-tensors",
     "gguf",
 )
-# All of these provide the module `faiss`: one may be installed.
+# All of these provide the module `faiss`: at most one may be installed.
 FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu12", "faiss-gpu-cu11")
 ABSENT = "not installed"
 
@@ -67,7 +65,7 @@ def nvidia_driver() -> str | None:
 
 
 def versions(optional: bool = True) -> list[tuple[str, str]]:
-    """This project, Python and the libraries with their versions; then the `optional` ones and the GPU."""
+    """Versions of this project, Python and the libraries; then `optional` libraries, GPU and extensions."""
     found = [
         (PROJECT, version(PROJECT)),
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -83,7 +81,7 @@ def versions(optional: bool = True) -> list[tuple[str, str]]:
 
 
 def installed_extensions() -> list[str]:
-    """What every other distribution brings, one line each; none of it is imported."""
+    """The extensions of each other distribution, one line each; nothing is imported."""
     from offload_decode.common.plugins import GROUPS, found
 
     brought: dict[str, list[str]] = {}
@@ -95,7 +93,7 @@ def installed_extensions() -> list[str]:
 
 
 def unmet() -> list[str]:
-    """What the project requires and what is installed do not agree on, one sentence each."""
+    """Requirements that the installed packages do not meet, one sentence each."""
     from packaging.requirements import Requirement
 
     problems = []
@@ -115,28 +113,23 @@ _QUESTION = "What is the secret code for the brisk lantern?"
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, its state (`ok`, `absent` or `broken`), what was found, whether it is needed."""
+    """A check's name, state (`ok`, `absent` or `broken`) and finding, and whether it is needed."""
 
     name: str
     state: str
     found: str
     needed: bool
 
-    @property
-    def fatal(self) -> bool:
-        """Whether the project cannot work so."""
-        return self.needed and self.state != "ok"
-
 
 class Absent(ConfigError):
-    """Something that is not there, and not needed."""
+    """Something optional is not installed."""
 
 
 def doctor(as_json: Json = False) -> None:
     """Check this machine and this installation.
 
-    Versions, Faiss and hnswlib, the processor, memory, disk and GPU, the caches, and a small store that is
-    prefilled and asked. Exit code 1 when something that is needed does not work.
+    Checks versions, Faiss and hnswlib, the processor, memory, disk and GPU, and the caches, then prefills and
+    asks a small store. Exit code 1 means that something necessary does not work.
     """
     began = time.monotonic()
     checks = []
@@ -145,7 +138,7 @@ def doctor(as_json: Json = False) -> None:
         checks.append(check)
         if not as_json:
             output.answer(f"{_MARKS[check.state]} {check.name:<{_WIDTH}}  {check.found}")
-    broken = [check.name for check in checks if check.fatal]
+    broken = [check.name for check in checks if check.needed and check.state != "ok"]
     if as_json:
         output.answer_json(
             {
@@ -155,10 +148,10 @@ def doctor(as_json: Json = False) -> None:
             }
         )
     if broken:
-        output.note(f"error: {', '.join(broken)}: mend this first, then run doctor again")
+        output.note(f"error: {', '.join(broken)}: fix this first, then run doctor again")
         raise typer.Exit(FAILURE)
     if not as_json:
-        output.answer(f"\nEverything that is needed works ({output.duration(time.monotonic() - began)}).")
+        output.answer(f"\nEverything necessary works ({output.duration(time.monotonic() - began)}).")
 
 
 def _checked(name: str, needed: bool, look: Callable[[], str]) -> Check:
@@ -166,7 +159,7 @@ def _checked(name: str, needed: bool, look: Callable[[], str]) -> Check:
         return Check(name, "ok", look(), needed)
     except Absent as absent:
         return Check(name, "absent", str(absent), needed)
-    except Exception as error:  # noqa: BLE001  # whatever fails is what was looked for
+    except Exception as error:  # noqa: BLE001  # any failure is the finding
         return Check(name, "broken", sentence(error), needed)
 
 
@@ -177,13 +170,13 @@ def _versions() -> str:
 def _requirements() -> str:
     if problems := unmet():
         raise ConfigError("; ".join(problems))
-    return "all at versions that this release works with"
+    return "all met"
 
 
 def _system() -> str:
     if sys.platform not in ("linux", "darwin"):
-        raise ConfigError(f"{platform.system()}: stores are mapped on Linux and macOS alone")
-    return f"{platform.platform()}"
+        raise ConfigError(f"{platform.system()}: stores can be mapped only on Linux and macOS")
+    return platform.platform()
 
 
 def _command() -> str:
@@ -237,7 +230,7 @@ def _writable(folder: Path) -> Path:
 def _compiler() -> str:
     from offload_decode.common.rows.loops import dot_row
 
-    if not hasattr(dot_row, "stats"):  # a plain function
+    if not hasattr(dot_row, "stats"):  # it is not compiled
         raise ConfigError("NUMBA_DISABLE_JIT is set, and the search needs compiled loops: unset it")
     return f"compiled loops are kept in {_writable(Path(str(dot_row.stats.cache_path)))}"
 
@@ -268,7 +261,7 @@ def _hnswlib() -> str:
 
 
 def _extensions() -> str:
-    """Each is imported, as it would be when it is asked for."""
+    """Import each extension, as a command that names it does."""
     from offload_decode.common import plugins
     from offload_decode.common.errors import ExtensionError
     from offload_decode.indexes import registry as kinds

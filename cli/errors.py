@@ -1,4 +1,4 @@
-"""Errors as a user meets them: one sentence on stderr and an exit code, never a traceback."""
+"""Errors as users see them: one sentence on stderr and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -30,13 +30,10 @@ DEBUG = "OFFLOAD_DECODE_DEBUG"
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Turn what a command raises into a sentence and `typer.Exit`.
-
-    With OFFLOAD_DECODE_DEBUG=1 the traceback is shown too.
-    """
+    """Turn exceptions into a sentence and `typer.Exit`; OFFLOAD_DECODE_DEBUG=1 adds the traceback."""
     _hush_libraries()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it was closed before the command began
+        if getattr(sys, name) is None:  # closed before the command began
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         with warnings.catch_warnings():
@@ -50,13 +47,11 @@ def guard() -> Iterator[None]:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        # Whoever read the output has enough. Python flushes stdout once more when it exits: let that succeed.
+        # The reader has left. Python flushes stdout once more when it exits: let that succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(FAILURE) from None
     except Exception as error:
-        if type(error).__module__.startswith(
-            ("typer", "click")
-        ):  # deliberate exits, and wrong use it reports
+        if type(error).__module__.startswith(("typer", "click")):  # exits, and wrong use that click reports
             raise
         if os.environ.get(DEBUG):
             traceback.print_exc()
@@ -74,7 +69,7 @@ def _show(
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong and the way out, in one line that a terminal may have."""
+    """What went wrong and what to do, in one line that is safe on a terminal."""
     reason = one_line(" ".join(re.split("[ \t\n]+", str(error).strip())))
     if isinstance(error, OffloadDecodeError):
         return reason
@@ -92,7 +87,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def _hush_libraries() -> None:
-    """No advice from libraries on stderr, and their progress bars on a terminal alone."""
+    """No advice from libraries on stderr, and their progress bars only on a terminal."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if not sys.stderr.isatty():

@@ -1,9 +1,8 @@
-"""Memory that is not there: a mapped file that shrinks, or that its disk fails to give, ends a command with a
-sentence.
+"""End a command with a sentence when a mapped file shrinks or its disk fails, which raises SIGBUS.
 
-The sizes of mapped files are looked at before each step; what is cut off within one is met by the processor,
-which raises SIGBUS. A handler in Python would return into the fault. This one is compiled, and calls nothing
-but what a signal handler may call (POSIX, signal-safety): `write` and `_exit`.
+The sizes of mapped files are checked before each step, but a file can shrink within one. A handler in Python
+would return into the fault. This one is compiled, and calls only what a signal handler may call (POSIX,
+signal-safety): `write` and `_exit`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _end(_: int) -> None:
 
 
 def end_with_a_sentence() -> None:
-    """From here on SIGBUS writes one line to stderr and ends the process with exit code 1."""
+    """From here on, SIGBUS prints one line on stderr and ends the process with exit code 1."""
     set_handler = ctypes.CDLL(None).signal
     set_handler.argtypes = [ctypes.c_int, ctypes.c_void_p]
     set_handler.restype = ctypes.c_void_p

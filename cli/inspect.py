@@ -1,4 +1,4 @@
-"""`offload-decode inspect`: what a store, or a collection, holds and what it costs."""
+"""`offload-decode inspect`: the contents and size of a store, or of a collection."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SHOWN = 10
 def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
     """Show what a store, or a collection, holds and costs.
 
-    The indexes beside a store are shown too, with the recall that was measured when they were built. Of a
-    collection: its model, its documents with their tokens and bytes, and what metadata they have.
+    A store's indexes are shown too, with the recall measured when they were built. For a collection: its
+    model, its documents with their tokens and bytes, and their metadata fields.
     """
     from offload_decode.collections.collection import is_collection
 
@@ -43,7 +43,7 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
     opened = KVStore.open(store)
     indexes = [describe(opened, kind) for kind in saved_kinds(opened)]
     if as_json:
-        output.answer_json(_json(opened, indexes))
+        output.answer_json(_store_fields(opened, indexes))
         return
     parts = [output.facts(_facts(opened)), output.table(_costs(opened))]
     if opened.manifest.kv_error:
@@ -54,7 +54,7 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
     output.answer("\n\n".join(parts))
 
 
-def _json(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
+def _store_fields(store: KVStore, indexes: list[SavedIndexes]) -> dict[str, object]:
     from offload_decode.models.fingerprints import noted
 
     cost = store.cost()
@@ -79,9 +79,10 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
 
     manifest = store.manifest
     prefill = dict(manifest.prefill)
-    told = ("method", "weights")
-    details = "".join(f", {name} {value}" for name, value in prefill.items() if name not in told)
+    shown = ("method", "weights")
+    details = "".join(f", {name} {value}" for name, value in prefill.items() if name not in shown)
     positions = told_of(manifest.rope, manifest.n_tokens)
+    weights, keys, values = manifest.weights, manifest.kv["keys"], manifest.kv["values"]
     return [
         ("store", str(store.path)),
         ("digest", _short(store.store_digest)),
@@ -96,19 +97,17 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
         ),
         *([("positions", positions)] if positions else []),
         ("prefill", f"{prefill['method']}{details}"),
-        *_weights(manifest),
-        ("stored as", _stored_as(manifest)),
+        *(
+            []
+            if weights == "auto"
+            else [("weights", f"{weights}: the keys and values are the quantised model's")]
+        ),
+        ("stored as", f"latents {keys}" if manifest.shape.latent else f"keys {keys}, values {values}"),
         (
             "extras",
             f"pages of {manifest.page_size} tokens, {manifest.n_samples:,} sampled queries for each KV head",
         ),
     ]
-
-
-def _weights(manifest: Manifest) -> list[tuple[str, str]]:
-    if manifest.weights == "auto":
-        return []
-    return [("weights", f"{manifest.weights}: the keys and values are the quantised model's")]
 
 
 def _check(manifest: Manifest) -> str:
@@ -123,16 +122,11 @@ def _check(manifest: Manifest) -> str:
 
 def _layers(manifest: Manifest) -> str:
     shape = manifest.shape
-    windows = Counter(own.window for own in shape.layers if own.window)
+    windows = Counter(layer.window for layer in shape.layers if layer.window)
     some = [f"{count} with a window of {window:,} tokens" for window, count in windows.items()]
     some += [f"{len(shape.state_layers)} with a recurrent state"] if shape.state_layers else []
     details = f" ({', '.join(some)})" if some else ""
     return f"{len(shape.layers)}{details}, {_heads(shape)}, {manifest.dtype}"
-
-
-def _stored_as(manifest: Manifest) -> str:
-    keys, values = manifest.kv["keys"], manifest.kv["values"]
-    return f"latents {keys}" if manifest.shape.latent else f"keys {keys}, values {values}"
 
 
 def _heads(shape: ModelShape) -> str:
@@ -155,7 +149,7 @@ def _costs(store: KVStore) -> list[list[str]]:
 
 
 def _errors(manifest: Manifest) -> list[list[str]]:
-    """What encoding cost in each layer: the root mean square, relative to that of the numbers."""
+    """The error of encoding in each layer: its root mean square, relative to that of the values."""
     kinds = manifest.kv_error
     layers = [entry["layer"] for entry in next(iter(kinds.values()))]
     rows = [["error of encoding", *(part for kind in kinds for part in (f"{kind}, relative", "largest"))]]
@@ -187,7 +181,7 @@ def _indexes(indexes: list[SavedIndexes]) -> list[list[str]]:
 
 
 def _scans(found: SavedIndexes) -> str:
-    """Where an index saves nothing: no smaller part of the keys held the recall."""
+    """How many heads reached their recall only by a full scan, where an index saves nothing."""
     if not found.full_scans:
         return ""
     return "all heads" if found.full_scans == found.heads else f"{found.full_scans:,} heads"
@@ -197,13 +191,8 @@ def _short(digest: str) -> str:
     return digest[:12] or "none"
 
 
-# `inspect` of a collection: what its documents are and what their stores take.
-
-_COLLECTION_SHOWN = 10
-
-
 def inspect_collection(path: Path, as_json: bool) -> None:
-    """Show a collection; no store is opened."""
+    """Show a collection, without opening its stores."""
     from offload_decode.collections.collection import Collection
     from offload_decode.collections.words import WORDS
 
@@ -244,10 +233,7 @@ def inspect_collection(path: Path, as_json: bool) -> None:
         ("model", f"{header.model_id}, {header.dtype}"),
         ("weights", header.weights),
         ("prefill", ", ".join(f"{name} {value}" for name, value in header.settings.items() if value)),
-        (
-            "documents",
-            f"{len(entries):,} of {tokens[0]:,} to {tokens[-1]:,} tokens, {sum(tokens):,} in all",
-        ),
+        ("documents", f"{len(entries):,} of {tokens[0]:,} to {tokens[-1]:,} tokens, {sum(tokens):,} in all"),
         ("on disk", f"{output.size(sum(filter(None, sizes)))} of stores, {output.size(lists)} of lists"),
         ("metadata", ", ".join(f"{name} ({count:,})" for name, count in fields.most_common()) or "none"),
     ]
@@ -259,17 +245,17 @@ def inspect_collection(path: Path, as_json: bool) -> None:
 
 
 def _store_bytes(collection: Collection, entry: Entry) -> int | None:
-    """Of a store and what lies beside it; None where it is not there."""
+    """The size of a store and its indexes; None where the store is missing."""
     try:
         store = collection.store(entry)
-    except StoreDamaged:  # a link, which is not followed
+    except StoreDamaged:  # a symbolic link, which is not followed
         return None
     if not store.is_dir():
         return None
-    beside = store.with_name(f"{store.name}.indexes")
+    indexes = store.with_name(f"{store.name}.indexes")
     return sum(
         os.lstat(os.path.join(folder, name)).st_size
-        for top in (store, beside)
+        for top in (store, indexes)
         for folder, _, files in os.walk(top)
         for name in files
     )
@@ -278,9 +264,9 @@ def _store_bytes(collection: Collection, entry: Entry) -> int | None:
 def _collection_documents(entries: Sequence[Entry], sizes: Sequence[int | None]) -> list[list[str]]:
     rows = [
         [entry.name, f"{entry.tokens:,}", "missing" if size is None else output.size(size)]
-        for entry, size in zip(entries[:_COLLECTION_SHOWN], sizes, strict=False)
+        for entry, size in zip(entries[:_SHOWN], sizes, strict=False)
     ]
-    if more := entries[_COLLECTION_SHOWN:]:
-        tokens, rest = sum(entry.tokens for entry in more), sum(filter(None, sizes[_COLLECTION_SHOWN:]))
+    if more := entries[_SHOWN:]:
+        tokens, rest = sum(entry.tokens for entry in more), sum(filter(None, sizes[_SHOWN:]))
         rows.append([f"… {len(more):,} more (--json lists them)", f"{tokens:,}", output.size(rest)])
     return [["documents", "tokens", "size"], *rows]

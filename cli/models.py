@@ -1,4 +1,4 @@
-"""`offload-decode models`: which models are served, and what a store keeps of them."""
+"""`offload-decode models`: which models are supported, and what a store keeps of them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ def models(
         typer.Argument(
             metavar="[M]",
             help=f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read.",
-            show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which models are served, and what is kept of them.
+    """Show which models are supported, and what a store keeps of them.
 
     Without M: the families that the test suite checks, and what a store keeps of each. With M: the
-    equivalence check of this model. A tiny model made from its config runs behind a stored prefix, and its
-    logits must be those of plain generation. Exit code 1 says that it is not served.
+    equivalence check of this model, in which a tiny model made from its config runs behind a stored prefix,
+    and must give the logits of plain generation. Exit code 1 means that it is not supported.
     """
     if model is None:
         _families(as_json)
@@ -52,14 +51,14 @@ def _families(as_json: bool) -> None:
     rows = [[name, ", ".join(kept)] for name, kept in sorted(families.items())]
     width = max(len(name) for name, _ in rows)
     output.answer(
-        f"{len(rows)} families, checked with transformers {release}; others are served if they "
+        f"{len(rows)} families, checked with transformers {release}; others are supported if they "
         "pass the equivalence check: offload-decode models M"
     )
     output.answer("\n".join(f"{name.ljust(width)}  {kept}" for name, kept in rows))
 
 
 def _listed() -> tuple[str, dict[str, list[str]]]:
-    """The release of transformers that is nearest to the installed one and not newer, and its families."""
+    """The families of the newest known release of transformers that is not newer than the installed one."""
     from packaging.version import Version
 
     text = files("offload_decode.cli").joinpath("families.json").read_text(encoding="utf-8")
@@ -113,7 +112,7 @@ def _one(model: str, as_json: bool) -> None:
 
 
 def checked(model: str) -> str:
-    """The equivalence check of a model that is served, in a line."""
+    """The equivalence check of a supported model, in a line."""
     from offload_decode.hf.verify import check_equivalence
     from offload_decode.models.checkpoint import stated_config
 
@@ -123,7 +122,7 @@ def checked(model: str) -> str:
 
 
 def kept_of(shape: ModelShape) -> list[dict[str, Any]]:
-    """What a store keeps of each kind of layer: in words, and in numbers a token and a sequence."""
+    """What a store keeps of each kind of layer: as text, and in numbers per token and per sequence."""
     found = Counter(shape.layers)
     return [_kept(own, count) for own, count in found.items()]
 
@@ -137,18 +136,18 @@ def _named(own: LayerShape) -> str:
 def _kept(own: LayerShape, count: int) -> dict[str, Any]:
     numbers = own.key_dim if own.latent else own.kv_heads * (own.key_dim + own.value_dim)
     states = sum(prod(state.shape) for state in own.states)
-    told = []
+    kept = []
     if own.latent:
-        told.append(f"a latent of {numbers:,} numbers for each token")
+        kept.append(f"a latent of {numbers:,} numbers for each token")
     elif numbers:
-        told.append(f"{numbers:,} numbers of keys and values for each token")
+        kept.append(f"{numbers:,} numbers of keys and values for each token")
     if own.window is not None:
-        told[-1] += f", of the last {own.window:,}"
+        kept[-1] += f", of the last {own.window:,}"
     if states:
-        told.append(f"a state of {states:,} numbers")
+        kept.append(f"a state of {states:,} numbers")
     return {
         "layers": f"{count} {_named(own)}",
-        "keeps": " and ".join(told) or "nothing",
+        "keeps": " and ".join(kept) or "nothing",
         "numbers_per_token": 0 if own.window is not None else numbers * count,
         "numbers_per_sequence": count * (states + numbers * ((own.window or 1) - 1)),
     }

@@ -200,8 +200,7 @@ StoreCollectionOrUrl = Annotated[
 
 MaxNewTokens = Annotated[int, option("N", "Maximum number of tokens in an answer.", min=1, panel=EVERYDAY)]
 Cite = Annotated[
-    bool,
-    option(None, "Show which documents and passages the answer attended to.", "--cite", panel=EVERYDAY),
+    bool, option(None, "Show which documents and passages the answer attended to.", "--cite", panel=EVERYDAY)
 ]
 
 Selector = Annotated[
@@ -245,25 +244,18 @@ Model = Annotated[
     option("M", "Model id, folder or .gguf file, if not the one that the store names.", panel=MODEL),
 ]
 Weights = Annotated[
-    str,
-    option(
-        "W",
-        "Weights of the model: auto (as prefilled), full (its own), int8 or int4.",
-        panel=MODEL,
-    ),
+    str, option("W", "Weights of the model: auto (as prefilled), full (its own), int8 or int4.", panel=MODEL)
 ]
 Device = Annotated[str, option("D", "auto, cpu, cuda or cuda:N.", panel=MODEL)]
 GpuMemory = Annotated[str | None, option("SIZE", "Limit on GPU memory, such as 16GiB.", panel=MODEL)]
 Ram = Annotated[
-    str | None,
-    option("SIZE", "Limit on memory, such as 8GiB; mapped stores do not count.", panel=MODEL),
+    str | None, option("SIZE", "Limit on memory, such as 8GiB; mapped stores do not count.", panel=MODEL)
 ]
 Temperature = Annotated[
     float, option("T", "Sampling temperature; 0 always takes the likeliest token.", min=0, panel=MODEL)
 ]
 TopP = Annotated[
-    float,
-    option("P", "Sample from the likeliest tokens whose probabilities add up to this.", panel=MODEL),
+    float, option("P", "Sample from the likeliest tokens whose probabilities add up to this.", panel=MODEL)
 ]
 Seed = Annotated[int, option("N", "Random seed for sampling.", min=0, max=2**63 - 1, panel=MODEL)]
 WorkerCount = Annotated[
@@ -280,9 +272,7 @@ WorkerCount = Annotated[
 def workers_option(help: str) -> Any:
     """--workers: `help` says what is spread over the cluster."""
     return option(
-        "W",
-        f"ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: {help}",
-        panel=MODEL,
+        "W", f"ray (this machine, or the cluster of RAY_ADDRESS) or ray://HOST:PORT: {help}", panel=MODEL
     )
 
 
@@ -303,9 +293,7 @@ FollowLinks = Annotated[bool, option(None, "In folders, follow symbolic links.",
 NoSync = Annotated[
     bool,
     option(
-        None,
-        "Do not wait until everything is on the disk; a power cut may then lose all of it.",
-        "--no-sync",
+        None, "Do not wait until everything is on the disk; a power cut may then lose all of it.", "--no-sync"
     ),
 ]
 

@@ -1,8 +1,8 @@
-"""What the commands print: answers and JSON to stdout, notes to stderr, and numbers for people.
+"""What the commands print: answers and JSON to stdout, notes and progress to stderr.
 
-Names, manifests and errors are text from outside, and may hold what a terminal takes for a command (escape
-sequences, reversed writing): it is spelled out, as `\\x1b`. So is what a model writes, where it goes to a
-terminal; into a file or a pipe it goes as it is.
+Names, manifests and errors come from outside and may contain terminal commands (escape sequences, reversed
+writing): these are spelled out, as `\\x1b`. So is a model's text on a terminal; files and pipes get it
+unchanged.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-# Control characters but tabs and newlines, and those that turn the direction of what follows.
+# Control characters except tabs and newlines, and those that reverse the direction of writing.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _BREAKS = re.compile("[\t\n\u2028\u2029]")
 
 
 def shown(text: str) -> str:
-    """Text as a terminal may have it: control characters but tabs and newlines are spelled out."""
+    """Text that is safe on a terminal: control characters except tabs and newlines are spelled out."""
     return _COMMANDS.sub(_spelled, text)
 
 
 def one_line(text: str) -> str:
-    """`shown`, for a name or a value that stands in a line: tabs and newlines are spelled out too."""
+    """`shown`, for a name or value within a line: tabs and newlines are spelled out too."""
     return _BREAKS.sub(_spelled, shown(text))
 
 
 def answer(text: str, end: str = "\n") -> None:
-    """Part of what the user asked for, shown at once."""
+    """Print a part of the result, at once."""
     print(shown(text), end=end, flush=True)
 
 
 def generated(text: str, end: str = "") -> None:
-    """Part of what a model wrote, shown at once."""
+    """Print a part of what a model wrote, at once."""
     print(shown(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def answer_json(value: object) -> None:
-    """One JSON object for a program."""
+    """Print the result as one JSON object."""
     print(json_line(value), flush=True)
 
 
 def json_line(value: object) -> str:
     """JSON in one line, its control characters spelled out as JSON spells them.
 
-    What it has no form for (paths) becomes a string, and a number that is not finite becomes null.
+    Paths become strings, and numbers that are not finite become null.
     """
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str)
     return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def note(text: str, quiet: bool = False) -> None:
-    """Something worth knowing that is no answer."""
+    """Print a note on stderr."""
     if not quiet:
         print(shown(text), file=sys.stderr, flush=True)
 
@@ -89,12 +89,12 @@ def size(amount: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number and what it counts."""
+    """A number and the noun that it counts, in the plural where needed."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration(seconds: float) -> str:
-    """Seconds, or minutes and hours where there are any."""
+    """Seconds, or minutes and seconds, or hours and minutes."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -102,7 +102,7 @@ def duration(seconds: float) -> str:
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
-    """Names and what there is to say of them, one a line."""
+    """Names and values, one pair per line."""
     width = max(len(name) for name, _ in pairs)
     return "\n".join(f"{name.ljust(width)}  {one_line(value)}" for name, value in pairs)
 
@@ -116,11 +116,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-# Progress on stderr: a bar with speed and time left on a terminal, a plain line now and then elsewhere.
-
 PLAIN_EVERY_S = 10.0
 
-# What each stage of a job counts; a stage that is not here is only named.
+# What each stage of a job counts; other stages are only named.
 _UNITS = {
     "prefill": "tokens",
     "collect": "documents",
@@ -142,8 +140,9 @@ _UNITS = {
 
 
 class Progress:
-    """Called with `(stage, done, total)`, and where in a larger whole that is; a new stage starts anew. Used
-    as a context manager.
+    """Progress on stderr: a bar on a terminal, elsewhere a line every `PLAIN_EVERY_S` seconds.
+
+    A context manager that is called with `(stage, done, total)` and `about`, the item being processed.
     """
 
     def __init__(self, quiet: bool = False):
@@ -184,13 +183,7 @@ class Progress:
             if self._task is not None:
                 bar.remove_task(self._task)
             self._task = bar.add_task(
-                stage,
-                total=None,
-                completed=done,
-                counts="",
-                about="",
-                began=self._began,
-                first=done,
+                stage, total=None, completed=done, counts="", about="", began=self._began, first=done
             )
         elapsed = time.monotonic() - self._began
         speed = (done - self._first) / elapsed if elapsed else 0.0

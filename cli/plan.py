@@ -1,4 +1,4 @@
-"""`offload-decode plan`: what fits, before anything starts."""
+"""`offload-decode plan`: what fits on a machine, before anything starts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,123 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.options import Json, Options, Selector, byte_count, token_count
+from offload_decode.cli.options import Json, Options, Selector, byte_count, option, token_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
 from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
-    from offload_decode.planning.plan import Medium, Plan
+    from offload_decode.planning.plan import Plan
     from offload_decode.planning.sizes import Workload
 
 
+_OPTIONS = ("budget", "dense_layers", "index", "page_size", "metadata")
+
+
+def plan(
+    model: Annotated[
+        str,
+        option(
+            "M", f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read."
+        ),
+    ],
+    tokens: Annotated[str, option("N", "Tokens of the corpus, such as 50000, 128K or 1M.")],
+    gpu: Annotated[
+        str | None, option("SIZE", "GPU memory, such as 16GiB, or none.  [default: this machine's]")
+    ] = None,
+    ram: Annotated[str | None, option("SIZE", "Memory.  [default: this machine's]")] = None,
+    disk: Annotated[str | None, option("SIZE", "Room for the store.  [default: what is free here]")] = None,
+    kv: Annotated[str, option("K", "auto (the model's dtype), int8 or int4-values.")] = "auto",
+    weights: Annotated[
+        str,
+        option(
+            "W",
+            "auto (the model's dtype), streamed (to the GPU layer by layer in the prefill), fp16, int8 "
+            "or int4.",
+        ),
+    ] = "auto",
+    selector: Selector = "topk",
+    option: Options = None,
+    chunk: Annotated[
+        str, option("N", "Tokens in a forward pass of prefill; auto: 512, or as many as fit a GPU.")
+    ] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Show what fits on a machine, before anything starts.
+
+    Lists the GPU memory, memory and disk that a store needs, and the bytes that each generated token moves.
+    If it does not fit, the nearest settings that fit are proposed; exit code 1 means that there are none.
+    """
+    wanted, options = token_count(tokens), split_pairs(option or [])
+    without_gpu = gpu is not None and gpu.lower() == "none"
+    sizes = [None if size is None else byte_count(size) for size in (None if without_gpu else gpu, ram, disk)]
+
+    if sys.stderr.isatty():
+        output.note("Reading the model's config …")
+
+    with _uncollected():
+        from offload_decode.models.size_estimate import outline
+        from offload_decode.planning.plan import plan as plan_for
+        from offload_decode.planning.proposals import most_tokens, nearest
+
+        rows = None if chunk == "auto" else token_count(chunk)
+        request = _request(wanted, rows, kv, weights, selector, options)
+        planned = plan_for(outline(model), request, _machine(sizes, without_gpu))
+        proposed = planned if planned.fits else nearest(planned)
+        most = None if proposed else most_tokens(planned)
+    if as_json:
+        output.answer_json(plan_as_json(planned, proposed, most))
+    else:
+        show(planned, proposed, most)
+    if proposed is None:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage: imports make none, and looking for it takes a fifth of their time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _request(
+    tokens: int, chunk: int | None, kv: str, weights: str, selector: str, options: dict[str, str]
+) -> Workload:
+    from offload_decode.planning.sizes import Workload, weights_given
+
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise ConfigError(f"plan has no option '{unknown[0]}'; it has: {', '.join(_OPTIONS)}")
+    page = options.pop("page_size", "16")
+    if not page.isdecimal():
+        raise ConfigError(f"page_size must be a whole number, not '{page}'")
+    given: Any = {**options, **weights_given(weights)}
+    given |= {"chunk_chosen": True} if chunk is None else {"chunk": chunk}
+    return Workload(tokens, kv=kv, selector=selector, page_size=int(page), **given)
+
+
+def _machine(sizes: list[int | None], without_gpu: bool) -> Any:
+    import torch
+
+    from offload_decode.common.memory import own_memory, total_memory
+    from offload_decode.planning.caps import free_space
+    from offload_decode.planning.plan import Machine
+
+    gpu, ram, disk = sizes
+    if gpu is None and not without_gpu and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0).total_memory
+    return Machine(gpu, ram or total_memory(), disk or free_space(Path.cwd()), own_memory())
+
+
+_PLACES = {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}
+
+
 def show(planned: Plan, proposed: Plan | None, most: Plan | None) -> None:
-    """What there is, what it needs, whether it fits, and the bytes that a token moves."""
+    """Print the choices, what they need, whether it fits, and the bytes that a token moves."""
     output.answer(_counts(planned))
     output.answer("\n" + _needs({"ask": planned, "prefill": planned}))
     output.answer("\n" + _verdict(planned, proposed, most))
@@ -34,7 +139,7 @@ def show(planned: Plan, proposed: Plan | None, most: Plan | None) -> None:
 
 
 def _counts(planned: Plan) -> str:
-    """What there is to choose from: the same model and corpus in other encodings."""
+    """The sizes of the model and corpus in each encoding."""
     from offload_decode.indexes.registry import usable
     from offload_decode.models.quantization import FORMATS
     from offload_decode.planning import sizes
@@ -73,7 +178,10 @@ def _counts(planned: Plan) -> str:
     return output.facts(
         [
             ("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters"),
-            ("corpus", f"{tokens:,} tokens, {_each(planned)} of keys and values each"),
+            (
+                "corpus",
+                f"{tokens:,} tokens, {output.size(planned.kv_bytes / tokens)} of keys and values each",
+            ),
             *([("positions", positions)] if positions else []),
             ("weights", _listed(weights)),
             ("store", _listed(stores)),
@@ -83,16 +191,12 @@ def _counts(planned: Plan) -> str:
     )
 
 
-def _each(planned: Plan) -> str:
-    return output.size(planned.kv_bytes / planned.request.tokens)
-
-
 def _listed(amounts: list[tuple[str, int]]) -> str:
     return ", ".join(f"{name} {output.size(amount)}" for name, amount in amounts)
 
 
 def _needs(plans: dict[str, Plan]) -> str:
-    """Part by part, for asking and for prefilling."""
+    """The parts of asking and of prefilling, with their sizes."""
     from offload_decode.planning.plan import Medium
 
     rows = [("", "where", "takes", "of")]
@@ -101,15 +205,11 @@ def _needs(plans: dict[str, Plan]) -> str:
         for place in Medium:
             there = shown.machine.size(place)
             own = [part for part in parts if part.place is place]
-            rows += [(f"{job}: {part.name}", _named(place), output.size(part.bytes), "") for part in own]
+            rows += [(f"{job}: {part.name}", _PLACES[place], output.size(part.bytes), "") for part in own]
             if need := shown.need(place, parts):
                 verdict = "fits" if need <= there else "does not fit"
-                rows.append((f"{job}: {verdict}", _named(place), output.size(need), output.size(there)))
+                rows.append((f"{job}: {verdict}", _PLACES[place], output.size(need), output.size(there)))
     return output.table(rows)
-
-
-def _named(place: Medium) -> str:
-    return {"gpu": "GPU memory", "ram": "memory", "disk": "disk"}[place]
 
 
 def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
@@ -122,7 +222,7 @@ def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
         lines = [f"It does not fit. This does: {described(changes(planned.request, proposed.request))}"]
     else:
         machine = ", ".join(
-            f"{output.size(need)} of {_named(place)}" for place, need in least_machine(planned).items()
+            f"{output.size(need)} of {_PLACES[place]}" for place, need in least_machine(planned).items()
         )
         lines = [f"It does not fit, whatever the settings. The least it takes is {machine}."]
         if most is not None:
@@ -170,7 +270,7 @@ def _paging(planned: Plan) -> list[str]:
         f"{output.size(planned.from_disk)} from the disk."
     ]
     if held := nearest(planned, in_memory=True):
-        lines.append(f"They would stay with {described(changes(planned.request, held.request))}")
+        lines.append(f"They would stay in memory with {described(changes(planned.request, held.request))}")
     return lines
 
 
@@ -188,7 +288,7 @@ def _moved(planned: Plan) -> str:
 
 
 def plan_as_json(planned: Plan, proposed: Plan | None, most: Plan | None) -> dict[str, object]:
-    """The same for programs."""
+    """The fields of the plan in JSON."""
     from offload_decode.planning.proposals import changes, least_machine, prefill_chunk
 
     def one(shown: Plan | None) -> dict[str, object] | None:
@@ -215,126 +315,3 @@ def plan_as_json(planned: Plan, proposed: Plan | None, most: Plan | None) -> dic
         "most_tokens": one(most),
         "least_machine": None if proposed else least_machine(planned),
     }
-
-
-_OPTIONS = ("budget", "dense_layers", "index", "page_size", "metadata")
-
-
-def plan(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="M",
-            help=f"{QUOTED} (shipped), a transformers id, a folder or a .gguf file; only its config is read.",
-        ),
-    ],
-    tokens: Annotated[
-        str, typer.Option(metavar="N", help="Tokens of the corpus, such as 50000, 128K or 1M.")
-    ],
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="GPU memory, such as 16GiB, or none.  [default: this machine's]",
-            show_default=False,
-        ),
-    ] = None,
-    ram: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory.  [default: this machine's]", show_default=False),
-    ] = None,
-    disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Room for the store.  [default: what is free here]", show_default=False
-        ),
-    ] = None,
-    kv: Annotated[
-        str, typer.Option(metavar="K", help="auto (the model's dtype), int8 or int4-values.")
-    ] = "auto",
-    weights: Annotated[
-        str,
-        typer.Option(
-            metavar="W",
-            help="auto (the model's dtype), streamed (to the GPU layer by layer in the prefill), fp16, int8 "
-            "or int4.",
-        ),
-    ] = "auto",
-    selector: Selector = "topk",
-    option: Options = None,
-    chunk: Annotated[
-        str,
-        typer.Option(
-            metavar="N", help="Tokens in a forward pass of prefill; auto: 512, or as many as fit a GPU."
-        ),
-    ] = "auto",
-    as_json: Json = False,
-) -> None:
-    """Say what fits on a machine, before anything starts.
-
-    Lists the GPU memory, memory and disk that a store would take, and the bytes that each generated token
-    moves. If it does not fit, the nearest settings that do are proposed. Exit code 1: nothing near it fits.
-    """
-    wanted, options = token_count(tokens), split_pairs(option or [])
-    without_gpu = gpu is not None and gpu.lower() == "none"
-    sizes = [None if size is None else byte_count(size) for size in (None if without_gpu else gpu, ram, disk)]
-
-    if sys.stderr.isatty():
-        output.note("Reading the model's config …")
-
-    with _uncollected():
-        from offload_decode.models.size_estimate import outline
-        from offload_decode.planning.plan import plan as plan_for
-        from offload_decode.planning.proposals import most_tokens, nearest
-
-        rows = None if chunk == "auto" else token_count(chunk)
-        request = _request(wanted, rows, kv, weights, selector, options)
-        planned = plan_for(outline(model), request, _machine(sizes, without_gpu))
-        proposed = planned if planned.fits else nearest(planned)
-        most = None if proposed else most_tokens(planned)
-    if as_json:
-        output.answer_json(plan_as_json(planned, proposed, most))
-    else:
-        show(planned, proposed, most)
-    if proposed is None:
-        raise typer.Exit(1)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Imports make no garbage, and to look for some takes a fifth of their time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _request(
-    tokens: int, chunk: int | None, kv: str, weights: str, selector: str, options: dict[str, str]
-) -> Workload:
-    from offload_decode.planning.sizes import Workload, weights_given
-
-    if unknown := [name for name in options if name not in _OPTIONS]:
-        raise ConfigError(f"plan has no option '{unknown[0]}'; it has: {', '.join(_OPTIONS)}")
-    page = options.pop("page_size", "16")
-    if not page.isdecimal():
-        raise ConfigError(f"page_size must be a whole number, not '{page}'")
-    given: Any = {**options, **weights_given(weights)}
-    given |= {"chunk_chosen": True} if chunk is None else {"chunk": chunk}
-    return Workload(tokens, kv=kv, selector=selector, page_size=int(page), **given)
-
-
-def _machine(sizes: list[int | None], without_gpu: bool) -> Any:
-    import torch
-
-    from offload_decode.common.memory import own_memory, total_memory
-    from offload_decode.planning.caps import free_space
-    from offload_decode.planning.plan import Machine
-
-    gpu, ram, disk = sizes
-    if gpu is None and not without_gpu and torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(0).total_memory
-    return Machine(gpu, ram or total_memory(), disk or free_space(Path.cwd()), own_memory())

@@ -29,7 +29,7 @@ from offload_decode.cli.options import (
     workers_option,
 )
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill_options import Making, Running, making, running
+from offload_decode.cli.prefill_options import RunOptions, StoreOptions, run_options, store_options
 from offload_decode.cli.push_pull import summary
 from offload_decode.common import files
 from offload_decode.demo_models import QUOTED
@@ -52,8 +52,7 @@ def prefill(
         ),
     ],
     model: Annotated[
-        str,
-        option("M", f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file."),
+        str, option("M", f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file.")
     ],
     out: Annotated[
         str,
@@ -63,8 +62,8 @@ def prefill(
             "/ at its end: a folder for one store per corpus, named after it.",
         ),
     ],
-    made: Annotated[Making, From(making)],
-    run_as: Annotated[Running, From(running)],
+    made: Annotated[StoreOptions, From(store_options)],
+    run_with: Annotated[RunOptions, From(run_options)],
     glob: Glob = None,
     exclude: Exclude = None,
     follow_links: FollowLinks = False,
@@ -112,9 +111,9 @@ def prefill(
     given: dict[str, Any] = {
         "model": model,
         "settings": settings,
-        "device": run_as.device,
-        "dtype": run_as.dtype,
-        "weights": run_as.weights,
+        "device": run_with.device,
+        "dtype": run_with.dtype,
+        "weights": run_with.weights,
         "staging": staging,
         "rules": rules,
     }
@@ -122,12 +121,12 @@ def prefill(
         from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
         from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
-        cluster = Cluster(workers, worker_count, caps_of(run_as.gpu_memory, run_as.ram))
+        cluster = Cluster(workers, worker_count, caps_of(run_with.gpu_memory, run_with.ram))
         with Progress(quiet) as progress:
             results = prefill_on_ray(jobs, cluster, **given, progress=progress)
         _report_all(results, as_json, quiet)
         return
-    run_as.admit(model, settings.chunk)
+    run_with.admit(model, settings.chunk)
     with Progress(quiet) as progress, files.synced(not no_sync):
         if several:
             results = prefill_many(jobs, **given, progress=progress)
@@ -206,9 +205,9 @@ def skipped_files(skipped: tuple[Skipped, ...]) -> str:
     """The first few skipped files; those that the user excluded come last."""
     from offload_decode.prefill_jobs.folders import LEFT_OUT, LINK
 
-    told = sorted(skipped, key=lambda one: one.reason in LEFT_OUT)
-    named = "; ".join(f"{output.one_line(one.name)} ({one.reason})" for one in told[:_SHOWN])
-    more = f"; and {len(told) - _SHOWN:,} more (--json lists them)" if len(told) > _SHOWN else ""
-    links = any(one.reason.startswith(LINK) for one in told)
+    ordered = sorted(skipped, key=lambda one: one.reason in LEFT_OUT)
+    named = "; ".join(f"{output.one_line(one.name)} ({one.reason})" for one in ordered[:_SHOWN])
+    more = f"; and {len(ordered) - _SHOWN:,} more (--json lists them)" if len(ordered) > _SHOWN else ""
+    links = any(one.reason.startswith(LINK) for one in ordered)
     hint = "; --follow-links follows symbolic links" if links else ""
-    return f"skipped {output.count(len(told), 'file')}: {named}{more}{hint}"
+    return f"skipped {output.count(len(ordered), 'file')}: {named}{more}{hint}"

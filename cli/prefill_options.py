@@ -1,4 +1,4 @@
-"""How stores are made: the options that `prefill` and `collect` share."""
+"""The options that `prefill` and `collect` share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload_decode.cli import options as completion
 from offload_decode.cli.limits import admit_prefill
-from offload_decode.cli.options import Device, GpuMemory, Ram, token_count
+from offload_decode.cli.options import Device, GpuMemory, Ram, option, prefill_methods, token_count
 from offload_decode.config import split_pairs
 
 if TYPE_CHECKING:
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Making:
-    """A prefill's options as they were written."""
+class StoreOptions:
+    """What a store holds of its text: options as they were written."""
 
     method: str
     options: list[str]
@@ -28,20 +27,20 @@ class Making:
 
     @property
     def settings(self) -> Settings:
-        """What they say; raises `ConfigError`."""
+        """The options, checked; raises `ConfigError`."""
         from offload_decode.prefill_jobs.job import Settings
 
         follow = None if self.context is None else token_count(self.context)
         return Settings(self.method, split_pairs(self.options), self.query_samples, self.kv, follow)
 
 
-def making(
+def store_options(
     method: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="dense (exact), quoka, sample, window, or an extension's; see docs/prefill.md.",
-            autocompletion=completion.prefill_methods,
+        option(
+            "NAME",
+            "dense (exact), quoka, sample, window, or an extension's; see docs/prefill.md.",
+            autocompletion=prefill_methods,
         ),
     ] = "dense",
     option: Annotated[
@@ -52,37 +51,31 @@ def making(
             metavar="KEY=VALUE",
             help="Option of the method, such as chunk=512 (tokens in one forward pass) or budget=25%; "
             "repeatable.",
-            show_default=False,
         ),
     ] = None,
     kv: Annotated[
-        str,
-        typer.Option(metavar="K", help="Keys and values as auto (the model's dtype), int8 or int4-values."),
+        str, option("K", "Keys and values as auto (the model's dtype), int8 or int4-values.")
     ] = "auto",
     context: Annotated[
         str | None,
-        typer.Option(
-            metavar="N",
-            help="The most tokens that will follow the corpus in a conversation, for models whose rotation "
-            "depends on the length of the whole (longrope, dynamic).  [default: 4K, or what is left of the "
-            "length that needs no scaling]",
-            show_default=False,
+        option(
+            "N",
+            "Tokens to allow for a conversation after the corpus, for models whose rotation depends on the "
+            "total length (longrope, dynamic).  [default: 4K, or the rest of the length that needs no "
+            "scaling]",
         ),
     ] = None,
     query_samples: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Prefill queries to keep for each KV head, to tune indexes with.", min=1
-        ),
+        int, option("N", "Prefill queries to keep for each KV head, to tune indexes with.", min=1)
     ] = 1024,
-) -> Making:
-    """The options that say what a store holds of its text."""
-    return Making(method, option or [], kv, context, query_samples)
+) -> StoreOptions:
+    """The options for what a store holds of its text."""
+    return StoreOptions(method, option or [], kv, context, query_samples)
 
 
 @dataclass(frozen=True)
-class Running:
-    """Where and in which numbers the model prefills, and the caps that hold while it does."""
+class RunOptions:
+    """Where the model runs, with which dtype and weights, and the memory limits meanwhile."""
 
     device: str
     dtype: str
@@ -91,25 +84,23 @@ class Running:
     ram: str | None
 
     def admit(self, model: str, chunk: int | None) -> None:
-        """As `admit_prefill`."""
+        """Raises as `admit_prefill` does."""
         admit_prefill(model, chunk, self.device, self.dtype, self.weights, self.gpu_memory, self.ram)
 
 
-def running(
+def run_options(
     device: Device = "auto",
-    dtype: Annotated[
-        str, typer.Option(metavar="T", help="auto (as the model has it), float16, bfloat16 or float32.")
-    ] = "auto",
+    dtype: Annotated[str, option("T", "auto (as the model has it), float16, bfloat16 or float32.")] = "auto",
     weights: Annotated[
         str,
-        typer.Option(
-            metavar="W",
-            help="Weights of the model: auto (as it has them); for a small card, streamed (there layer by "
-            "layer: the same numbers), or fewer bits, int8 or int4; the store says so.",
+        option(
+            "W",
+            "Weights of the model: auto (unchanged), streamed (to a small GPU layer by layer, with the same "
+            "results), int8 or int4; the store records it.",
         ),
     ] = "auto",
     gpu_memory: GpuMemory = None,
     ram: Ram = None,
-) -> Running:
-    """The options that say how a model is run for a prefill."""
-    return Running(device, dtype, weights, gpu_memory, ram)
+) -> RunOptions:
+    """The options for how a model runs in a prefill."""
+    return RunOptions(device, dtype, weights, gpu_memory, ram)

@@ -1,4 +1,4 @@
-"""The two files of a batch: questions in, answers out, both with one JSON object a line."""
+"""The two files of a batch: questions in, answers out, both with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.prefill_jobs.plain_files import read_plain
 
-# What an answer adds to its question: a question's own field of that name would be lost.
+# Fields that an answer adds: a question's own field of that name would be lost.
 _RESERVED = (
     *("answer", "tokens", "finish", "citations"),
     *("selector", "options", "max_new_tokens", "model", "weights", "cite"),
@@ -28,7 +28,7 @@ _LONGEST = 16 << 20  # bytes of an answer's line, which is read whole
 
 @dataclass(frozen=True)
 class Question:
-    """One line of the questions file; `extra` holds the fields that are handed through."""
+    """One line of the questions file; `extra` holds the fields that its answers repeat."""
 
     line: int
     text: str
@@ -37,7 +37,7 @@ class Question:
     extra: dict[str, Any]
 
     def key(self, store: str) -> str:
-        """What distinguishes this question to this store from every other."""
+        """Identifies this question to this store."""
         return _key(store, self.id, self.text)
 
 
@@ -60,8 +60,8 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def among(stores: Sequence[str]) -> Callable[[Question], Sequence[str]]:
-    """What says of a question which of `stores` it is put to: the one that it names, or all. Raises
-    `ConfigError` for a store that is given twice, and what it returns for one that is not there.
+    """A function that gives a question's stores: the one that it names, or all `stores`. Raises `ConfigError`
+    for a store that is given twice, and the function for one that is not among them.
     """
     if len(set(stores)) < len(stores):
         repeated = next(store for store in stores if stores.count(store) > 1)
@@ -72,7 +72,7 @@ def among(stores: Sequence[str]) -> Callable[[Question], Sequence[str]]:
 def assign(
     questions: Sequence[Question], stores: Sequence[str], chosen: Callable[[Question], Sequence[str]]
 ) -> dict[str, list[Question]]:
-    """The questions of each store, as `chosen` has them. Raises `ConfigError` for repetitions."""
+    """The questions for each store, by `chosen`. Raises `ConfigError` for repetitions."""
     asked: dict[str, list[Question]] = {store: [] for store in stores}
     seen: dict[str, int] = {}
     for question in questions:
@@ -87,13 +87,13 @@ def assign(
 
 
 def check_out(path: Path) -> None:
-    """`ConfigError` unless answers can be appended to `path`: a plain file, or none yet in a folder
-    that there is. Nothing else is opened, as earlier answers are read first: a pipe would keep us waiting.
+    """Raise `ConfigError` unless answers can be appended to `path`: a regular file, or a new one in an
+    existing folder. Earlier answers are read first, and a pipe would block.
     """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        folder = Path(os.path.realpath(path)).parent  # a link may lead to a file that is still to be made
+        folder = Path(os.path.realpath(path)).parent  # a link may lead to a file not made yet
         if not folder.is_dir():
             named = folder if path.is_symlink() else path.parent
             raise ConfigError(
@@ -116,14 +116,14 @@ def check_out(path: Path) -> None:
 
 
 def read_answered(path: Path, settings: dict[str, Any]) -> set[str]:
-    """The keys of the answers that an earlier run left; a last line that was cut short is taken off the file.
+    """The keys of the answers of earlier runs; an incomplete last line is cut off the file.
 
     Raises `ConfigError` if the file is not one of answers, or of answers with other `settings`.
     """
     if not path.exists():
         return set()
     answered: set[str] = set()
-    whole = 0  # bytes of lines that have an end
+    whole = 0  # bytes of complete lines
     with path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(_LONGEST)
@@ -141,7 +141,7 @@ def read_answered(path: Path, settings: dict[str, Any]) -> set[str]:
 
 
 def append_answers(path: Path, answers: Iterable[dict[str, Any]]) -> None:
-    """Write lines to the end of the file and down to the disk."""
+    """Append lines to the file and flush them to the disk."""
     fresh = not path.exists()
     lines = "".join(json_line(answer) + "\n" for answer in answers)
     with path.open("a", encoding="utf-8") as file:

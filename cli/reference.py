@@ -1,4 +1,4 @@
-"""docs/commands.md: `python -m cli.reference` writes the commands' real help texts between its markers."""
+"""`python -m offload_decode.cli.reference` writes the commands' help texts into docs/commands.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reference() -> str:
 
 
 def with_reference(page: str) -> str:
-    """`page` with what stands between the markers renewed; it must have them once."""
+    """`page` with the text between its markers replaced; it must have one pair of markers."""
     assert len(_BLOCK.findall(page)) == 1, f"the page has one block {BEGIN} … {END}"
     block = f"{BEGIN}\n{reference()}\n{END}"
     return _BLOCK.sub(lambda _: block, page)

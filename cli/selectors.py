@@ -30,13 +30,13 @@ def selectors(as_json: Json = False) -> None:
         options = " ".join(f"{key}={value}" for key, value in about.pop("options").items())
         output.answer(f"{about.pop('name')}: {about.pop('method')}")
         if about.pop("remembers"):
-            output.answer("  remembers the conversation; every question starts afresh")
+            output.answer("  keeps state in a conversation; each question starts afresh")
         facts = {**about, "options": options}
         output.answer(output.facts([(f"  {key}", text) for key, text in facts.items()]))
 
 
 def _about(name: str) -> dict[str, Any]:
-    """What a selector says of itself, and for an extension who brings it, or why it cannot be used."""
+    """A selector's declaration, with the distribution of an extension, or why it cannot be used."""
     from offload_decode.common.errors import ExtensionError
     from offload_decode.selectors.registry import EXTENSIONS, declared, declared_by
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from offload_decode.cli import options, output
+from offload_decode.cli import options as completion
+from offload_decode.cli import output
 from offload_decode.cli.client import KEY
 from offload_decode.cli.limits import AskOptions, ask_options
 from offload_decode.cli.options import (
@@ -18,6 +19,7 @@ from offload_decode.cli.options import (
     a_path,
     byte_count,
     on_this_machine,
+    option,
     token_count,
     with_groups,
 )
@@ -35,97 +37,81 @@ GRACE_S = 5.0
 
 @with_groups
 def serve(
-    how: Annotated[AskOptions, From(ask_options)],
+    options: Annotated[AskOptions, From(ask_options)],
     stores: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="STORES",
-            help="Stores, and folders of stores; what is published there appears by itself. With --on ray "
+            help="Stores, and folders of stores, where new stores are picked up automatically. With --on ray "
             "also URLs of stores in buckets.",
-            show_default=False,
-            autocompletion=options.stores,
+            autocompletion=completion.stores,
         ),
     ] = None,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(metavar="N", help="Port; 0 takes a free one.", min=0, max=65535)
-    ] = 8000,
+    host: Annotated[str, option("HOST", "Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, option("N", "Port; 0 takes a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="Key that clients must give; repeatable. Users of this machine see it: a file hides it.",
+        option(
+            "KEY",
+            "Key that clients must give; repeatable. Users of this machine can see it, unlike a file.",
             envvar=KEY,
-            show_default=False,
         ),
     ] = None,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File with a key in each line.", parser=a_path, show_default=False),
+        Path | None, option("FILE", "File with a key in each line.", parser=a_path)
     ] = None,
     cors: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Origin whose pages may ask, such as https://chat.example, or * for any; repeatable.",
-            show_default=False,
+        option(
+            "ORIGIN", "Origin whose pages may ask, such as https://chat.example, or * for any; repeatable."
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     max_running: Annotated[
-        int, typer.Option(metavar="N", help="Answers that are written at the same time.", min=1)
+        int, option("N", "Maximum number of answers generated at the same time.", min=1)
     ] = 64,
     max_waiting: Annotated[
-        int, typer.Option(metavar="N", help="Requests that wait; more are refused.", min=0)
+        int, option("N", "Maximum number of waiting requests; more are refused.", min=0)
     ] = 256,
     max_prompt: Annotated[
-        str, typer.Option(metavar="N", help="Most tokens of a prompt, without the stored ones, such as 32K.")
+        str, option("N", "Maximum tokens of a prompt without the stored ones, such as 32K.")
     ] = "128K",
-    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request.")] = "32MiB",
-    max_upload: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest body that brings documents for a store.")
-    ] = "1GiB",
+    max_body: Annotated[str, option("SIZE", "Maximum size of a request body.")] = "32MiB",
+    max_upload: Annotated[str, option("SIZE", "Maximum size of a body with documents for a store.")] = "1GiB",
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Make, extend and delete no stores, whoever asks.")
+        bool, typer.Option("--read-only", help="Refuse requests that make, extend or delete stores.")
     ] = False,
     memory_for_turns: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory for turns of conversations that may go on.")
+        str, option("SIZE", "Memory for the prefix cache of conversations.")
     ] = "1GiB",
-    deadline: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Longest that a request may take.", min=0.001)
-    ] = 600.0,
+    deadline: Annotated[float, option("SECONDS", "Maximum duration of a request.", min=0.001)] = 600.0,
     log_format: Annotated[
-        Literal["text", "json"], typer.Option(help="Form of the log on stderr, a line for each request.")
+        Literal["text", "json"], typer.Option(help="Format of the log on stderr, one line per request.")
     ] = "text",
     on: Annotated[
         Literal["ray"] | None,
-        typer.Option(
-            help="Answer on the machines of the Ray cluster that RAY_ADDRESS names; without, on this one.",
-            show_default=False,
-        ),
+        typer.Option(help="Answer on the machines of the Ray cluster of RAY_ADDRESS instead of this one."),
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Servers with --on ray; one for each GPU, or for each machine, where nothing is said.",
+        option(
+            "N",
+            "Servers with --on ray.  [default: one for each GPU, or for each machine without GPUs]",
             min=1,
-            show_default=False,
         ),
     ] = None,
 ) -> None:
     """Serve stores to OpenAI clients.
 
-    Each store is a model by its name, at http://HOST:PORT/v1; the models that they were made with are served
-    too. --max-new-tokens, --temperature, --top-p, --selector and --option hold for requests that name none of
-    their own.
+    Each store is a model with the store's name, at http://HOST:PORT/v1; the models of the stores are served
+    too. --max-new-tokens, --temperature, --top-p, --selector and --option are defaults for requests.
     """
     places = [(store if on else str(on_this_machine(a_path(store)))) for store in stores or []]
     if replicas is not None and on is None:
-        raise ConfigError("--replicas goes with --on ray: one server runs on this machine alone")
-    if not places and how.config.model is None:
+        raise ConfigError("--replicas needs --on ray: without it one server runs, on this machine")
+    if not places and options.config.model is None:
         raise ConfigError("name a store, or a folder of stores; or a model, with --model, to serve it alone")
     try:
         from offload_decode.server.http.app import address_of, bind, is_loopback, listen
@@ -148,8 +134,8 @@ def serve(
     from offload_decode.server.service import Service
 
     settings = Settings(
-        config=how.config,
-        caps=how.caps,
+        config=options.config,
+        caps=options.caps,
         temperature=temperature,
         top_p=top_p,
         max_tokens=max_new_tokens,
@@ -168,10 +154,10 @@ def serve(
             _announce(address_of(bound), bool(access.keys) or is_loopback(host))
             listen(create_front(running, access, settings.max_body), bound, GRACE_S)
         return
-    apply_caps(how.caps, how.config.device)
+    apply_caps(options.caps, options.config.device)
     tell_of_compiling()
     end_with_a_sentence()
-    service = Service(Catalog([Path(place) for place in places], how.config.model), settings)
+    service = Service(Catalog([Path(place) for place in places], options.config.model), settings)
     names = [entry.name for entry in service.catalog.entries()]
     output.note(f"serving {', '.join(names) or 'nothing yet: publish a store'}")
     _announce(address_of(bound), bool(access.keys) or is_loopback(host))
@@ -182,7 +168,9 @@ def serve(
 def _announce(address: str, guarded: bool) -> None:
     output.note(f"listening on {address}")
     if not guarded:
-        output.note("warning: whoever reaches this address may ask, append and delete: give --api-key-file")
+        output.note(
+            "warning: anyone who reaches this address can ask, append and delete: give --api-key-file"
+        )
 
 
 def _on_ray(
@@ -190,7 +178,7 @@ def _on_ray(
 ) -> AbstractContextManager[RayReplicas]:
     from offload_decode.prefill_jobs.on_ray.workers import installed
 
-    installed("--on ray")  # it says what to install; what comes next only fails
+    installed("--on ray")  # its error says what to install; the import below just fails
     from offload_decode.server.on_ray import cache_for, on_ray, plan_for
 
     plan = plan_for(places, settings, cache_for(places), log_format)
@@ -203,7 +191,7 @@ def _access(keys: list[str], file: Path | None, origins: list[str], host: str, l
     from offload_decode.server.http.security import LOOPBACK, Access, read_keys
 
     if any(not key.strip() for key in keys):
-        raise ConfigError("an empty key opens to everybody: give one, or leave --api-key out")
+        raise ConfigError("an empty key admits everybody: give one, or leave --api-key out")
     held = (*(key.strip() for key in keys), *(() if file is None else read_keys(file)))
     hosts = LOOPBACK | {host} if loopback and not held else frozenset()
     return Access(held, tuple(origin.rstrip("/") for origin in origins), hosts)

@@ -1,7 +1,7 @@
-"""The turns of a conversation with a store: answered, saved and loaded.
+"""A conversation with a store: its turns, saving and loading.
 
-The file is JSON: `format` and `version`; `store`, the digest of the store that it is about; `model`, for
-people; and `turns`, each with `question`, `answer` and the answer's token ids (`tokens`).
+The file is JSON: `format` and `version`; `store`, the digest of its store; `model`, for
+readers; and `turns`, each with `question`, `answer` and the answer's token ids (`tokens`).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _FIELDS = {"format", "version", "store", "model", "turns"}
 
 @dataclass
 class Turn:
-    """A question, and the token ids of what was answered so far."""
+    """A question, and the token ids of its answer so far."""
 
     question: str
     tokens: list[int] = field(default_factory=list)
 
 
 class Transcript:
-    """An engine, and what was asked and answered behind the stored tokens."""
+    """An engine, and the questions and answers after the stored tokens."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.turns: list[Turn] = []
 
     def answer(self, question: str, max_new_tokens: int, sampler: Sampler) -> Iterator[str]:
-        """Put a question and yield the answer piece by piece.
+        """Ask a question and yield the answer piece by piece.
 
-        Interrupted, the conversation keeps what was generated; if the question was still being read, nothing.
+        If interrupted, the conversation keeps the part generated; nothing if the question was still running.
         """
         logits = self.engine.ask(question)
         turn = Turn(question)
@@ -69,7 +69,7 @@ class Transcript:
         self.turns = []
 
     def save(self, file: Path) -> None:
-        """Write the turns to `file`; raises `ConfigError` where it cannot or where something else lies."""
+        """Write the turns to `file`; raises `ConfigError` if it cannot, or if the file is something else."""
         from offload_decode.common import files
 
         if not self.turns:
@@ -94,13 +94,13 @@ class Transcript:
     def load(self, file: Path) -> None:
         """Replace this conversation by the one in `file`, whose tokens are run again.
 
-        Raises `ConfigError` where it is no conversation, or one about another store; this one then stays.
+        Raises `ConfigError`, and keeps this one, if the file is no conversation, or about another store.
         """
         saved = _read(file)
         if saved["store"] != self.engine.store.store_digest:
             raise ConfigError(
                 f"{file} is a conversation about another store, prefilled with {saved['model'][:80]!r}: "
-                "open that store to go on with it"
+                "open that store to continue it"
             )
         turns = [self._turn(file, written) for written in saved["turns"]]
         replayed = self.engine.fork()
@@ -129,9 +129,9 @@ class Transcript:
 
 
 def _answered(engine: Engine, tokens: list[int]) -> None:
-    """Run the tokens of an answer as they were generated; the last one goes into the next question's pass.
+    """Run an answer's tokens as they were generated; the last one goes into the next question's pass.
 
-    One by one where a selector remembers what a pass attended to; else in one pass.
+    One by one if the selector keeps state across passes; else in one pass.
     """
     earlier, last = tokens[:-1], tokens[-1:]
     for run in [[token] for token in earlier] if engine.selector.remembers else [earlier]:
@@ -141,9 +141,9 @@ def _answered(engine: Engine, tokens: list[int]) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What a file of a conversation holds, its turns not yet looked at."""
+    """The contents of a conversation file, its turns not yet checked."""
     try:
-        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not hang
+        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block
         try:
             regular = stat.S_ISREG(os.fstat(handle).st_mode)
             data = _at_most(handle, MAX_BYTES + 1) if regular else b""

@@ -1,4 +1,4 @@
-"""`offload-decode verify`: is every byte of a store, or of those of a collection, what it was?"""
+"""`offload-decode verify`: check every byte of a store, or of the stores of a collection."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from offload_decode.common.errors import OffloadDecodeError
 
 
 def verify(store: StoreOrCollection, as_json: Json = False, quiet: Quiet = False) -> None:
-    """Check every byte of a store, or of all stores of a collection and of its words.
+    """Check every byte of a store, or of a collection's stores and word index.
 
-    The indexes beside it are checked too; one that is not finished is named, and is no failure.
+    Indexes are checked too; an unfinished one is named, and is no failure.
     """
     from offload_decode.collections.collection import is_collection
 
@@ -73,11 +73,11 @@ def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
                     name for name in _MADE_WITH if getattr(made, name) != getattr(collection.header, name)
                 ]
                 if others:
-                    found.append(f"it was not made as the collection says ({', '.join(others)}).")
+                    found.append(f"it differs from the collection in {', '.join(others)}.")
             if entry.store != store_name(entry.name, entry.sha256):
-                found.append("its line in the list of documents was changed.")
-            told = {"document": entry.name, "store": str(path / entry.store)}
-            problems += [told | {"problem": problem} for problem in found]
+                found.append("its entry in the list of documents was changed.")
+            where = {"document": entry.name, "store": str(path / entry.store)}
+            problems += [where | {"problem": problem} for problem in found]
     if as_json:
         output.answer_json(
             {"collection": str(path), "ok": not problems, "documents": len(entries), "problems": problems}
@@ -89,12 +89,12 @@ def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
     if problems:
         stores = output.one_line(" ".join(dict.fromkeys(filter(None, (one["store"] for one in problems)))))
         if stores:
-            output.note(f"remove what is damaged, and collect again: {stores}")
+            output.note(f"remove the damaged stores, and collect again: {stores}")
         raise typer.Exit(FAILURE)
 
 
 def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[str]]:
-    """What is whole, what is wrong and what is unfinished; the indexes are looked at only where the store is
+    """What is whole, what is wrong and what is unfinished; the indexes are checked only if the store is
     whole.
     """
     from offload_decode.cli.faults import end_with_a_sentence
@@ -116,7 +116,7 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
         try:
             left = indexes.unfinished(store, kind)
             found = [sentence(error) for error in indexes.verify(store, kind, progress)]
-        except VectorIndexError as error:  # of the kind itself: it is unknown, or its library is not there
+        except VectorIndexError as error:  # the kind is unknown, or its library is missing
             left, found = None, [sentence(error)]
         problems += found
         if left is not None:

@@ -51,7 +51,7 @@ def test_it_is_renewed_by_the_same_command(home: Path, texts: Path, collection: 
     assert ran.code == 1
     assert "error: image.png: " in ran.err
     told = json.loads(ran.out)
-    assert "dropped, as the folder no longer has them: alpha.txt" in ran.err
+    assert "dropped, because the folder no longer has them: alpha.txt" in ran.err
     assert {name: told[name] for name in ("made", "kept", "gone", "documents")} == {
         "made": 1, "kept": 1, "gone": ["alpha.txt"], "documents": 2
     }  # fmt: skip
@@ -237,7 +237,7 @@ def test_a_store_of_another_model_is_told(collection: Path, tmp_path: Path) -> N
     assert ran.code == 1
     told = json.loads(ran.out)["problems"]
     assert [one["document"] for one in told] == ["alpha.txt", "beta.txt", "gamma.txt"]
-    assert {one["problem"] for one in told} == {"it was not made as the collection says (weights_hash)."}
+    assert {one["problem"] for one in told} == {"it differs from the collection in weights_hash."}
 
 
 def test_a_list_that_was_cut_or_changed_is_told(collection: Path, tmp_path: Path) -> None:
@@ -248,4 +248,4 @@ def test_a_list_that_was_cut_or_changed_is_told(collection: Path, tmp_path: Path
     assert (ran.code, "differ in 1: collect again" in ran.err) == (1, True)
     (damaged / DOCUMENTS).write_bytes(b"".join([lines[0].replace(b".txt", b".tyt", 1), *lines[1:]]))
     ran = run("verify", damaged)
-    assert (ran.code, "its line in the list of documents was changed" in ran.err) == (1, True)
+    assert (ran.code, "its entry in the list of documents was changed" in ran.err) == (1, True)

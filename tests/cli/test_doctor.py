@@ -85,7 +85,7 @@ def test_what_is_needed_and_broken_fails_and_the_others_are_still_looked_at(
     assert ran.code == 1
     assert [line[0] for line in ran.out.splitlines()] == ["✗", "–", "✗"]
     assert "/tmp: No space left on device" in ran.out
-    assert ran.err == "error: first: mend this first, then run doctor again\n"
+    assert ran.err == "error: first: fix this first, then run doctor again\n"
     monkeypatch.setattr(doctor, "_CHECKS", rows[1:])
     assert run("doctor").code == 0
 

@@ -150,4 +150,4 @@ def test_an_8b_model_for_a_card_of_16_gib(monkeypatch: pytest.MonkeyPatch) -> No
     assert ran.code == 0
     assert "It does not fit. This does: --weights int8" in ran.out
     assert "each token reads up to" in ran.out
-    assert "They would stay with --kv int4-values" in ran.out
+    assert "They would stay in memory with --kv int4-values" in ran.out
