@@ -31,8 +31,6 @@ from offload_decode.common import files
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.append import AppendReport
 
-_SHOWN = 5
-
 
 def append(
     store: Store,
@@ -93,7 +91,7 @@ def append(
 def _report_lines(report: AppendReport) -> list[str]:
     lines = [skipped_files(report.skipped)] if report.skipped else []
     if report.known:
-        lines.append(f"in the store already: {_named(report.known)}")
+        lines.append(f"in the store already: {output.some(report.known)}")
     if report.kept:
         return [*lines, f"{report.store}: kept as it is, with {report.n_tokens:,} tokens: nothing is new"]
     added = f"{report.added_tokens:,} tokens more, in {output.count(len(report.added), 'document')}"
@@ -110,8 +108,3 @@ def _report_lines(report: AppendReport) -> list[str]:
         lines.append(f"of the earlier store {shared}{output.size(report.copied)} were copied")
     lines += [f"{index.made(kind, 'extended')}{index.recalled(kind)}" for kind in report.indexes]
     return [*lines, *report.left, f'ask it something: offload-decode ask {report.store} "…"']
-
-
-def _named(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more (--json lists them)" if len(names) > _SHOWN else ""
-    return f"{', '.join(map(output.one_line, names[:_SHOWN]))}{more}"

@@ -98,9 +98,7 @@ def collect(
             quiet,
         )
     if report.gone:
-        names = ", ".join(map(output.one_line, report.gone[:_SHOWN]))
-        more = f" and {len(report.gone) - _SHOWN:,} more" if len(report.gone) > _SHOWN else ""
-        output.note(f"dropped, because the folder no longer has them: {names}{more}", quiet)
+        output.note(f"dropped, because the folder no longer has them: {output.some(report.gone)}", quiet)
     for one in report.failed[:_SHOWN]:
         output.note(f"error: {output.one_line(one.name)}: {output.one_line(one.reason)}")
     if (unshown := len(report.failed) - _SHOWN) > 0:

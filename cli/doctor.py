@@ -125,6 +125,19 @@ class Absent(ConfigError):
     """Something optional is not installed."""
 
 
+_CHECKS: list[tuple[str, bool, Callable[[], str]]] = []
+
+
+def _check(name: str, needed: bool = False) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    """Adds a function to the checks: it returns its finding, or raises."""
+
+    def add(look: Callable[[], str]) -> Callable[[], str]:
+        _CHECKS.append((name, needed, look))
+        return look
+
+    return add
+
+
 def doctor(as_json: Json = False) -> None:
     """Check this machine and this installation.
 
@@ -133,11 +146,11 @@ def doctor(as_json: Json = False) -> None:
     """
     began = time.monotonic()
     checks = []
+    width = max(len(name) for name, _, _ in _CHECKS)
     for name, needed, look in _CHECKS:
-        check = _checked(name, needed, look)
-        checks.append(check)
+        checks.append(check := _checked(name, needed, look))
         if not as_json:
-            output.answer(f"{_MARKS[check.state]} {check.name:<{_WIDTH}}  {check.found}")
+            output.answer(f"{_MARKS[check.state]} {check.name:<{width}}  {check.found}")
     broken = [check.name for check in checks if check.needed and check.state != "ok"]
     if as_json:
         output.answer_json(
@@ -163,22 +176,26 @@ def _checked(name: str, needed: bool, look: Callable[[], str]) -> Check:
         return Check(name, "broken", sentence(error), needed)
 
 
+@_check("versions", needed=True)
 def _versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in versions(optional=False))
 
 
+@_check("requirements", needed=True)
 def _requirements() -> str:
     if problems := unmet():
         raise ConfigError("; ".join(problems))
     return "all met"
 
 
+@_check("system", needed=True)
 def _system() -> str:
     if sys.platform not in ("linux", "darwin"):
         raise ConfigError(f"{platform.system()}: stores can be mapped only on Linux and macOS")
     return platform.platform()
 
 
+@_check("command")
 def _command() -> str:
     found = shutil.which(PROJECT)
     if found is None:
@@ -189,6 +206,7 @@ def _command() -> str:
     return found
 
 
+@_check("processor", needed=True)
 def _processor() -> str:
     from offload_decode.common.rows.numbers import converted, half_to_single
     from offload_decode.indexes.clusters.dot4 import forms
@@ -200,20 +218,24 @@ def _processor() -> str:
     return f"{os.cpu_count()} cores; 4-bit scans by {names[next(iter(forms()))]}, {halves}"
 
 
+@_check("memory", needed=True)
 def _memory() -> str:
     from offload_decode.common.memory import total_memory
 
     return output.size(total_memory())
 
 
+@_check("disk")
 def _disk() -> str:
     return f"{output.size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"
 
 
+@_check("temporary files", needed=True)
 def _temporary() -> str:
     return f"{_writable(Path(tempfile.gettempdir()))} can be written"
 
 
+@_check("cache")
 def _cache() -> str:
     from offload_decode.prefill_jobs.destinations import default_staging
 
@@ -227,6 +249,7 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
+@_check("compiler", needed=True)
 def _compiler() -> str:
     from offload_decode.common.rows.loops import dot_row
 
@@ -235,6 +258,7 @@ def _compiler() -> str:
     return f"compiled loops are kept in {_writable(Path(str(dot_row.stats.cache_path)))}"
 
 
+@_check("faiss")
 def _faiss() -> str:
     from offload_decode.indexes import registry
 
@@ -250,6 +274,7 @@ def _faiss() -> str:
     return f"{name} {version}, built for {library.get_compile_options().strip()}"
 
 
+@_check("hnswlib")
 def _hnswlib() -> str:
     from offload_decode.indexes import registry
 
@@ -260,6 +285,7 @@ def _hnswlib() -> str:
     return version
 
 
+@_check("extensions")
 def _extensions() -> str:
     """Import each extension, as a command that names it does."""
     from offload_decode.common import plugins
@@ -282,6 +308,7 @@ def _extensions() -> str:
     return "; ".join(brought)
 
 
+@_check("gpu")
 def _gpu() -> str:
     import torch
 
@@ -295,6 +322,7 @@ def _gpu() -> str:
     raise ConfigError(f"there is an NVIDIA driver ({driver}), but torch, built for {built}, finds no device")
 
 
+@_check("self-test", needed=True)
 def _self_test() -> str:
     """Prefill a text with a fact in it, index it, and ask for the fact."""
     from offload_decode.cli.compiling import tell_of_compiling
@@ -318,23 +346,3 @@ def _self_test() -> str:
     if _CODE not in answer:
         raise ConfigError(f"a fact was not found in a store of {length:,} tokens: the answer was {answer!r}")
     return f"a fact was found in a store of {length:,} tokens, in {output.duration(time.monotonic() - began)}"
-
-
-_CHECKS: list[tuple[str, bool, Callable[[], str]]] = [
-    ("versions", True, _versions),
-    ("requirements", True, _requirements),
-    ("system", True, _system),
-    ("command", False, _command),
-    ("processor", True, _processor),
-    ("memory", True, _memory),
-    ("disk", False, _disk),
-    ("temporary files", True, _temporary),
-    ("cache", False, _cache),
-    ("compiler", True, _compiler),
-    ("faiss", False, _faiss),
-    ("hnswlib", False, _hnswlib),
-    ("extensions", False, _extensions),
-    ("gpu", False, _gpu),
-    ("self-test", True, _self_test),
-]
-_WIDTH = max(len(name) for name, _, _ in _CHECKS)

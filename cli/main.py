@@ -1,4 +1,4 @@
-"""The `offload-decode` command: `app` holds every command, `main` is the console entry."""
+"""The `offload-decode` command: `app` has all commands, `main` is the console entry point."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from offload_decode.cli.options import PanelledCommand
 from offload_decode.common.fast_import import import_lean
 
 COLLECT = 50_000, 20, 20
-"""When Python looks for cycles: seldom, as imports make a million objects, of which none is garbage."""
+"""Thresholds of the garbage collector: imports make a million objects, none of them garbage."""
 
 
 class Commands(TyperGroup):
-    """Commands in the order of their use; every error that leaves one becomes a sentence and an exit code."""
+    """Lists commands in the order of their use, and turns their errors into sentences and exit codes."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
@@ -120,8 +120,8 @@ def main() -> None:
 
 
 def _leave_garbage() -> None:
-    """At the end Python would look for cycles in all that torch has made, for half a second. Triton wants its
-    own to be found: it prints a page on stderr about what is left.
+    """Skip the last garbage collection, which takes half a second with torch loaded. Triton needs it: without,
+    it prints a page on stderr about leftovers.
     """
     if "triton" not in sys.modules:
         gc.freeze()

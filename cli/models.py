@@ -87,7 +87,7 @@ def _one(model: str, as_json: bool) -> None:
             note(config_hash(config), check.difference)
     except UnsupportedModel as error:
         reason = str(error)
-    kept = [] if shape is None else kept_of(shape)
+    kept = [_kept(layer, count) for layer, count in Counter(shape.layers).items()] if shape else []
     if as_json:
         difference = None if check is None or check.difference == float("inf") else check.difference
         output.answer_json(
@@ -121,33 +121,25 @@ def checked(model: str) -> str:
     return f"{model}: equivalence check passed, a tiny model equals plain generation to {spread}"
 
 
-def kept_of(shape: ModelShape) -> list[dict[str, Any]]:
-    """What a store keeps of each kind of layer: as text, and in numbers per token and per sequence."""
-    found = Counter(shape.layers)
-    return [_kept(own, count) for own, count in found.items()]
-
-
-def _named(own: LayerShape) -> str:
-    if own.states:
-        return "recurrent" if own.kind == "none" else f"{own.kind} and recurrent"
-    return "without keys" if own.kind == "none" else own.kind
-
-
-def _kept(own: LayerShape, count: int) -> dict[str, Any]:
-    numbers = own.key_dim if own.latent else own.kv_heads * (own.key_dim + own.value_dim)
-    states = sum(prod(state.shape) for state in own.states)
+def _kept(layer: LayerShape, count: int) -> dict[str, Any]:
+    """What a store keeps of `count` such layers: as text, and in numbers per token and per sequence."""
+    kind = "without keys" if layer.kind == "none" else layer.kind
+    if layer.states:
+        kind = "recurrent" if layer.kind == "none" else f"{layer.kind} and recurrent"
+    numbers = layer.key_dim if layer.latent else layer.kv_heads * (layer.key_dim + layer.value_dim)
+    states = sum(prod(state.shape) for state in layer.states)
     kept = []
-    if own.latent:
+    if layer.latent:
         kept.append(f"a latent of {numbers:,} numbers for each token")
     elif numbers:
         kept.append(f"{numbers:,} numbers of keys and values for each token")
-    if own.window is not None:
-        kept[-1] += f", of the last {own.window:,}"
+    if layer.window is not None:
+        kept[-1] += f", of the last {layer.window:,}"
     if states:
         kept.append(f"a state of {states:,} numbers")
     return {
-        "layers": f"{count} {_named(own)}",
+        "layers": f"{count} {kind}",
         "keeps": " and ".join(kept) or "nothing",
-        "numbers_per_token": 0 if own.window is not None else numbers * count,
-        "numbers_per_sequence": count * (states + numbers * ((own.window or 1) - 1)),
+        "numbers_per_token": 0 if layer.window is not None else numbers * count,
+        "numbers_per_sequence": count * (states + numbers * ((layer.window or 1) - 1)),
     }

@@ -107,6 +107,12 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name.ljust(width)}  {one_line(value)}" for name, value in pairs)
 
 
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most:,} more (--json lists them)" if len(names) > most else ""
+    return f"{', '.join(map(one_line, names[:most]))}{more}"
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Columns of equal width, the first to the left and the others to the right."""
     rows = [[one_line(cell) for cell in row] for row in rows]
@@ -146,7 +152,7 @@ class Progress:
     """
 
     def __init__(self, quiet: bool = False):
-        self._shown = not quiet
+        self._quiet = quiet
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._stage = ""
@@ -154,7 +160,7 @@ class Progress:
         self._began = self._last = 0.0
 
     def __enter__(self) -> Self:
-        if self._shown and sys.stderr.isatty():
+        if not self._quiet and sys.stderr.isatty():
             self._bar = _bar()
             self._bar.start()
         return self
@@ -166,32 +172,25 @@ class Progress:
             self._bar.stop()
 
     def __call__(self, stage: str, done: int, total: int, about: str = "") -> None:
-        if not self._shown:
+        if self._quiet:
             return
-        about = one_line(about)
+        now, about = time.monotonic(), f" {one_line(about)}" if about else ""
         if stage != self._stage:
             self._stage, self._first = stage, done
-            self._began = self._last = time.monotonic()
-        if self._bar is not None:
-            self._draw(self._bar, stage, done, total, about)
-        elif (now := time.monotonic()) - self._last >= PLAIN_EVERY_S:
+            self._began = self._last = now
+            if self._bar is not None:
+                if self._task is not None:
+                    self._bar.remove_task(self._task)
+                self._task = self._bar.add_task(stage, total=None, completed=done, counts="", about="")
+        speed = (done - self._first) / (now - self._began) if now > self._began else 0.0
+        counts = _counts(stage, done, total, speed)
+        if self._bar is not None and self._task is not None:
+            known = total if stage in _UNITS else None
+            self._bar.update(self._task, completed=done, total=known, counts=counts, about=about)
+        elif now - self._last >= PLAIN_EVERY_S:
             self._last = now
-            note(_line(stage, done, total, (done - self._first) / (now - self._began), about))
-
-    def _draw(self, bar: Bar, stage: str, done: int, total: int, about: str) -> None:
-        if self._task is None or bar.tasks[-1].description != stage:
-            if self._task is not None:
-                bar.remove_task(self._task)
-            self._task = bar.add_task(
-                stage, total=None, completed=done, counts="", about="", began=self._began, first=done
-            )
-        elapsed = time.monotonic() - self._began
-        speed = (done - self._first) / elapsed if elapsed else 0.0
-        known = total if stage in _UNITS else None
-        named = f" {about}" if about else ""
-        bar.update(
-            self._task, completed=done, total=known, counts=_counts(stage, done, total, speed), about=named
-        )
+            left = f", {duration((total - done) / speed)} left" if counts and speed else ""
+            note(f"{stage}{about}: {counts}{left}" if counts else f"{stage}{about} …")
 
 
 def _bar() -> Bar:
@@ -216,15 +215,5 @@ def _counts(stage: str, done: int, total: int, speed: float) -> str:
         return ""
     if unit == "bytes":
         return f"{size(done)} of {size(total)}, {size(speed)}/s"
-    return f"{done:,} of {total:,} {unit}, {_speed(speed)} {unit}/s"
-
-
-def _line(stage: str, done: int, total: int, speed: float, about: str) -> str:
-    counts = _counts(stage, done, total, speed)
-    left = f", {duration((total - done) / speed)} left" if counts and speed else ""
-    named = f"{stage} {about}" if about else stage
-    return f"{named}: {counts}{left}" if counts else f"{named} …"
-
-
-def _speed(speed: float) -> str:
-    return f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
+    rate = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
+    return f"{done:,} of {total:,} {unit}, {rate} {unit}/s"

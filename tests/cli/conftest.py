@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +20,11 @@ from tests.tiny import text_model, tiny_tokenizer
 # Each invocation would read the signatures of all commands anew, which takes longer than most of them do.
 typer.testing._get_command = cache(typer.main.get_command)
 
-# Which command of this process is the first to compile a loop is chance: a program of its own is asked.
+# Which command of this process first compiles a loop is chance: test_compiling uses its own process.
 compiling.tell_of_compiling = lambda: None
+
+PROGRAM = (sys.executable, "-c", "from offload_decode.cli.main import main; main()")
+"""The command line in a process of its own; arguments follow."""
 
 TEXT = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(12))
 

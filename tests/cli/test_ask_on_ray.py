@@ -92,9 +92,7 @@ def test_a_worker_that_finds_another_store_says_so(store: Path, tmp_path: Path) 
     assert isinstance(Attender(replace(how, store=str(tmp_path / "none.kv"))).open(), StoreNotFound)
 
 
-def test_what_a_worker_finds_wrong_and_its_loss_end_in_a_sentence(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_and_losses_of_workers_are_sentences(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.open(store, config=CONFIG)
     use(Here(LostError("gone for good\nmore")), monkeypatch)
     with (

@@ -85,11 +85,7 @@ def test_every_store_answers_every_question(
 
 
 def test_a_model_is_loaded_once_for_the_stores_that_share_it(
-    store: Path,
-    copy: Callable[[str], Path],
-    questions: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    store: Path, copy: Callable[[str], Path], questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
     load = loading.load

@@ -34,7 +34,7 @@ def parts_of(stores: str) -> list[Part]:
     return [Part(store, ("?",)) for store in stores]
 
 
-def test_what_no_worker_did_is_told_of_every_part() -> None:
+def test_parts_that_no_worker_did_have_an_error_each() -> None:
     answers = [Given("yes", 1, "stop", None, StepStats())]
     pool: Any = SimpleNamespace(run=lambda *_: iter([(2, answers), (0, Lost("gone"))]))
     results = dict(routed(pool, parts_of("abc"), lambda standing: None, "answered"))
@@ -48,7 +48,7 @@ def asker(*stores: Path, **config: Any) -> Asker:
     return Asker(How(tuple(map(str, stores)), None, EngineConfig(**config), Caps(), 4, False))
 
 
-def test_a_worker_answers_as_this_process_would(store: Path) -> None:
+def test_a_worker_answers_as_this_process_does(store: Path) -> None:
     worker, texts = asker(store), tuple(str(question["question"]) for question in QUESTIONS[:3])
     assert worker.load() == {str(store)}
     given = worker.do(Part(str(store), texts))
@@ -57,7 +57,7 @@ def test_a_worker_answers_as_this_process_would(store: Path) -> None:
     assert [one.text for one in given] == [one.text for one in expected]
 
 
-def test_one_in_place_of_a_lost_worker_makes_itself_ready(store: Path) -> None:
+def test_a_replacement_worker_loads_its_stores(store: Path) -> None:
     worker, here = asker(store), Part(str(store), ("Why?",))
     moved = worker.do(here)
     assert isinstance(moved, Told)
@@ -66,12 +66,12 @@ def test_one_in_place_of_a_lost_worker_makes_itself_ready(store: Path) -> None:
     assert isinstance(worker.do(here), list)
 
 
-def test_one_in_place_of_a_lost_worker_gives_a_part_back_that_is_not_for_its_machine(tmp_path: Path) -> None:
+def test_a_replacement_worker_returns_parts_of_other_machines(tmp_path: Path) -> None:
     none = tmp_path / "none.kv"
     assert asker(none).do(Part(str(none), ("Why?",))) == Told(frozenset(), None)
 
 
-def test_a_worker_keeps_one_model_and_the_stores_that_it_asked_last(
+def test_a_worker_keeps_one_model_and_the_last_stores(
     store: Path, copy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asking, "OPEN", 2)
@@ -84,7 +84,7 @@ def test_a_worker_keeps_one_model_and_the_stores_that_it_asked_last(
     assert len({id(one.engine.loaded) for one in worker.opened.values()}) == 1
 
 
-def test_what_is_wrong_with_a_store_is_returned(store: Path, tmp_path: Path) -> None:
+def test_errors_of_a_store_are_returned(store: Path, tmp_path: Path) -> None:
     worker = asker(store, tmp_path / "none.kv")
     assert worker.load() == {str(store)}
     assert isinstance(worker.do(Part(str(tmp_path / "none.kv"), ("Why?",))), StoreNotFound)
@@ -107,7 +107,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_batch_writes_what_comes_and_names_what_does_not(
+def test_a_batch_writes_answers_in_order_of_arrival_and_names_failures(
     store: Path, copy: Any, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers come from the last part to the first; one part fails, and is asked again by the next run."""

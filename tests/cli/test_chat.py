@@ -7,7 +7,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +18,7 @@ from offload_decode import Engine
 from offload_decode.cli import chat, transcript
 from offload_decode.cli.transcript import Transcript
 from offload_decode.engine.sampler import Sampler
-from tests.cli.conftest import Ran, refused, run
+from tests.cli.conftest import PROGRAM, Ran, refused, run
 
 TURNS = ["one", "two", "three"]
 
@@ -180,7 +179,7 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, talk: Transcript, *lines: str |
     chat._Chat(talk, answer, at_terminal=True).run(stored=0)
 
 
-def test_an_answer_that_is_stopped_stays_as_far_as_it_was_written(
+def test_ctrl_c_keeps_the_part_already_written(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk = Transcript(Engine.open(store))
@@ -205,7 +204,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_written(
     assert capsys.readouterr().out.strip() == "".join(by_hand.stream("two", 5)).strip()
 
 
-def test_a_question_that_is_stopped_is_taken_back(
+def test_ctrl_c_before_the_answer_takes_the_question_back(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk = Transcript(Engine.open(store))
@@ -223,7 +222,7 @@ def test_a_question_that_is_stopped_is_taken_back(
     assert talk.engine.length == talk.engine.prefix.length
 
 
-def test_an_error_at_a_terminal_leaves_the_conversation_as_it_is(
+def test_an_error_at_a_terminal_keeps_the_conversation(
     store: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk = Transcript(Engine.open(store))
@@ -237,9 +236,8 @@ def test_an_error_at_a_terminal_leaves_the_conversation_as_it_is(
 @pytest.mark.slow
 def test_ctrl_c_at_a_real_terminal_stops_the_answer_and_not_the_session(store: Path, tmp_path: Path) -> None:
     control, terminal = pty.openpty()
-    program = [sys.executable, "-c", "from offload_decode.cli.main import main; main()"]
     talking = subprocess.Popen(
-        [*program, "chat", str(store), "--max-new-tokens", "100000"],
+        [*PROGRAM, "chat", str(store), "--max-new-tokens", "100000"],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,

@@ -160,9 +160,7 @@ def test_index_is_built_kept_shown_and_searched(copy: Callable[[str], Path]) -> 
     assert found["options"]["index"] == "faiss-ivf"
 
 
-def test_ask_searches_the_clusters_once_they_are_built_and_never_without_a_word(
-    copy: Callable[[str], Path],
-) -> None:
+def test_ask_searches_the_clusters_once_they_are_built(copy: Callable[[str], Path]) -> None:
     store = copy("clustered.kv")
 
     def asked(*options: str) -> Ran:
@@ -200,7 +198,7 @@ UNFINISHED, DAMAGED = ["begun", "some heads", "no metadata"], ["metadata", "size
 
 
 @pytest.mark.parametrize("how", [*UNFINISHED, *DAMAGED])
-def test_an_index_that_is_not_whole_takes_nothing_away(copy: Callable[[str], Path], how: str) -> None:
+def test_an_incomplete_index_is_ignored_with_a_note(copy: Callable[[str], Path], how: str) -> None:
     store = copy("half.kv")
     assert run("index", store, "--k", "10").code == 0
     whole = run("ask", store, QUESTION, "--max-new-tokens", "5").out
@@ -255,7 +253,7 @@ def test_an_index_that_scans_says_so(copy: Callable[[str], Path]) -> None:
     assert "index     faiss-hnsw (tuned to a full scan)" in run(*ask, "--stats").err
 
 
-def test_verify_tells_whole_from_damaged(store: Path, copy: Callable[[str], Path]) -> None:
+def test_verify_finds_damage(store: Path, copy: Callable[[str], Path]) -> None:
     assert json.loads(run("verify", store, "--json").out)["ok"] is True
     damaged = copy("damaged.kv")
     largest = max((f for f in damaged.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
@@ -283,7 +281,7 @@ def test_verify_finds_a_damaged_index(copy: Callable[[str], Path]) -> None:
     ("written", "instead"),
     [('"k"', '"j"'), ('"measured": ', '"measured": "x", "was": '), ('"recall": ', '"recall": 3, "was": ')],
 )
-def test_a_changed_recall_is_not_shown_and_verify_tells(
+def test_verify_finds_a_changed_recall_which_is_not_shown(
     copy: Callable[[str], Path], written: str, instead: str
 ) -> None:
     store = copy("changed.kv")

@@ -20,7 +20,7 @@ for k in (5, np.int32(5)):
 """
 
 
-def test_a_line_tells_of_the_first_loop_alone(tmp_path: Path) -> None:
+def test_compiling_is_announced_once(tmp_path: Path) -> None:
     said = []
     for _ in range(2):
         ran = subprocess.run(

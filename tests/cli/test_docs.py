@@ -64,7 +64,7 @@ def test_a_command_that_is_not_there_would_be_found() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+def test_links_lead_to_existing_files_and_headings(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" in target:
             continue
@@ -88,7 +88,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_every_section_that_the_code_cites_is_there() -> None:
+def test_cited_sections_exist() -> None:
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     there = set(re.findall(r"^## (\d+)\.", text, flags=re.MULTILINE))
     rooms = ("indexes", "offload_decode", "prefill_jobs", "cli", "benchmarks")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from offload_decode.cli import doctor, options
-from offload_decode.cli import doctor as installed
 from offload_decode.cli.main import app
 from offload_decode.indexes.registry import kinds
 from offload_decode.selectors import registry
@@ -24,35 +23,35 @@ def test_the_version_comes_first_and_then_what_is_installed() -> None:
     ran = run("--version")
     assert ran.code == 0
     lines = [line.split(maxsplit=1) for line in ran.out.splitlines()]
-    assert lines[0] == ["offload-decode", installed.version_of("offload-decode")]
+    assert lines[0] == ["offload-decode", doctor.version_of("offload-decode")]
     told = dict(lines)
-    assert set(installed.LIBRARIES) | {"python", "hnswlib", "gpu"} <= told.keys()
+    assert set(doctor.LIBRARIES) | {"python", "hnswlib", "gpu"} <= told.keys()
     assert any(name.startswith("faiss") for name in told)
-    assert told["torch"] == installed.version_of("torch")
+    assert told["torch"] == doctor.version_of("torch")
 
 
 def test_a_library_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "version", lambda name: _missing(name))
-    assert installed.version_of("torch") is None
-    assert installed.faiss_packages() == []
-    assert any(problem.startswith("torch>=") for problem in installed.unmet())
+    monkeypatch.setattr(doctor, "version", lambda name: _missing(name))
+    assert doctor.version_of("torch") is None
+    assert doctor.faiss_packages() == []
+    assert any(problem.startswith("torch>=") for problem in doctor.unmet())
 
 
 def _missing(name: str) -> str:
-    raise installed.PackageNotFoundError(name)
+    raise doctor.PackageNotFoundError(name)
 
 
 def test_a_library_that_is_too_old_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert installed.unmet() == []
-    monkeypatch.setattr(installed, "version_of", lambda name: "0.1")
-    assert len(installed.unmet()) >= 10
-    assert all("0.1 is installed" in problem for problem in installed.unmet())
+    assert doctor.unmet() == []
+    monkeypatch.setattr(doctor, "version_of", lambda name: "0.1")
+    assert len(doctor.unmet()) >= 10
+    assert all("0.1 is installed" in problem for problem in doctor.unmet())
 
 
 def test_a_library_that_only_an_extra_asks_for_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = installed.version_of
-    monkeypatch.setattr(installed, "version_of", lambda name: None if name == "ray" else real(name))
-    assert installed.unmet() == []
+    real = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "ray" else real(name))
+    assert doctor.unmet() == []
 
 
 def checks(monkeypatch: pytest.MonkeyPatch, without: str = "self-test") -> dict[str, doctor.Check]:
@@ -70,9 +69,7 @@ def test_a_sound_machine_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"versions", "processor", "memory", "disk", "cache", "compiler", "faiss", "gpu"} <= found.keys()
 
 
-def test_what_is_needed_and_broken_fails_and_the_others_are_still_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_broken_necessity_fails_after_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> str:
         raise OSError(28, "No space left on device", "/tmp")
 
@@ -90,8 +87,8 @@ def test_what_is_needed_and_broken_fails_and_the_others_are_still_looked_at(
     assert run("doctor").code == 0
 
 
-def test_two_packages_that_provide_faiss_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "version_of", lambda name: "1.10")
+def test_two_packages_that_provide_faiss_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda name: "1.10")
     told = doctor._checked("faiss", False, doctor._faiss)
     assert told.state == "broken"
     assert "uninstall" in told.found
@@ -141,7 +138,7 @@ def test_stores_are_completed_and_folders_can_be_entered(
         ("offload-decode index s.kv --kind h", "hnswlib"),
     ],
 )
-def test_the_shell_is_told(words: str, offered: str) -> None:
+def test_shell_completion(words: str, offered: str) -> None:
     from typer.testing import CliRunner
 
     count = len(words.split()) - 1

@@ -15,7 +15,7 @@ import pytest
 from offload_decode import demo_models
 from offload_decode.engine.engine import Engine
 from offload_decode.prefill_jobs.job import Settings, prefill
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import PROGRAM, refused, run
 from tests.tiny import text_model, tiny_tokenizer
 
 LIGHT = "import sys; import offload_decode.cli.main; print(*sys.modules)"
@@ -213,7 +213,7 @@ def _fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(Engine, "open", fail)
 
 
-def test_an_unforeseen_error_says_how_to_see_more(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_says_how_to_see_more(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fails_with(monkeypatch, ArithmeticError("first line\nsecond line"))
     told = refused(1, "ask", store, "q")
     assert told == (
@@ -223,8 +223,7 @@ def test_an_unforeseen_error_says_how_to_see_more(store: Path, monkeypatch: pyte
 
 
 def test_debugging_shows_the_traceback(store: Path) -> None:
-    command = [sys.executable, "-m", "offload_decode.cli.main", "ask", str(store), ""]
-    command[1:3] = ["-c", "from offload_decode.cli.main import main; main()"]
+    command = [*PROGRAM, "ask", str(store), ""]
     env = {**os.environ, "OFFLOAD_DECODE_DEBUG": "1"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
@@ -240,14 +239,7 @@ def test_errors_of_the_system_are_sentences(store: Path, monkeypatch: pytest.Mon
 
 
 def test_interpreted_loops_are_refused_at_the_start(store: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from offload_decode.cli.main import main; main()",
-        "ask",
-        str(store),
-        "q",
-    ]
+    command = [*PROGRAM, "ask", str(store), "q"]
     env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
@@ -261,16 +253,10 @@ def test_control_c_is_one_line(store: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
 
 
-def test_a_reader_that_left_is_no_error_to_report(store: Path) -> None:
+def test_a_closed_pipe_is_no_error_to_report(store: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
-    command = [
-        sys.executable,
-        "-c",
-        "from offload_decode.cli.main import main; main()",
-        "inspect",
-        str(store),
-    ]
+    command = [*PROGRAM, "inspect", str(store)]
     try:
         ran = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
     finally:
@@ -286,11 +272,7 @@ def test_help_comes_at_once_and_without_heavy_imports() -> None:
 
     def seconds() -> float:
         began = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-c", "from offload_decode.cli.main import main; main()", "--help"],
-            check=True,
-            capture_output=True,
-        )
+        subprocess.run([*PROGRAM, "--help"], check=True, capture_output=True)
         return time.perf_counter() - began
 
     assert min(seconds() for _ in range(3)) < 1

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from offload_decode.cli import output
-from offload_decode.cli import output as progress
 from offload_decode.cli.output import Progress
 
 
@@ -44,7 +43,7 @@ EVIL = "a\x1b[31m\x9b2J\u202eb\rc\x00\x7f"
 SPELLED = r"a\x1b[31m\x9b2J\u202eb\x0dc\x00\x7f"
 
 
-def test_commands_to_a_terminal_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert output.shown(f"{EVIL}\n\tnaïve 漢字 🙂") == f"{SPELLED}\n\tnaïve 漢字 🙂"
     assert output.one_line("a\nb\tc") == r"a\x0ab\x09c"
     output.answer(output.table([[EVIL, "1"], ["b\n2", "2"]]))
@@ -52,24 +51,18 @@ def test_commands_to_a_terminal_are_spelled_out(capsys: pytest.CaptureFixture[st
     output.note(EVIL)
     told = capsys.readouterr()
     padding = " " * (len(SPELLED) - 6)
-    assert told.out.splitlines() == [
-        f"{SPELLED}  1",
-        rf"b\x0a2{padding}  2",
-        rf"name  {SPELLED}\x0a",
-    ]
+    assert told.out.splitlines() == [f"{SPELLED}  1", rf"b\x0a2{padding}  2", rf"name  {SPELLED}\x0a"]
     assert told.err == f"{SPELLED}\n"
 
 
-def test_what_a_model_writes_goes_into_a_file_as_it_is_and_to_a_terminal_spelled_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_generated_text_is_escaped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream, expected in ((io.StringIO(), EVIL), (_Terminal(), SPELLED)):
         monkeypatch.setattr(sys, "stdout", stream)
         output.generated(EVIL)
         assert stream.getvalue() == expected
 
 
-def test_json_is_json_without_commands_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     value = {"name": EVIL, "half": "\ud800", "nan": float("nan"), "of": (1.5, [float("inf")]), "é": "é"}
     output.answer_json(value)
     out = capsys.readouterr().out
@@ -89,17 +82,17 @@ def _count(steps: Progress) -> None:
     steps("publish", 0, 1)
 
 
-def test_no_terminal_gets_a_plain_line_now_and_then(
+def test_without_a_terminal_progress_is_a_line_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter([0.0, 0.0, 5.0, 20.0, 21.0, 21.0]).__next__
-    monkeypatch.setattr(progress.time, "monotonic", clock)
+    clock = iter([0.0, 5.0, 20.0, 21.0]).__next__
+    monkeypatch.setattr(output.time, "monotonic", clock)
     with Progress() as steps:
         _count(steps)
     assert capsys.readouterr() == ("", "prefill: 100 of 100 tokens, 5 tokens/s, 0.0 s left\n")
 
 
-def test_a_terminal_gets_a_bar_that_goes_away(
+def test_on_a_terminal_progress_is_a_transient_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal = _Terminal()
@@ -121,10 +114,8 @@ def test_quiet_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == ""
 
 
-def test_progress_spells_names_out(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
+def test_progress_escapes_names(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "PLAIN_EVERY_S", 0.0)
     with Progress() as steps:
         steps("prefill", 1, 2, f"1 of 2, {EVIL}")
     assert f"1 of 2, {SPELLED}:" in capsys.readouterr().err

@@ -128,7 +128,7 @@ def test_what_cannot_fit_is_refused(prefill: list[str | Path], tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_workers_get_what_the_command_was_told(
+def test_workers_get_the_options(
     prefill: list[str | Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from offload_decode.prefill_jobs.on_ray import jobs as ray_jobs
@@ -162,9 +162,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_what_of_a_folder_is_read_and_what_is_skipped_is_named(
-    home: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_patterns_choose_files_and_skipped_ones_are_named(home: Path, folder: Path, tmp_path: Path) -> None:
     args = [
         "prefill",
         folder,

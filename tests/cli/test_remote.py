@@ -51,7 +51,7 @@ def url(app: tuple[FastAPI, str], service: FakeService) -> str:
     return app[1]
 
 
-def test_a_question_is_answered_there_as_it_is_told(url: str, service: FakeService) -> None:
+def test_a_server_answers_with_the_given_options(url: str, service: FakeService) -> None:
     for store in ("book", "book.kv", "some/where/book.kv"):
         ran = run("ask", store, " Who wrote it? ", "--server", url)
         assert (ran.code, ran.out, ran.err) == (0, "Who wrote it?\n", "")
@@ -64,7 +64,7 @@ def test_a_question_is_answered_there_as_it_is_told(url: str, service: FakeServi
     assert (told.max_tokens, told.temperature, told.top_p, told.seed) == (3, 0.5, 0.9, 7)
 
 
-def test_json_holds_what_the_server_tells(url: str) -> None:
+def test_json_has_the_fields_of_the_server(url: str) -> None:
     ran = run("ask", "book", "Who?", "--server", url, "--json", "--cite")
     told = json.loads(ran.out)
     assert (told["question"], told["answer"], told["tokens"], told["finish"]) == ("Who?", "Who?", 4, "stop")
@@ -76,35 +76,35 @@ def test_json_holds_what_the_server_tells(url: str) -> None:
     assert "citations" not in json.loads(run("ask", "book", "Who?", "--server", url, "--json").out)
 
 
-def test_notes_say_what_an_answer_attended_to_and_cost(url: str) -> None:
+def test_notes_show_citations_and_cost(url: str) -> None:
     ran = run("ask", "book", "Who?", "--server", url, "--cite", "--stats")
     assert ran.out == "Who?\n"
     assert "75%  minutes.txt" in ran.err
     assert f"{STORED:,} of them stored or cached" in ran.err
 
 
-def test_a_name_that_is_not_there_is_told_with_those_that_are(url: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(url: str) -> None:
     told = refused(2, "ask", "no.kv", "q", "--server", url)
     assert told.endswith("has no no.kv: it has book, tiny")
 
 
-def test_a_server_that_is_not_there_is_told_with_the_way_to_start_one() -> None:
+def test_an_absent_server_is_an_error_that_says_how_to_start_one() -> None:
     told = refused(1, "ask", "book", "q", "--server", "http://127.0.0.1:9")
     assert "start one with `offload-decode serve STORE`" in told
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
+def test_a_wrong_url_is_refused(url: str) -> None:
     assert "is not the URL of a server" in refused(2, "ask", "book", "q", "--server", url)
 
 
-def test_something_else_that_answers_is_told_from_a_server() -> None:
+def test_another_http_server_is_recognised() -> None:
     with listening(FastAPI()) as url:
         assert "is not an offload-decode server" in refused(1, "ask", "book", "q", "--server", url)
 
 
 @pytest.mark.parametrize("answer", ["<html>", "[1, 2]", '{"data": 7}', '{"data": [7]}', "{"])
-def test_an_answer_that_is_no_list_of_models_is_told_from_a_server(answer: str) -> None:
+def test_a_wrong_list_of_models_is_recognised(answer: str) -> None:
     other = FastAPI()
     other.get("/v1/models")(lambda: Response(answer, media_type="application/json"))
     with listening(other) as url:
@@ -121,7 +121,7 @@ def test_an_answer_that_is_no_list_of_models_is_told_from_a_server(answer: str) 
         (['data: {"choices": 7}', ""], "is not an offload-decode server"),
     ],
 )
-def test_a_stream_that_ends_early_or_makes_no_sense_is_told(lines: list[str], says: str) -> None:
+def test_a_broken_stream_is_an_error(lines: list[str], says: str) -> None:
     other = FastAPI()
     other.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "book", "object": "model"}]})
     body = "".join(line + "\n" for line in lines)
@@ -149,7 +149,7 @@ def test_keys_of_openai_go_to_nobody_and_no_redirection_is_followed(monkeypatch:
 
 
 @pytest.mark.parametrize("given", [["--device", "cpu"], ["--model", "demo"], ["--ram", "1GiB"]])
-def test_what_is_the_servers_to_settle_is_refused(given: list[str], tmp_path: Path) -> None:
+def test_options_of_the_server_are_refused(given: list[str], tmp_path: Path) -> None:
     told = refused(2, "ask", "book", "q", "--server", "http://127.0.0.1:9", *given)
     assert told.startswith(f"error: {given[0]} is an option of the server")
     (tmp_path / "q.jsonl").write_text('{"question": "q"}')
@@ -169,7 +169,7 @@ def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
     assert "cannot be read" in refused(2, "ask", "book", "q", "--server", url, "--api-key-file", tmp_path)
 
 
-def test_errors_of_the_server_are_its_sentences(url: str, service: FakeService) -> None:
+def test_errors_of_the_server_are_shown(url: str, service: FakeService) -> None:
     assert "temperature" in refused(2, "ask", "book", "q", "--server", url, "--temperature", "3")
     service.early = StoreError("the store is damaged: restore it")
     assert refused(1, "ask", "book", "q", "--server", url) == "error: the store is damaged: restore it"
@@ -178,9 +178,7 @@ def test_errors_of_the_server_are_its_sentences(url: str, service: FakeService) 
     assert (ran.code, ran.err) == (1, "error: the store shrank\n")
 
 
-def test_a_busy_server_is_asked_again(
-    url: str, service: FakeService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_server_is_retried(url: str, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "LONGEST_WAIT_S", 0)
     faults = iter([Busy("the queue is full", 1), Busy("the queue is full", 1), None])
     begin = service.chat
@@ -197,7 +195,7 @@ def test_a_busy_server_is_asked_again(
     assert refused(1, "ask", "book", "q", "--server", url) == "error: the queue is full"
 
 
-def test_an_answer_that_is_left_is_stopped_there(url: str, service: FakeService) -> None:
+def test_closing_the_stream_cancels_the_request(url: str, service: FakeService) -> None:
     service.pace_s = 0.05
     with Server(ServerAddress(url)) as server:
         pieces = server.stream("book", [{"role": "user", "content": "x" * 64}], MANNER, ServerAnswer())
@@ -206,7 +204,7 @@ def test_an_answer_that_is_left_is_stopped_there(url: str, service: FakeService)
         assert service.tickets[0].cancelled.wait(10)
 
 
-def test_a_chat_keeps_its_turns_here(url: str, service: FakeService, tmp_path: Path) -> None:
+def test_a_chat_sends_all_turns(url: str, service: FakeService, tmp_path: Path) -> None:
     ran = run("chat", "book", "--server", url, stdin="one\ntwo\n/reset\nthree\n")
     assert (ran.code, ran.out) == (0, "one\ntwo\nthree\n")
     sent = [[one["content"] for one in ticket.asked.messages] for ticket in service.tickets]
@@ -218,9 +216,7 @@ def test_a_chat_keeps_its_turns_here(url: str, service: FakeService, tmp_path: P
         assert "chat without --server for that" in told.err
 
 
-def test_a_batch_is_asked_several_at_a_time_and_goes_on(
-    url: str, service: FakeService, tmp_path: Path
-) -> None:
+def test_a_batch_is_asked_concurrently_and_resumes(url: str, service: FakeService, tmp_path: Path) -> None:
     lines = [{"question": f"What is {n}?", "id": n, "topic": "n"} for n in range(5)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "a.jsonl"
@@ -238,7 +234,7 @@ def test_a_batch_is_asked_several_at_a_time_and_goes_on(
     assert "1 answer, 4 there already" in ran.err
 
 
-def test_a_batch_names_what_was_not_answered(url: str, service: FakeService, tmp_path: Path) -> None:
+def test_a_batch_names_unanswered_questions(url: str, service: FakeService, tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"question": "a"}\n{"question": "b"}\n')
     out = tmp_path / "a.jsonl"
     command = ["batch", "book", "no", "--questions", tmp_path / "q.jsonl", "--out", out, "--server", url]
@@ -253,7 +249,7 @@ def test_a_batch_names_what_was_not_answered(url: str, service: FakeService, tmp
     assert "error: the store is damaged (unanswered: 2 questions to book)" in ran.err
 
 
-def test_nothing_heavy_is_imported_to_ask_a_server(url: str) -> None:
+def test_asking_a_server_skips_slow_imports(url: str) -> None:
     command = [sys.executable, "-c", LIGHT, "ask", "book", "q", "--server", url, "--cite"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stdout == "q\n"

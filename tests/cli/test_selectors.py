@@ -22,7 +22,7 @@ def test_every_selector_is_listed_with_paper_cost_and_memory():
         assert one["options"].keys() >= {"budget", "schedule", "dense_layers"}
 
 
-def test_people_read_one_block_a_selector():
+def test_the_text_has_a_block_for_each_selector():
     out = run("selectors").out
     for name in registry.names():
         kind = registry.get(name)
@@ -32,7 +32,7 @@ def test_people_read_one_block_a_selector():
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_what_is_read_from_the_source_is_what_the_class_has(name):
+def test_declarations_read_from_source_equal_the_class(name):
     """Class variables and the defaults of options are literals, so that a list needs no imports."""
     told, kind = declared(name), registry.get(name)
     assert (told.name, told.paper, told.reads) == (kind.name, kind.paper, kind.reads)
@@ -42,7 +42,7 @@ def test_what_is_read_from_the_source_is_what_the_class_has(name):
     assert list(told.options.items()) == defaults
 
 
-def test_listing_them_brings_nothing_heavy_along():
+def test_listing_skips_slow_imports():
     script = (
         "import sys; sys.argv = ['offload-decode', 'selectors']; from offload_decode.cli.main import app\n"
     )

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from offload_decode.cli.main import app
 from offload_decode.server.http.app import address_of, bind, is_loopback
 from offload_decode.server.http.security import LOOPBACK
 from offload_decode.server.requests import Settings
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import PROGRAM, refused, run
 
 
 def test_there_must_be_something_to_serve() -> None:
@@ -83,15 +82,7 @@ def test_it_is_a_command() -> None:
 
 @pytest.mark.slow
 def test_a_server_from_its_start_to_its_end(home: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from offload_decode.cli.main import main; main()",
-        "serve",
-        str(home),
-        "--port",
-        "0",
-    ]
+    command = [*PROGRAM, "serve", str(home), "--port", "0"]
     environment = {**os.environ, "OFFLOAD_DECODE_API_KEY": "sesame"}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:

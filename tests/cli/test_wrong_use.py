@@ -13,7 +13,7 @@ import pytest
 from offload_decode.cli.options import byte_count, token_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.models.checkpoint import read_config
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import PROGRAM, refused, run
 
 LONG = "9" * 5000
 
@@ -30,7 +30,7 @@ def questions(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
-def test_answers_go_to_a_plain_file(store: Path, questions: Path, tmp_path: Path, kind: str) -> None:
+def test_answers_go_to_a_regular_file(store: Path, questions: Path, tmp_path: Path, kind: str) -> None:
     """A pipe would keep its reader waiting, and /dev/zero never end: earlier answers are read first."""
     out = tmp_path / "out"
     if kind == "folder":
@@ -54,9 +54,7 @@ def test_answers_that_cannot_be_written_are_refused_before_the_work(
     assert "too long" in _batch(store, questions, tmp_path / ("n" * 300))
 
 
-def test_what_could_not_be_written_with_its_answer_is_refused_as_a_question(
-    store: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_deeply_nested_questions_are_refused(store: Path, questions: Path, tmp_path: Path) -> None:
     for depth in (101, 900):
         nested = "[" * depth + "]" * depth
         questions.write_text(f'{{"question": "Why?", "more": {nested}}}\n')
@@ -177,9 +175,9 @@ def test_links_that_lead_nowhere_stop_no_inspection(copy: Callable[[str], Path])
     assert "flat" in ran.out
 
 
-def test_nothing_is_told_when_a_command_ends(store: Path) -> None:
+def test_a_command_ends_silently(store: Path) -> None:
     asked = ["ask", str(store), "Why?", "--max-new-tokens", "1"]
     assert run(*asked).code == 0  # from here on its loops are compiled
-    command = [sys.executable, "-c", "from offload_decode.cli.main import main; main()", *asked]
+    command = [*PROGRAM, *asked]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stderr == ""
