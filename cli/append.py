@@ -74,8 +74,8 @@ def append(
     manifest = earlier.manifest
     chunk = method_of(earlier).options.chunk
     named = manifest.model_id if model is None else model
-    own = manifest.weights if weights == "auto" else weights
-    admit_prefill(named, chunk, device, manifest.dtype, own, gpu_memory, ram)
+    wanted = manifest.weights if weights == "auto" else weights
+    admit_prefill(named, chunk, device, manifest.dtype, wanted, gpu_memory, ram)
     del earlier
     with Progress(quiet) as progress, files.synced(not no_sync):
         report = run(
@@ -106,5 +106,5 @@ def _report_lines(report: AppendReport) -> list[str]:
     if report.shared or report.copied:
         shared = f"{output.size(report.shared)} are shared with it, " if report.shared else ""
         lines.append(f"of the earlier store {shared}{output.size(report.copied)} were copied")
-    lines += [f"{index.made(kind, 'extended')}{index.recalled(kind)}" for kind in report.indexes]
+    lines += [index.summary(kind, "extended") for kind in report.indexes]
     return [*lines, *report.left, f'ask it something: offload-decode ask {report.store} "…"']

@@ -95,9 +95,9 @@ def ask(
     text = question_from(question)
     config = options.config
     wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed, cites)
-    with open_collection([store], address, choice, Progress) as collection:
-        if collection is not None:
-            _ask_collection(collection, text, options, cluster, wanted, as_json, stats)
+    with open_collection([store], address, choice, Progress) as asked:
+        if asked is not None:
+            _ask_collection(asked, text, options, cluster, wanted, as_json, stats)
             return
     if cluster is not None and cites:
         raise ConfigError("--workers and --cite do not go together for one store: leave one of them out")
@@ -290,7 +290,7 @@ DocumentAnswers = Iterator[tuple["Entry", DocumentAnswer | OffloadDecodeError]]
 
 
 def _ask_collection(
-    collection: AskedCollection,
+    asked: AskedCollection,
     question: str,
     options: AskOptions,
     cluster: Cluster | None,
@@ -305,13 +305,13 @@ def _ask_collection(
         other = "--stats" if stats else "--temperature"
         raise ConfigError(f"--workers and {other} do not go together for a collection: leave one of them out")
     check_options(options, cluster is None)
-    documents = collection.documents(question)
+    documents = asked.documents(question)
     if not documents:
         raise ConfigError("no document contains a word of the question: rephrase it, or give --all")
     if cluster is None:
-        results = _answers_here(collection, documents, question, options, wanted)
+        results = _answers_here(asked, documents, question, options, wanted)
     else:
-        results = _answers_of_cluster(collection, documents, question, options, cluster, wanted)
+        results = _answers_of_cluster(asked, documents, question, options, cluster, wanted)
     answers: dict[str, dict[str, object]] = {}
     failed: dict[str, OffloadDecodeError] = {}
     for entry, result in results:
@@ -322,7 +322,7 @@ def _ask_collection(
         if as_json:
             answers[entry.name] = {
                 "document": entry.name,
-                "store": collection.collection.address(entry),
+                "store": asked.collection.address(entry),
                 **_answer_fields(result.text, result.tokens, result.finish, result.citations),
                 "stats": asdict(result.stats),
             }
@@ -338,7 +338,7 @@ def _ask_collection(
         output.answer_json(
             {
                 "question": question,
-                "collection": collection.collection.name,
+                "collection": asked.collection.name,
                 "answers": [answers[name] for name in names if name in answers],
                 "failed": [
                     {"document": name, "error": sentence(failed[name])} for name in names if name in failed
@@ -350,7 +350,7 @@ def _ask_collection(
 
 
 def _answers_here(
-    collection: AskedCollection,
+    asked: AskedCollection,
     documents: Sequence[Entry],
     question: str,
     options: AskOptions,
@@ -361,7 +361,7 @@ def _answers_here(
     open_engine = engine_opener(options)
     for entry in documents:
         try:
-            with collection.collection.held(entry) as store:
+            with asked.collection.held(entry) as store:
                 engine = open_engine(str(store))
                 sampler = Sampler(wanted.temperature, wanted.top_p, wanted.seed)
                 one = engine.answer(question, wanted.max_new_tokens, sampler, wanted.cite)
@@ -373,7 +373,7 @@ def _answers_here(
 
 
 def _answers_of_cluster(
-    collection: AskedCollection,
+    asked: AskedCollection,
     documents: Sequence[Entry],
     question: str,
     options: AskOptions,
@@ -382,8 +382,8 @@ def _answers_of_cluster(
 ) -> DocumentAnswers:
     from offload_decode.prefill_jobs.on_ray.asking import Part, answer_on_ray
 
-    stores = [collection.collection.address(entry) for entry in documents]
-    remote = collection.on_other_machines(stores)
+    stores = [asked.collection.address(entry) for entry in documents]
+    remote = asked.on_other_machines(stores)
     parts = [Part(store, (question,)) for store in stores]
     results = answer_on_ray(parts, cluster, options.config, wanted.max_new_tokens, wanted.cite, remote)
     for number, result in results:

@@ -134,9 +134,9 @@ def batch(
             asked = assign(read, given, among(given))
         job = Batch(options, out, collection, max_new_tokens, batch_size, cites, progress)
         answered = read_answered(out, job.settings)
-        left = {store: [q for q in own if q.key(store) not in answered] for store, own in asked.items()}
+        left = {store: [q for q in group if q.key(store) not in answered] for store, group in asked.items()}
         job.total = sum(map(len, left.values()))
-        unasked = {store: own for store, own in left.items() if own}
+        unasked = {store: group for store, group in left.items() if group}
         if address is None:
             check_options(options, workers is None)
         if workers is not None:
@@ -233,14 +233,14 @@ class Batch:
 def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
     """Answer store by store; a store that fails does not stop the others."""
     open_engine = engine_opener(job.options)
-    for store, own in left.items():
+    for store, group in left.items():
         answered = 0
         try:
             with nullcontext(store) if job.collection is None else job.collection.held(store) as path:
                 engine = open_engine(str(path))
                 job.advance(0)
-                for start in range(0, len(own), job.size):
-                    part = own[start : start + job.size]
+                for start in range(0, len(group), job.size):
+                    part = group[start : start + job.size]
                     texts = [question.text for question in part]
                     answers = engine.answer_many(texts, job.max_new_tokens, job.size, job.cites)
                     job.write(
@@ -251,7 +251,7 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
                     )
                     answered += len(part)
         except OffloadDecodeError as error:
-            job.fail(store, len(own) - answered, error)
+            job.fail(store, len(group) - answered, error)
 
 
 def _answer_on_ray(address: str, workers: int | None, left: dict[str, list[Question]], job: Batch) -> None:
@@ -263,11 +263,11 @@ def _answer_on_ray(address: str, workers: int | None, left: dict[str, list[Quest
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
     given = [
-        (store, own[start : start + job.size])
-        for store, own in left.items()
-        for start in range(0, len(own), job.size)
+        (store, group[start : start + job.size])
+        for store, group in left.items()
+        for start in range(0, len(group), job.size)
     ]
-    parts = [Part(store, tuple(question.text for question in own)) for store, own in given]
+    parts = [Part(store, tuple(question.text for question in group)) for store, group in given]
 
     def watch(standing: Standing) -> None:
         fetching = sum(size > 0 for _, size in standing.values())
@@ -279,14 +279,14 @@ def _answer_on_ray(address: str, workers: int | None, left: dict[str, list[Quest
     remote = None if job.collection is None else job.collection.on_other_machines(left)
     config = job.options.config
     for number, result in answer_on_ray(parts, cluster, config, job.max_new_tokens, job.cites, remote, watch):
-        store, own = given[number]
+        store, group = given[number]
         if isinstance(result, OffloadDecodeError):
-            job.fail(store, len(own), result)
+            job.fail(store, len(group), result)
         else:
             job.write(
                 [
                     job.line(store, q, a.text, a.tokens, a.finish, a.citations)
-                    for q, a in zip(own, result, strict=True)
+                    for q, a in zip(group, result, strict=True)
                 ]
             )
 

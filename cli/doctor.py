@@ -243,9 +243,9 @@ def _cache() -> str:
 
 
 def _writable(folder: Path) -> Path:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise ConfigError(f"{there} cannot be written")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        raise ConfigError(f"{existing} cannot be written")
     return folder
 
 

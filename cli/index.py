@@ -164,7 +164,7 @@ def _report_all(results: Results, recall: float, as_json: bool, quiet: bool) -> 
 
 
 def _tell(report: BuildReport, recall: float, quiet: bool) -> None:
-    output.note(f"{made(report)}{recalled(report)}", quiet)
+    output.note(summary(report), quiet)
     if report.full_scans:
         some = "every head" if report.full_scans == report.heads else output.count(report.full_scans, "head")
         output.note(
@@ -176,20 +176,14 @@ def _tell(report: BuildReport, recall: float, quiet: bool) -> None:
         output.note(f"some heads stay below the requested recall of {recall}", quiet)
 
 
-def made(report: BuildReport, verb: str = "built") -> str:
-    """Which indexes were made, as text."""
+def summary(report: BuildReport, verb: str = "built") -> str:
+    """Which indexes were made, their recall and their parameters, as text."""
     kept = f", {report.reused:,} kept" if report.reused else ""
-    return (
-        f"{report.folder}: {report.heads:,} heads ({report.built:,} {verb}{kept}), "
-        f"{output.size(report.bytes)}, in {output.duration(report.seconds)}"
-    )
-
-
-def recalled(report: BuildReport) -> str:
-    """Their recall and parameters, as text."""
     at = f"@{report.k}" if report.k else ""
     tuned = "; ".join(f"{name} {_span(value)}" for name, value in report.parameters.items())
     return (
+        f"{report.folder}: {report.heads:,} heads ({report.built:,} {verb}{kept}), "
+        f"{output.size(report.bytes)}, in {output.duration(report.seconds)}"
         f"; recall{at} {report.recall:.3f} on average, {report.lowest_recall:.3f} for the worst head"
         f"{f'; {tuned}' if tuned else ''}"
     )

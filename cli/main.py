@@ -120,8 +120,8 @@ def main() -> None:
 
 
 def _leave_garbage() -> None:
-    """Skip the last garbage collection, which takes half a second with torch loaded. Triton needs it: without,
-    it prints a page on stderr about leftovers.
+    """Skip the last garbage collection, which takes half a second with torch loaded; but not with Triton,
+    which would print a page on stderr about leftovers.
     """
     if "triton" not in sys.modules:
         gc.freeze()

@@ -203,12 +203,12 @@ def _needs(plans: dict[str, Plan]) -> str:
     for job, shown in plans.items():
         parts = shown.asking if job == "ask" else shown.prefilling
         for place in Medium:
-            there = shown.machine.size(place)
-            own = [part for part in parts if part.place is place]
-            rows += [(f"{job}: {part.name}", _PLACES[place], output.size(part.bytes), "") for part in own]
+            available = shown.machine.size(place)
+            needed = [part for part in parts if part.place is place]
+            rows += [(f"{job}: {part.name}", _PLACES[place], output.size(part.bytes), "") for part in needed]
             if need := shown.need(place, parts):
-                verdict = "fits" if need <= there else "does not fit"
-                rows.append((f"{job}: {verdict}", _PLACES[place], output.size(need), output.size(there)))
+                verdict = "fits" if need <= available else "does not fit"
+                rows.append((f"{job}: {verdict}", _PLACES[place], output.size(need), output.size(available)))
     return output.table(rows)
 
 
@@ -245,8 +245,8 @@ def _prefill_verdict(planned: Plan, what: str) -> str:
     if fits is None:
         return f"{what} cannot be prefilled here: do that on a larger machine, and bring the store."
     few = fits.request.weights in ("int8", "int4") and not fits.request.streamed
-    own = {"streamed": fits.request.streamed} | ({"weights": fits.request.weights} if few else {})
-    settings = described(own | changes(planned.request, fits.request))
+    chosen = {"streamed": fits.request.streamed} | ({"weights": fits.request.weights} if few else {})
+    settings = described(chosen | changes(planned.request, fits.request))
     also = ""
     if few:
         whole = replace(fits.request, weights="auto")
@@ -269,8 +269,8 @@ def _paging(planned: Plan) -> list[str]:
         f"{output.size(planned.spare_ram)} of memory that are left: each token reads up to "
         f"{output.size(planned.from_disk)} from the disk."
     ]
-    if held := nearest(planned, in_memory=True):
-        lines.append(f"They would stay in memory with {described(changes(planned.request, held.request))}")
+    if smaller := nearest(planned, in_memory=True):
+        lines.append(f"They would stay in memory with {described(changes(planned.request, smaller.request))}")
     return lines
 
 

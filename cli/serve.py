@@ -192,6 +192,6 @@ def _access(keys: list[str], file: Path | None, origins: list[str], host: str, l
 
     if any(not key.strip() for key in keys):
         raise ConfigError("an empty key admits everybody: give one, or leave --api-key out")
-    held = (*(key.strip() for key in keys), *(() if file is None else read_keys(file)))
-    hosts = LOOPBACK | {host} if loopback and not held else frozenset()
-    return Access(held, tuple(origin.rstrip("/") for origin in origins), hosts)
+    accepted = (*(key.strip() for key in keys), *(() if file is None else read_keys(file)))
+    hosts = LOOPBACK | {host} if loopback and not accepted else frozenset()
+    return Access(accepted, tuple(origin.rstrip("/") for origin in origins), hosts)

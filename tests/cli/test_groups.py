@@ -1,4 +1,4 @@
-"""A group's options are the command's own: shown, parsed and refused like any other."""
+"""Groups of options belong to the command: they are shown, parsed and refused like any other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from offload_decode.cli.options import From, with_groups
+from offload_decode.cli.options import EVERYDAY, MODEL, OUTPUT, RETRIEVAL, From, with_groups
+from tests.cli.conftest import run
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,16 @@ def test_the_options_of_a_group_are_checked_and_stand_where_the_group_does(app):
     assert "Paint a fence." in shown
     assert "What it is painted with." in shown
     assert shown.index("--coats") < shown.index("--times")
+
+
+@pytest.mark.parametrize("command", ["ask", "chat", "batch"])
+def test_help_lists_options_by_panel(command):
+    shown = run(command, "--help").out
+    panels = ["Arguments", EVERYDAY, RETRIEVAL, MODEL, OUTPUT]
+    places = [shown.index(f"\n{panel}:\n") for panel in panels]
+    assert places == sorted(places)
+    assert "\nOptions:\n" not in shown
+    options = {"--max-new-tokens": EVERYDAY, "--selector": RETRIEVAL, "--device D": MODEL, "--help": OUTPUT}
+    for option, panel in options.items():
+        found = [title for title, place in zip(panels, places, strict=True) if place < shown.index(option)]
+        assert found[-1] == panel, option

@@ -40,7 +40,8 @@ def test_answers_go_to_a_regular_file(store: Path, questions: Path, tmp_path: Pa
     else:
         out = Path("/dev/null")
     told = _batch(store, questions, out)
-    assert ("is a folder" if kind == "folder" else "is not a regular file") in told
+    expected = f"{out} is a folder: give --out a file in it" if kind == "folder" else "is not a regular file"
+    assert expected in told
 
 
 def test_answers_that_cannot_be_written_are_refused_before_the_work(
