@@ -19,9 +19,9 @@ QUESTION = "What is the special magic number for brisk-lantern mentioned in the 
 
 def main(store: str, selector: str, *options: str) -> None:
     began = time.perf_counter()
-    from offload_decode.common.fast_import import import_lean
+    from offload_decode.common.fast_import import skip_slow_imports
 
-    import_lean()  # as the commands do
+    skip_slow_imports()  # as the commands do
     from offload_decode.common.rows.scan import ordered
     from offload_decode.config import split_pairs
     from offload_decode.engine.engine import Engine

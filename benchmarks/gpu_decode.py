@@ -39,7 +39,7 @@ from benchmarks.gpu_prefill import EIGHT_BILLION, TINY
 from benchmarks.timing import timed
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.hf.cuda_graphs import WORTH, CapturedForward, report
+from offload_decode.hf.cuda_graphs import WORTH, GraphForward, report
 from offload_decode.models.fingerprints import weights_hash
 from offload_decode.models.loading import LoadedModel, wrap
 from offload_decode.models.made_with import made_with
@@ -219,7 +219,7 @@ def main() -> int:
         for name, (attend, cache) in ways.items():
             engine = Engine.open(store, loaded, options=options, attend=attend, device_cache=cache)
             if name == PLAIN:
-                forward: CapturedForward = loaded.model.base_model.forward
+                forward: GraphForward = loaded.model.base_model.forward
                 forward.refused = "the plain passes are timed"
             found[name] = decoded(engine, asked, given.decode)
             found[name]["graphs"] = report(loaded.model.base_model)

@@ -35,7 +35,7 @@ import offload_decode.cli.main
 from offload_decode.cli.limits import asking, check_store
 if sys.argv[2] == "lean":
     gc.set_threshold(*offload_decode.cli.main.COLLECT)
-    offload_decode.cli.main.import_lean()
+    offload_decode.cli.main.skip_slow_imports()
 mark("command line")
 import torch
 mark("torch")

@@ -65,11 +65,11 @@ def append(
     rules = rules_of(glob, exclude, follow_links, [corpus])
     check_corpus(corpus)
 
-    from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.cli.bus_error import exit_on_bus_error
     from offload_decode.prefill_jobs.append import append as run
     from offload_decode.prefill_jobs.append import method_of, opened
 
-    end_with_a_sentence()
+    exit_on_bus_error()
     earlier = opened(store)
     manifest = earlier.manifest
     chunk = method_of(earlier).options.chunk

@@ -29,6 +29,6 @@ class _Announcer(event.Listener):
 
 
 @cache
-def tell_of_compiling() -> None:
+def announce_compiling() -> None:
     """From here on, print a line on stderr when loops are compiled."""
     event.register("numba:compile", _Announcer())  # type: ignore[no-untyped-call]

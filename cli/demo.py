@@ -76,11 +76,11 @@ def demo(
     say: Say = (lambda text: None) if as_json else output.answer
     say("Five facts are hidden in the Python documentation. Can they be found again from disk?")
 
-    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.evals.demo import hide_facts
     from offload_decode.models.loading import load
 
-    tell_of_compiling()
+    announce_compiling()
     loaded = load(model, device)
     hidden = hide_facts(loaded.tokenizer, count)
     folder = out or Path(mkdtemp(prefix="offload-decode-demo-"))

@@ -325,14 +325,14 @@ def _gpu() -> str:
 @_check("self-test", needed=True)
 def _self_test() -> str:
     """Prefill a text with a fact in it, index it, and ask for the fact."""
-    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.engine.engine import Engine
     from offload_decode.models.loading import load
     from offload_decode.prefill_jobs.corpus import TextDocument
     from offload_decode.prefill_jobs.indexing import build_indexes
     from offload_decode.prefill_jobs.job import prefill_texts
 
-    tell_of_compiling()
+    announce_compiling()
     loaded = load("demo", "cpu")
     began = time.monotonic()
     filler = " ".join(f"Line {n} says nothing of interest." for n in range(40))

@@ -73,15 +73,15 @@ def index(
 
     If one of several stores fails, the others continue and it is named at the end.
     """
-    from offload_decode.cli.compiling import tell_of_compiling
-    from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.cli.bus_error import exit_on_bus_error
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.prefill_jobs.indexing import build_indexes, check_target
 
     check_workers(workers, worker_count, no_sync)
     check_target(recall, k)
     given, several = _of_collections(stores)
-    tell_of_compiling()
-    end_with_a_sentence()
+    announce_compiling()
+    exit_on_bus_error()
 
     if workers is not None:
         from offload_decode.planning.caps import Caps

@@ -132,16 +132,16 @@ def check_store(
     """Open a store if it can be asked, with what admits its questions (`Conversation.admit`). `before`: bytes
     that the process used before it loaded a model, where it has loaded one already.
     """
-    from offload_decode.cli.compiling import tell_of_compiling
-    from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.cli.bus_error import exit_on_bus_error
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.common.memory import own_memory
     from offload_decode.kv.indexes import default_kind
     from offload_decode.models.size_estimate import outline
     from offload_decode.planning.caps import admit_question, check_ask, planned_ask
     from offload_decode.store.reader import KVStore
 
-    tell_of_compiling()
-    end_with_a_sentence()
+    announce_compiling()
+    exit_on_bus_error()
     opened = KVStore.open(store)
     estimate = outline(opened.manifest.model_id if config.model is None else config.model)
     given = estimate, opened.manifest, config, caps, own_memory() if before is None else before
@@ -163,12 +163,12 @@ def admit_prefill(
     """Refuse a model that cannot prefill within the limits: `DoesNotFit`, `ConfigError` or `ModelError`."""
     caps = caps_of(gpu_memory, ram)
 
-    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.common.memory import own_memory
     from offload_decode.models.size_estimate import outline
     from offload_decode.planning.caps import apply_caps, check_prefill
 
-    tell_of_compiling()
+    announce_compiling()
     estimate = outline(model)
     for sentence in check_prefill(estimate, chunk, dtype, device, caps, own_memory(), weights):
         output.note(sentence)

@@ -33,7 +33,7 @@ from offload_decode.cli import (
 )
 from offload_decode.cli.errors import guard
 from offload_decode.cli.options import PanelledCommand
-from offload_decode.common.fast_import import import_lean
+from offload_decode.common.fast_import import skip_slow_imports
 
 COLLECT = 50_000, 20, 20
 """Thresholds of the garbage collector: imports make a million objects, none of them garbage."""
@@ -114,7 +114,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer must not fail on a terminal's encoding
     gc.set_threshold(*COLLECT)
-    import_lean()
+    skip_slow_imports()
     atexit.register(_leave_garbage)
     app()
 

@@ -123,8 +123,8 @@ def serve(
     access = _access(api_key or [], api_key_file, cors or [], host, is_loopback(host))
     bound = bind(host, port)
 
-    from offload_decode.cli.compiling import tell_of_compiling
-    from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.cli.bus_error import exit_on_bus_error
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.planning.caps import apply_caps
     from offload_decode.server import metrics
     from offload_decode.server.catalog import Catalog
@@ -155,8 +155,8 @@ def serve(
             listen(create_front(running, access, settings.max_body), bound, GRACE_S)
         return
     apply_caps(options.caps, options.config.device)
-    tell_of_compiling()
-    end_with_a_sentence()
+    announce_compiling()
+    exit_on_bus_error()
     service = Service(Catalog([Path(place) for place in places], options.config.model), settings)
     names = [entry.name for entry in service.catalog.entries()]
     output.note(f"serving {', '.join(names) or 'nothing yet: publish a store'}")

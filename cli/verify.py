@@ -97,7 +97,7 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
     """What is whole, what is wrong and what is unfinished; the indexes are checked only if the store is
     whole.
     """
-    from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.cli.bus_error import exit_on_bus_error
     from offload_decode.common.errors import VectorIndexError
     from offload_decode.kv import indexes
     from offload_decode.store.reader import KVStore, verify_store
@@ -109,7 +109,7 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
         verify_store(path, lambda done, total: progress("verify", done, total))
     except OffloadDecodeError as error:
         return checked, [sentence(error)], unfinished
-    end_with_a_sentence()
+    exit_on_bus_error()
     store = KVStore.open(path)
     checked.append(output.size(sum(store.cost().values())))
     for kind in indexes.saved_kinds(store):

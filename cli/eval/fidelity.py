@@ -95,8 +95,8 @@ def fidelity(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
-    from offload_decode.cli.compiling import tell_of_compiling
-    from offload_decode.cli.faults import end_with_a_sentence
+    from offload_decode.cli.bus_error import exit_on_bus_error
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.common import files
     from offload_decode.engine.engine import Engine
     from offload_decode.evals.extra import PICTURES, require
@@ -106,8 +106,8 @@ def fidelity(
 
     require(*PICTURES)
     plan = FidelityPlan(_contenders(selector or []), amounts, questions, tokens, common)
-    tell_of_compiling()
-    end_with_a_sentence()
+    announce_compiling()
+    exit_on_bus_error()
     opened = KVStore.open(store)
     check(opened, plan)
     loaded = Engine.open(opened, model, selector="dense", device=device).loaded

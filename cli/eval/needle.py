@@ -73,7 +73,7 @@ def needle(
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already: choose another --out, or remove it first")
 
-    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.common import files
     from offload_decode.evals.extra import PICTURES, STATISTICS, require
     from offload_decode.evals.needle_grid import GridPlan, measure
@@ -83,7 +83,7 @@ def needle(
     from offload_decode.selectors.budgets import Budget
 
     require(*PICTURES, *STATISTICS)
-    tell_of_compiling()
+    announce_compiling()
     haystack = read_haystack(text)
     chosen = checked_selector(selector, options)
     loaded = load(model, device)

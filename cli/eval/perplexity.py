@@ -1,4 +1,4 @@
-"""`offload-decode eval perplexity`: how well a text's continuation is foretold from its stored beginning."""
+"""`offload-decode eval perplexity`: how well a text's continuation is predicted from its stored beginning."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def perplexity(
         typer.Option(
             "--lengths",
             metavar="N,…",
-            help="Stored tokens before what is foretold; with --sliding the one length of the text.",
+            help="Stored tokens before what is predicted; with --sliding the one length of the text.",
         ),
     ] = "8K",
     places: Annotated[
@@ -63,7 +63,7 @@ def perplexity(
         typer.Option(
             "--chunk",
             metavar="N",
-            help="Tokens that are foretold behind a store. They attend to each other whole: keep them few.",
+            help="Tokens that are predicted behind a store. They attend to each other whole: keep them few.",
             min=2,
         ),
     ] = 256,
@@ -73,7 +73,7 @@ def perplexity(
         typer.Option(
             "--windows",
             metavar="N,…",
-            help="Baselines: the bare model, which reads so many tokens before those that are foretold and "
+            help="Baselines: the bare model, which reads so many tokens before those that are predicted and "
             "knows of nothing else.",
         ),
     ] = "512",
@@ -92,13 +92,13 @@ def perplexity(
 ) -> None:
     """Measure perplexity by selector and budget.
 
-    The beginning of a text is stored. The tokens that follow are run behind it, and each is foretold from all
-    before it: with dense attention to the store, and with every selector at every budget.
+    The beginning of a text is stored. The tokens that follow are run behind it, and each is predicted from
+    all before it: with dense attention to the store, and with every selector at every budget.
 
     The table shows the negative log-likelihood (NLL) of a token in nats and the perplexity, and how much more
     NLL that is than with dense attention, with a 95 % interval over blocks of 32 tokens.
     """
-    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.common.errors import ConfigError
     from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.perplexity import Perplexity, PerplexityPlan
@@ -110,7 +110,7 @@ def perplexity(
     if sliding and len(counts) > 1:
         raise ConfigError("with --sliding, --lengths is one number, the length of the whole text")
     require(*STATISTICS)
-    tell_of_compiling()
+    announce_compiling()
     settings = prefill_settings(prefill)
     haystack = read_haystack(text)
     plan = PerplexityPlan(

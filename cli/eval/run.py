@@ -254,14 +254,14 @@ def measured(
     """The results of asking every question of the tasks. A task that cannot be asked is left out, unless the
     tasks were `named` by the user.
     """
-    from offload_decode.cli.compiling import tell_of_compiling
+    from offload_decode.cli.compiling import announce_compiling
     from offload_decode.evals.answering import AnswerPlan
     from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
 
     require(*STATISTICS)
-    tell_of_compiling()
+    announce_compiling()
     counts = tuple(dict.fromkeys(map(token_count, lengths.split(","))))
     settings = prefill_settings(how.prefill)
     haystack = read_haystack(text)

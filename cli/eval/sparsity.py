@@ -55,7 +55,7 @@ def sparsity(
 
     Then every question is answered by topk with each of the budgets. The fewest tokens with which, and with
     all larger budgets, an answer scores no less than the dense one are what the question needs; and the last
-    table shows how well entropy foretells that (Spearman's rank correlation), beside the length alone.
+    table shows how well entropy predicts that (Spearman's rank correlation), beside the length alone.
     """
     from offload_decode.evals import tasks as known
     from offload_decode.evals.sparsity import Sparsity
@@ -107,7 +107,7 @@ def _needed(asked: Sequence[Question]) -> list[str]:
 
 
 def _foretold(found: Sequence[Prediction]) -> list[list[str]]:
-    rows = [["foretells the tokens needed", "over", "rank correlation", "interval", "Pearson (logs)"]]
+    rows = [["predicts the tokens needed", "over", "rank correlation", "interval", "Pearson (logs)"]]
     for line in found:
         interval = "-" if line.rank.low is None else f"{line.rank.low:+.2f} to {line.rank.high:+.2f}"
         over = f"{line.count} {line.over}"

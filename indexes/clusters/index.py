@@ -1,7 +1,7 @@
 """The default kind: a compressed scan, pruned by clusters.
 
 Keys lie in cells of about 256, cell by cell, each as what is left of it beside the cell's mean, in 4 bits a
-channel. A query foretells the score that its best keys reach, scans the cells that may hold one of them, and
+channel. A query predicts the score that its best keys reach, scans the cells that may hold one of them, and
 scores a quarter more than it was asked for exactly, from the keys themselves. At D = 128 that is 72 bytes a
 key beyond the store.
 """
@@ -41,7 +41,7 @@ from offload_decode.indexes.clusters.search import (
     Best,
     Heads,
     candidates_for,
-    foretold,
+    predicted,
     search_layer,
 )
 from offload_decode.indexes.flat import NOT_FINITE, FlatIndex, joined_hits
@@ -86,7 +86,7 @@ class ClusteredIndex(ApproximateIndex):
             return super().search_bytes(n, k, heads, rows)
         # A score and an id for each candidate, of which there is room for twice as many, and a thread's to
         # sort; for each cell two floats and a flag, of four rows at least, and what a thread counts there;
-        # half of the floats again where threads share what is foretold.
+        # half of the floats again where threads share what is predicted.
         cells = -(-n // KEYS_PER_CELL)
         own = min(_rows_of_a_task(k), rows)
         of_rows = own * (16 * candidates_for(k) + cells) + 12 * cells * (own + -own % QUERIES)
@@ -223,7 +223,7 @@ class _Searchable:
 
 def _sparse(n: int, k: int) -> bool:
     """Whether fewer than n keys are scored exactly for the k best. So long cells are looked at: even where
-    none can be left out, a floor that is foretold keeps most keys out of the candidates.
+    none can be left out, a floor that is predicted keeps most keys out of the candidates.
     """
     return candidates_for(k) < n
 
@@ -272,7 +272,7 @@ def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviati
     parts = max(1, min(pool.THREADS // tasks, int(together.sizes[:, 0].min()) // _CELLS_OF_A_PART))
     best = _in_parts(together, queries, k, per_task, parts)
     if parts > 1 and (best.seen.sum(axis=0) < candidates_for(k)).any():
-        # What was foretold is not there: a floor is looked for in all of a head's cells.
+        # What was predicted is not there: a floor is looked for in all of a head's cells.
         best = _in_parts(together, queries, k, per_task, 1)
     hits = joined_hits(best.ids, best.scores, np.minimum(best.seen, k))
     if not np.isfinite(hits.scores).all():
@@ -287,7 +287,7 @@ def _in_parts(heads: Heads, queries: Float32, k: int, per_task: int, parts: int)
     ids, scores = np.full((*shape, k), -1, np.int64), np.full((*shape, k), np.nan, np.float32)
     best = Best(ids, scores, np.zeros(shape, np.int64))
     threads = min(pool.THREADS, parts * count * -(-rows // per_task))
-    told = foretold(heads, queries, k, threads) if parts > 1 else NOTHING
+    told = predicted(heads, queries, k, threads) if parts > 1 else NOTHING
 
     def search(first: int) -> None:
         search_layer(heads, queries, k, Share(per_task, first, threads), told, best)

@@ -1,10 +1,10 @@
-"""Compiled search of one head's cells: floors that are foretold, a scan of the cells that come near them,
-exact scores of what it finds.
+"""Compiled search of one head's cells: thresholds predicted, the cells that come near them scanned, what is
+found scored exactly.
 
-A row's floor is the score that about as many keys reach as are wanted, which is foretold (`indexes.pruning`),
-so that one pass is enough: over the cells whose mean q·m and so many standard deviations of their inner
-products reach the floor. A query that attends to few keys reads few cells, one that attends to many reads
-many. Where what was foretold is not there, the floor is looked for in the row's best cells.
+A query's threshold is the score that about as many keys reach as are wanted. It is predicted from the cells'
+moments, so that one pass is enough: over the cells whose mean q·m and so many standard deviations of their
+inner products reach it. A query that attends to few keys reads few cells, one that attends to many reads
+many. If the predicted threshold finds too few keys, the best cells are searched for one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from offload_decode.common.rows import threads as pool
 from offload_decode.common.rows.addresses import at
 from offload_decode.common.rows.arrays import Float32
 from offload_decode.common.rows.numbers import exponential
-from offload_decode.common.rows.scan import SINGLE, score_rows
+from offload_decode.common.rows.scan import FP32, score_rows
 from offload_decode.common.rows.top_k import keep_largest, sort
 from offload_decode.indexes.clusters.cells import Cells
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
 from offload_decode.indexes.clusters.scan import Candidates, coded, scan_asked
 
-# How many keys score above a floor, foretold from the moments of their cells.
+# How many keys score above a floor, predicted from the moments of their cells.
 #
 # A cell's keys have the mean m and, channel by channel, the variance v, so that their inner products with
 # a query q have the mean q·m and a standard deviation near sqrt(q²·v). Taken as normal, they tell how
@@ -48,8 +48,8 @@ def moments(means: Any, variances: Any, queries: Any) -> Any:
     """
     near = np.empty((len(queries), len(means)), np.float32)
     inverse = np.empty((len(queries), len(means)), np.float32)
-    score_rows(means, SINGLE, queries, near)
-    score_rows(variances, SINGLE, queries * queries, inverse)
+    score_rows(means, FP32, queries, near)
+    score_rows(variances, FP32, queries * queries, inverse)
     for r in range(len(queries)):
         for c in range(len(means)):
             inverse[r, c] = np.float32(1) / np.sqrt(max(inverse[r, c], np.float32(1e-30)))
@@ -87,8 +87,8 @@ def _tail(z: Any) -> Any:
     return (power if z > 0 else np.float32(1)) / (np.float32(1) + power)
 
 
-AIMED = 1.1  # times the keys wanted: as many are foretold above the floor, for some lie in cells left out
-FIRST = 4  # times the keys wanted, in the cells that set a floor where none could be foretold
+AIMED = 1.1  # times the keys wanted: as many are predicted above the floor, for some lie in cells left out
+FIRST = 4  # times the keys wanted, in the cells that set a floor where none could be predicted
 _BITS: Any = np.uint32  # of float32, as loops over rows take them
 
 
@@ -122,9 +122,9 @@ class HeadKeys(NamedTuple):
     layout: int
 
 
-class Foretold(NamedTuple):
-    """What is foretold of every head's R rows and C cells, see `indexes.pruning`: near and inverse float32
-    `[H, R, C]`, R a multiple of four, and floors `[H, R]`. Of no heads, where each task foretells its own.
+class Predicted(NamedTuple):
+    """What is predicted of every head's R rows and C cells, see `indexes.pruning`: near and inverse float32
+    `[H, R, C]`, R a multiple of four, and floors `[H, R]`. Of no heads, where each task predicts its own.
     """
 
     near: Float32
@@ -132,13 +132,13 @@ class Foretold(NamedTuple):
     floors: Float32
 
     @classmethod
-    def room(cls, heads: Heads, rows: int) -> Foretold:
+    def room(cls, heads: Heads, rows: int) -> Predicted:
         """Where the threads that search heads in parts write it."""
         shape = (len(heads.sizes), rows + -rows % QUERIES, int(heads.sizes[:, 0].max()))
         return cls(*(np.empty(some, np.float32) for some in (shape, shape, shape[:2])))
 
 
-NOTHING = Foretold(*(np.empty((0,) * axes, np.float32) for axes in (3, 3, 2)))
+NOTHING = Predicted(*(np.empty((0,) * axes, np.float32) for axes in (3, 3, 2)))
 
 
 class Best(NamedTuple):
@@ -152,7 +152,7 @@ class Best(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def foretell_moments(heads: Any, queries: Any, part: int, parts: int, told: Any) -> None:
+def predict_moments(heads: Any, queries: Any, part: int, parts: int, told: Any) -> None:
     """Near and inverse of a part of each head's cells."""
     dim = queries.shape[2]
     for head in range(len(queries)):
@@ -163,7 +163,7 @@ def foretell_moments(heads: Any, queries: Any, part: int, parts: int, told: Any)
 
 
 @njit(nogil=True, cache=True)
-def foretell_floors(heads: Any, queries: Any, k: int, part: int, parts: int, told: Any) -> None:
+def predict_thresholds(heads: Any, queries: Any, k: int, part: int, parts: int, told: Any) -> None:
     """The floors of a part of all rows."""
     rows, dim = queries.shape[1:]
     for task in range(part, len(queries) * rows, parts):
@@ -176,7 +176,7 @@ def foretell_floors(heads: Any, queries: Any, k: int, part: int, parts: int, tol
 @njit(nogil=True, cache=True)
 def search_layer(heads: Any, queries: Any, k: int, share: Any, told: Any, best: Any) -> None:
     """A share of the tasks: the k best keys of every head for its `queries [H, R, D]`, to `best`, whose first
-    dimension is the parts that a head's cells are searched in. What is foretold is told where they are many.
+    dimension is the parts that a head's cells are searched in. What is predicted is told where they are many.
     """
     rows, dim = queries.shape[1:]
     parts, tasks = len(best.ids), -(-rows // share.rows)
@@ -251,7 +251,7 @@ def search_rows(
     found: Any,
 ) -> None:
     """The k best of the keys for each of `queries [R, D]`, by descending score. Of several parts, those of
-    the part's own cells above what is foretold for all.
+    the part's own cells above what is predicted for all.
     """
     rows, dim = queries.shape
     counts = cells.counts
@@ -275,7 +275,7 @@ def search_rows(
     scan_asked(cells, keys, queries, words, near, floors, asked, listed, candidates)
 
     again = candidates.seen < wanted
-    if parts == 1 and again.any():  # what was foretold is not there: a floor is found among the best cells
+    if parts == 1 and again.any():  # what was predicted is not there: a floor is found among the best cells
         for r in range(rows):
             asked[r] = False
             if again[r]:
@@ -329,11 +329,11 @@ def _bound_of_first(upper: Any, counts: Any, keys: int) -> Any:
 # The moments and floors of heads that several threads predict together.
 
 
-def foretold(heads: Heads, queries: Float32, k: int, threads: int) -> Foretold:
-    """What is foretold of the heads for `queries [H, R, D]`, by so many threads: it would take each as long
+def predicted(heads: Heads, queries: Float32, k: int, threads: int) -> Predicted:
+    """What is predicted of the heads for `queries [H, R, D]`, by so many threads: it would take each as long
     as it takes one.
     """
-    told = Foretold.room(heads, queries.shape[1])
-    pool.run(lambda part: foretell_moments(heads, queries, part, threads, told), range(threads))
-    pool.run(lambda part: foretell_floors(heads, queries, k, part, threads, told), range(threads))
+    told = Predicted.room(heads, queries.shape[1])
+    pool.run(lambda part: predict_moments(heads, queries, part, threads, told), range(threads))
+    pool.run(lambda part: predict_thresholds(heads, queries, k, part, threads, told), range(threads))
     return told

@@ -22,13 +22,13 @@ from offload_decode.common.rows import threads as pool
 from offload_decode.common.rows.addresses import Share
 from offload_decode.common.rows.loops import prefetch_row
 from offload_decode.common.rows.scan import (
-    BRAIN,
-    BYTES,
-    HALF,
+    BF16,
+    FP16,
+    FP32,
+    INT8,
     LANES,
     QUERIES,
     ROWS,
-    SINGLE,
     SUMS,
     candidate,
     ordered,
@@ -284,7 +284,7 @@ def _add_four(weights: Any, rows: Any, out: Any) -> None:
 
 Array = npt.NDArray[Any]
 
-_LAYOUTS = {torch.float16: HALF, torch.bfloat16: BRAIN, torch.float32: SINGLE, torch.int8: BYTES}
+_LAYOUTS = {torch.float16: FP16, torch.bfloat16: BF16, torch.float32: FP32, torch.int8: INT8}
 
 
 def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:

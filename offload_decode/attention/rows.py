@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload_decode.common.rows import encodings, threads
 from offload_decode.common.rows.addresses import at
-from offload_decode.common.rows.scan import BYTES, NIBBLES, bits, layout, widen_rows
+from offload_decode.common.rows.scan import INT4, INT8, bits, layout, widen_rows
 
 
 class Rows:
@@ -36,7 +36,7 @@ class Rows:
         self.layout = layout(array)
         self.bits = bits(array)
         self.row_bytes: int = self.bits.itemsize * self.bits.shape[1]
-        self.encoded = self.layout in (BYTES, NIBBLES)
+        self.encoded = self.layout in (INT8, INT4)
         self.raw = tensor_view(self.bits if self.encoded else array)
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class Rows:
             return raw
         scale = raw[..., : encodings.SCALE_BYTES].clone(memory_format=torch.contiguous_format)
         codes = raw[..., encodings.SCALE_BYTES :]
-        if self.layout == BYTES:
+        if self.layout == INT8:
             return codes.view(torch.int8).float() * scale.view(torch.float32)
         halves = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
         return (halves.float() - 8) * scale.view(torch.float32)

@@ -27,7 +27,7 @@ _DYNAMO = "torch._dynamo"
 _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
-def import_lean() -> None:
+def skip_slow_imports() -> None:
     """From here on this process imports transformers lean; without effect where it is imported already."""
     if not {"transformers", *_KNOWN} & sys.modules.keys():
         sys.meta_path.insert(0, _Finder())

@@ -20,7 +20,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import Watch, cite
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.step import StoredPrefix
-from offload_decode.hf.packed_batch import Block, JointCache, Segment
+from offload_decode.hf.packed_batch import Block, PackedCache, Segment
 from offload_decode.models.loading import run_in_passes
 from offload_decode.models.processors import Processors
 from offload_decode.types import Answer, CitedDocument, StepStats
@@ -156,7 +156,7 @@ def _run_pass(parts: list[_Part]) -> None:
         prefix = _shared(own)
         blocks.append(Block(prefix, sum(len(part.ids) for part in own)))
         sharing.append((prefix, own))
-    cache = JointCache([Segment(part.run.conversation.cache, len(part.ids)) for part in parts], blocks)
+    cache = PackedCache([Segment(part.run.conversation.cache, len(part.ids)) for part in parts], blocks)
     ids = torch.tensor([[token for part in parts for token in part.ids]])
     rows, start = [], 0
     for part in parts:

@@ -14,7 +14,7 @@ from offload_decode.attention.pages_reference import count_tokens
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.state import merge_states
 from offload_decode.engine.citations import Watch, last_rows
-from offload_decode.kv.generated import TailKV
+from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV, attend_selected, on_host
 from offload_decode.selectors import unselected as tails
 from offload_decode.selectors.base import Selector
@@ -101,7 +101,7 @@ class StoredPrefix:
         return _by_head(AttentionState(out, lse), queries)
 
     def attend_tail(
-        self, layer: int, query: Tensor, tail: TailKV, scaling: float, softcap: float | None
+        self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
         """Attend to the pages of the conversation that the selector chooses, if it does."""
         queries = self._queries(query, scaling, softcap)

@@ -22,7 +22,7 @@ from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine, without_corpus
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack
-from offload_decode.evals.recorded_queries import Heard
+from offload_decode.evals.recorded_queries import AttentionDemand
 from offload_decode.evals.runs import Record, Results, Unit
 from offload_decode.evals.stats import Estimate, block_mean
 from offload_decode.models.loading import LoadedModel
@@ -53,7 +53,7 @@ def behind_store(loaded: LoadedModel, store: KVStore, contender: Contender, toke
     if contender.selector != DENSE:
         nll = _run(engine, tokens, lambda: None)
         return Forced(nll, _attended(engine))
-    prefix = Heard(engine.prefix)
+    prefix = AttentionDemand(engine.prefix)
     conversation = Conversation(loaded, store, prefix)
     shares: list[Tensor] = []
 
@@ -130,7 +130,7 @@ class PerplexityPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of a text, stored and foretold, at most."""
+        """Tokens of a text, stored and predicted, at most."""
         return max(self.lengths) + (0 if self.sliding else self.chunk + 1)
 
 

@@ -203,7 +203,7 @@ class LayerPass:
     tail_share: Tensor
 
 
-class Heard(StoredPrefix):
+class AttentionDemand(StoredPrefix):
     """A prefix like another, of one conversation that begins, which keeps what it is asked and answers."""
 
     def __init__(self, like: StoredPrefix):

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from offload_decode.common.errors import OffloadDecodeError
-from offload_decode.common.fast_import import import_lean
+from offload_decode.common.fast_import import skip_slow_imports
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
@@ -75,7 +75,7 @@ def reply(engine: Engine, way: str, question: str, max_new_tokens: int, begun: s
 
 def main() -> None:
     """Answer the request on standard input."""
-    import_lean()
+    skip_slow_imports()
     from offload_decode.engine.engine import Engine
     from offload_decode.models.loading import load
     from offload_decode.store.reader import KVStore

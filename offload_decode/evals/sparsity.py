@@ -26,7 +26,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.evals.answering import Answering, AnswerPlace
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Strand
-from offload_decode.evals.recorded_queries import Call, Heard
+from offload_decode.evals.recorded_queries import AttentionDemand, Call
 from offload_decode.evals.runs import Asked, Record, Results, Said, questions_and_answers
 from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
 from offload_decode.evals.tasks import Question as Asking
@@ -137,7 +137,7 @@ class Sparsity(Answering):
 
 def listen(engine: Engine, question: str, max_new_tokens: int, begun: str = "") -> list[LayerAttention]:
     """What every searched layer asks as `engine` answers greedily, as its own conversation stays as it is."""
-    prefix = Heard(engine.prefix.fresh())
+    prefix = AttentionDemand(engine.prefix.fresh())
     asked = Engine(engine.loaded, engine.store, prefix)
     logits = asked.ask(question, begun)
     answers = asked.cache.tail_length - 1
@@ -233,7 +233,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Prediction:
-    """How well a number foretells the tokens needed: rank correlation, and Pearson's with the logarithm of
+    """How well a number predicts the tokens needed: rank correlation, and Pearson's with the logarithm of
     the tokens, over `count` questions or tasks. nan: one of the two is the same throughout.
     """
 
@@ -312,7 +312,7 @@ def left_out(found: Sequence[Question]) -> list[str]:
     known = {one.needed for one in found if one.needed is not None}
     notes = []
     if len(known) == 1:
-        notes.append(f"every question that tells needs {known.pop():,} tokens: there is nothing to foretell")
+        notes.append(f"every question that tells needs {known.pop():,} tokens: there is nothing to predict")
     if unknown:
         notes.append(f"{_questions(unknown)} left out of needed tokens: the dense answer scores 0 there")
     if beyond:

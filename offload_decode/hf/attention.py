@@ -14,8 +14,8 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.attention.queries import Places
 from offload_decode.attention.state import merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache_layers import LatentLayer, PrefixLayer, TailLayer
-from offload_decode.hf.graph_cache import RecordedLayer
+from offload_decode.hf.cache_layers import GeneratedLayer, LatentLayer, PrefixLayer
+from offload_decode.hf.graph_cache import GraphLayer
 from offload_decode.hf.mla import LatentHeads, latent_of
 from offload_decode.hf.packed_batch import JointLayer
 from offload_decode.hf.running_pass import RUNNING
@@ -68,11 +68,11 @@ def prefix_attention(
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
     run = RUNNING.own
-    layer: TailLayer | JointLayer | RecordedLayer | None = run.layer_of(key)
+    layer: GeneratedLayer | JointLayer | GraphLayer | None = run.layer_of(key)
     latent = None if layer is not None else latent_of(module)
     if latent is not None:  # the keys were made of what came from the cache
         layer = run.layer_before(module.layer_idx)  # type: ignore[arg-type]
-    if isinstance(layer, RecordedLayer):
+    if isinstance(layer, GraphLayer):
         _refuse_unknown(module, others)
         return layer.attend(module, query, key, value, scaling, softcap, s_aux), None
     if layer is not None:
@@ -121,7 +121,7 @@ def _places(layer: object, mask: Tensor | None, tokens: int, keys: int) -> Place
     """
     if mask is None or max(tokens, keys) == 1 or mask.shape[2:] != (1, 1):
         return None
-    return layer.places if isinstance(layer, TailLayer) else Places()
+    return layer.places if isinstance(layer, GeneratedLayer) else Places()
 
 
 def _finished(

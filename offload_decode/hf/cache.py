@@ -13,11 +13,11 @@ from transformers.cache_utils import Cache
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache_layers import (
+    GeneratedLayer,
     KeylessLayer,
     LatentLayer,
     PrefixLayer,
     States,
-    TailLayer,
     WindowLayer,
 )
 from offload_decode.hf.compat import DTYPES
@@ -42,7 +42,7 @@ class PrefixCache(RecurrentCache):
         positions: Positions = ANYWHERE,
     ):
         super().__init__(list(layers))
-        self.tails = [layer for layer in layers if isinstance(layer, TailLayer)]
+        self.tails = [layer for layer in layers if isinstance(layer, GeneratedLayer)]
         self.windows = {layer.sliding_window for layer in self.tails if isinstance(layer, WindowLayer)}
         self.decoder = decoder
         self.dtype = dtype
@@ -112,7 +112,7 @@ class PrefixCache(RecurrentCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """`TailLayer.update`, in a pass of a model that is switched to the stored prefix."""
+        """`GeneratedLayer.update`, in a pass of a model that is switched to the stored prefix."""
         if self.begun is None:
             raise UnsupportedModel(
                 "this cache goes with a stored prefix, to which the model that uses it does not attend: "
@@ -123,14 +123,14 @@ class PrefixCache(RecurrentCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Prefix and tail together."""
         layer = self.layers[layer_idx]
-        if not isinstance(layer, TailLayer):
+        if not isinstance(layer, GeneratedLayer):
             layer = self._first_full
         return int(layer.prefix.length + layer.tail.length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of the layer; of the first full one in place of a layer without keys, as transformers takes it."""
         layer = self.layers[layer_idx]
-        return (layer if isinstance(layer, TailLayer) else self._first_full).get_mask_sizes(query_length)
+        return (layer if isinstance(layer, GeneratedLayer) else self._first_full).get_mask_sizes(query_length)
 
     def crop(self, tokens: int) -> None:
         """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
@@ -299,7 +299,7 @@ class PrefixCache(RecurrentCache):
         return int(self.tails[0].tail.length)
 
     @property
-    def _first_full(self) -> TailLayer:
+    def _first_full(self) -> GeneratedLayer:
         return next((tail for tail in self.tails if not tail.is_sliding), self.tails[0])
 
     def _keep_shown(self) -> None:

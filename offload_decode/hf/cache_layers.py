@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from offload_decode.attention.queries import Places
 from offload_decode.hf.running_pass import RUNNING
-from offload_decode.kv.generated import Prefix, TailKV
+from offload_decode.kv.generated import GeneratedKV, Prefix
 
 # The states of a recurrent layer: those of a convolution's last inputs, and those of the recurrence.
 
@@ -92,7 +92,7 @@ class _Stateful:
         return None if self.states is None else self.states.get("recurrent0")
 
 
-class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
+class GeneratedLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
     """What both kinds of layer share: a tail behind `prefix.length` tokens that are kept elsewhere."""
 
     is_compileable = False
@@ -105,7 +105,7 @@ class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
         self.index = index
         self.prefix = prefix
         self.states = states
-        self.tail = TailKV()
+        self.tail = GeneratedKV()
         self.is_initialized = True
         self.unattended = False
 
@@ -149,11 +149,11 @@ class TailLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget the tail."""
-        self.tail = TailKV()
+        self.tail = GeneratedKV()
         self.unattended = False
 
 
-class PrefixLayer(TailLayer):
+class PrefixLayer(GeneratedLayer):
     """A full-attention layer: `prefix.attend` sees to the prefix, the attention call to the tail."""
 
     def fork(self, prefix: Prefix) -> Self:
@@ -201,7 +201,7 @@ class LatentLayer(PrefixLayer):
         return copy
 
 
-class WindowLayer(TailLayer):
+class WindowLayer(GeneratedLayer):
     """A layer that attends to near tokens: seeded with the stored window, keeps the whole tail, so that
     cropping stays exact. The mask holds each row to its window, or to its chunk.
     """

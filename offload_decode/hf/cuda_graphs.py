@@ -23,10 +23,10 @@ from torch import Tensor
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.attention import prefix_attention
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import LatentLayer, TailLayer, WindowLayer
+from offload_decode.hf.cache_layers import GeneratedLayer, LatentLayer, WindowLayer
 from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, with_cache
-from offload_decode.hf.graph_cache import Asked, RecordedCache
-from offload_decode.hf.packed_batch import JointCache
+from offload_decode.hf.graph_cache import Asked, GraphCache
+from offload_decode.hf.packed_batch import PackedCache
 from offload_decode.hf.positions import depends_on_length
 from offload_decode.hf.running_pass import RUNNING
 
@@ -40,7 +40,7 @@ class _Stop(NamedTuple):
     answer: Tensor
 
 
-class CapturedPass:
+class GraphPass:
     """A decoder's pass over `ids [B, T]` as graphs. One at a time runs it: its tensors are the same ones
     every time.
     """
@@ -50,7 +50,7 @@ class CapturedPass:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._stops: list[_Stop] = []
         self._pool = pool
-        cache = RecordedCache(layers, int(positions.max()), self._stopped)
+        cache = GraphCache(layers, int(positions.max()), self._stopped)
         self._begin()
         try:
             self.output = passed(forward, self._ids, self._positions, cache)
@@ -93,7 +93,7 @@ class CapturedPass:
         self._graphs[-1].capture_begin(self._pool, capture_error_mode="thread_local")
 
 
-def passed(forward: Callable[..., Any], ids: Tensor, positions: Tensor, cache: RecordedCache) -> Any:
+def passed(forward: Callable[..., Any], ids: Tensor, positions: Tensor, cache: GraphCache) -> Any:
     """What `forward` gives for `ids [B, T]` at `positions [B or 1, T]` behind a cache that is not one."""
     # A prepared mask is handed on as it is, and no attention looks at it.
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
@@ -144,7 +144,7 @@ Shape = tuple[int, int, int]
 _PLAIN = ("input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", *CACHE_NAMES)
 
 
-class CapturedForward:
+class GraphForward:
     """Takes the place of a decoder's `forward`, which it calls for what is not captured.
 
     refused: why nothing (more) is, for people; None as long as nothing was refused.
@@ -159,7 +159,7 @@ class CapturedForward:
 
     def _begin(self) -> None:
         """Nothing is captured yet."""
-        self.passes: dict[Shape, CapturedPass] = {}
+        self.passes: dict[Shape, GraphPass] = {}
         self._came: Counter[Shape] = Counter()
         self._known: Snapshot | None = None
         # Passes may share it: what one leaves there is no other's concern.
@@ -205,10 +205,10 @@ class CapturedForward:
         finally:
             self._done = stream.record_event(self._done)
 
-    def _forward(self, *, cache: RecordedCache, **given: Any) -> Any:
+    def _forward(self, *, cache: GraphCache, **given: Any) -> Any:
         return self.__wrapped__(**given, **with_cache(self.decoder, cache))
 
-    def _pass(self, ids: Tensor, positions: Tensor) -> CapturedPass | None:
+    def _pass(self, ids: Tensor, positions: Tensor) -> GraphPass | None:
         shape = (*ids.shape, len(positions))
         if self._known is not None and not self._known.holds():
             self._begin()  # an adapter came, or weights moved: what was captured is of what was there before
@@ -236,8 +236,8 @@ class CapturedForward:
             try:
                 # Once before anything is captured, so that libraries have what they take at their first call.
                 seen = int(positions.max())
-                passed(self._forward, ids, positions, RecordedCache(layers, seen, _stand_in))
-                captured = CapturedPass(self._forward, layers, ids, positions, self._pool)
+                passed(self._forward, ids, positions, GraphCache(layers, seen, _stand_in))
+                captured = GraphPass(self._forward, layers, ids, positions, self._pool)
                 self.refused = self._difference(captured, ids, positions, layers)
             except Exception as error:  # noqa: BLE001  # whatever a model does with a cache it does not know
                 self.refused = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -248,13 +248,13 @@ class CapturedForward:
         if self.refused is not None:
             self._begin()
 
-    def _difference(self, captured: CapturedPass, ids: Tensor, positions: Tensor, layers: int) -> str | None:
+    def _difference(self, captured: GraphPass, ids: Tensor, positions: Tensor, layers: int) -> str | None:
         """Whether other tokens at other places get other states than in a plain pass: how, or None.
 
         Smaller ids and places than those that came are known to every table of a model.
         """
         others, places = ids // 2, positions // 2
-        cache = RecordedCache(layers, int(places.max()), _stand_in)
+        cache = GraphCache(layers, int(places.max()), _stand_in)
         true = passed(self._forward, others, places, cache).last_hidden_state.float()
         replayed = captured.run(others, places, _stand_in).float()
         apart = float(((true - replayed).norm(dim=-1) / true.norm(dim=-1)).max())
@@ -274,14 +274,14 @@ def capture(decoder: Any) -> None:
         return
     if any(type(module).__name__ == "Linear8bitLt" for module in decoder.modules()):
         return
-    if not isinstance(decoder.forward, CapturedForward):
-        decoder.forward = CapturedForward(decoder)
+    if not isinstance(decoder.forward, GraphForward):
+        decoder.forward = GraphForward(decoder)
 
 
 def report(decoder: Any) -> dict[str, Any] | None:
     """What is captured of a decoder on a GPU, as JSON can hold it: shapes `[rows, tokens]`; why no more."""
     forward = decoder.forward
-    if not isinstance(forward, CapturedForward):
+    if not isinstance(forward, GraphForward):
         return None
     return {
         "passes": sorted([rows, tokens] for rows, tokens, _ in forward.passes),
@@ -303,7 +303,7 @@ def _serves(config: Any, given: dict[str, Any]) -> bool:
         return False
     if not all(given[name] is None or given[name] is False for name in given.keys() - set(_PLAIN)):
         return False
-    if isinstance(cache, JointCache):
+    if isinstance(cache, PackedCache):
         return not any(layer.latent for layer in cache.tails)
     if not isinstance(cache, PrefixCache) or ids.shape[1] > 1 or cache.recurrent or cache.shown is not None:
         return False
@@ -311,11 +311,11 @@ def _serves(config: Any, given: dict[str, Any]) -> bool:
     return (mask is None or mask.ndim == 2) and all(map(_plain, cache.tails))
 
 
-def _plain(layer: TailLayer) -> bool:
+def _plain(layer: GeneratedLayer) -> bool:
     return not isinstance(layer, LatentLayer) and not (isinstance(layer, WindowLayer) and layer.chunked)
 
 
-def _answered(cache: PrefixCache | JointCache, asked: Asked) -> Tensor:
+def _answered(cache: PrefixCache | PackedCache, asked: Asked) -> Tensor:
     """What is stored and what followed it, attended to."""
     layer = cache.layers[asked.layer]
     keys, values = cache.update(asked.key, asked.value, asked.layer)

@@ -33,16 +33,16 @@ Answers = Callable[[Asked], Tensor]
 """Who answers: `[B, T, H, D]`."""
 
 
-class RecordedCache(Cache):  # type: ignore[misc]
+class GraphCache(Cache):  # type: ignore[misc]
     """The cache of such a pass, `seen` tokens behind which it is said to stand: it holds nothing."""
 
     def __init__(self, layers: int, seen: int, answers: Answers):
-        super().__init__(layers=[RecordedLayer(index, seen, answers) for index in range(layers)])
+        super().__init__(layers=[GraphLayer(index, seen, answers) for index in range(layers)])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """`RecordedLayer.update`."""
+        """`GraphLayer.update`."""
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -50,8 +50,8 @@ class RecordedCache(Cache):  # type: ignore[misc]
         return self.layers[layer_idx].get_seq_length()  # type: ignore[no-any-return]
 
 
-class RecordedLayer(PassLayer):
-    """One layer of a `RecordedCache`: the model's attention comes to `attend` with what `update` gave it."""
+class GraphLayer(PassLayer):
+    """One layer of a `GraphCache`: the model's attention comes to `attend` with what `update` gave it."""
 
     def __init__(self, index: int, seen: int, answers: Answers):
         self.index = index

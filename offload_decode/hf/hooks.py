@@ -22,7 +22,7 @@ from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.compat import cache_in, cache_name, in_its_name
 from offload_decode.hf.cuda_graphs import capture
 from offload_decode.hf.linear_bf16 import read_in_place
-from offload_decode.hf.packed_batch import JointCache
+from offload_decode.hf.packed_batch import PackedCache
 from offload_decode.hf.positions import UNSAID, depends_on_length, hold_rotations
 from offload_decode.hf.recurrent_steps import run_rows_apart
 from offload_decode.hf.running_pass import RUNNING, Pass
@@ -53,7 +53,7 @@ def _before(
     name = cache_name(kind)
     if (cache := given.get(name)) is None and (cache := cache_in(given)) is not None:
         given = in_its_name(decoder, given)
-    if not isinstance(cache, PrefixCache | JointCache):
+    if not isinstance(cache, PrefixCache | PackedCache):
         RUNNING.own = Pass()
         _check_kept(decoder, given)
         return None
@@ -61,7 +61,7 @@ def _before(
         cache.be(wanted)
     behind = [cache] if isinstance(cache, PrefixCache) else [held for held, _ in cache.segments]
     _check_model(decoder, given, behind)
-    if isinstance(cache, JointCache):
+    if isinstance(cache, PackedCache):
         RUNNING.own = _begin_joint(decoder, given, cache)
     else:
         RUNNING.own = _begin(decoder, given, cache)
@@ -124,11 +124,11 @@ def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         embeds = kwargs.get("inputs_embeds")
         tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
         cache.check_attended(tokens)
-    elif isinstance(cache, JointCache):
+    elif isinstance(cache, PackedCache):
         cache.check_attended()
 
 
-def _begin_joint(decoder: torch.nn.Module, given: dict[str, Any], cache: JointCache) -> Pass:
+def _begin_joint(decoder: torch.nn.Module, given: dict[str, Any], cache: PackedCache) -> Pass:
     """A packed pass: the cache knows where its tokens stand, and what each of them sees."""
     ids: Tensor | None = given.get("input_ids")
     if ids is None or ids.ndim != 2 or len(ids) != 1:

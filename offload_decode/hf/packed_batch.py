@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import KeylessLayer, LatentLayer, PassLayer, TailLayer, WindowLayer
+from offload_decode.hf.cache_layers import GeneratedLayer, KeylessLayer, LatentLayer, PassLayer, WindowLayer
 from offload_decode.hf.running_pass import RUNNING
 from offload_decode.kv.generated import Prefix
 from offload_decode.types import AttentionState
@@ -38,7 +38,7 @@ class Block(NamedTuple):
     tokens: int
 
 
-class JointCache(Cache):  # type: ignore[misc]
+class PackedCache(Cache):  # type: ignore[misc]
     """The cache of one packed pass over the caches of its conversations, which are grown by it.
 
     `blocks` are the prefixes in the order of the segments, one for each or one that several share.
@@ -134,7 +134,7 @@ class JointLayer(PassLayer):
     """One layer of all conversations of a pass."""
 
     def __init__(
-        self, index: int, tails: Sequence[TailLayer], tokens: Sequence[int], blocks: Sequence[Block]
+        self, index: int, tails: Sequence[GeneratedLayer], tokens: Sequence[int], blocks: Sequence[Block]
     ):
         self.index = index
         self.tails = tails
@@ -202,13 +202,15 @@ class JointLayer(PassLayer):
 
 def _joined(index: int, segments: Sequence[Segment], blocks: Sequence[Block]) -> JointLayer | KeylessLayer:
     layers = [own.cache.layers[index] for own in segments]
-    if not isinstance(layers[0], TailLayer):
+    if not isinstance(layers[0], GeneratedLayer):
         return KeylessLayer(index)
     stored = [] if isinstance(layers[0], WindowLayer) else blocks
     return JointLayer(index, layers, [own.tokens for own in segments], stored)
 
 
-def _attend_tail(layer: TailLayer, query: Tensor, scaling: float, softcap: float | None) -> AttentionState:
+def _attend_tail(
+    layer: GeneratedLayer, query: Tensor, scaling: float, softcap: float | None
+) -> AttentionState:
     """From the last tokens of a conversation, `query [1, H, T, D]`, to what is before them of its tail."""
     tokens = query.shape[2]
     if isinstance(layer, WindowLayer):
@@ -231,5 +233,5 @@ def _beside(states: Sequence[AttentionState]) -> AttentionState:
 
 
 @cache
-def _also(kind: type[Cache]) -> type[JointCache]:
-    return type(JointCache.__name__, (JointCache, kind), {})
+def _also(kind: type[Cache]) -> type[PackedCache]:
+    return type(PackedCache.__name__, (PackedCache, kind), {})

@@ -25,12 +25,12 @@ from offload_decode.common.errors import OffloadDecodeError, UnsupportedModel
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.compat import with_cache
 from offload_decode.hf.hooks import activate
-from offload_decode.hf.packed_batch import JointCache, Segment, logits_after
+from offload_decode.hf.packed_batch import PackedCache, Segment, logits_after
 from offload_decode.hf.positions import lengths_of
 from offload_decode.hf.shape import observed_shape, text_config
 from offload_decode.hf.tiny_model import NoTinyModel, tiny_config_of, tiny_model_of
 from offload_decode.hf.user_cache import keep, recall
-from offload_decode.kv.generated import TailKV
+from offload_decode.kv.generated import GeneratedKV
 from offload_decode.types import AttentionState, LayerKind, LayerShape, ModelShape
 
 CLOSE = 1e-4
@@ -165,7 +165,7 @@ class _HeldPrefix:
         return partial(attend_dense, query, keys, values, scaling, None, softcap)
 
     def attend_tail(
-        self, layer: int, query: Tensor, tail: TailKV, scaling: float, softcap: float | None
+        self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
     ) -> None:
         """All of the tail is attended."""
 
@@ -357,7 +357,7 @@ class Packed(Trial):
         starts = [talk.prefix_length for talk in talks]
         for number, lengths in enumerate(_PASSES):
             self.step = f"joint pass {number + 1} of several conversations"
-            cache = JointCache([Segment(*own) for own in zip(talks, lengths, strict=True)])
+            cache = PackedCache([Segment(*own) for own in zip(talks, lengths, strict=True)])
             places = list(zip(_ROWS, starts, lengths, strict=True))
             packed = [ids[row, start : start + length] for row, start, length in places]
             last = torch.tensor(lengths).cumsum(0) - 1

@@ -1,4 +1,4 @@
-"""`TailKV`: what follows the prefix, on the device; and `Prefix`: what it asks of the prefix."""
+"""`GeneratedKV`: what follows the prefix, on the device; and `Prefix`: what it asks of the prefix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def room_for(tokens: int) -> int:
     return max(64, min(2 * tokens, tokens + ROOM))
 
 
-class TailKV:
+class GeneratedKV:
     """Keys and values of the question and of generated tokens: `[B, Hkv, S, …]`, preallocated, grown by
     doubling, though never by more than `ROOM`; with bounds of their pages once somebody asks for these. A
     fork copies them as it appends, and not before.
@@ -85,9 +85,9 @@ class TailKV:
             known.append(keys[0, :, known.length :])
         return known.bounds
 
-    def fork(self) -> TailKV:
+    def fork(self) -> GeneratedKV:
         """An independent continuation."""
-        copy = TailKV()
+        copy = GeneratedKV()
         copy._keys, copy._values, copy.length = self._keys, self._values, self.length
         copy._shared = self._shared = self._keys is not None
         return copy
@@ -151,7 +151,7 @@ class Prefix(Protocol):
         ...
 
     def attend_tail(
-        self, layer: int, query: Tensor, tail: TailKV, scaling: float, softcap: float | None
+        self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
         """Attend to a part of what follows the prefix; None where all of it is to be attended."""
         ...

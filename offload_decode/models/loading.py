@@ -19,7 +19,7 @@ from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.compat import DTYPES, cache_name, check_alone, check_dtype, pick_device
 from offload_decode.hf.gate import shape_of
 from offload_decode.hf.hooks import activate
-from offload_decode.hf.packed_batch import JointCache, logits_after
+from offload_decode.hf.packed_batch import PackedCache, logits_after
 from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_parameters
 from offload_decode.hf.user_cache import remembered
 from offload_decode.hf.verify import check_equivalence, packs
@@ -118,7 +118,7 @@ class LoadedModel:
         logits: Tensor = output.logits
         return (logits if every else logits[:, -1]).float()
 
-    def forward_rows(self, tokens: Tensor, cache: JointCache, rows: Tensor) -> Tensor:
+    def forward_rows(self, tokens: Tensor, cache: PackedCache, rows: Tensor) -> Tensor:
         """Run packed `tokens [1, total]`; returns the logits `[n, V]` after those of `rows` (int64 `[n]`, in
         order) in float32. Raises `ConfigError` where weights are streamed.
         """
@@ -131,7 +131,7 @@ class LoadedModel:
     def encode(
         self,
         tokens: Tensor,
-        cache: PrefixCache | JointCache,
+        cache: PrefixCache | PackedCache,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
@@ -148,7 +148,7 @@ class LoadedModel:
         self,
         module: Any,
         tokens: Tensor,
-        cache: PrefixCache | JointCache,
+        cache: PrefixCache | PackedCache,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         **more: Any,

@@ -10,7 +10,7 @@ from typing import ClassVar, Generic, Self, TypeVar
 
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
-from offload_decode.kv.generated import TailKV
+from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.budgets import PASS_TOKENS, Budgets
 from offload_decode.types import ModelShape, PageSelection, Selection
@@ -76,7 +76,7 @@ class Selector(ABC):
         """Tokens of a conversation up to which `select_tail` takes all of it."""
         return math.inf
 
-    def select_tail(self, layer: int, queries: Queries, tail: TailKV) -> PageSelection | None:
+    def select_tail(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
         """Pages of the conversation itself for the rows of `queries`; None, as here, is all of it."""
         return None
 

@@ -16,7 +16,7 @@ from offload_decode.attention.pages import page_scores, top_pages
 from offload_decode.attention.pages_reference import PageBounds, places
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
-from offload_decode.kv.generated import TailKV
+from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.kv.page_bounds import stored_bounds
 from offload_decode.selectors.base import Selector, SelectorOptions
@@ -71,7 +71,7 @@ class Quest(Selector):
         """The best pages of each list, with room for `k` tokens."""
         return self.best_pages(self.bounds(layer), self.host.length, self.lists(queries), k)
 
-    def select_tail(self, layer: int, queries: Queries, tail: TailKV) -> PageSelection | None:
+    def select_tail(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
         """Pages of the conversation, once it is so long that choosing among them pays: a step's cost stays
         bounded however much is written. Their bounds grow with it. Its last page is the one being filled,
         full or not, for the query's own token is there. Attended whole are several conversations at once, a

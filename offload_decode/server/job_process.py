@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from offload_decode.common.errors import CorpusError, OffloadDecodeError
-from offload_decode.common.fast_import import import_lean
+from offload_decode.common.fast_import import skip_slow_imports
 from offload_decode.common.memory import OUT_OF_MEMORY, is_out_of_memory
 from offload_decode.server.job_files import Job, Work, read
 
@@ -35,7 +35,7 @@ def main() -> None:
     """Run the job in the folder that is named."""
     folder, device = Path(sys.argv[1]), sys.argv[2]
     os.nice(NICE)
-    import_lean()
+    skip_slow_imports()
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no message
     allowed = threading.Event()

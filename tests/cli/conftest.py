@@ -21,7 +21,7 @@ from tests.tiny import text_model, tiny_tokenizer
 typer.testing._get_command = cache(typer.main.get_command)
 
 # Which command of this process first compiles a loop is chance: test_compiling uses its own process.
-compiling.tell_of_compiling = lambda: None
+compiling.announce_compiling = lambda: None
 
 PROGRAM = (sys.executable, "-c", "from offload_decode.cli.main import main; main()")
 """The command line in a process of its own; arguments follow."""

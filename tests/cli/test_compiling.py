@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-from offload_decode.cli.compiling import tell_of_compiling
-tell_of_compiling()
-tell_of_compiling()
+from offload_decode.cli.compiling import announce_compiling
+announce_compiling()
+announce_compiling()
 import numpy as np
 from numba import njit
 njit(lambda: 1)()  # not one of ours

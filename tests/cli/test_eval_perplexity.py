@@ -81,7 +81,7 @@ def test_a_text_that_is_too_short_is_refused(home: Path, text: Path, tmp_path: P
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_sparsity_prints_tasks_layers_and_what_foretells(
+def test_sparsity_prints_tasks_layers_and_predictors(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reply, listen = answering.reply, sparsity.listen
@@ -98,23 +98,23 @@ def test_sparsity_prints_tasks_layers_and_what_foretells(
     out = tmp_path / "run.jsonl"
     ran = run("eval", "sparsity", "--model", home / "model", *ask, "--out", out)
     assert ran.code == 0, ran.err
-    tasks, layers, foretold = ran.out.split("\n\n")
+    tasks, layers, predicted = ran.out.split("\n\n")
     assert tasks.splitlines()[1].startswith("plain-fact")
     assert [line.split()[0] for line in layers.splitlines()] == ["layer", "0", "1", "2"]
-    assert foretold.startswith("foretells the tokens needed")
+    assert predicted.startswith("predicts the tokens needed")
     # A tiny random model is right about nothing, and that is said.
-    assert "1 question left out of needed tokens: the dense answer scores 0 there" in foretold
+    assert "1 question left out of needed tokens: the dense answer scores 0 there" in predicted
     assert read(out).header.configuration["contenders"] == ["dense", "topk:budget=8", "topk:budget=64"]
     shown = json.loads(run("eval", "sparsity", "--model", home / "model", *ask, "--out", out, "--json").out)
     assert len([record for record in shown["records"] if record["record"] == "sparsity"]) == 6
 
 
-def test_needs_that_are_all_alike_are_told_to_foretell_nothing() -> None:
+def test_equal_needs_predict_nothing() -> None:
     about = Asked("unit", 0, "task", 100, 0, None, "Which?", ["this"], 0.0, 100)
     few, many, lost = (
         Question(about, score, needed, False, {}) for score, needed in [(1, 4), (1, 64), (0, None)]
     )
     alike = left_out([few, few, lost])
-    assert alike[0] == "every question that tells needs 4 tokens: there is nothing to foretell"
+    assert alike[0] == "every question that tells needs 4 tokens: there is nothing to predict"
     assert alike[1].startswith("1 question left out")
     assert left_out([few, many]) == []

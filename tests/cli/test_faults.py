@@ -14,8 +14,8 @@ import pytest
 def test_a_file_that_shrinks_while_it_is_read_is_a_sentence(where):
     program = f"""
         import mmap, os, tempfile, threading
-        from offload_decode.cli.faults import end_with_a_sentence
-        end_with_a_sentence()
+        from offload_decode.cli.bus_error import exit_on_bus_error
+        exit_on_bus_error()
         with tempfile.NamedTemporaryFile() as file:
             file.write(bytes(1 << 16))
             file.flush()

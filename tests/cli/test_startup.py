@@ -38,8 +38,8 @@ NEVER = {
 }
 GIVING_WAY = """
 from offload_decode.hf import shape, verify
-from offload_decode.common.fast_import import import_lean
-import_lean()
+from offload_decode.common.fast_import import skip_slow_imports
+skip_slow_imports()
 import torch, transformers.modeling_utils
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 assert torch._dynamo.disable(len) is len and torch.compiler.disable()(len) is len
@@ -53,8 +53,8 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).sum() == 4
 
 LATE = """
 import re
-from offload_decode.common.fast_import import LatePattern, import_lean
-import_lean()
+from offload_decode.common.fast_import import LatePattern, skip_slow_imports
+skip_slow_imports()
 import transformers.core_model_loading
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 transforms = get_checkpoint_conversion_mapping("mixtral")

@@ -144,7 +144,7 @@ def test_counts_are_no_model(slid: Results) -> None:
     assert [line for line in at_chance(likelihoods(slid)) if "no better than counts" in line]
 
 
-def test_a_model_that_foretells_more_than_counts_is_not_at_chance() -> None:
+def test_a_model_that_predicts_more_than_counts_is_not_at_chance() -> None:
     def line(way: str, more: float) -> Likelihood:
         return Likelihood(way, 90, 89, 1.0, math.e, Estimate(more, more - 0.1, more + 0.1), None, None)
 

@@ -197,7 +197,7 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
         "above dense",
         "behind up to 8K stored tokens",
         "10.0 % of dense attention behind 2K stored tokens goes to the chunk’s own tokens",
-        "Does entropy foretell the budget?",
+        "Does entropy predict the budget?",
         "mean entropy, over questions",
         "Keys by layer",
         "Entropy of each query head’s attention",
@@ -209,16 +209,16 @@ def test_likelihood_and_sparsity_are_drawn(tmp_path: Path) -> None:
     assert captions.count("every token of the text") == captions.count("Keys by layer") == 1
     layers = drawn_in(read.of("img")[captions.index("Keys by layer")]["src"])
     assert [text for text in texts(layers) if text in "123456"] == ["2", "4"], "the layers that there are"
-    assert "nothing to foretell" not in read.text
+    assert "nothing to predict" not in read.text
     entropies = entropy_by_head(read_run(runs[2]))
     assert {layer for _, layer in entropies} == {2, 4}
     for heads in entropies.values():
         assert "".join(f"{nats:.2f}" for nats in heads) in read.text.replace("\n", "")
 
 
-def test_where_every_question_needs_the_same_there_is_nothing_to_foretell(tmp_path: Path) -> None:
+def test_where_every_question_needs_the_same_nothing_is_predicted(tmp_path: Path) -> None:
     read = _Read(page([write_sparsity(tmp_path / "sparsity.jsonl", steep=0.0)]))
-    assert "Every question that tells needs 16 tokens: there is nothing to foretell." in read.text
+    assert "Every question that tells needs 16 tokens: there is nothing to predict." in read.text
 
 
 def test_a_large_perplexity_is_written_in_digits(tmp_path: Path) -> None:

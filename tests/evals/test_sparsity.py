@@ -1,4 +1,4 @@
-"""Keys that hold a share of the attention, its entropy, and what they are said to foretell."""
+"""Keys that hold a share of the attention, its entropy, and what they are said to predict."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def store(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> KVSt
     return KVStore.open(path)
 
 
-def test_what_is_heard_is_what_a_dense_answer_asks(loaded: LoadedModel, store: KVStore) -> None:
+def test_the_attention_demand_is_that_of_a_dense_answer(loaded: LoadedModel, store: KVStore) -> None:
     run = run_dense(loaded, store, "What?", 4, lambda: None)
     heard = listen(Engine.open(store, loaded, selector="dense"), "What?", 4)
     assert [layer.call.layer for layer in heard] == list(loaded.shape.full_layers)

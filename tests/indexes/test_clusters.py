@@ -170,7 +170,7 @@ def test_a_heads_cells_are_searched_in_parts_where_threads_would_idle(
     if made == "repeated":
         keys[:2000] = np.repeat(keys[:40], 50, axis=0)
     elif made == "outlier":
-        keys[5] *= 300  # no floor can be foretold
+        keys[5] *= 300  # no floor can be predicted
     heads = [get("clusters").build(keys[:last], k=16) for last in (12_000, 7000)]
     assert all(isinstance(head, ClusteredIndex) for head in heads)
     queries = foreign_queries(6, seed=8).reshape(2, 3, DIM)
@@ -196,7 +196,7 @@ def test_a_heads_cells_are_searched_in_parts_where_threads_would_idle(
     assert max(ran) == min(threads, 46 // 8)
 
 
-def test_threads_share_what_is_foretold_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_the_predictions_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = [get("clusters").build(clustered_keys(count, np.float32), k=16) for count in (12_000, 7000)]
     queries = foreign_queries(10, seed=8).reshape(2, 5, DIM)
     shared, search = [], clusters.search_layer
@@ -373,7 +373,7 @@ def test_another_file_in_its_place_is_refused(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("made", ["normal", "repeated", "outlier"])
-def test_recall_holds_where_no_floor_can_be_foretold(made: str) -> None:
+def test_recall_holds_where_no_threshold_can_be_predicted(made: str) -> None:
     rng = np.random.default_rng(7)
     keys = rng.standard_normal((20_000, DIM)).astype(np.float32)
     if made == "repeated":

@@ -11,7 +11,7 @@ from offload_decode.attention.rows import numpy_view, tensor_view
 from offload_decode.attention.state import attend
 from offload_decode.common.rows import threads
 from offload_decode.kv import host_cache as kv
-from offload_decode.kv.generated import TailKV
+from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, LayerShape, ModelShape, PageSelection, Selection, StepStats
@@ -160,7 +160,7 @@ def test_numpy_and_torch_see_the_same_numbers(dtype):
 
 
 def test_tail_grows_crops_and_forks_independently():
-    tail = TailKV()
+    tail = GeneratedKV()
     parts = [torch.randn(2, 3, n, 4) for n in (1, 100, 5, 300)]
     for part in parts:
         tail.append(part, -part[..., :3])
@@ -176,7 +176,7 @@ def test_tail_grows_crops_and_forks_independently():
 
 
 def test_keys_that_are_the_values_too_are_held_once():
-    tail, part = TailKV(), torch.randn(2, 1, 70, 4)
+    tail, part = GeneratedKV(), torch.randn(2, 1, 70, 4)
     for rows in part.split(30, dim=2):
         tail.append(rows, rows)
     fork = tail.fork()

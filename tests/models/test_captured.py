@@ -13,7 +13,7 @@ from offload_decode.engine.batching import Turn, run_turns
 from offload_decode.engine.engine import Engine
 from offload_decode.hf import cuda_graphs
 from offload_decode.hf.compat import with_cache
-from offload_decode.hf.cuda_graphs import CapturedPass, report
+from offload_decode.hf.cuda_graphs import GraphPass, report
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from tests.tiny import text_model, tiny_tokenizer
@@ -76,7 +76,7 @@ def test_half_precision_is_captured(opened):
     torch.testing.assert_close(engine.extend([9]).cpu(), with_graphs.cpu(), rtol=2e-2, atol=2e-2)
 
 
-def test_a_captured_pass_runs_nothing_of_the_decoder(opened, monkeypatch):
+def test_a_replayed_graph_runs_nothing_of_the_decoder(opened, monkeypatch):
     _, engine = opened("llama")
     for token in range(5, 9):
         engine.extend([token])
@@ -119,7 +119,7 @@ def test_beams_are_captured_and_padded_rows_run_as_before(opened, family, change
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "dbrx", "bamba", "llama4", "gemma3n"])
-def test_what_cannot_be_captured_runs_as_before(opened, family):
+def test_passes_without_a_graph_run_as_before(opened, family):
     """Latents that the model unfolds, experts that the host looks up, states, chunks, shared keys."""
     on_host, on_device = opened(family)
     for tokens in ([5, 6, 7], *([token] for token in range(8, 13))):
@@ -148,9 +148,9 @@ def test_a_pass_that_depends_on_what_is_not_handed_over_is_refused(opened):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_pass_that_forgets_its_places_is_refused(opened, monkeypatch, family):
-    run = CapturedPass.run
+    run = GraphPass.run
     monkeypatch.setattr(
-        CapturedPass, "run", lambda self, ids, _, answers: run(self, ids, self._positions, answers)
+        GraphPass, "run", lambda self, ids, _, answers: run(self, ids, self._positions, answers)
     )
     _, engine = opened(family)
     for token in range(5, 10):

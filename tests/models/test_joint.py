@@ -10,7 +10,7 @@ from offload_decode.engine.batching import Turn, join_key, run_turns
 from offload_decode.engine.engine import without_corpus
 from offload_decode.hf import packed_batch, verify
 from offload_decode.hf.compat import with_cache
-from offload_decode.hf.packed_batch import JointCache, JointLayer, Segment
+from offload_decode.hf.packed_batch import JointLayer, PackedCache, Segment
 from offload_decode.hf.shape import observed_shape
 from offload_decode.hf.verify import packs
 from offload_decode.models.loading import wrap
@@ -37,7 +37,7 @@ def talks():
 
 
 def cache_of(talks, *tokens):
-    return JointCache([Segment(talk.cache, own) for talk, own in zip(talks, tokens, strict=True)])
+    return PackedCache([Segment(talk.cache, own) for talk, own in zip(talks, tokens, strict=True)])
 
 
 def run(talks, cache, tokens, **more):

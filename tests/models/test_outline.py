@@ -77,7 +77,7 @@ def test_a_plan_of_a_remembered_model_imports_no_transformers(tmp_path):
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     outlines_of = (
-        "from offload_decode.common.fast_import import import_lean; import_lean()\n"
+        "from offload_decode.common.fast_import import skip_slow_imports; skip_slow_imports()\n"
         "from offload_decode.models.size_estimate import outline; outline('demo')"
     )
     for command in (outlines_of, code):

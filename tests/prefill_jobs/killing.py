@@ -305,7 +305,7 @@ def _import_all() -> None:
     for module in (
         "offload_decode.prefill_jobs.append",
         "offload_decode.prefill_jobs.indexing",
-        "offload_decode.cli.faults",
+        "offload_decode.cli.bus_error",
         "offload_decode.kv.indexes",
         "offload_decode.engine.engine",
         "offload_decode.prefill_jobs.buckets",

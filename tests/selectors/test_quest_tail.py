@@ -9,7 +9,7 @@ from offload_decode.attention.state import attend
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.compat import with_cache
-from offload_decode.kv.generated import TailKV
+from offload_decode.kv.generated import GeneratedKV
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.kv.page_bounds import GrowingBounds
 from offload_decode.models.loading import wrap
@@ -39,7 +39,7 @@ def selector(folder, **options):
 
 def written(*lengths):
     """A conversation that came in pieces."""
-    tail, source = TailKV(), torch.Generator().manual_seed(0)
+    tail, source = GeneratedKV(), torch.Generator().manual_seed(0)
     for length in lengths:
         tail.append(*torch.randn(2, 1, KV_HEADS, length, DIM, generator=source))
     return tail

@@ -35,7 +35,7 @@ TEXTS = {
 
 
 @dataclass
-class Heard:
+class AttentionDemand:
     """What a request was told, whole."""
 
     prompted: Prompted | None = None
@@ -73,9 +73,9 @@ class Listener:
     def next(self) -> Event:
         return self.events.get(timeout=60)
 
-    def all(self) -> Heard:
+    def all(self) -> AttentionDemand:
         """Waits for the end."""
-        heard = Heard()
+        heard = AttentionDemand()
         while heard.done is None and heard.error is None:
             match self.next():
                 case Prompted() as event:

@@ -171,9 +171,9 @@ def test_a_store_that_shrinks_under_a_command_is_a_sentence(store: Path) -> None
     program = f"""
         import os
         import numpy as np
-        from offload_decode.cli.faults import end_with_a_sentence
+        from offload_decode.cli.bus_error import exit_on_bus_error
         from offload_decode.store import KVStore
-        end_with_a_sentence()
+        exit_on_bus_error()
         keys = KVStore.open({str(store)!r}).keys(0, 0)
         os.truncate({str(store / "layers/000/keys/c.0.0.0")!r}, 0)
         np.array(keys)

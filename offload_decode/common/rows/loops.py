@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from offload_decode.common.rows.encodings import SCALE_BYTES
 from offload_decode.common.rows.numbers import half_to_single, scale_of
-from offload_decode.common.rows.scan import BRAIN, BYTES, HALF, NIBBLES
+from offload_decode.common.rows.scan import BF16, FP16, INT4, INT8
 
 # A loop for each layout in a function of its own, and only the choice among them inlined: arrays that a loop
 # within a branch reads are counted and uncounted each time, which takes eight times as long as a short row.
@@ -28,13 +28,13 @@ _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN an
 @_compiled(forceinline=True)
 def dot_row(query: Any, bits: Any, layout: int, row: int) -> Any:
     """Inner product of `query [D]` float32 with one row, accumulated in float32."""
-    if layout == HALF:
+    if layout == FP16:
         return _dot_half(query, bits, row)
-    if layout == BRAIN:
+    if layout == BF16:
         return _dot_brain(query, bits, row)
-    if layout == BYTES:
+    if layout == INT8:
         return _dot_bytes(query, bits, row)
-    if layout == NIBBLES:
+    if layout == INT4:
         return _dot_nibbles(query, bits, row)
     return _dot_single(query, bits, row)
 
@@ -42,13 +42,13 @@ def dot_row(query: Any, bits: Any, layout: int, row: int) -> Any:
 @_compiled(forceinline=True)
 def add_row(out: Any, weight: Any, bits: Any, layout: int, row: int) -> None:
     """Adds `weight` times one row to `out [D]` float32."""
-    if layout == HALF:
+    if layout == FP16:
         _add_half(out, weight, bits, row)
-    elif layout == BRAIN:
+    elif layout == BF16:
         _add_brain(out, weight, bits, row)
-    elif layout == BYTES:
+    elif layout == INT8:
         _add_bytes(out, weight, bits, row)
-    elif layout == NIBBLES:
+    elif layout == INT4:
         _add_nibbles(out, weight, bits, row)
     else:
         _add_single(out, weight, bits, row)

@@ -161,8 +161,8 @@ def unpack(candidates: Candidates) -> tuple[npt.NDArray[np.int64], Float32]:
     return ids, bits.view(np.float32)
 
 
-HALF, BRAIN, SINGLE, BYTES, NIBBLES = range(5)
-_ENCODED = {encodings.INT8: BYTES, encodings.INT4: NIBBLES}
+FP16, BF16, FP32, INT8, INT4 = range(5)
+_ENCODED = {encodings.INT8: INT8, encodings.INT4: INT4}
 
 
 def layout(rows: Keys) -> int:
@@ -171,8 +171,8 @@ def layout(rows: Keys) -> int:
     if encoding is not None:
         return _ENCODED[encoding]
     if rows.dtype == np.float32:
-        return SINGLE
-    return BRAIN if rows.dtype == BFLOAT16 else HALF
+        return FP32
+    return BF16 if rows.dtype == BFLOAT16 else FP16
 
 
 def bits(rows: Keys) -> npt.NDArray[Any]:
@@ -210,13 +210,13 @@ def widen_row(bits: Any, layout: int, out: Any) -> None:
     """One row in float32, to `out [D]`: half, bfloat16 or float32 bits (exactly, subnormals and infinities
     included), or the bytes of an encoded row.
     """
-    if layout == HALF:
+    if layout == FP16:
         _widen_half(bits, out)
-    elif layout == BRAIN:
+    elif layout == BF16:
         _widen_brain(bits, out)
-    elif layout == BYTES:
+    elif layout == INT8:
         _widen_bytes(bits, out)
-    elif layout == NIBBLES:
+    elif layout == INT4:
         _widen_nibbles(bits, out)
     else:
         _widen_single(bits, out)
@@ -262,11 +262,11 @@ def _widen_nibbles(bits: Any, out: Any) -> None:
 @njit(nogil=True, cache=True)
 def widen_block(bits: Any, layout: int, dim: int, out: Any) -> None:
     """Rows of `dim` channels that lie side by side in float32, to the first of `out [>= n, >= dim]`."""
-    if layout == HALF:
+    if layout == FP16:
         _widen_halves(bits, out)
-    elif layout == BRAIN:
+    elif layout == BF16:
         _widen_brains(bits, out)
-    elif layout == SINGLE:
+    elif layout == FP32:
         _widen_singles(bits, out)
     else:
         for j in range(len(bits)):

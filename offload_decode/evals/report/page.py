@@ -140,7 +140,7 @@ def _of_results(path: Path, found: Results) -> Run:
     if found.of(SPARSITY):
         parts = [
             ("Keys that hold the attention", keys(found)),
-            ("Does entropy foretell the budget?", entropy(found)),
+            ("Does entropy predict the budget?", entropy(found)),
             *parts,
         ]
     if found.of(NLL):

@@ -41,7 +41,7 @@ def test_the_products_of_every_row_and_query(groups):
 def test_scores_are_written_where_there_are_rows_and_queries_and_nowhere_else(queries, rows, dim):
     own, given = normal(rows, dim), normal(queries, dim, seed=1)
     scores = np.full((queries + 1, rows + 1), np.nan, np.float32)
-    scan.score_rows(scan.bits(own), scan.SINGLE, given, scores[:queries])
+    scan.score_rows(scan.bits(own), scan.FP32, given, scores[:queries])
     np.testing.assert_allclose(scores[:queries, :rows], given @ own.T, atol=1e-4, rtol=1e-5)
     assert np.isnan(scores[queries:]).all()
     assert np.isnan(scores[:, rows:]).all()
@@ -51,7 +51,7 @@ def test_a_product_is_the_same_wherever_its_row_and_its_query_lie():
     row, query = normal(1, 100), normal(1, 100, seed=1)
     rows, queries = row.repeat(2 * ROWS + 3, 0), query.repeat(2 * QUERIES + 3, 0)
     scores = np.empty((len(queries), len(rows)), np.float32)
-    scan.score_rows(scan.bits(rows), scan.SINGLE, queries, scores)
+    scan.score_rows(scan.bits(rows), scan.FP32, queries, scores)
     assert (scores == scores[0, 0]).all()
 
 
@@ -59,7 +59,7 @@ def test_nan_and_infinity_keep_their_meaning():
     rows, query = normal(3, 20), np.ones((1, 20), np.float32)
     rows[0, 3], rows[1, 19] = np.nan, np.inf
     scores = np.empty((1, 3), np.float32)
-    scan.score_rows(scan.bits(rows), scan.SINGLE, query, scores)
+    scan.score_rows(scan.bits(rows), scan.FP32, query, scores)
     assert np.isnan(scores[0, 0])
     assert scores[0, 1] == np.inf
     assert np.isfinite(scores[0, 2])

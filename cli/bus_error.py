@@ -30,7 +30,7 @@ def _end(_: int) -> None:
     _exit(1)
 
 
-def end_with_a_sentence() -> None:
+def exit_on_bus_error() -> None:
     """From here on, SIGBUS prints one line on stderr and ends the process with exit code 1."""
     set_handler = ctypes.CDLL(None).signal
     set_handler.argtypes = [ctypes.c_int, ctypes.c_void_p]
