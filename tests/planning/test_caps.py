@@ -282,7 +282,12 @@ def progress(stage, done, total):
     if done == 0:
         limit_memory(own_memory() + (192 << 20))
     if done > 300:
-        held.append(np.ones(64 << 20, np.uint8))
+        try:
+            while True:
+                held.append(np.ones(64 << 20, np.uint8))
+        except MemoryError:
+            held.pop()  # room to end in: without any, Python waits for threads that cannot begin
+            raise
 try:
     prefilled(Path(sys.argv[1]), progress)
 except MemoryError:
