@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from offload_decode.common.errors import ConfigError, CorpusError
-from offload_decode.prefill_jobs.plain_files import read_bounded
+from offload_decode.prefill_jobs.decoding import read_bounded
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.folders import Rules

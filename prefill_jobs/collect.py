@@ -17,12 +17,11 @@ from offload_decode.common import files
 from offload_decode.common.errors import ConfigError, CorpusError, DoesNotFit, StoreError, StoreMismatch
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.corpus import TextDocument, nothing_in
-from offload_decode.prefill_jobs.decoding import text_of
+from offload_decode.prefill_jobs.decoding import read_plain, text_of
 from offload_decode.prefill_jobs.destinations import InFolder
 from offload_decode.prefill_jobs.folders import EVERYTHING, File, Rules, Skipped, Walk, check_corpus, clean
 from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
 from offload_decode.prefill_jobs.many import Watch
-from offload_decode.prefill_jobs.plain_files import read_plain
 from offload_decode.store.layout import ROOT
 
 Metadata = Mapping[str, Mapping[str, Value]]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from offload_decode.common.errors import CorpusError
 from offload_decode.models.prompt import Prompt
-from offload_decode.prefill_jobs.decoding import text_of
+from offload_decode.prefill_jobs.decoding import read_bounded, read_plain, text_of
 from offload_decode.prefill_jobs.folders import (
     EVERYTHING,
     LEFT_OUT,
@@ -23,7 +23,6 @@ from offload_decode.prefill_jobs.folders import (
     check_corpus,
     clean,
 )
-from offload_decode.prefill_jobs.plain_files import read_bounded, read_plain
 from offload_decode.types import Document
 
 

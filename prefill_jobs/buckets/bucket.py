@@ -1,11 +1,14 @@
-"""One store's place in a bucket, and its lists of checksums, which are not trusted to name only files of a
-store. The only file that knows obstore.
+"""The objects of a store in a bucket, and its lists of checksums, which are not trusted to name only files of
+a store. The only file that knows obstore.
 
-Configured by the environment variables that obstore reads (`AWS_*`, `GOOGLE_*`); see docs/buckets.md.
+Configured by the environment variables that obstore reads (`AWS_*`, `GOOGLE_*`); see docs/buckets.md. An
+error becomes one sentence that never repeats what the service said: its answers may hold access keys and
+signed URLs.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import os
@@ -18,9 +21,16 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from offload_decode.common.errors import ConfigError, DoesNotFit, StoreDamaged, StoreIncomplete, StoreNotFound
+from offload_decode.common.errors import (
+    BucketError,
+    ConfigError,
+    DoesNotFit,
+    OffloadDecodeError,
+    StoreDamaged,
+    StoreIncomplete,
+    StoreNotFound,
+)
 from offload_decode.common.memory import room
-from offload_decode.prefill_jobs.buckets.failures import PREFIX, no_bucket, surfaced
 from offload_decode.store.files import LARGEST_LIST, SEAL, SUMS, seal_of
 
 if TYPE_CHECKING:
@@ -37,6 +47,8 @@ MOST_PARTS = 10_000
 CLAIM = "PUSHING"
 
 _SCHEMES = ("s3", "gs", "file")
+_ENDPOINT = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL"}  # what messages name
+_PREFIX = {"s3": "AWS_", "gs": "GOOGLE_"}  # of a service's environment variables
 _ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "gs": ("GOOGLE_BASE_URL",)}
 _CLIENT = (
     "allow_http",
@@ -47,6 +59,15 @@ _CLIENT = (
     "user_agent",
 )
 _SHA256 = "sha256"
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+}
+# Patterns in obstore's messages, in the order of the search.
+_NO_BUCKET = "<Code>NoSuchBucket"
+_NO_CREDENTIALS = r"169\.254\.|metadata\.google|api/token|[Tt]oken ?[Rr]equest|[Cc]redential error|OpenCred"
+_REFUSED = r"PermissionDenied|Unauthenticated|<Code>(AccessDenied|ExpiredToken|InvalidAccessKeyId|Signature)"
+_UNREACHABLE = r"error sending request|kind: (Connect|Request|Timeout|Interrupted|Decode)|TimedOut"
 
 
 def is_url(text: str) -> bool:
@@ -82,40 +103,40 @@ class Bucket:
                 f"a bucket needs {LEAST_ROOM >> 20} MiB of memory, and the limit of this process leaves it "
                 f"{max(0, left) >> 20} MiB: raise --ram or the limit (ulimit -d)"
             )
-        with self._surfaced():
+        with self._errors():
             self._store = self._connect(scheme, host, hurried=True)
         self.seal = self.read(f"{self.name}/{SEAL}")
         """The content of SHA256SUMS.sha256, which is there when the store is whole."""
-        with self._surfaced():
+        with self._errors():
             self._store = self._connect(scheme, host, hurried=False)
 
     def objects(self, folder: str) -> dict[str, int]:
         """Bytes of every object under `folder`, by path in it."""
-        with self._surfaced():
+        with self._errors():
             found = [entry for batch in self._obstore.list(self._store, prefix=folder) for entry in batch]
         return {entry["path"][len(folder) + 1 :]: entry["size"] for entry in found}
 
     def folders(self, folder: str) -> list[str]:
         """The keys right below `folder` that others begin with."""
-        with self._surfaced():
+        with self._errors():
             found: list[str] = self._obstore.list_with_delimiter(self._store, folder)["common_prefixes"]
             return sorted(found)
 
     def found(self, key: str) -> Found | None:
         """What is known of an object without reading it; None where there is none."""
-        with self._surfaced():
+        with self._errors():
             self._check_plain(key)
             try:
                 head = self._obstore.head(self._store, key)
             except FileNotFoundError as error:
-                if no_bucket(error):
+                if _no_bucket(error):
                     raise
                 return None
             return Found(head["size"], head["e_tag"] or str(head["last_modified"]))
 
     def read(self, key: str) -> bytes | None:
         """A small object, whole; None where there is none."""
-        with self._surfaced():
+        with self._errors():
             self._check_plain(key)
             try:
                 found = self._obstore.get(self._store, key)
@@ -125,14 +146,14 @@ class Bucket:
                     )
                 return bytes(found.bytes())
             except FileNotFoundError as error:
-                if no_bucket(error):
+                if _no_bucket(error):
                     raise
                 return None
 
     def parts(self, key: str, size: int) -> Iterator[memoryview]:
         """The bytes of an object of `size` bytes, part by part."""
         for start in range(0, size, PART):
-            with self._surfaced():
+            with self._errors():
                 self._check_plain(key)
                 yield memoryview(
                     self._obstore.get_range(self._store, key, start=start, end=min(start + PART, size))
@@ -142,7 +163,7 @@ class Bucket:
         """Put an object of `size` bytes, with its checksum beside it where the service keeps such things."""
         attributes = None if self.folder else {_SHA256: sha256}
         part = max(PART, -(-size // MOST_PARTS))
-        with self._surfaced():
+        with self._errors():
             self._obstore.put(
                 self._store,
                 key,
@@ -154,7 +175,7 @@ class Bucket:
 
     def create(self, key: str, data: bytes) -> bool:
         """Put an object where there is none, atomically; whether it was done."""
-        with self._surfaced():
+        with self._errors():
             try:
                 self._obstore.put(self._store, key, data, mode="create")
             except self._obstore.exceptions.AlreadyExistsError:
@@ -163,16 +184,16 @@ class Bucket:
 
     def remove(self, key: str) -> None:
         """Remove an object, if it is there."""
-        with self._surfaced():
+        with self._errors():
             try:
                 self._obstore.delete(self._store, key)
             except FileNotFoundError as error:
-                if no_bucket(error):
+                if _no_bucket(error):
                     raise
 
     def digest(self, key: str) -> str | None:
         """Hex SHA-256 that an object was put with; a file's is computed. None where it is unknown."""
-        with self._surfaced():
+        with self._errors():
             self._check_plain(key)
             if self.folder:
                 with open(Path("/", key), "rb") as file:
@@ -194,7 +215,7 @@ class Bucket:
         if scheme == "file":
             local: ObjectStore = self._obstore.store.LocalStore("/")
             return local
-        prefix = PREFIX[scheme]
+        prefix = _PREFIX[scheme]
         named = {name: os.environ.get(prefix + name.upper()) for name in _CLIENT}
         # Its default gives a request 30 s in all, which a part needs more of on a slow line.
         options: dict[str, Any] = {"timeout": timedelta(minutes=5)}
@@ -211,9 +232,18 @@ class Bucket:
         return opened
 
     @contextmanager
-    def _surfaced(self) -> Iterator[None]:
-        with surfaced(self.url):
+    def _errors(self) -> Iterator[None]:
+        """What obstore raises, as BucketError; errors of this project pass."""
+        try:
             yield
+        except OffloadDecodeError:
+            raise
+        except BaseException as error:
+            # A panic in obstore's Rust is no Exception: unusable settings end there.
+            builtin = isinstance(error, OSError | ValueError | NotImplementedError)
+            if not builtin and not type(error).__module__.startswith(("obstore", "pyo3_runtime")):
+                raise
+            raise BucketError(_sentence(self.url, error)) from None
 
 
 def store_sums(bucket: Bucket) -> tuple[dict[str, str], bytes]:
@@ -301,3 +331,50 @@ def _obstore() -> Any:
         raise ConfigError(
             f"buckets need obstore, which cannot be imported ({error}): pip install 'offload-decode[buckets]'"
         ) from error
+
+
+def _no_bucket(error: BaseException) -> bool:
+    """Whether what was not found is the bucket itself."""
+    return _NO_BUCKET in str(error)
+
+
+def _sentence(url: str, error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    scheme = url.partition("://")[0]
+    found = re.search(r"<Code>(\w+)</Code>", text) or re.search(r"status code: (\d+)", text)
+    code = f" ({found[1]})" if found else ""
+    if _no_bucket(error):
+        return f"There is no bucket for {url}: create it first, or mend the URL."
+    if re.search("redirect|Redirect", text):
+        return f"The bucket of {url} is in another region: set AWS_REGION to it."
+    if re.search(_NO_CREDENTIALS, text):
+        return f"No credentials that work for {url} were found: set {_CREDENTIALS[scheme]}."
+    if number := _errno(error, text):
+        full = number in (errno.ENOSPC, errno.EDQUOT)
+        way_out = "free some space" if full else "mend this"
+        return f"{url} cannot be used ({os.strerror(number)}): {way_out} and run it again to go on."
+    if re.search(_REFUSED, text):
+        return (
+            f"Access to {url} was refused{code}: check {_CREDENTIALS[scheme]}, and that they may list, read, "
+            "write and delete there."
+        )
+    if "Generic Config error" in text:
+        return f"One of the {_PREFIX[scheme]}… variables cannot be used: mend it, or unset it."
+    if "BadScheme" in text:
+        return f"The endpoint of {url} is plain http: use https, or set {_PREFIX[scheme]}ALLOW_HTTP=true."
+    if re.search(_UNREACHABLE, text):
+        return (
+            f"The service of {url} is out of reach or went away: check the network and {_ENDPOINT[scheme]}, "
+            "and run it again to go on."
+        )
+    if isinstance(error, FileNotFoundError):
+        return f"An object of {url} is gone: run it again."
+    return f"The service of {url} failed{code}: run it again to go on."
+
+
+def _errno(error: BaseException, text: str) -> int | None:
+    """The error number of a file system, wherever it stands."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    found = None if "HttpError" in text else re.search(r"\(os error (\d+)\)", text)
+    return int(found[1]) if found else None

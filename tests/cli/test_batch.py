@@ -15,7 +15,7 @@ from offload_decode import Engine
 from offload_decode.cli.questions import append_answers, read_answered
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.models import loading
-from offload_decode.prefill_jobs import plain_files
+from offload_decode.prefill_jobs import decoding
 from tests.cli.conftest import Ran, refused, run
 
 QUESTIONS: list[dict[str, Any]] = [
@@ -209,7 +209,7 @@ def test_questions_come_from_a_plain_file_alone(store: Path, tmp_path: Path, odd
 
 
 def test_a_question_without_an_end_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_files, "LARGEST", 1 << 20)
+    monkeypatch.setattr(decoding, "LARGEST", 1 << 20)
     assert "ask a shorter one" in refused(2, "ask", store, "-", stdin="why? " * (1 << 18))
 
 

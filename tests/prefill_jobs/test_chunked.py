@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from offload_decode.hf.compat import with_cache
 from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs import attention
+from offload_decode.prefill_jobs import chunks
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document, LayerKind
@@ -40,7 +40,7 @@ def prefilled(model, folder, query_samples=1024, **options):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss", "phi3", "mistral-sliding"])
 @pytest.mark.parametrize("chunk", [16, 200])
 def test_chunked_equals_unchunked(family, chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK_TOKENS", 20)  # earlier tokens come back in several ragged blocks
+    monkeypatch.setattr(chunks, "BLOCK_TOKENS", 20)  # earlier tokens come back in several ragged blocks
     plain = tiny_model(family)
     plain.set_attn_implementation("eager")
     store = prefilled(tiny_model(family), tmp_path / "store", chunk=chunk)

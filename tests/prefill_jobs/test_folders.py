@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.common.errors import ConfigError, CorpusError
-from offload_decode.prefill_jobs import plain_files
+from offload_decode.prefill_jobs import decoding
 from offload_decode.prefill_jobs.corpus import read_corpus
 from offload_decode.prefill_jobs.folders import Rules
 from tests.prefill_jobs.test_corpus import _write
@@ -187,7 +187,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
         CorpusError, match="sparse cannot be read, because it has more than 256 MiB: split it"
     ):
         read_corpus(str(tmp_path / "sparse"))
-    monkeypatch.setattr(plain_files, "LARGEST", 1 << 21)
+    monkeypatch.setattr(decoding, "LARGEST", 1 << 21)
     with open("/dev/zero", "rb") as endless:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))
         with pytest.raises(

@@ -13,11 +13,11 @@ import numpy as np
 from pathlib import Path
 from offload_decode.models.loading import wrap
 from offload_decode.types import Document
-from offload_decode.prefill_jobs import attention as staged
+from offload_decode.prefill_jobs import chunks
 from offload_decode.prefill_jobs.job import prefill_tokens
 from tests.tiny import tiny_model
 n = int(sys.argv[2])
-staged.BLOCK_TOKENS = 1024  # both runs hold whole blocks
+chunks.BLOCK_TOKENS = 1024  # both runs hold whole blocks
 model = tiny_model(num_key_value_heads=4, head_dim=128)
 tokens = np.random.default_rng(0).integers(3, 131, n).astype(np.int32)
 report = prefill_tokens(wrap(model), tokens, [Document("all", 0, n)], Path(sys.argv[1]))

@@ -17,9 +17,9 @@ from offload_decode.common.errors import StoreError
 from offload_decode.hf.compat import with_cache
 from offload_decode.kv.placement import RESERVE
 from offload_decode.models.loading import wrap
-from offload_decode.prefill_jobs import async_writer, attention, gpu_blocks
-from offload_decode.prefill_jobs.async_writer import Behind
-from offload_decode.prefill_jobs.gpu_blocks import CardBlocks
+from offload_decode.prefill_jobs import async_writer, chunks, gpu_blocks
+from offload_decode.prefill_jobs.async_writer import AsyncWriter
+from offload_decode.prefill_jobs.gpu_blocks import GPUBlocks
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.prefill_jobs.methods.dense import Dense
 from offload_decode.store.reader import KVStore
@@ -39,7 +39,7 @@ TOKENS = np.random.default_rng(2).integers(3, VOCAB, N).astype(np.int32)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(chunks, "BLOCK_TOKENS", BLOCK)
     monkeypatch.setattr(gpu_blocks, "BLOCK_TOKENS", BLOCK)
 
 
@@ -48,7 +48,7 @@ def seen(monkeypatch):
     """The blocks of the last prefill on a card."""
     made = []
 
-    class Seen(CardBlocks):
+    class Seen(GPUBlocks):
         def __init__(self, *given):
             super().__init__(*given)
             self.came = Counter()
@@ -58,7 +58,7 @@ def seen(monkeypatch):
             self.came[layer] += rows - room.rows
             super()._copy(layer, first, room, rows)
 
-    monkeypatch.setattr(attention, "CardBlocks", Seen)
+    monkeypatch.setattr(chunks, "GPUBlocks", Seen)
     return made
 
 
@@ -118,7 +118,7 @@ def test_what_stays_and_what_comes_are_the_same_bytes(kv, tmp_path, seen, monkey
         assert seen[0].came[layer] == CHUNK + 2 * CHUNK
     assert most == -(-(N // CHUNK * CHUNK) // BLOCK)
     with monkeypatch.context() as patch:
-        patch.setattr(CardBlocks, "grow", lambda *_: None)
+        patch.setattr(GPUBlocks, "grow", lambda *_: None)
         none_stay = on_a_card(tmp_path / "none", kv=kv)
     assert seen[0].came[layer] == sum(range(0, N, CHUNK)), "every chunk has all before it come"
     some = (none_stay.memory.peak + peak) // 2 * RESERVE // (RESERVE - 1)
@@ -132,8 +132,8 @@ def test_what_stays_and_what_comes_are_the_same_bytes(kv, tmp_path, seen, monkey
 def test_memory_in_pieces_keeps_fewer_blocks_and_no_half_of_one(tmp_path, seen, monkeypatch):
     whole, grow, made, calls = (
         tree(on_the_host(tmp_path / "host").path),
-        CardBlocks.grow,
-        CardBlocks._made,
+        GPUBlocks.grow,
+        GPUBlocks._allocate,
         [],
     )
 
@@ -145,10 +145,10 @@ def test_memory_in_pieces_keeps_fewer_blocks_and_no_half_of_one(tmp_path, seen, 
 
     def growing(self, length):
         with monkeypatch.context() as patch:
-            patch.setattr(CardBlocks, "_made", in_pieces)
+            patch.setattr(GPUBlocks, "_allocate", in_pieces)
             grow(self, length)
 
-    monkeypatch.setattr(CardBlocks, "grow", growing)
+    monkeypatch.setattr(GPUBlocks, "grow", growing)
     on_a_card(tmp_path / "card")
     assert {len(rooms) for rooms in seen[0]._kept.values()} == {1}
     assert tree(tmp_path / "card") == whole
@@ -170,7 +170,7 @@ def test_what_a_method_reads_itself_leaves_no_gap_in_what_stays(tmp_path, monkey
 def test_rows_that_are_not_written_yet_are_waited_for(tmp_path, monkeypatch):
     """With a writer that writes rows when somebody waits, or after a while."""
     whole = tree(on_the_host(tmp_path / "host").path)
-    asked, append, wait = threading.Event(), KVStoreWriter.append, Behind.wait
+    asked, append, wait = threading.Event(), KVStoreWriter.append, AsyncWriter.wait
 
     def waited(self, given):
         if given > 0:
@@ -179,9 +179,9 @@ def test_rows_that_are_not_written_yet_are_waited_for(tmp_path, monkeypatch):
         asked.clear()
 
     monkeypatch.setattr(async_writer, "QUEUED", 1000)
-    monkeypatch.setattr(Behind, "wait", waited)
+    monkeypatch.setattr(AsyncWriter, "wait", waited)
     monkeypatch.setattr(KVStoreWriter, "append", lambda *given: (asked.wait(1), append(*given)))
-    monkeypatch.setattr(CardBlocks, "grow", lambda *_: None)
+    monkeypatch.setattr(GPUBlocks, "grow", lambda *_: None)
     on_a_card(tmp_path / "card")
     assert tree(tmp_path / "card") == whole
 
@@ -222,9 +222,9 @@ def test_what_was_told_is_on_disk_and_at_most_a_chunk_and_a_beginning_is_lost(tm
         if stage == "prefill":
             assert Committed.load(partial).tokens >= done
 
-    begin = attention.StagedPrefix.begin_chunk
+    begin = chunks.WrittenPrefix.begin_chunk
     with monkeypatch.context() as patch:
-        patch.setattr(attention.StagedPrefix, "begin_chunk", lambda *given: (ran.append(1), begin(*given))[1])
+        patch.setattr(chunks.WrittenPrefix, "begin_chunk", lambda *given: (ran.append(1), begin(*given))[1])
         for name in ("append", "commit", "put_queries"):
             watched(name)
         on_a_card(tmp_path / "card", told=told)
@@ -232,7 +232,7 @@ def test_what_was_told_is_on_disk_and_at_most_a_chunk_and_a_beginning_is_lost(tm
         # Of those that were begun, the last is under way, and the one before it is being written.
         assert Committed.load(copy).tokens >= begun - 2 * CHUNK
     monkeypatch.undo()
-    monkeypatch.setattr(attention, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(chunks, "BLOCK_TOKENS", BLOCK)
     monkeypatch.setattr(gpu_blocks, "BLOCK_TOKENS", BLOCK)
     for copy, _ in (left[5], left[len(left) // 2], left[-1]):
         on_a_card(copy.with_suffix(""))
@@ -285,11 +285,11 @@ def test_after_an_error_nothing_is_written_and_waiting_raises_it(card):
         raise StoreError("the disk is full")
 
     def job():
-        with Behind(Writer(), torch.device("cuda", 0)) as sink:
-            sink.give(fail)
-            last = sink.give(lambda: written.append("behind what failed"))
+        with AsyncWriter(Writer(), torch.device("cuda", 0)) as output:
+            output.submit(fail)
+            last = output.submit(lambda: written.append("behind what failed"))
             begun.set()
-            sink.wait(last)
+            output.wait(last)
             written.append("the job went on")
 
     with pytest.raises(StoreError, match="the disk is full"):
@@ -302,15 +302,15 @@ def test_few_things_wait_to_be_written_and_in_their_order(card):
         done = 0
 
     written, waiting = [], []
-    with Behind(Writer(), torch.device("cuda", 0)) as sink:
+    with AsyncWriter(Writer(), torch.device("cuda", 0)) as output:
 
         def slow(rows):
             time.sleep(0.005)
-            waiting.append(sink._given - sink._finished)
+            waiting.append(output._submitted - output._finished)
             written.append(rows.tolist())
 
         rows = torch.zeros(2, device="cuda")
         for number in range(20):
-            sink.give(slow, rows.fill_(number) if number < 1 else rows + number)
+            output.submit(slow, rows.fill_(number) if number < 1 else rows + number)
     assert written == [[number] * 2 for number in map(float, range(20))]
     assert max(waiting) == async_writer.QUEUED
