@@ -1,7 +1,7 @@
-"""Documents for a finished store: the prefill goes on, and the longer store takes its place.
+"""Documents added to a finished store: the prefill continues, and the longer store takes its place.
 
-The result is that of one prefill of all tokens in the same chunks: the last chunk of the earlier store, where
-it was not whole, runs again with what follows.
+The result equals one prefill of all tokens in the same chunks: the last chunk of the earlier store, if it was
+not full, runs again with what follows.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.common.errors import (
-    ConfigError,
-    CorpusError,
-    DoesNotFit,
-    StoreBusy,
-    StoreForeign,
-    StoreMismatch,
-)
-from offload_decode.common.memory import OUT_OF_MEMORY, Peak, give_back, is_out_of_memory
+from offload_decode.common.errors import ConfigError, CorpusError, StoreBusy, StoreForeign, StoreMismatch
+from offload_decode.common.memory import Peak, give_back
 from offload_decode.hf.mla import tell_of_indexer
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.prompt import Prompt
@@ -39,7 +32,7 @@ from offload_decode.prefill_jobs.indexing import (
     extend_indexes,
     publish_indexes,
 )
-from offload_decode.prefill_jobs.job import Settings, Tokens, admit_text, prefill_tokens
+from offload_decode.prefill_jobs.job import Settings, Tokens, admit_text, memory_errors, prefill_tokens
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, names
 from offload_decode.store.format import running_software, token_hash
@@ -54,10 +47,10 @@ from offload_decode.types import Document
 class AppendReport:
     """What an append did: sizes in bytes, times in seconds, speed over the tokens of this run alone.
 
-    `added` and `known` name the documents that are new, and those that were in the store already. Of
-    `n_tokens`, `added_tokens` are new; `repeated` ones of the earlier store ran again. `shared` and `copied`
-    are bytes of the earlier store, where this run put them into the new one. `left` says of each kind of
-    index that was not extended why not.
+    `added` and `known` name the new documents and those that were in the store already. Of `n_tokens`,
+    `added_tokens` are new; `repeated` ones of the earlier store ran again. `shared` and `copied`: bytes of
+    the earlier store that this run put into the new one. `left`: for each kind of index that was not
+    extended, a sentence with the reason.
     """
 
     store: Path
@@ -80,7 +73,7 @@ class AppendReport:
 
     @property
     def kept(self) -> bool:
-        """Whether the store had all of it already."""
+        """Whether the store had all documents already."""
         return not self.added
 
 
@@ -95,17 +88,17 @@ def append(
     progress: Progress = lambda stage, done, total: None,
 ) -> AppendReport:
     """Add the documents of `corpus` (a file, a folder, or `-`) to a store, with the model, the method and the
-    settings that it was made with; `model` is where that model is now. `weights`: `auto`, as it was made, or
-    `streamed` (`models.streamed`). `rules` say what of a folder is read.
+    settings that it was made with; `model`: where that model is now. `weights`: `auto`, as the store was
+    made, or `streamed` (`models.layer_streaming`). `rules`: what to read of a folder.
 
-    An append that was interrupted is resumed by the same call; the earlier store stays in its place until the
-    longer one takes it. Documents that are in the store already are passed over. Raises `CorpusError`,
-    `ModelError`, `StoreError`, `ConfigError`, `DoesNotFit` and `indexes.errors.VectorIndexError`.
+    An interrupted append is resumed by the same call; the earlier store stays in its place until the longer
+    one takes it. Documents that the store has already are skipped. Raises `CorpusError`, `ModelError`,
+    `StoreError`, `ConfigError`, `DoesNotFit` and `VectorIndexError`.
     """
     manifest = opened(store).manifest
     texts, skipped = read_corpus(corpus, rules)
-    own = manifest.weights if weights == "auto" else weights
-    loaded = load(model or manifest.model_id, device, manifest.dtype, own)
+    weights = manifest.weights if weights == "auto" else weights
+    loaded = load(model or manifest.model_id, device, manifest.dtype, weights)
     progress("tokenize", 0, len(texts))
     return append_texts(loaded, texts, store, skipped=tuple(skipped), progress=progress)
 
@@ -118,7 +111,7 @@ def append_texts(
     skipped: tuple[Skipped, ...] = (),
     progress: Progress = lambda stage, done, total: None,
 ) -> AppendReport:
-    """`append` for documents that are read and a model that is loaded already."""
+    """`append` with documents and a model that are loaded already."""
     earlier = opened(store)
     _check_model(earlier, loaded)
     prompt = loaded.prompt
@@ -133,12 +126,8 @@ def append_texts(
         tokens, documents = encode_further(loaded.tokenizer, prompt, fresh, earlier.manifest.n_tokens)
     give_back()
     known = tuple(text.name for text in texts if text not in fresh)
-    try:
+    with memory_errors():
         report = append_tokens(loaded, tokens, documents, store, progress=progress)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise DoesNotFit(OUT_OF_MEMORY) from error
     return replace(report, known=known, skipped=skipped, peak_memory=max(peak.bytes, report.peak_memory))
 
 
@@ -150,14 +139,14 @@ def append_tokens(
     *,
     progress: Progress = lambda stage, done, total: None,
 ) -> AppendReport:
-    """`append` for documents that are tokens already: the first begins where the store ends."""
+    """`append` with documents that are tokens already: the first begins where the store ends."""
     earlier = opened(store)
     _check_model(earlier, loaded)
     before = earlier.manifest.n_tokens
     began = time.perf_counter()
     growth = Growth(earlier, progress)
     extended = Extended()
-    seam = resumed_from = _seam_of(earlier)
+    boundary = resumed_from = _last_boundary(earlier)
     with Peak() as peak:
         if documents:
             method = method_of(earlier)
@@ -183,7 +172,7 @@ def append_tokens(
                 progress("publish", 0, 1)
                 grown = KVStore.open(writer.seal())
                 extended = extend_indexes(earlier, grown, progress)
-                progress("exchange", 0, 1)  # whoever asks the earlier store may be waited for here
+                progress("exchange", 0, 1)  # this may wait for processes that ask the earlier store
                 writer.publish()
         else:
             _tidy(earlier)
@@ -195,12 +184,12 @@ def append_tokens(
         store=store,
         n_tokens=total,
         added_tokens=total - before,
-        repeated=before - seam if documents else 0,
+        repeated=before - boundary if documents else 0,
         documents=len(after.documents),
         added=tuple(document.name for document in documents),
         known=(),
         skipped=(),
-        resumed_from=resumed_from if resumed_from > seam else 0,
+        resumed_from=resumed_from if resumed_from > boundary else 0,
         seconds=seconds,
         tokens_per_second=ran / seconds,
         bytes=sum(after.cost().values()),
@@ -219,7 +208,7 @@ def opened(path: Path) -> KVStore:
         with locked(partial_path(where)):
             restore(where, partial_path(where) / REPLACED)
     store = KVStore.open(path)
-    _seam_of(store)
+    _last_boundary(store)
     return store
 
 
@@ -227,23 +216,24 @@ def method_of(store: KVStore) -> Method:
     """The method that a store was prefilled with, with its options. Raises `ConfigError` for one that is not
     installed, and `ExtensionError`.
     """
-    found = store.manifest.prefill
-    name = str(found["method"])
+    stated = store.manifest.prefill
+    name = str(stated["method"])
     if name not in names():
         raise ConfigError(
             f"{store.path} was prefilled by a method '{name}', which is neither built in nor installed: "
             "install the extension or the release that brings it"
         )
     known = {option.name for option in fields(get(name).options_type)}
-    options = {key: value for key, value in found.items() if key in known}
+    options = {key: value for key, value in stated.items() if key in known}
     return create(name, options, store.manifest.shape)
 
 
-def _seam_of(store: KVStore) -> int:
+def _last_boundary(store: KVStore) -> int:
+    """The token at which the last chunk ended that was full."""
     if store.manifest.seam is None:
         raise StoreForeign(
             f"{store.path} was made by an earlier release ({store.manifest.software}), whose stores keep too "
-            "little for a prefill to go on from: prefill all of it again."
+            "little for a prefill to continue: prefill all of it again."
         )
     return store.manifest.seam
 
@@ -270,7 +260,7 @@ def _is_known(store: KVStore, loaded: LoadedModel, prompt: Prompt, text: TextDoc
         return False
     stored = [store.tokens[document.start : document.end] for document in named]
     forms = _forms(loaded, prompt, text, first=named[0] == store.documents[0])
-    if any(np.array_equal(form, own) for form in forms for own in stored):
+    if any(np.array_equal(form, tokens) for form in forms for tokens in stored):
         return True
     raise CorpusError(
         f"{text.name} is in {store.path} already, with another text, and a store only grows: leave it out "
@@ -279,50 +269,43 @@ def _is_known(store: KVStore, loaded: LoadedModel, prompt: Prompt, text: TextDoc
 
 
 def _forms(loaded: LoadedModel, prompt: Prompt, text: TextDocument, first: bool) -> Iterator[Tokens]:
-    """The tokens that a document may be in a store. The `first` one opens the prompt, and is headed by its
+    """The possible tokens of a document in a store. The `first` one opens the prompt, and is headed by its
     name if others came with it.
     """
     if first:
         yield encode_corpus(loaded.tokenizer, prompt, [text])[0]
-        both, (own, _) = encode_corpus(loaded.tokenizer, prompt, [text, TextDocument("", "")])
-        yield both[: own.end]
+        both, (span, _) = encode_corpus(loaded.tokenizer, prompt, [text, TextDocument("", "")])
+        yield both[: span.end]
     else:
         yield encode_further(loaded.tokenizer, prompt, [text], 0)[0]
 
 
 def _tidy(store: KVStore) -> None:
-    """Remove what an append left that was killed when its store had its name."""
+    """Remove what a killed append left after the new store had its name."""
     partial = partial_path(Path(os.path.realpath(store.path)))
     if (partial / LOCK).exists() and is_left(partial, store.manifest):
         with suppress(StoreBusy), locked(partial):
             clear(partial)
-    with suppress(OSError):  # an empty folder is what a kill leaves as the very last thing
+    with suppress(OSError):  # a kill at the very end leaves an empty folder
         partial.rmdir()
 
 
-# A store of a text's beginning that is made longer again and again.
-
-
 class GrowingStore:
-    """One store in `folder`, of the tokens that were asked for last, with indexes of the `indexes` kinds.
+    """One store in `folder` of the beginning of a text, made longer with every call, with the `indexes` kinds
+    of index.
 
     `most`: the tokens that it may come to hold, with all that follow it.
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        folder: Path,
-        most: int,
-        settings: Settings,
-        indexes: Sequence[str] = (),
+        self, loaded: LoadedModel, folder: Path, most: int, settings: Settings, indexes: Sequence[str] = ()
     ):
         self._loaded, self._most, self._settings, self._indexes = loaded, most, settings, indexes
         self._path = folder / "store"
-        self._held: Tokens = np.zeros(0, np.int32)
+        self._tokens: Tokens = np.zeros(0, np.int32)
 
     def __call__(self, tokens: Tokens, report: Callable[[int], None]) -> KVStore:
-        """The store of `tokens [N]`: only what is new is prefilled where the last one holds their beginning.
+        """The store of `tokens [N]`; where the last one holds their beginning, only new tokens are prefilled.
 
         Raises as `prefill_tokens` and `append_tokens`.
         """
@@ -331,18 +314,18 @@ class GrowingStore:
             if stage == "prefill":
                 report(done)
 
-        held = len(self._held)
-        if held and np.array_equal(self._held, tokens[:held]):
-            if held < len(tokens):
-                document = Document(f"from {held}", held, len(tokens))
-                append_tokens(self._loaded, tokens[held:], [document], self._path, progress=progress)
+        known = len(self._tokens)
+        if known and np.array_equal(self._tokens, tokens[:known]):
+            if known < len(tokens):
+                document = Document(f"from {known}", known, len(tokens))
+                append_tokens(self._loaded, tokens[known:], [document], self._path, progress=progress)
         else:
             shutil.rmtree(self._path, ignore_errors=True)
             document = Document("from 0", 0, len(tokens))
-            # Keys may be rotated by the length of the whole, which is said before the first is stored.
+            # Rotations may depend on the length of the whole text, and so the first chunk must know it.
             settings = replace(self._settings, context=self._most - len(tokens))
             prefill_tokens(self._loaded, tokens, [document], self._path, settings, progress=progress)
             for kind in self._indexes:
                 build_indexes(self._path, kind)
-        self._held = tokens
+        self._tokens = tokens
         return KVStore.open(self._path)

@@ -1,4 +1,4 @@
-"""Where a store is to be: a path, or a URL for which it is written beside and pushed when it is whole."""
+"""Where a store goes: a path, or a URL, for which it is written to a staging folder and then pushed."""
 
 from __future__ import annotations
 
@@ -7,22 +7,12 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from offload_decode.common import files
-from offload_decode.common.errors import (
-    ConfigError,
-    StoreBusy,
-    StoreError,
-    StoreExists,
-    StoreForeign,
-    StoreMismatch,
-)
-from offload_decode.common.files import lock, remove
-from offload_decode.kv.indexes import OLD
+from offload_decode.common.errors import ConfigError, StoreExists, StoreForeign, StoreMismatch
 from offload_decode.prefill_jobs.buckets import Transfer, check_writable, push
 from offload_decode.prefill_jobs.buckets.bucket import Bucket
 from offload_decode.prefill_jobs.buckets.cache import user_cache
@@ -36,9 +26,11 @@ from offload_decode.types import Document
 
 Progress = Callable[[str, int, int], None]
 
+_SHOWN = {"token_hash": "text", "n_tokens": "length", "rope": "--context"}  # fields in messages
+
 
 class Found(NamedTuple):
-    """A whole store: its manifest, its bytes, and its documents where reading them fetches nothing."""
+    """A complete store: its manifest, its bytes, and its documents, unless reading them would fetch them."""
 
     manifest: Manifest
     bytes: int
@@ -46,13 +38,13 @@ class Found(NamedTuple):
 
 
 class Place(ABC):
-    """`name` is what the user calls it."""
+    """`name`: as the user wrote it."""
 
     name: str
 
     def admit(self) -> None:
-        """Refuse, before the work begins, a place where no store can be put. One that holds a store is
-        admitted: whether it is the one that is wanted shows when the corpus is read.
+        """Refuse, before the work begins, a place that cannot take a store. One that holds a store is
+        admitted: whether it is the wanted one shows when the corpus is read.
         """
         with suppress(StoreExists):
             self.check()
@@ -60,11 +52,11 @@ class Place(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `StoreExists` where something is there, `BucketError` where nothing could be put."""
+        """Raise `StoreExists` where something is there, `BucketError` where nothing can be put."""
 
     @abstractmethod
     def found(self) -> Found | None:
-        """The store that lies there; None where there is none that is whole."""
+        """The complete store that is there, if any."""
 
     @abstractmethod
     @contextmanager
@@ -73,11 +65,11 @@ class Place(ABC):
 
     @abstractmethod
     def deliver(self, progress: Progress) -> Transfer | None:
-        """Bring the whole store from the path of `opened` to its place; what was sent, if anything."""
+        """Bring the complete store from the path of `opened` to its place; what was sent, if anything."""
 
 
 def place_of(out: str | Path, staging: Path | None = None) -> Place:
-    """The place that `--out` names; `staging` is where stores for URLs are written."""
+    """The place that `--out` names; stores for URLs are written below `staging` first."""
     if "://" in str(out):
         return InBucket(str(out), staging or default_staging())
     if Path(out).name in ("", ".."):
@@ -93,8 +85,8 @@ def default_staging() -> Path:
 
 
 def same_store(found: Found, asked: Manifest, documents: Sequence[Document], name: str) -> None:
-    """StoreMismatch where the store that lies at `name` is not the one that was asked for."""
-    # Of the same format, another release or what encoding turned out to cost makes no other store.
+    """`StoreMismatch` where the store at `name` is not the one that was asked for."""
+    # A release with the same format, and the measured cost of an encoding, make no other store.
     ours, theirs = (vars(m) | {"software": None, "kv_error": None} for m in (asked, found.manifest))
     others = [field for field in ours if ours[field] != theirs[field]]
     if found.documents is not None and not others and list(documents) != found.documents:
@@ -102,14 +94,11 @@ def same_store(found: Found, asked: Manifest, documents: Sequence[Document], nam
     if fingerprint_version(found.manifest.weights_hash) != fingerprint_version(asked.weights_hash):
         others = ["release, which knows models by other fingerprints"]
     if others:
+        listed = " and another ".join(_SHOWN.get(field, field) for field in others)
         raise StoreMismatch(
-            f"{name} is there already, of another {' and another '.join(map(_told, others))}"
-            f"{_methods(found.manifest, asked)}: remove it, or choose another --out."
+            f"{name} is there already, of another {listed}{_methods(found.manifest, asked)}: "
+            "remove it, or choose another --out."
         )
-
-
-def _told(field: str) -> str:
-    return {"token_hash": "text", "n_tokens": "length", "rope": "--context"}.get(field, field)
 
 
 def _methods(found: Manifest, asked: Manifest) -> str:
@@ -150,12 +139,12 @@ class InFolder(Place):
 
 
 class InBucket(Place):
-    """A URL. The store is written to a folder that is named after it, so that the same command goes on, and
+    """A URL. The store is written to a folder named after the URL, so that the same command resumes, and
     removed from there when all of it is in the bucket:
 
     STAGING/NAME-DIGEST/lock           held while it is written and pushed
-    STAGING/NAME-DIGEST/store          the store, with its `store.partial` before that
-    STAGING/NAME-DIGEST/pushed         the store when the bucket has it, on its way out
+    STAGING/NAME-DIGEST/store          the store, or `store.partial` until it is complete
+    STAGING/NAME-DIGEST/pushed         the pushed store, about to be removed
     """
 
     def __init__(self, url: str, staging: Path) -> None:
@@ -170,9 +159,9 @@ class InBucket(Place):
         if (self.folder / LOCK).exists():
             with locked(self.folder):
                 if self.pushed.exists() or (bucket.seal and bucket.seal == self._seal()):
-                    self._remove()  # it was killed when all was done but this
+                    self._remove()  # a kill left only this to do
         elif self.folder.is_dir() and not os.listdir(self.folder):
-            self.folder.rmdir()  # or all but the last step of this
+            self.folder.rmdir()  # or only the last step of it
         check_writable(self.name)
 
     def found(self) -> Found | None:
@@ -202,66 +191,8 @@ class InBucket(Place):
         return file.read_bytes() if file.exists() else None
 
     def _remove(self) -> None:
-        """Remove the folder, so that what a kill leaves of it is known to be no store any more."""
+        """Remove the folder; rename the store first, so that the rest of a kill is not taken for one."""
         if self.path.exists():
             os.rename(self.path, self.pushed)
         shutil.rmtree(self.pushed)
         shutil.rmtree(self.folder)
-
-
-# Indexes of one kind appear at once: they are built beside their place, and renamed when they are whole.
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """The folder of a store's indexes, made if need be, without other builds. StoreBusy where one runs."""
-    files.make_folders(folder)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if not _locked(descriptor, folder):
-            raise StoreBusy(
-                f"Another process builds indexes in {folder}: wait for it to end, or stop it first."
-            )
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def publish(staging: Path, folder: Path, kept: Iterable[Path]) -> None:
-    """Put `staging` in the place of `folder`, with the indexes of `folder` that are kept (their base paths).
-
-    Killed at any moment, either folder is whole, and the same call ends it.
-    """
-    for path in kept:
-        for file in folder.glob(f"{path.name}.*"):
-            _link(file, staging / file.name)
-    files.sync_tree(staging)
-    tidy(folder)
-    if folder.exists():
-        files.rename(folder, _old(folder))
-    files.rename(staging, folder)
-    tidy(folder)
-
-
-def tidy(folder: Path) -> None:
-    """Remove what an earlier `publish` to `folder` had replaced when it was killed."""
-    remove(_old(folder))
-
-
-def _locked(descriptor: int, folder: Path) -> bool:
-    try:
-        return lock(descriptor)
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be built in: {error.strerror}.") from error
-
-
-def _old(folder: Path) -> Path:
-    return folder.with_name(folder.name + OLD)
-
-
-def _link(file: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
-    try:
-        os.link(file, target)
-    except OSError:  # a file system without links
-        shutil.copyfile(file, target)

@@ -1,20 +1,25 @@
-"""Store to indexes: one for each (layer, KV head), resumed where an earlier build stopped, and searched when
-all of them are there.
+"""Store to indexes: one for each layer and KV head, resumed where an earlier build stopped, published
+together when all are built. Indexes of a store that grows are extended beside the earlier ones and published
+after the store.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload_decode.common.errors import ConfigError, IndexNotWritten, VectorIndexError
-from offload_decode.common.files import remove
-from offload_decode.indexes import files, registry
+from offload_decode.common import files
+from offload_decode.common.errors import ConfigError, IndexNotWritten, StoreBusy, StoreError, VectorIndexError
+from offload_decode.indexes import files as index_files
+from offload_decode.indexes import registry
 from offload_decode.indexes.base import RecallRecord, VectorIndex
 from offload_decode.kv.indexes import (
+    OLD,
     PARTIAL,
     examine,
     heads_of,
@@ -24,7 +29,6 @@ from offload_decode.kv.indexes import (
     kind_folders,
     staging_folder,
 )
-from offload_decode.prefill_jobs.destinations import alone, publish, tidy
 from offload_decode.store.reader import KVStore
 
 Progress = Callable[[str, int, int], None]
@@ -34,10 +38,9 @@ Progress = Callable[[str, int, int], None]
 class BuildReport:
     """What was built: sizes in bytes, time in seconds, recall@k measured on held-out prefill queries.
 
-    `k` is None where nothing was measured, `recall` is the mean over heads and `lowest_recall` the worst
-    head; both are 1 for an exhaustive index.
-    `parameters` gives the lowest and the highest search parameter that the recall target took, `full_scans`
-    the number of heads that it took a full scan of the keys for.
+    `k` is None where nothing was measured; `recall` is the mean over heads, `lowest_recall` that of the worst
+    head; both are 1 for an exhaustive index. `parameters`: the lowest and the highest search parameter that
+    the recall target took; `full_scans`: how many heads took a full scan of the keys.
     """
 
     kind: str
@@ -62,7 +65,7 @@ def build_indexes(
     k: int = 100,
     progress: Progress = lambda stage, done, total: None,
 ) -> BuildReport:
-    """Build the `kind` of index for every head of a store; those that are there and of these keys are kept.
+    """Build the `kind` of index for every head of a store; existing ones of the same keys are kept.
 
     `recall` is the target for recall@`k` on the stored queries. Raises `StoreError`, `ConfigError` and
     `offload_decode.common.errors.VectorIndexError`.
@@ -73,6 +76,13 @@ def build_indexes(
     heads = heads_of(opened)
     if not heads:
         raise ConfigError(f"{store} has no full-attention layers, so there is nothing to index")
+
+    def tuned(index: VectorIndex | None) -> VectorIndex | None:
+        """An index that was tuned for another target is built again."""
+        if index is None or index.recall is None:
+            return index
+        return index if (index.recall.target, index.recall.k) == (recall, min(k, len(index))) else None
+
     began = time.perf_counter()
     folder, staging = kind_folder(opened.path, kind), staging_folder(opened.path, kind)
     records: list[RecallRecord | None] = []
@@ -81,11 +91,11 @@ def build_indexes(
     progress("index", 0, len(heads))
     with _writing(folder), alone(indexes_folder(opened.path)):
         for done, (layer, head) in enumerate(heads, start=1):
-            index = _saved(chosen, opened, folder, layer, head, recall, k)
+            index = tuned(_saved(chosen, opened, folder, layer, head))
             if index is not None:
                 kept.append(index_path(folder, layer, head))
             else:
-                index = _saved(chosen, opened, staging, layer, head, recall, k)
+                index = tuned(_saved(chosen, opened, staging, layer, head))
                 staged += 1
             if index is None:
                 keys, queries = opened.keys(layer, head), opened.queries(layer, head)
@@ -98,9 +108,9 @@ def build_indexes(
         if staged:
             publish(staging, folder, kept)
         else:
-            remove(staging)
-        tidy(folder)
-    return report_of(kind, folder, records, built, began)
+            files.remove(staging)
+        _remove_old(folder)
+    return _report(kind, folder, records, built, began)
 
 
 @contextmanager
@@ -120,11 +130,13 @@ def check_target(recall: float, k: int) -> None:
         raise ConfigError(f"recall must be above 0 and at most 1, and k at least 1, not {recall} and {k}")
 
 
-def report_of(
+def _report(
     kind: str, folder: Path, records: list[RecallRecord | None], built: int, began: float
 ) -> BuildReport:
-    """What was built into a folder since the time `began`; `records` are of every head."""
+    """The report of a build that `began` at that time; `records` are of every head."""
+    tuned = [record for record in records if record is not None]
     measured = [1.0 if record is None else record.measured for record in records]
+    values = [record.value for record in tuned]
     return BuildReport(
         kind=kind,
         folder=folder,
@@ -133,53 +145,84 @@ def report_of(
         reused=len(records) - built,
         seconds=time.perf_counter() - began,
         bytes=sum(file.stat().st_size for file in folder.iterdir()),
-        k=next((record.k for record in records if record is not None), None),
+        k=tuned[0].k if tuned else None,
         recall=sum(measured) / len(measured),
         lowest_recall=min(measured),
-        parameters=_parameters(records),
-        full_scans=sum(record is not None and record.full_scan for record in records),
+        parameters={tuned[0].parameter: (min(values), max(values))} if tuned else {},
+        full_scans=sum(record.full_scan for record in tuned),
     )
 
 
 def _saved(
-    chosen: type[VectorIndex], store: KVStore, folder: Path, layer: int, head: int, recall: float, k: int
+    chosen: type[VectorIndex], store: KVStore, folder: Path, layer: int, head: int
 ) -> VectorIndex | None:
-    """The index that an earlier build left in `folder`, if it is whole, of these keys, and tuned for the same
-    target.
-    """
-    path = index_path(folder, layer, head)
+    """The index that an earlier build left in `folder`; None if missing, damaged or of other keys."""
     try:
-        index = chosen.load(path, store.keys(layer, head), digest=store.digest(layer, head))
+        path = index_path(folder, layer, head)
+        return chosen.load(path, store.keys(layer, head), digest=store.digest(layer, head))
     except VectorIndexError:
-        return None  # missing, damaged or of other keys: it is built anew, whichever it was
-    same = index.recall is None or (index.recall.target, index.recall.k) == (recall, min(k, len(index)))
-    return index if same else None
+        return None
 
 
-def _parameters(records: list[RecallRecord | None]) -> dict[str, object]:
-    tuned = [record for record in records if record is not None]
-    if not tuned:
-        return {}
-    values = [record.value for record in tuned]
-    return {tuned[0].parameter: (min(values), max(values))}
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lock a store's folder of indexes, made if need be, against other builds. `StoreBusy` where one runs."""
+    files.make_folders(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            locked = files.lock(descriptor)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be built in: {error.strerror}.") from error
+        if not locked:
+            raise StoreBusy(
+                f"Another process builds indexes in {folder}: wait for it to end, or stop it first."
+            )
+        yield
+    finally:
+        os.close(descriptor)
 
 
-# Indexes of a store that grows: extended beside the earlier ones, and published after the store itself.
+def publish(staging: Path, folder: Path, kept: Iterable[Path]) -> None:
+    """Put `staging` in the place of `folder`, with the indexes of `folder` that are kept (their base paths).
+
+    After a kill at any moment either folder is complete, and the same call finishes.
+    """
+    for path in kept:
+        for file in folder.glob(f"{path.name}.*"):
+            target = staging / file.name
+            target.unlink(missing_ok=True)
+            try:
+                os.link(file, target)
+            except OSError:  # a file system without links
+                shutil.copyfile(file, target)
+    files.sync_tree(staging)
+    _remove_old(folder)
+    if folder.exists():
+        files.rename(folder, folder.with_name(folder.name + OLD))
+    files.rename(staging, folder)
+    _remove_old(folder)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove what `publish` replaced."""
+    files.remove(folder.with_name(folder.name + OLD))
 
 
 @dataclass(frozen=True)
 class Extended:
-    """The kinds of index that were extended, and a sentence on each that was not."""
+    """The extended kinds of index, and for each other kind (`left`) a sentence with the reason."""
 
     reports: tuple[BuildReport, ...] = ()
     left: tuple[str, ...] = ()
 
 
 def extend_indexes(earlier: KVStore, grown: KVStore, progress: Progress) -> Extended:
-    """Extend every kind beside the `earlier` store by the further keys of the `grown` one, of which these are
-    the first. They lie in their staging folders then: `publish_indexes` puts them in their places.
+    """Extend every kind of index of the `earlier` store by the further keys of the `grown` one, which begins
+    with the same. The results stay in their staging folders until `publish_indexes`.
 
-    A call that was interrupted goes on. Raises `VectorIndexError` where an index cannot be written.
+    An interrupted call is resumed by the same one. Raises `VectorIndexError` where an index cannot be
+    written.
     """
     reports, left = [], []
     for folder in kind_folders(earlier.path):
@@ -192,15 +235,15 @@ def extend_indexes(earlier: KVStore, grown: KVStore, progress: Progress) -> Exte
             why = "nobody began it" if built is None else built.reason(earlier.path)
         except IndexNotWritten:
             raise
-        except VectorIndexError as error:  # it could not be searched either
+        except VectorIndexError as error:  # it cannot be searched either
             why = str(error).rstrip(".")
         left.append(f"the '{kind}' index was not extended, because {why}")
     return Extended(tuple(reports), tuple(left))
 
 
 def publish_indexes(store: KVStore) -> None:
-    """Put the extended indexes of a store in their places: the kinds all of whose staged indexes are of its
-    keys. Others stay where they are.
+    """Publish the extended indexes of a store: every kind of which all staged indexes are of the store's
+    keys.
     """
     folder = indexes_folder(store.path)
     if not folder.is_dir():
@@ -211,7 +254,7 @@ def publish_indexes(store: KVStore) -> None:
             if kind in registry.kinds() and _is_of(store, staging, kind):
                 publish(staging, kind_folder(store.path, kind), ())
         for built in kind_folders(store.path):
-            tidy(built)
+            _remove_old(built)
 
 
 def _extend(earlier: KVStore, grown: KVStore, kind: str, progress: Progress) -> BuildReport:
@@ -223,39 +266,25 @@ def _extend(earlier: KVStore, grown: KVStore, kind: str, progress: Progress) -> 
     progress("index", 0, len(heads))
     with alone(indexes_folder(earlier.path)):
         for done, (layer, head) in enumerate(heads, start=1):
-            keys, digest, path = (
-                grown.keys(layer, head),
-                grown.digest(layer, head),
-                index_path(staging, layer, head),
-            )
-            index = _staged(chosen, path, keys, digest)
+            index = _saved(chosen, grown, staging, layer, head)
             if index is None:
-                first = chosen.load(
-                    index_path(folder, layer, head),
-                    earlier.keys(layer, head),
-                    digest=earlier.digest(layer, head),
-                )
+                keys, digest = earlier.keys(layer, head), earlier.digest(layer, head)
+                first = chosen.load(index_path(folder, layer, head), keys, digest=digest)
+                keys, digest = grown.keys(layer, head), grown.digest(layer, head)
                 index = first.extended(keys, grown.queries(layer, head), digest=digest)
-                index.save(path)
+                index.save(index_path(staging, layer, head))
                 made += 1
             records.append(index.recall)
             progress("index", done, len(heads))
-    return replace(report_of(kind, staging, records, made, began), folder=folder)
-
-
-def _staged(chosen: type[VectorIndex], path: Path, keys: object, digest: str) -> VectorIndex | None:
-    try:
-        return chosen.load(path, keys, digest=digest)  # type: ignore[arg-type]
-    except VectorIndexError:
-        return None  # missing, damaged or of other keys: it is made anew, whichever it was
+    return replace(_report(kind, staging, records, made, began), folder=folder)
 
 
 def _is_of(store: KVStore, staging: Path, kind: str) -> bool:
     try:
         suffix = registry.stated(kind).suffix
         for layer, head in heads_of(store):
-            identity = files.identity(kind, store.keys(layer, head), store.digest(layer, head))
-            files.check(index_path(staging, layer, head), identity, suffix)
+            identity = index_files.identity(kind, store.keys(layer, head), store.digest(layer, head))
+            index_files.check(index_path(staging, layer, head), identity, suffix)
     except VectorIndexError:
         return False
     return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from offload_decode.store.writer import KVStoreWriter
 from offload_decode.types import Document
 
 AUTO = "auto"
-"""What a chunk is that is to be chosen."""
+"""The chunk that fits is chosen."""
 
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -40,10 +41,10 @@ Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 @dataclass(frozen=True)
 class Settings:
     """How a corpus is prefilled: the method and its options as users write them (`prefill_jobs.methods`; also
-    `chunk=auto`: on a card as many tokens as fit, the default where the numbers do not depend on it), the
-    prefill queries to keep for each KV head, how keys and values are stored (`auto`, `int8` or
-    `int4-values`), and the most tokens that will follow, which a model's rotation may depend on
-    (`models.positions`; None: what `Lengths.chosen` takes).
+    `chunk=auto`: on a GPU as many tokens as fit, the default where results do not depend on it), the prefill
+    queries to keep for each KV head, how keys and values are stored (`auto`, `int8` or `int4-values`), and
+    the most tokens that will follow, which a model's rotation may depend on (`hf.positions`; None: what
+    `Lengths.chosen` takes).
     """
 
     method: str = "dense"
@@ -62,13 +63,13 @@ class Settings:
 
     @property
     def chunk(self) -> int | None:
-        """Tokens in one forward pass; None where as many are taken as fit (`chunk_for`)."""
-        said = str(self.options.get("chunk", "" if get(self.method).chunk_shapes else AUTO)).strip()
-        return None if said == AUTO else parse(self.method, self.stated).chunk
+        """Tokens in one forward pass; None for as many as fit (`chunk_for`)."""
+        chunk = str(self.options.get("chunk", "" if get(self.method).chunk_shapes else AUTO)).strip()
+        return None if chunk == AUTO else parse(self.method, self.stated).chunk
 
     @property
     def stated(self) -> dict[str, object]:
-        """The options without a chunk that is to be chosen."""
+        """The options without `chunk=auto`."""
         options = dict(self.options)
         if str(options.get("chunk", "")).strip() == AUTO:
             del options["chunk"]
@@ -79,8 +80,7 @@ class Settings:
 class PrefillReport:
     """What a prefill did: sizes in bytes, times in seconds, speed over the tokens of this run alone.
 
-    `kept`: the store was there already. `pushed`: what was sent to a bucket, the time for which is not in
-    `seconds`.
+    `kept`: the store was there already. `pushed`: what was sent to a bucket, in time beyond `seconds`.
     """
 
     store: Path | str
@@ -98,8 +98,8 @@ class PrefillReport:
 
 @dataclass(frozen=True)
 class Work:
-    """A corpus as the model reads it, the manifest that its store is to have, and how it is prefilled.
-    `chosen`: its chunk is what fitted.
+    """A corpus in tokens, the manifest of its store, and how it is prefilled. `chosen`: the chunk was chosen
+    to fit.
     """
 
     tokens: Tokens
@@ -110,9 +110,9 @@ class Work:
     peak_memory: int = 0
     chosen: bool = False
 
-    def going_on(self, prefill: object) -> Work:
-        """The same work in the chunks of a store that is there already, or was begun, whose manifest has this
-        `prefill`: another chunk may fit today, and nobody asked for one.
+    def in_chunks_of(self, prefill: object) -> Work:
+        """The same work in the chunks of an existing or begun store, whose manifest has this `prefill`:
+        another chunk may fit today, and nobody asked for one.
         """
         chunk = prefill.get("chunk") if isinstance(prefill, dict) else None
         if not self.chosen or type(chunk) is not int or chunk not in CARD_CHUNKS:
@@ -137,12 +137,11 @@ def prefill(
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
     """Read `corpus` (a file, a folder, or `-`), run it through `model` and publish the store `out`, a path or
-    a URL. A store for a URL is written below `staging` first. `rules` say what of a folder is read.
-    `device`, `dtype` and `weights` are those of `models.loading.load`.
+    a URL. A store for a URL is written below `staging` first. `rules`: what to read of a folder. `device`,
+    `dtype` and `weights` as in `models.loading.load`.
 
-    An interrupted prefill is resumed by the same call, and a store that is there already, of the same tokens,
-    model and settings, is kept. Raises `CorpusError`, `ModelError`, `StoreError`, `BucketError`,
-    `ConfigError`.
+    An interrupted prefill is resumed by the same call; an existing store of the same tokens, model and
+    settings is kept. Raises `CorpusError`, `ModelError`, `StoreError`, `BucketError`, `ConfigError`.
     """
     place = place_of(out, staging)
     place.admit()
@@ -162,7 +161,7 @@ def prefill_texts(
     skipped: tuple[Skipped, ...] = (),
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
-    """`prefill` for documents that are read and a model that is loaded already."""
+    """`prefill` with documents and a model that are loaded already."""
     return _write(loaded, prepare(loaded, texts, settings, skipped), out, progress)
 
 
@@ -177,7 +176,7 @@ def prefill_tokens(
     skipped: tuple[Skipped, ...] = (),
     progress: Progress = lambda stage, done, total: None,
 ) -> PrefillReport:
-    """`prefill` for a corpus that is tokens already."""
+    """`prefill` with a corpus that is tokens already."""
     return _write(loaded, _planned(loaded, tokens, documents, settings, template, skipped), out, progress)
 
 
@@ -195,7 +194,9 @@ def prepare(
 
 
 def admit_text(characters: int) -> None:
-    """Refuse what cannot be tokenized under the cap: a tokenizer whose allocation fails ends the process."""
+    """Raise `DoesNotFit` for text that cannot be tokenized under the memory cap: a tokenizer without memory
+    ends the process.
+    """
     need, left = characters * TOKENIZING_BYTES, room()
     if left is not None and need > left:
         raise DoesNotFit(
@@ -205,32 +206,39 @@ def admit_text(characters: int) -> None:
 
 
 def make(loaded: LoadedModel, work: Work, place: Place, progress: Progress) -> PrefillReport:
-    """Prefill, and bring the store to its place; each goes on where an interrupted call stopped.
+    """Prefill, and bring the store to its place; both resume where an interrupted call stopped.
 
     Raises `StoreError`, `BucketError`, and `DoesNotFit` where memory runs out.
     """
     with place.opened() as path:
         written = place_of(path).found()
-        try:
-            report = _write(loaded, work, path, progress) if written is None else _there(written, work, path)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise DoesNotFit(OUT_OF_MEMORY) from error
+        with memory_errors():
+            report = _write(loaded, work, path, progress) if written is None else _kept(written, work, path)
         pushed = place.deliver(progress)
     return replace(report, store=place.name, pushed=pushed)
 
 
-def settled(work: Work, place: Place) -> PrefillReport | None:
-    """The report of a store that lies at `place` already; None where the place is free.
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """`DoesNotFit` where memory runs out inside."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFit(OUT_OF_MEMORY) from error
 
-    Raises `StoreError` where it is another store, or damaged, and `StoreExists` where it is no store.
+
+def settled(work: Work, place: Place) -> PrefillReport | None:
+    """The report of a store that is at `place` already; None where the place is free.
+
+    Raises `StoreError` for another or a damaged store, and `StoreExists` for anything else.
     """
     found = place.found()
     if found is None:
         place.check()
         return None
-    return replace(_there(found, work, place.name), kept=True)
+    return replace(_kept(found, work, place.name), kept=True)
 
 
 def _planned(
@@ -260,8 +268,8 @@ def _planned(
 
 
 def chunk_for(loaded: LoadedModel, tokens: int, kv: str) -> int:
-    """The tokens of a forward pass where nobody says how many: 512 on a CPU; on a card as many as fit beside
-    the model, from 512 to 32,768 (`planning.sizes.largest_chunk`).
+    """The tokens of a forward pass by default: 512 on a CPU; on a GPU as many as fit beside the model, from
+    512 to 32,768 (`planning.sizes.largest_chunk`).
     """
     if loaded.device.type != "cuda":
         return CPU_CHUNK
@@ -270,7 +278,7 @@ def chunk_for(loaded: LoadedModel, tokens: int, kv: str) -> int:
 
 
 def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> PrefillReport:
-    work = work.going_on((read_header(partial_path(out) / STORE) or {}).get("prefill"))
+    work = work.in_chunks_of((read_header(partial_path(out) / STORE) or {}).get("prefill"))
     total = len(work.tokens)
     began = time.perf_counter()
     with Peak() as peak, KVStoreWriter.open(out, work.manifest, work.tokens, work.documents) as writer:
@@ -295,11 +303,9 @@ def _write(loaded: LoadedModel, work: Work, out: Path, progress: Progress) -> Pr
     )
 
 
-def _there(found: Found, work: Work, store: Path | str) -> PrefillReport:
-    """The report of a store that took no work; StoreMismatch where it is not of this corpus and these
-    settings.
-    """
-    work = work.going_on(found.manifest.prefill)
+def _kept(found: Found, work: Work, store: Path | str) -> PrefillReport:
+    """The report of an existing store; `StoreMismatch` where it is of another corpus or other settings."""
+    work = work.in_chunks_of(found.manifest.prefill)
     same_store(found, work.manifest, work.documents, str(store))
     return PrefillReport(
         store=store,

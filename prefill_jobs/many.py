@@ -1,4 +1,8 @@
-"""Several corpora into several stores: the model is loaded once, and a corpus that fails stops no other."""
+"""Several corpora to several stores: the model is loaded once, and a corpus that fails stops no other.
+
+Also stores that are kept for later runs, found again by their names, and made once where several processes
+need them.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +38,10 @@ from offload_decode.store.reader import KVStore
 SUFFIX = ".kv"
 
 Watch = Callable[[str, int, int, str], None]
-"""Progress of a stage, with a word on where in the whole it is."""
+"""Progress of a stage, with a word on its place in the whole."""
 
 OF_ONE = (CorpusError, StoreError, BucketError, DoesNotFit)
-"""Errors of one corpus, which do not stop the others."""
+"""Errors of one corpus, which stop no other."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Texts:
-    """A corpus that was read."""
+    """The texts of a corpus."""
 
     job: Job
     documents: list[TextDocument]
@@ -58,22 +62,22 @@ class Texts:
 
     @property
     def characters(self) -> int:
-        """How long it is, before any model has read it."""
+        """The length of all texts."""
         return sum(len(document.text) for document in self.documents)
 
 
 Result = PrefillReport | OffloadDecodeError
 Results = dict[Job, Result]
-"""What became of every job: its report, or one of `OF_ONE`."""
+"""The report of every job, or one of `OF_ONE`."""
 
 
 def is_folder(corpora: Sequence[str], out: str) -> bool:
-    """Whether `out` is to hold a store for each corpus, and is not the one store itself."""
+    """Whether `out` will hold a store for each corpus, and is not the store itself."""
     return len(corpora) > 1 or out.endswith("/")
 
 
 def jobs_of(corpora: Sequence[str], out: str) -> list[Job]:
-    """A job for each corpus: its store lies in the folder (or at the URL) `out` and has the corpus' name.
+    """A job for each corpus; its store goes into the folder (or URL) `out` and has the corpus' name.
 
     Raises `ConfigError` where two would have the same name.
     """
@@ -116,9 +120,9 @@ def prefill_many(
 ) -> Results:
     """Prefill every corpus to its store, with one model, one after another.
 
-    A store that is there already, of the same tokens, model and settings, is kept, so that the same call
-    resumes. Errors that are not of one corpus are raised at once: `ConfigError`, `ModelError`, `BucketError`
-    before the work begins.
+    An existing store of the same tokens, model and settings is kept, so that the same call resumes. Errors
+    that concern all corpora are raised at once: `ConfigError`, `ModelError`, `BucketError` before the work
+    begins.
     """
     results, texts = read_all(jobs, staging, rules)
     if not texts:
@@ -152,7 +156,7 @@ def prefill_many(
 
 
 def read_all(jobs: Sequence[Job], staging: Path | None, rules: Rules) -> tuple[Results, list[Texts]]:
-    """Read the corpora and see that their places can be used: what failed, and the texts of the rest."""
+    """Read the corpora and check that their stores can be written: what failed, and the texts of the rest."""
     failed: Results = {}
     texts = []
     for job in jobs:
@@ -174,27 +178,25 @@ def _name(corpus: str) -> str:
     return (path.name if path.is_dir() else path.stem) or "root"
 
 
-# Stores that are kept, and found again by whoever needs the same one: by what name, and each made once.
-
-LOOK_S = 0.5  # how often it is looked whether another process is done,
-TRY_S = 5.0  # and whether it was killed, which takes a text to be tokenized again
-_TOLD: set[Path] = set()  # folders: waiting is said once, not for each of hundreds of stores
+LOOK_S = 0.5  # how often to look whether another process is done,
+TRY_S = 5.0  # and whether it was killed, for which the text is tokenized again
+_WARNED: set[Path] = set()  # folders: one warning for hundreds of stores
 
 
 def kept_name(loaded: LoadedModel, settings: Settings, *of: object) -> str:
-    """A file's name, by the model, how it is prefilled, and what it is `of` (a text or tokens, and whatever
-    else shapes what is stored of them): plain JSON values.
+    """The file name of a kept store: a digest of the model, the settings, and what it is `of` (plain JSON
+    values: a text or tokens, and whatever else shapes what is stored of them).
     """
     model = [loaded.weights_hash, loaded.config_hash, loaded.tokenizer_hash, loaded.dtype, loaded.weights]
-    said = json.dumps([*of, model, asdict(settings)], sort_keys=True, default=dict)
-    return f"{hashlib.sha256(said.encode()).hexdigest()[:32]}.kv"
+    identity = json.dumps([*of, model, asdict(settings)], sort_keys=True, default=dict)
+    return f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.kv"
 
 
 def kept(path: Path, make: Callable[[], object], kinds: Iterable[str] = ()) -> KVStore:
-    """The store at `path`, which `make` makes where it is not there yet, with indexes of these kinds.
+    """The store at `path`, made by `make` where it does not exist, with indexes of these kinds.
 
-    What another process is making is waited for, with a warning that says so; where that process is killed,
-    this one goes on with what it began.
+    Waits, with a warning, for another process that is making it; where that is killed, this one continues its
+    work.
     """
 
     def made() -> None:
@@ -202,27 +204,27 @@ def kept(path: Path, make: Callable[[], object], kinds: Iterable[str] = ()) -> K
             try:
                 make()
             except StoreExists:
-                if not path.exists():  # it is not that another process was faster
+                if not path.exists():  # else another process was faster
                     raise
 
-    _patiently(made, path, path.exists)
+    _retry_busy(made, path, path.exists)
     for kind in kinds:
-        _patiently(partial(build_indexes, path, kind), path, lambda: True)
+        _retry_busy(partial(build_indexes, path, kind), path, lambda: True)
     return KVStore.open(path)
 
 
-def _patiently(work: Callable[[], object], path: Path, done: Callable[[], bool]) -> None:
+def _retry_busy(work: Callable[[], object], path: Path, done: Callable[[], bool]) -> None:
     while True:
         try:
             work()
             return
         except StoreBusy:
-            if path.parent not in _TOLD:
-                _TOLD.add(path.parent)
-                told = (
+            if path.parent not in _WARNED:
+                _WARNED.add(path.parent)
+                text = (
                     f"Another process makes stores in {path.parent}: this one waits for those that both need."
                 )
-                warnings.warn(OffloadDecodeWarning(told), stacklevel=3)
+                warnings.warn(OffloadDecodeWarning(text), stacklevel=3)
         until = time.monotonic() + TRY_S
         time.sleep(LOOK_S)
         while not done() and time.monotonic() < until:

@@ -59,10 +59,7 @@ _CLIENT = (
     "user_agent",
 )
 _SHA256 = "sha256"
-_CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-}
+_CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS"}
 # Patterns in obstore's messages, in the order of the search.
 _NO_BUCKET = "<Code>NoSuchBucket"
 _NO_CREDENTIALS = r"169\.254\.|metadata\.google|api/token|[Tt]oken ?[Rr]equest|[Cc]redential error|OpenCred"
@@ -165,12 +162,7 @@ class Bucket:
         part = max(PART, -(-size // MOST_PARTS))
         with self._errors():
             self._obstore.put(
-                self._store,
-                key,
-                data,
-                attributes=attributes,
-                chunk_size=part,
-                max_concurrency=PARTS_AT_ONCE,
+                self._store, key, data, attributes=attributes, chunk_size=part, max_concurrency=PARTS_AT_ONCE
             )
 
     def create(self, key: str, data: bytes) -> bool:

@@ -41,12 +41,7 @@ def check_writable(url: str) -> None:
     bucket.remove(probe)
 
 
-def push(
-    store: Path,
-    url: str,
-    *,
-    progress: Progress = lambda stage, done, total: None,
-) -> Transfer:
+def push(store: Path, url: str, *, progress: Progress = lambda stage, done, total: None) -> Transfer:
     """Put the store at `store` and the indexes beside it under `url`; the same call resumes.
 
     Raises `StoreError`, `StoreExists` where another store is there, `BucketError`, `ConfigError`.

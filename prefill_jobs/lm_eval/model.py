@@ -337,12 +337,7 @@ class OffloadDecodeLM(TemplateLM):
         return Writing(np.array(tokens[-room:], np.int32), most, [stop for stop in stops if stop], asked)
 
     def _run(
-        self,
-        what: str,
-        contexts: Sequence[Tokens],
-        following: Sequence[int],
-        run: Run,
-        quiet: bool,
+        self, what: str, contexts: Sequence[Tokens], following: Sequence[int], run: Run, quiet: bool
     ) -> Iterator[tuple[int, Any]]:
         """Each context's place with what `run` makes of it, prefix by prefix."""
         with tqdm(total=len(contexts), desc=f"Running {what} requests", disable=quiet) as bar:

@@ -1,8 +1,8 @@
 """Questions to stores, spread over the machines of a Ray cluster.
 
-Each worker keeps one model and the stores that it asked last, and is given questions to those alone that lie
-on its machine, or else fetches them there. What it answers comes back to the driver, which alone writes:
-what a lost worker had not yet handed over is asked again, and nothing is written twice.
+Each worker keeps one model and the stores that it asked last. It gets questions to stores on its machine, or
+fetches the stores. The driver alone writes answers: those that a lost worker had not returned are asked
+again, and nothing is written twice.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ OPEN = 4
 
 @dataclass(frozen=True)
 class How:
-    """What all workers are told. `stores`: absolute paths of all that may be asked, or, where they are `far`,
-    their URLs.
+    """What all workers get. `stores`: the absolute paths of all stores to ask or, where they are `far`, their
+    URLs.
     """
 
     stores: tuple[str, ...]
@@ -49,7 +49,7 @@ class How:
 
 @dataclass(frozen=True)
 class Part:
-    """Questions to one store, answered in one forward pass."""
+    """Questions to one store, answered in one batch."""
 
     store: str
     questions: tuple[str, ...]
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Given:
-    """An answer; `tokens`: how many."""
+    """An answer; `tokens`: their number."""
 
     text: str
     tokens: int
@@ -70,14 +70,16 @@ Answered = list[Given] | OffloadDecodeError
 
 
 class Opened(NamedTuple):
-    """A store that is open. `held`: what keeps it where it lies."""
+    """An open store. `held` keeps it in the cache."""
 
     engine: Engine
     held: ExitStack
 
 
 class Asker(AtStores):
-    """In a process of its own, on any machine; see `workers.Worker`."""
+    """Answers questions, with one model and the stores that were asked last; it stands at bytes of a fetched
+    store.
+    """
 
     def __init__(self, how: How) -> None:
         super().__init__(how.stores, how.far)
@@ -85,22 +87,22 @@ class Asker(AtStores):
         self.before = 0
         self.model: tuple[tuple[str, str, str], LoadedModel] | None = None
         self.opened: OrderedDict[str, Opened] = OrderedDict()
-        self.most = OPEN if how.far is None else 1  # what is held open cannot leave the cache for others
+        self.most = OPEN if how.far is None else 1  # an open store cannot leave the cache
 
     def begin(self) -> None:
-        """Under the caps; a model is loaded for the first store."""
+        """Apply the caps; the model is loaded for the first store."""
         apply_caps(self.how.caps, self.how.config.device)
         self.before = own_memory()
 
     def done(self, task: Part) -> list[Given]:
-        """The answers to a part, greedy."""
+        """Greedy answers."""
         given = self._engine(task.store).answer_many(
             task.questions, self.how.max_new_tokens, len(task.questions), self.how.cites
         )
         return [Given(one.text, len(one.tokens), one.finish, one.citations, one.stats) for one in given]
 
     def _engine(self, store: str) -> Engine:
-        """An open store, with its model; the one that was asked longest ago goes."""
+        """An open store with its model; the least recently asked one is closed."""
         if store not in self.opened:
             self._close(self.most - 1)
             with ExitStack() as held:
@@ -110,7 +112,7 @@ class Asker(AtStores):
         return self.opened[store].engine
 
     def _close(self, left: int) -> None:
-        """Those that were asked longest ago go, until so many are left."""
+        """Close the least recently asked stores until so many are left."""
         while len(self.opened) > left:
             self.opened.popitem(last=False)[1].held.close()
 
@@ -140,9 +142,9 @@ def answer_on_ray(
     far: FarStores | None = None,
     watch: Callable[[Standing], None] = lambda standing: None,
 ) -> Iterator[tuple[int, Answered]]:
-    """The number of each part with its answers, or what stood in their way, in the order in which they come.
-    Stores are `far` where their URLs are given, and not paths that the workers' machines have.
-    `watch` is told of the parts at work how much of their stores is fetched, in bytes.
+    """The number of each part with its answers or an error, in order of completion. With `far`, stores are
+    URLs; else paths on the workers' machines. `watch` gets the fetched bytes of the stores of the parts at
+    work.
 
     Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers.
     """

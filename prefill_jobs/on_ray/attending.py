@@ -1,5 +1,5 @@
-"""One store, whose tokens are dealt out to the workers of a Ray cluster: each maps and attends to its own
-range alone, and returns a state, so that the memory of all machines together holds the store.
+"""One store, its tokens divided among the workers of a Ray cluster: each maps its own range, attends to it,
+and returns an attention state, so that the memory of all machines together holds the store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any], StepStats]
 
 @dataclass(frozen=True)
 class How:
-    """A part: tokens `start:end` of the store at an absolute path, which has this digest."""
+    """A worker's part: tokens `start:end` of the store at an absolute path, which has this digest."""
 
     store: str
     digest: str
@@ -42,8 +42,8 @@ class How:
 
 
 class Attender:
-    """In a process of its own, on any machine. One in place of a lost worker opens its part anew; errors of
-    this project are returned, because Ray wraps those that are raised.
+    """In a process of its own, on any machine. A worker in place of a lost one opens its part again; errors
+    of this project are returned, because Ray wraps those that are raised.
     """
 
     def __init__(self, how: How) -> None:
@@ -51,7 +51,7 @@ class Attender:
         self.prefix: StoredPrefix | None = None
 
     def open(self) -> OffloadDecodeError | None:
-        """Map the part. What is wrong with it, if anything is."""
+        """Map the part; an error where it cannot be used."""
         how = self.how
         try:
             apply_caps(how.caps, "cpu")
@@ -70,7 +70,7 @@ class Attender:
     def attend(
         self, layer: int, query: npt.NDArray[Any], scaling: float, softcap: float | None
     ) -> Arrays | OffloadDecodeError:
-        """From `query [B, H, T, D]`, float32, to the part: `out [B, H, T, Dv]`, `lse [B, H, T]`, costs."""
+        """Of `query [B, H, T, D]`, float32, to the part: `out [B, H, T, Dv]`, `lse [B, H, T]`, costs."""
         if self.prefix is None and (error := self.open()):
             return error
         assert self.prefix is not None
@@ -86,8 +86,8 @@ class Attender:
 def scattered(engine: Engine, cluster: Cluster, config: EngineConfig) -> Iterator[Engine]:
     """Inside, an engine of the same store and model whose stored tokens are attended to by Ray workers.
 
-    Raises `ConfigError` where Ray is not installed or the selector remembers, `OffloadDecodeError` where no
-    cluster answers or a worker cannot open its part.
+    Raises `ConfigError` where Ray is not installed or the selector keeps a state, `OffloadDecodeError` where
+    no cluster answers or a worker cannot open its part.
     """
     ray = installed("--workers ray")
     own = engine.store.manifest

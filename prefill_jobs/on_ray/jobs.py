@@ -1,8 +1,8 @@
 """Corpora to stores, and stores to indexes, spread over the machines of a Ray cluster.
 
-The driver reads the corpora and hands their texts out; each worker loads the model once and prefills one
-corpus after another. A store is indexed by a worker where it lies, as one process would. A worker in place of
-a lost one goes on after the last chunk, or the last head.
+The driver reads the corpora and hands out their texts; each worker loads the model once and prefills one
+corpus after another. A store is indexed by a worker on its machine. A worker in place of a lost one continues
+after the last chunk, or the last head.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from offload_decode.prefill_jobs.on_ray.workers import (
     Pool,
     Standing,
     Waiting,
+    Worker,
     after_the_lost,
     all_lost,
     connected,
@@ -40,7 +41,7 @@ from offload_decode.prefill_jobs.on_ray.workers import (
 
 @dataclass(frozen=True)
 class PrefillHow:
-    """What all workers are told."""
+    """What all workers get."""
 
     model: str
     device: str
@@ -51,13 +52,13 @@ class PrefillHow:
     caps: Caps
 
 
-class Prefiller:
-    """In a process of its own, on any machine; see `workers.Worker`."""
+class Prefiller(Worker):
+    """Prefills one corpus after another with one model; it stands at so many tokens."""
 
     def __init__(self, how: PrefillHow) -> None:
+        super().__init__()
         self.how = how
         self.loaded: LoadedModel | None = None
-        self._standing = (0, 0)
 
     def load(self) -> OffloadDecodeError | None:
         """Load the model, under the caps."""
@@ -83,10 +84,6 @@ class Prefiller:
         except OffloadDecodeError as error:
             return error
 
-    def standing(self) -> tuple[int, int]:
-        """In tokens."""
-        return self._standing
-
     def _prefill(self, texts: Texts) -> PrefillReport:
         assert self.loaded is not None
         work = prepare(self.loaded, texts.documents, self.how.settings, texts.skipped)
@@ -95,7 +92,7 @@ class Prefiller:
 
     def _note(self, stage: str, done: int, total: int) -> None:
         if stage == "prefill":
-            self._standing = (done, total)
+            super()._note(stage, done, total)
 
 
 def prefill_on_ray(
@@ -111,13 +108,13 @@ def prefill_on_ray(
     rules: Rules = EVERYTHING,
     progress: Watch = lambda stage, done, total, about: None,
 ) -> Results:
-    """`many.prefill_many`, on the workers of a cluster, whose machines need neither the corpora nor this
-    process' files: only the model, and the places of the stores.
+    """`many.prefill_many` on the workers of a cluster, whose machines need the model and the folders or
+    buckets of the stores, but neither the corpora nor any file of this process.
 
     Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers.
     """
     ray = installed("--workers ray")
-    here = [replace(job, store=_absolute(job.store)) for job in jobs]
+    here = [job if "://" in job.store else replace(job, store=os.path.abspath(job.store)) for job in jobs]
     results, texts = read_all(here, staging, rules)
     if texts:
         how = PrefillHow(
@@ -131,7 +128,7 @@ def prefill_on_ray(
 
 
 def prefilled(pool: Pool, texts: Sequence[Texts], progress: Watch) -> Results:
-    """What became of every corpus. Raises what concerns all of them."""
+    """The result of every corpus. Raises errors that concern all of them."""
     results: Results = {}
 
     def watch(standing: Standing) -> None:
@@ -147,7 +144,7 @@ def prefilled(pool: Pool, texts: Sequence[Texts], progress: Watch) -> Results:
 
 
 def _progress(texts: Sequence[Texts], results: Results, standing: Standing) -> tuple[str, int, int, str]:
-    """How far all are, in tokens; those of corpora that are not begun are estimated by length."""
+    """Tokens done, and of how many; those of corpora that are not begun are estimated by length."""
     length = {own.job: own.characters for own in texts}
     made = {job: found.n_tokens for job, found in results.items() if isinstance(found, PrefillReport)}
     known = made | {texts[number].job: total for number, (_, total) in standing.items() if total}
@@ -159,13 +156,9 @@ def _progress(texts: Sequence[Texts], results: Results, standing: Standing) -> t
     return "prefill", round(done), round(sum(length.values()) * each), about
 
 
-def _absolute(store: str) -> str:
-    return store if "://" in store else os.path.abspath(store)
-
-
 @dataclass(frozen=True)
 class IndexHow:
-    """What all workers are told. `stores`: absolute paths of all that are to be indexed."""
+    """What all workers get. `stores`: the absolute paths of all stores to index."""
 
     stores: tuple[str, ...]
     kind: str
@@ -175,20 +168,20 @@ class IndexHow:
 
 @dataclass(frozen=True)
 class Whole:
-    """A store, all of which is to be indexed."""
+    """A store to index."""
 
     store: str
 
 
 class Indexer(AtStores):
-    """In a process of its own, on any machine; see `workers.Worker`."""
+    """Indexes one store after another; it stands at so many heads."""
 
     def __init__(self, how: IndexHow) -> None:
         super().__init__(how.stores)
         self.how = how
 
     def begin(self) -> None:
-        """Raises what is wrong with the kind of index on this machine, such as a library that it lacks."""
+        """Raises where this kind of index cannot be built on this machine, as where a library is missing."""
         registry.get(self.how.kind)
 
     def done(self, task: Whole) -> BuildReport:
@@ -199,16 +192,9 @@ class Indexer(AtStores):
             lambda: build_indexes(Path(task.store), how.kind, recall=how.recall, k=how.k, progress=self._note)
         )
 
-    def standing(self) -> tuple[int, int]:
-        """In heads."""
-        return self._standing
-
-    def _note(self, stage: str, done: int, total: int) -> None:
-        self._standing = (done, total)
-
 
 Indexed = dict[Path, BuildReport | OffloadDecodeError]
-"""What became of every store."""
+"""The result of every store."""
 
 
 def index_on_ray(
@@ -220,10 +206,10 @@ def index_on_ray(
     k: int = 100,
     progress: Watch = lambda stage, done, total, about: None,
 ) -> Indexed:
-    """`build_indexes` of every store, on the workers of a cluster that have it at its path.
+    """`build_indexes` of every store, on workers that have it at its path.
 
-    Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers, and what
-    is wrong with the kind of index.
+    Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers, and for a
+    kind of index that cannot be built.
     """
     ray = installed("--workers ray")
     tasks = [Whole(os.path.abspath(store)) for store in stores]
@@ -237,13 +223,13 @@ def index_on_ray(
 def indexed(
     pool: Pool, tasks: Sequence[Whole], progress: Watch
 ) -> dict[int, BuildReport | OffloadDecodeError]:
-    """`index_on_ray` by the workers of a pool, by the number of each task."""
+    """`index_on_ray` by the workers of a pool; results by number."""
     results: dict[int, BuildReport | OffloadDecodeError] = {}
 
     def watch(standing: Standing) -> None:
         heads = [found.heads for found in results.values() if isinstance(found, BuildReport)]
         known = heads + [total for _, total in standing.values() if total]
-        each = sum(known) / len(known) if known else 0  # of those that are not begun
+        each = sum(known) / len(known) if known else 0  # estimates those that are not begun
         done = sum(heads) + sum(now for now, _ in standing.values())
         about = f"{len(results)} of {len(tasks)} done, {len(standing)} at work"
         progress("index" if known else "start workers", done, round(each * len(tasks)) or 1, about)

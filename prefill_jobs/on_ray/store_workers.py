@@ -1,10 +1,10 @@
-"""Workers for tasks of stores, each on a machine where its store lies, or to which it can be fetched."""
+"""Workers for tasks of stores, each on a machine that has the store or can fetch it."""
 
 from __future__ import annotations
 
 import os
 import platform
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -26,44 +26,45 @@ from offload_decode.prefill_jobs.on_ray.workers import (
     Standing,
     Told,
     Waiting,
+    Worker,
     all_lost,
 )
 from offload_decode.store.staging import surfaced
 
 PATIENCE_S = 30.0
-"""How long a worker waits for those that use what would have to leave the cache of its machine."""
+"""How long a worker waits for the users of stores that would have to leave the cache of its machine."""
 
 
-class AtStores(ABC):
-    """A `workers.Worker` that tells which of the stores lie on its machine: at their paths, or fetched there
-    where they are `far`. One in place of a lost worker looks anew before its first task.
+class AtStores(Worker):
+    """Knows which of the stores are on its machine: at their paths or, where they are `far`, in its cache. A
+    worker in place of a lost one looks again before its first task.
     """
 
     def __init__(self, stores: Sequence[str], far: FarStores | None = None) -> None:
+        super().__init__()
         self.stores = stores
         self.far = far
         self.ready = False
         self._failed = 0
-        self._standing = (0, 0)
         self._by_name = {far.name(store): store for store in stores} if far else {}
 
     @abstractmethod
     def begin(self) -> None:
-        """Make ready for tasks."""
+        """Get ready for tasks."""
 
     @abstractmethod
     def done(self, task: Any) -> Any:
-        """What `do` is to return of a task."""
+        """The result of a task."""
 
     def here(self) -> frozenset[str]:
-        """The stores that lie on this machine."""
+        """The stores on this machine."""
         if self.far is None:
             return frozenset(filter(os.path.exists, self.stores))
         return frozenset(self._by_name[name] for name in self.far.here() if name in self._by_name)
 
     @contextmanager
     def held(self, store: str) -> Iterator[str]:
-        """Where a store lies while it is used. Raises `Again` where this machine cannot fetch it now."""
+        """The path of a store while it is used. Raises `Again` where this machine cannot fetch it now."""
         if self.far is None:
             yield store
             return
@@ -73,14 +74,14 @@ class AtStores(ABC):
                     path = stack.enter_context(self.far.held(store, self._fetching, PATIENCE_S))
             except (BucketError, StoreError, DoesNotFit) as error:
                 if isinstance(error, StoreError) and type(error) is not StoreError:
-                    raise  # of the store: it is so on every machine
+                    raise  # the store itself is wrong, on every machine
                 self._failed += 1
                 raise Again(_on_this_machine(error)) from error
             self._failed = 0
             yield str(path)
 
     def load(self) -> frozenset[str] | OffloadDecodeError:
-        """`begin`, and the stores that lie here. An error where the others cannot be fetched."""
+        """`begin`, then the stores on this machine; an error where others cannot be fetched."""
         try:
             if self.far is not None:
                 self.far.check()
@@ -96,8 +97,8 @@ class AtStores(ABC):
         return self.here()
 
     def do(self, task: Any) -> Any:
-        """A task's result. `Told` in place of a lost worker, before anything else, and where stores are
-        fetched, as others may have come and gone; `Again` where one could not be.
+        """A task's result: `Again` where a store could not be fetched; `Told` where stores are fetched, as
+        they come and go, and from a worker in place of a lost one.
         """
         here = None if self.ready else self.load()
         if isinstance(here, OffloadDecodeError):
@@ -109,16 +110,9 @@ class AtStores(ABC):
             return Told(here, self._returned(task) if task.store in here else None)
         return self._returned(task)
 
-    def standing(self) -> tuple[int, int]:
-        """In bytes of a store that is fetched; else a task is done as a whole."""
-        return self._standing
-
     @contextmanager
     def _fetching(self) -> Iterator[Progress]:
-        def watch(stage: str, done: int, total: int) -> None:
-            self._standing = (done, total)
-
-        yield watch
+        yield self._note
         self._standing = (0, 0)
 
     def _returned(self, task: Any) -> Any:
@@ -132,21 +126,19 @@ def _on_this_machine(error: OffloadDecodeError) -> OffloadDecodeError:
     return type(error)(f"on the machine {platform.node()}: {error}")
 
 
-class OfAStore(Protocol):
-    """What a task has."""
+class StoreTask(Protocol):
+    """A task; `store`: the absolute path of its store, or its URL."""
 
     @property
-    def store(self) -> str:
-        """The absolute path of its store, or its URL."""
-        ...
+    def store(self) -> str: ...
 
 
 def routed(
-    pool: Pool, tasks: Sequence[OfAStore], watch: Callable[[Standing], None], verb: str, far: bool = False
+    pool: Pool, tasks: Sequence[StoreTask], watch: Callable[[Standing], None], verb: str, far: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """The number of every task and its result as they come, an `OffloadDecodeError` for those whose workers
-    were all lost while they did as `verb` says, and at the end `StoreNotFound` for those that no worker took.
-    Workers fetch stores that are `far`.
+    """The number of every task with its result, in order of completion; an `OffloadDecodeError` for those
+    whose workers were all lost while they `verb` (in the past tense), and at the end `StoreNotFound` for
+    those that no worker took. Workers fetch stores that are `far`.
     """
     seen = set()
     for number, result in pool.run(tasks, watch, Waiting([task.store for task in tasks], far)):

@@ -1,8 +1,8 @@
-"""Workers on a Ray cluster: reaching one, what its machines have for workers, and tasks for them.
+"""Workers on a Ray cluster: connecting to one, its resources for workers, and tasks for them.
 
-Ray starts a worker as soon as a machine has room for it, starts one again that was lost, and gives it its
-task again. What is left is one loop: a worker that is ready takes the next task, if it can of a store that
-lies on its machine. Ray is imported here alone.
+Ray starts a worker as soon as a machine has room for it, restarts a lost one, and gives it its task again.
+What is left is one loop: a worker that is ready takes the next task, preferably of a store on its machine.
+Ray is imported here alone.
 """
 
 from __future__ import annotations
@@ -12,35 +12,36 @@ import itertools
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from offload_decode.common.errors import ConfigError, OffloadDecodeError, StoreBusy
 from offload_decode.planning.caps import Caps
 
 TRIES = 6
-"""Workers that a task may lose before it counts as failed: at random a few of them, while they start."""
+"""Workers that a task may lose before it has failed; a few may be lost at random as they start."""
 POLL_S = 0.5
 
 _LOCK_S = 30.0
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # it would tell of lost workers on stdout
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # else it reports lost workers on stdout
 }
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Standing = dict[int, tuple[int, int]]
-"""Of the tasks at work, by number: how much is done, and of how much; (0, 0) before that is known."""
+"""Of the running tasks, by number: how much is done, and of how much; (0, 0) before that is known."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the workers are to run: `ray` or `ray://HOST:PORT`; how many of them (None: one for each GPU, or
-    for each machine where there are none); what each may use.
+    """Where workers run: `ray` or `ray://HOST:PORT`; how many (None: one for each GPU, or for each machine
+    where there are no GPUs); what each may use.
     """
 
     address: str
@@ -53,9 +54,9 @@ class Cluster:
 
 
 def shares(ray: Any, wanted: int | None, device: str, grows: bool = False) -> tuple[int, dict[str, int]]:
-    """How many workers, and what Ray is to keep for each: a GPU, or its part of a machine's processors. As
-    many as are `wanted`; else one for each GPU, or for each machine where there are none. What there is no
-    room for is left out, unless it may wait until the cluster `grows`.
+    """How many workers, and what Ray reserves for each: a GPU, or its part of a machine's processors. As many
+    as are `wanted`; else one for each GPU, or for each machine where there are no GPUs. Those without room
+    are left out, unless they may wait until the cluster `grows`.
     """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = int(sum(machine.get("GPU", 0) for machine in machines))
@@ -77,8 +78,8 @@ def shares(ray: Any, wanted: int | None, device: str, grows: bool = False) -> tu
 
 @contextmanager
 def connected(ray: Any, address: str) -> Iterator[None]:
-    """Inside, this process belongs to the cluster at `address`: `ray` is the one that RAY_ADDRESS names, or
-    one of its own on this machine. Raises `OffloadDecodeError` where none answers.
+    """Inside, this process belongs to the cluster at `address`; `ray` is the one of RAY_ADDRESS, or a new one
+    on this machine. Raises `OffloadDecodeError` where none answers.
     """
     if address == "ray":
         address = os.environ.get("RAY_ADDRESS") or "local"
@@ -98,7 +99,7 @@ def connected(ray: Any, address: str) -> Iterator[None]:
 
 
 def installed(option: str) -> Any:
-    """The module, for an option that needs it. Raises `ConfigError` where it cannot be imported."""
+    """Ray's module, for an option that needs it. Raises `ConfigError` where it cannot be imported."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -110,26 +111,33 @@ def installed(option: str) -> Any:
         ) from error
 
 
-class Worker(Protocol):
-    """What a class of workers has. Errors of this project are returned, because Ray wraps those that are
-    raised.
+class Worker(ABC):
+    """In a process of its own, on any machine. Errors of this project are returned, because Ray wraps those
+    that are raised.
     """
 
-    def load(self) -> Any:
-        """Make ready for tasks. Returns an error, or the stores that lie on its machine, if it has any. One
-        in place of a lost worker is not asked to; one that answered `Again` is, and lets go with an error.
-        """
-        ...
+    def __init__(self) -> None:
+        self._standing = (0, 0)
 
+    @abstractmethod
+    def load(self) -> Any:
+        """Get ready for tasks. Returns an error, or the stores on its machine, if it has any. A worker in
+        place of a lost one is not asked to; one that answered `Again` is, and is dismissed where it returns
+        an error.
+        """
+
+    @abstractmethod
     def do(self, task: Any) -> Any:
-        """A task, with which another worker may have been lost. The answer may be `Told`, and the result
+        """Do a task, with which another worker may have been lost. The answer may be `Told`, its result
         `Again`.
         """
-        ...
 
     def standing(self) -> tuple[int, int]:
-        """How much is done of the task at work, and of how much; asked from another thread."""
-        ...
+        """How much of the running task is done, and of how much; asked from another thread."""
+        return self._standing
+
+    def _note(self, stage: str, done: int, total: int) -> None:
+        self._standing = (done, total)
 
 
 class Lost(Exception):
@@ -138,9 +146,9 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class Told:
-    """The result of a task, with the stores that lie `here`, on its worker's machine, from now on: it may be
-    another machine, in place of a lost one, or have other stores than before. The result is None where the
-    task is not for it.
+    """A result, with the stores that are `here`, on the worker's machine, from now on: a worker in place of a
+    lost one may run elsewhere, and stores come and go. The result is None where the task is not for that
+    machine.
     """
 
     here: frozenset[str]
@@ -148,8 +156,8 @@ class Told:
 
 
 class Again(Exception):
-    """What a task that could not be done here and now returns: it is given again, as if its worker had been
-    lost, and after `TRIES` of them `error` is its result.
+    """The result of a task that cannot be done here and now: it is tried again, as if its worker had been
+    lost, and after `TRIES` workers `error` is its result.
     """
 
     def __init__(self, error: OffloadDecodeError) -> None:
@@ -158,14 +166,16 @@ class Again(Exception):
 
 
 class Waiting:
-    """Tasks that wait, by number, each of a store. A worker stays with the store of its last task, then takes
-    one that lies on its machine, the stores by turns. `anywhere`: another store is as good where none does.
+    """Waiting tasks, by number, each of a store. A worker stays with the store of its last task, then takes
+    one on its machine, the stores by turns. `anywhere`: where none is on its machine, any other store will
+    do.
     """
 
     def __init__(self, stores: Sequence[object], anywhere: bool) -> None:
         self._stores, self._anywhere = stores, anywhere
         self._left: OrderedDict[object, deque[int]] = OrderedDict()
-        self._turns, self._turn = dict[object, int](), itertools.count()
+        self._turn: dict[object, int] = {}  # of each store in `_left`, in the same order
+        self._turns = itertools.count()
         for number in range(len(stores)):
             self.add(number)
 
@@ -176,35 +186,33 @@ class Waiting:
         """A task waits, or waits again."""
         store = self._stores[number]
         if store not in self._left:
-            self._left[store] = deque()
-            self._turns[store] = next(self._turn)
+            self._left[store], self._turn[store] = deque(), next(self._turns)
         self._left[store].append(number)
 
     def take(self, here: Collection[object], last: int | None) -> int | None:
-        """The next task for a worker on whose machine the stores `here` lie, which waits no longer; None
-        where there is none for it. `last`: that which it did last.
-        """
+        """The next task for a worker with the stores `here` on its machine, or None; `last`: its last one."""
         left = self._left
         store = None if last is None else self._stores[last]
         if store not in left or store not in here:
-            other = next(iter(left), None) if self._anywhere else None
-            if len(left) <= len(here):  # in the order of their turns
-                store = next((one for one in left if one in here), other)
+            if len(left) <= len(here):
+                store = next((one for one in left if one in here), None)
             else:
-                store = min((one for one in here if one in left), key=self._turns.__getitem__, default=other)
+                store = min((one for one in here if one in left), key=self._turn.__getitem__, default=None)
+            if store is None and self._anywhere:
+                store = next(iter(left), None)
         if store is None:
             return None
         number = left[store].popleft()
         if left[store]:
             left.move_to_end(store)  # the next worker takes another one
-            self._turns[store] = next(self._turn)
+            self._turn[store] = next(self._turns)
         else:
             del left[store]
         return number
 
 
 class Pool:
-    """Workers of the class `kind`, made of `how`: processes with a `share` of a machine each."""
+    """Workers of the class `kind`, made with `how`, each with a `share` of a machine."""
 
     def __init__(self, ray: Any, kind: type[Worker], how: object, count: int, share: dict[str, int]) -> None:
         self.ray = ray
@@ -224,16 +232,13 @@ class Pool:
         self._standing: Standing = {}
 
     def run(
-        self,
-        tasks: Sequence[Task],
-        watch: Callable[[Standing], None],
-        waiting: Waiting,
+        self, tasks: Sequence[Task], watch: Callable[[Standing], None], waiting: Waiting
     ) -> Iterator[tuple[int, Any]]:
-        """The number of each task and what became of it, as they come: what `do` returned, or `Lost`. Tasks
-        that no worker takes are left `waiting`.
+        """The number of each task with its result, in order of completion: what `do` returned, or `Lost`.
+        Tasks that no worker takes stay in `waiting`.
 
-        Raises what the first `load` of a worker returns as an error, what `do` raises, and
-        `OffloadDecodeError` where all workers are lost while they load.
+        Raises the error that the first `load` of a worker returns, what `do` raises, and `OffloadDecodeError`
+        where all workers are lost while they load.
         """
         here, unloaded = dict[int, frozenset[str]](), None
         came_back, promised, tries = False, self._loading(), Counter[int]()
@@ -243,6 +248,7 @@ class Pool:
                 worker = self.workers[own]
                 result = self._got(promise)
                 if isinstance(result, Told):
+                    came_back |= own in here and here[own] != result.here  # its machine has no worker now
                     here[own], result = result.here, result.result
                 if number is not None:
                     self._standing.pop(number, None)
@@ -267,14 +273,14 @@ class Pool:
                     here[own] = result or frozenset()
                 following = waiting.take(here[own], number)
                 if following is None:
-                    self.ray.kill(worker)  # its share may be what a lost one waits for
+                    self.ray.kill(worker)  # a lost one may wait for its share
                 else:
                     promised[worker.do.remote(self.ray.put(tasks[following]))] = own, following
             if not waiting:
-                self._let_go_of_the_unready(promised)
-            self._ask_how_far({at: self.workers[own] for own, at in promised.values() if at is not None})
+                self._dismiss_unready(promised)
+            self._poll({at: self.workers[own] for own, at in promised.values() if at is not None})
             watch(dict(self._standing))
-            if waiting and came_back and not promised:  # those that could take it may have been let go
+            if waiting and came_back and not promised:  # those that could take it may be dismissed
                 came_back, promised = False, self._loading()
         if waiting and unloaded and not here:
             raise OffloadDecodeError(
@@ -282,13 +288,13 @@ class Pool:
                 "see that their machines have the memory for it"
             ) from unloaded
 
-    def _let_go_of_the_unready(self, promised: dict[Any, tuple[int, int | None]]) -> None:
-        """Some may be waiting for a machine yet, which need not come for them any more."""
+    def _dismiss_unready(self, promised: dict[Any, tuple[int, int | None]]) -> None:
+        """Workers that still wait for a machine no longer need one."""
         for promise in [promise for promise, (_, number) in promised.items() if number is None]:
             self.ray.kill(self.workers[promised.pop(promise)[0]])
 
     def _loading(self) -> dict[Any, tuple[int, int | None]]:
-        """New workers: what each promises, with its number and that of its task."""
+        """New workers: a promise of each, with its number and that of its task."""
         known = len(self.workers)
         self.workers += self._start()
         return {
@@ -305,8 +311,8 @@ class Pool:
         except errors.RayError as error:
             return Lost(str(error).strip().splitlines()[0])
 
-    def _ask_how_far(self, at_work: dict[int, Any]) -> None:
-        """Ask all of them every now and then: a question takes as long as a task that is handed out."""
+    def _poll(self, at_work: dict[int, Any]) -> None:
+        """Ask all workers now and then: a question costs as much as handing out a task."""
         if time.monotonic() - self._asked_at >= POLL_S:
             self._asked_at = time.monotonic()
             waiting = list(self._asked)
@@ -320,8 +326,8 @@ class Pool:
 
 
 def after_the_lost(work: Callable[[], Result]) -> Result:
-    """In a worker: what `work` returns. One in place of a lost worker, which may hold a lock yet, waits for
-    that; otherwise StoreBusy is raised at once.
+    """In a worker: what `work` returns. A worker in place of a lost one waits for the lock that this may
+    still hold; any other raises `StoreBusy` at once.
     """
     deadline = time.monotonic() + (_LOCK_S if is_second_try() else 0)
     while True:
@@ -340,7 +346,7 @@ def is_second_try() -> bool:
 
 
 def all_lost(verb: str, last: Lost) -> OffloadDecodeError:
-    """What is told of a task whose workers were lost while they did as `verb` says."""
+    """The error of a task whose workers were lost while they `verb` (in the past tense)."""
     return OffloadDecodeError(
         f"{TRIES} Ray workers were lost while they {verb}, the last with: {last}; see that their "
         "machines have the memory for it, and run the same command again to go on"

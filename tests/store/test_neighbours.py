@@ -27,7 +27,7 @@ from offload_decode.common.errors import (
     StoreMismatch,
 )
 from offload_decode.indexes.flat import FlatIndex
-from offload_decode.prefill_jobs.destinations import alone
+from offload_decode.prefill_jobs.indexing import alone
 from offload_decode.store import KVStore, files, reader, verify_store
 from tests.store.jobs import Job
 from tests.store.test_growth import Corpus

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload_decode.common import files
-from offload_decode.prefill_jobs import destinations
+from offload_decode.prefill_jobs import indexing
 from offload_decode.store import KVStore, verify_store
 from tests.store.disk import Disk, PowerCut
 from tests.store.jobs import FULL, SLIDING, Job, make_job, tree
@@ -143,9 +143,9 @@ def test_indexes_are_those_of_before_or_the_new_ones(
         folder.mkdir(parents=True)
         for name in ("a", "b"):
             (folder / name).write_text(text)
-    ended = not cut(kind.parent, (flush, flush), monkeypatch, lambda: destinations.publish(staging, kind, ()))
+    ended = not cut(kind.parent, (flush, flush), monkeypatch, lambda: indexing.publish(staging, kind, ()))
     assert ended == (flush == 6), "it makes five flushes"
     if staging.exists():
-        destinations.publish(staging, kind, ())
+        indexing.publish(staging, kind, ())
     found = {file.read_text() for file in kind.iterdir()}
     assert found == {"new"}
