@@ -1,4 +1,4 @@
-"""A folder of texts to a collection: a store for each document, made where it is new or changed."""
+"""A folder of texts, and JSONL metadata, to a collection: a store for each new or changed document."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from offload_decode.prefill_jobs.many import Watch
 from offload_decode.store.layout import ROOT
 
 Metadata = Mapping[str, Mapping[str, Value]]
-"""What is said of documents, by their names."""
+"""Metadata of documents, by their names."""
+
+_LIKE = 'each line is like {"name": "2020/report.txt", "author": "…"}'
 
 
 @dataclass
 class CollectReport:
-    """What became of a folder: documents `made` (new or changed) and `kept`; names of those that are `gone`
-    from the folder and were dropped; `failed` ones, which keep the store they had, if any, and files that
-    were `skipped`. `documents` and `tokens` are those of the whole collection now; `unknown`: names that the
-    metadata have and the folder does not. `seconds` and `prefilled` tokens are of this run.
+    """What a run did: documents `made` (new or changed) and `kept`; names of those that are `gone` from the
+    folder and were dropped; `failed` ones, which keep the store they had, if any; `skipped` files.
+    `documents` and `tokens` are those of the whole collection now; `unknown`: names in the metadata that the
+    folder does not have; `prefilled` tokens and `seconds` are of this run.
     """
 
     made: int = 0
@@ -50,7 +52,7 @@ class CollectReport:
 
 @dataclass(frozen=True)
 class Maker:
-    """What makes the stores of a collection; the model is loaded when the first is to be made."""
+    """Makes the stores of a collection; the model is loaded before the first one."""
 
     model: str
     settings: Settings
@@ -65,29 +67,21 @@ class Maker:
 
     @cached_property
     def header(self) -> Header:
-        """What a collection says of it."""
-        loaded = self.loaded
-        return Header(
-            loaded.model_id,
-            loaded.config_hash,
-            loaded.weights_hash,
-            loaded.tokenizer_hash,
-            loaded.dtype,
-            loaded.weights,
-            asdict(self.settings),
-        )
+        """The header of its collections."""
+        own = self.loaded
+        hashes = own.config_hash, own.weights_hash, own.tokenizer_hash
+        return Header(own.model_id, *hashes, own.dtype, own.weights, asdict(self.settings))
 
     def check(self, changing: Changing) -> None:
-        """Raises `StoreMismatch` where the collection was made by another model or with other settings."""
+        """Raise `StoreMismatch` where the collection was made by another model or with other settings."""
         stated = changing.header
         if stated is None:
             return
-        same = (self.model, self.weights, asdict(self.settings)) == (
-            stated.model_id,
-            stated.weights,
-            stated.settings,
-        )
-        if not same or self.dtype not in ("auto", stated.dtype):  # else its name will do until it is needed
+        theirs = stated.model_id, stated.weights, stated.settings
+        if (self.model, self.weights, asdict(self.settings)) != theirs or self.dtype not in (
+            "auto",
+            stated.dtype,
+        ):  # else its name is enough until it is loaded
             changing.state(self.header)
 
 
@@ -101,14 +95,14 @@ def collect(
     drop: bool = False,
     progress: Watch = lambda stage, done, total, about: None,
 ) -> CollectReport:
-    """Make the collection `out` hold the documents of `folder`, as `rules` say which. `metadata`: of all
-    documents; None leaves what is known of them. Most of the documents are dropped only where `drop` says so:
-    the folder or the rules may be others by mistake.
+    """Make the collection `out` hold the documents of `folder`, selected by `rules`. `metadata`: of all
+    documents; None leaves it as it is. Most of the documents are dropped only with `drop`: the folder or the
+    rules may be wrong.
 
     Documents are compared by the SHA-256 of their bytes. An interrupted call is resumed by the same one.
-    Documents that cannot be read or made do not stop the others. Raises `CorpusError` where there are none
-    at all, `StoreBusy` while another process changes the collection, `StoreMismatch` where it is of another
-    model or settings, `ModelError`, `ConfigError`.
+    Documents that cannot be read or made do not stop the others. Raises `CorpusError` where there are none at
+    all, `StoreBusy` while another process changes the collection, `StoreMismatch` for another model or other
+    settings, `ModelError`, `ConfigError`.
     """
     began = time.perf_counter()
     if not os.path.isdir(folder):
@@ -141,7 +135,7 @@ def collect(
 
 
 class _Collecting:
-    """One call of `collect`. seen: the names that were found, and where the store of each lies or will."""
+    """One call of `collect`. `seen`: the names that were found, each with the name of its store."""
 
     def __init__(
         self,
@@ -161,7 +155,7 @@ class _Collecting:
         self.seen: dict[str, str] = {}
 
     def take(self, file: File, number: int, total: int, follow: bool) -> None:
-        """See that the collection holds one document as it is now."""
+        """Make the collection hold one document as it is now."""
         name = clean(file.name)
         self.progress("collect", number, total, name)
         try:
@@ -193,8 +187,8 @@ class _Collecting:
             self.report.failed.append(Skipped(name, error.strerror or str(error)))
 
     def tidy(self) -> None:
-        """Drop the documents that are gone, and what stores no document has. What could not be read may be
-        there tomorrow, and is not gone.
+        """Drop documents that are gone, and stores that no document has. A document that could not be read is
+        not gone: it may be there tomorrow.
         """
         journal = self.changing.journal
         self.report.gone = self._gone(self.seen, self.report.failed)
@@ -205,7 +199,7 @@ class _Collecting:
         self.words.keep({entry.store for entry in journal.entries.values()})
 
     def check_gone(self, found: Collection[str], unread: Iterable[Skipped]) -> None:
-        """`ConfigError` where most documents of the collection are none of those that were `found`."""
+        """`ConfigError` where most documents of the collection were not `found`."""
         gone, there = self._gone(found, unread), len(self.changing.journal.entries)
         if 2 * len(gone) > there:
             raise ConfigError(
@@ -215,11 +209,15 @@ class _Collecting:
             )
 
     def _gone(self, found: Collection[str], unread: Iterable[Skipped]) -> list[str]:
-        away = {one.name for one in unread}
+        unreadable = {one.name for one in unread}
+
+        def is_hidden(name: str) -> bool:
+            parts = name.split("/")
+            above = ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
+            return not unreadable.isdisjoint([".", *above])
+
         return sorted(
-            name
-            for name in self.changing.journal.entries
-            if name not in found and not any(above in away for above in (name, *_folders(name), "."))
+            name for name in self.changing.journal.entries if name not in found and not is_hidden(name)
         )
 
     def _kept(self, name: str, sha256: str) -> Entry | None:
@@ -233,8 +231,8 @@ class _Collecting:
         name = store_name(document.name, sha256)
         loaded, place = self.maker.loaded, InFolder(self.changing.store(name))
 
-        def shown(stage: str, done: int, own: int) -> None:
-            about = f"{document.name}, {done:,} of {own:,} tokens" if stage == "prefill" else document.name
+        def shown(stage: str, done: int, tokens: int) -> None:
+            about = f"{document.name}, {done:,} of {tokens:,} tokens" if stage == "prefill" else document.name
             self.progress("collect", number, total, about)
 
         try:
@@ -245,7 +243,7 @@ class _Collecting:
         return Entry(document.name, sha256, name, report.n_tokens, {})
 
     def _put(self, entry: Entry) -> None:
-        """Note a document, with what is said of it, where that is not what is known."""
+        """Note a document and its metadata where they are new or changed."""
         known = self.changing.journal.entries.get(entry.name)
         if self.metadata is not None:
             entry = entry._replace(metadata=self.metadata.get(entry.name, {}))
@@ -254,22 +252,12 @@ class _Collecting:
         if entry != known:
             try:
                 self.changing.journal.put(entry)
-            except ConfigError as error:  # too much is said of it
+            except ConfigError as error:  # its metadata is too large
                 raise CorpusError(str(error)) from error
 
 
-def _folders(name: str) -> list[str]:
-    parts = name.split("/")
-    return ["/".join(parts[:end]) for end in range(1, len(parts))]
-
-
-# What is said of the documents of a collection: a JSON-lines file beside the texts.
-
-_LIKE = 'each line is like {"name": "2020/report.txt", "author": "…"}'
-
-
 def read_metadata(path: Path) -> Metadata:
-    """What a file says of documents, by their names below the folder. Raises `ConfigError` with the line."""
+    """The JSONL file of metadata; names are below the folder of texts. Raises `ConfigError` with the line."""
     try:
         lines = read_plain(os.fspath(path), follow=True).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

@@ -36,9 +36,9 @@ class TextDocument(NamedTuple):
 def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocument], list[Skipped]]:
     """The documents of a file, of a folder (recursive, by relative path) or of standard input (`-`).
 
-    Of a folder, `rules` say what is read. Hidden files and folders are passed over in silence, as are caches;
-    what else cannot be read in a folder, or is left out, is reported. Raises `CorpusError` where nothing can
-    be read, and for a store.
+    Of a folder, `rules` say what to read. Hidden files and folders and caches are ignored; other files that
+    cannot be read, or are left out, are reported. Raises `CorpusError` where nothing can be read, and for a
+    store.
     """
     if corpus == STDIN:
         return [_read_alone("stdin", "standard input", lambda: read_bounded(sys.stdin.buffer))], []
@@ -52,36 +52,36 @@ def read_corpus(corpus: str, rules: Rules = EVERYTHING) -> tuple[list[TextDocume
 def encode_corpus(
     tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument]
 ) -> tuple[NDArray[np.int32], list[Document]]:
-    """Token ids int32 `[N]` of what stands before any question, and where each document lies in them.
+    """Token ids int32 `[N]` of the prompt before any question, and the span of each document in them.
 
-    The spans tile the tokens: what opens the prompt belongs to the first. Several documents are each headed
-    by their name. Special tokens that a text spells out (`</s>`) are its letters, not the tokens.
+    The spans tile the tokens: the opening of the prompt belongs to the first. Several documents are each
+    headed by their name. Special tokens that a text spells out (`</s>`) are encoded as letters.
     """
     texts = map(headed, documents) if len(documents) > 1 else (one.text for one in documents)
-    return _laid_out(documents, prompt.corpus(tokenizer, texts), 0)
+    return _with_spans(documents, prompt.corpus(tokenizer, texts), 0)
 
 
 def encode_further(
     tokenizer: Any, prompt: Prompt, documents: Sequence[TextDocument], begin: int
 ) -> tuple[NDArray[np.int32], list[Document]]:
-    """As `encode_corpus`, of documents that follow `begin` tokens of others: each is headed by its name."""
-    return _laid_out(documents, prompt.further(tokenizer, map(headed, documents)), begin)
+    """As `encode_corpus`, for documents behind `begin` tokens of others; each is headed by its name."""
+    return _with_spans(documents, prompt.further(tokenizer, map(headed, documents)), begin)
 
 
 def headed(document: TextDocument) -> str:
-    """Its text under its name."""
+    """The text under its name."""
     return f"Document: {document.name}\n{document.text}"
 
 
-def _laid_out(
+def _with_spans(
     documents: Sequence[TextDocument], encoded: Iterable[list[int]], begin: int
 ) -> tuple[NDArray[np.int32], list[Document]]:
     tokens: list[int] = []
     spans = []
-    for document, own in zip(documents, encoded, strict=True):
+    for document, ids in zip(documents, encoded, strict=True):
         start = begin + len(tokens)
-        spans.append(Document(document.name, start, start + len(own)))
-        tokens += own
+        spans.append(Document(document.name, start, start + len(ids)))
+        tokens += ids
     return np.array(tokens, np.int32), spans
 
 
@@ -90,13 +90,8 @@ def _read_alone(name: str, shown: str, read: Callable[[], bytes]) -> TextDocumen
         return TextDocument(name, text_of(name, read()))
     except CorpusError as error:
         reason = str(error)
-        way_out = (
-            "give a corpus with text in it"
-            if "no text" in reason
-            else "split it"
-            if "MiB" in reason
-            else "convert it to text first"
-        )
+        ways_out = {"no text": "give a corpus with text in it", "MiB": "split it"}
+        way_out = next((ways_out[word] for word in ways_out if word in reason), "convert it to text first")
         raise CorpusError(f"{shown} cannot be read, because {reason}: {way_out}") from error
     except OSError as error:
         raise CorpusError(f"{shown} cannot be read: {error.strerror}") from error
@@ -119,16 +114,13 @@ def _read_folder(folder: Path, rules: Rules) -> tuple[list[TextDocument], list[S
 
 
 def nothing_in(folder: Path, skipped: Sequence[Skipped]) -> str:
-    """That a folder gave no document, and why."""
-    return f"there is nothing to read in {folder}: {_nothing(skipped)}"
-
-
-def _nothing(skipped: Sequence[Skipped]) -> str:
+    """The message for a folder that gave no document."""
+    nothing = f"there is nothing to read in {folder}:"
     if not skipped:
-        return "it has no files; give a folder with text files"
+        return f"{nothing} it has no files; give a folder with text files"
     if all(one.reason in LEFT_OUT for one in skipped):
-        return f"all of it is left out, {skipped[0].name} because {skipped[0].reason}"
+        return f"{nothing} all of it is left out, {skipped[0].name} because {skipped[0].reason}"
     return (
-        f"none of its {len(skipped)} files is readable text ({skipped[0].name}: {skipped[0].reason}); "
-        "give a folder with text files"
+        f"{nothing} none of its {len(skipped)} files is readable text "
+        f"({skipped[0].name}: {skipped[0].reason}); give a folder with text files"
     )

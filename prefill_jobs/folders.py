@@ -1,4 +1,4 @@
-"""The files of a folder that is a corpus: what is read, and what is left out and why."""
+"""The files of a folder that is a corpus: which are read, and which are left out and why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload_decode.store.staging import LOCK, PROGRESS
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-_NOT_TEXT = ("__pycache__", "node_modules")
+_CACHES = ("__pycache__", "node_modules")
 _IGNORES = ".gitignore"
 _MOST_LINES = 10_000
 
@@ -42,7 +42,7 @@ class Skipped(NamedTuple):
 
     @property
     def unread(self) -> bool:
-        """Whether it may be a document, or a folder of them, that could not be read."""
+        """Whether it may be an unreadable document or folder of documents."""
         return not (
             self.reason in LEFT_OUT or self.reason in NO_DOCUMENT or self.reason.startswith(f"{LINK} to")
         )
@@ -50,8 +50,8 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What of a folder is read: files that one of `globs` names (without any: all) and none of `excludes`,
-    both patterns as in a `.gitignore`; and whether links are followed.
+    """What to read of a folder: files that match one of `globs` (all files without any) and none of
+    `excludes`, both patterns as in a `.gitignore`; and whether to follow links.
     """
 
     globs: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Rules:
     follow_links: bool = False
 
     def __post_init__(self) -> None:
-        for pattern in (*self.globs, *self.excludes):  # mistakes show before the work begins
+        for pattern in (*self.globs, *self.excludes):  # fail before the work begins
             if not pattern.strip():
                 raise ConfigError("an empty pattern names nothing: write one as in a .gitignore, like *.md")
             _patterns([pattern])
@@ -69,14 +69,14 @@ EVERYTHING = Rules()
 
 
 class File(NamedTuple):
-    """A file to be read: its name below the corpus, with `/`, and where it is."""
+    """A file to read: its name below the corpus, with `/`, and its path."""
 
     name: str
     path: str
 
 
-class _Place(NamedTuple):
-    """A folder, its name with a `/` at its end (empty for the corpus), or a file; and the `.gitignore` files
+class _Entry(NamedTuple):
+    """A file, or a folder, whose name ends with a `/` (empty for the corpus); and the `.gitignore` files
     above it, each with the name of its folder.
     """
 
@@ -86,9 +86,9 @@ class _Place(NamedTuple):
 
 
 class Walk:
-    """Goes through a folder once. Hidden files and caches are passed over in silence; all else that is not
-    handed out is in `skipped`. Links are followed only where `rules` says so, after all else, so that what
-    lies in the folder keeps its own name; nothing is then read twice.
+    """Walks a folder once. Hidden files and caches are ignored; everything else that is not returned is in
+    `skipped`. Links are followed only where `rules` says so, after everything else, so that files in the
+    folder keep their own names; no file is then read twice.
     """
 
     def __init__(self, folder: Path, rules: Rules) -> None:
@@ -96,12 +96,12 @@ class Walk:
         self._rules = rules
         self._globs = _patterns(rules.globs)
         self._excludes = _patterns(rules.excludes)
-        self._todo = deque([_Place("", str(folder), ())])
-        self._links: deque[_Place] = deque()
+        self._todo = deque([_Entry("", str(folder), ())])
+        self._links: deque[_Entry] = deque()
         self._seen = {_identity(os.stat(folder))}
 
     def files(self) -> Iterator[File]:
-        """The files, in no order that matters."""
+        """The files, in no particular order."""
         while self._todo or self._links:
             if self._todo:
                 yield from self._enter(self._todo.popleft())
@@ -111,48 +111,54 @@ class Walk:
     def skip(self, name: str, reason: str) -> None:
         self.skipped.append(Skipped(clean(name), reason))
 
-    def _enter(self, here: _Place) -> Iterator[File]:
+    def _enter(self, here: _Entry) -> Iterator[File]:
         try:
-            entries = sorted(os.listdir(here.path))
-            ignores = (*here.ignores, *self._own_ignores(here)) if _IGNORES in entries else here.ignores
+            names = sorted(os.listdir(here.path))
+            ignores = (*here.ignores, *self._own_ignores(here)) if _IGNORES in names else here.ignores
         except OSError as error:
             self.skip(here.name.rstrip("/") or ".", error.strerror or str(error))
             return
-        for entry in entries:
-            if not entry.startswith("."):
-                place = _Place(here.name + entry, os.path.join(here.path, entry), ignores)
+        for name in names:
+            if not name.startswith("."):
+                entry = _Entry(here.name + name, os.path.join(here.path, name), ignores)
                 try:
-                    yield from self._take(place, os.lstat(place.path))
+                    yield from self._take(entry, os.lstat(entry.path))
                 except OSError as error:
-                    self.skip(place.name, error.strerror or str(error))
+                    self.skip(entry.name, error.strerror or str(error))
 
-    def _take(self, place: _Place, found: os.stat_result) -> Iterator[File]:
+    def _take(self, entry: _Entry, found: os.stat_result) -> Iterator[File]:
         folder = stat.S_ISDIR(found.st_mode)
-        if folder and os.path.basename(place.name) in _NOT_TEXT:
+        if folder and os.path.basename(entry.name) in _CACHES:
             return
-        if left_out := self._left_out(place, folder):
-            self.skip(place.name, left_out)
+        if left_out := self._left_out(entry, folder):
+            self.skip(entry.name, left_out)
         elif stat.S_ISLNK(found.st_mode):
             if self._rules.follow_links:
-                self._links.append(place)
+                self._links.append(entry)
             else:
-                self.skip(place.name, f"{LINK} to a {'folder' if os.path.isdir(place.path) else 'file'}")
-        elif folder and is_store(Path(place.path)):
-            self.skip(place.name, NO_DOCUMENT[0])
-        elif folder and is_collection(Path(place.path)):
-            self.skip(place.name, NO_DOCUMENT[1])
-        elif not folder and not stat.S_ISREG(found.st_mode):  # reading a pipe would wait forever
-            self.skip(place.name, NO_DOCUMENT[2])
-        elif self._rules.follow_links and _identity(found) in self._seen:
-            self.skip(place.name, NO_DOCUMENT[3])
+                self.skip(entry.name, f"{LINK} to a {'folder' if os.path.isdir(entry.path) else 'file'}")
+        elif reason := self._no_document(Path(entry.path), found):
+            self.skip(entry.name, reason)
         else:
             self._seen.add(_identity(found))
             if folder:
-                self._todo.append(place._replace(name=f"{place.name}/"))
+                self._todo.append(entry._replace(name=f"{entry.name}/"))
             else:
-                yield File(place.name, place.path)
+                yield File(entry.name, entry.path)
 
-    def _follow(self, link: _Place) -> Iterator[File]:
+    def _no_document(self, path: Path, found: os.stat_result) -> str | None:
+        """One of `NO_DOCUMENT`, or None."""
+        store, collection, irregular, duplicate = NO_DOCUMENT
+        if stat.S_ISDIR(found.st_mode):
+            if is_store(path):
+                return store
+            if is_collection(path):
+                return collection
+        elif not stat.S_ISREG(found.st_mode):  # reading a pipe would block
+            return irregular
+        return duplicate if self._rules.follow_links and _identity(found) in self._seen else None
+
+    def _follow(self, link: _Entry) -> Iterator[File]:
         try:
             found = os.stat(link.path)
         except OSError:
@@ -160,10 +166,10 @@ class Walk:
         else:
             yield from self._take(link, found)
 
-    def _left_out(self, place: _Place, folder: bool) -> str | None:
-        """One of `LEFT_OUT`, where it is."""
-        name = f"{place.name}/" if folder else place.name
-        for above, spec in reversed(place.ignores):  # the innermost file that names it decides
+    def _left_out(self, entry: _Entry, folder: bool) -> str | None:
+        """One of `LEFT_OUT`, or None."""
+        name = f"{entry.name}/" if folder else entry.name
+        for above, spec in reversed(entry.ignores):  # the innermost match decides
             if (ignored := spec.check_file(name.removeprefix(above)).include) is not None:
                 if ignored:
                     return LEFT_OUT[0]
@@ -172,7 +178,7 @@ class Walk:
             return LEFT_OUT[1]
         return LEFT_OUT[2] if self._rules.globs and not folder and not self._globs.match_file(name) else None
 
-    def _own_ignores(self, here: _Place) -> list[tuple[str, GitIgnoreSpec]]:
+    def _own_ignores(self, here: _Entry) -> list[tuple[str, GitIgnoreSpec]]:
         try:
             text = read_plain(os.path.join(here.path, _IGNORES)).decode("utf-8", "surrogateescape")
         except CorpusError as error:
@@ -186,8 +192,8 @@ class Walk:
 
 
 def check_corpus(corpus: str) -> None:
-    """`CorpusError` where nothing is at `corpus`, or neither a file nor a folder, or a store. Standard input
-    (`-`) is not looked at.
+    """`CorpusError` where `corpus` is missing, a store, or neither a file nor a folder; `-` (standard input)
+    passes.
     """
     if corpus == STDIN:
         return
@@ -212,7 +218,7 @@ def check_corpus(corpus: str) -> None:
 
 
 def is_store(folder: Path) -> bool:
-    """Whether `folder` is of a store: one that lies within its corpus must not become part of it."""
+    """Whether `folder` belongs to a store: one within its corpus must not become part of it."""
     if folder.suffix == ".partial":
         return any((folder / name).exists() for name in (LOCK, PROGRESS))
     store = folder.with_suffix("") if folder.suffix == ".indexes" else folder
@@ -220,12 +226,12 @@ def is_store(folder: Path) -> bool:
 
 
 def clean(name: str) -> str:
-    """File names may hold bytes that are not UTF-8; a store's names are text."""
+    """A file name as text: it may hold bytes that are not UTF-8."""
     return os.fsencode(name).decode("utf-8", "replace")
 
 
 def _patterns(lines: Sequence[str], lenient: bool = False) -> GitIgnoreSpec:
-    """Raises `ConfigError` for a pattern that is none; lenient, as git is, passes over it."""
+    """Raises `ConfigError` for an invalid pattern; `lenient` ignores it, as git does."""
     from pathspec import GitIgnoreSpec
 
     try:
@@ -237,7 +243,7 @@ def _patterns(lines: Sequence[str], lenient: bool = False) -> GitIgnoreSpec:
 
 
 def _is_slow(pattern: str) -> bool:
-    """Whether matching it may take time without end: each wildcard multiplies it by the length of a name."""
+    """Whether matching may never end: each wildcard multiplies its time by the length of a name."""
     if pattern.startswith("#"):
         return False
     return pattern.count("**") > 4 or any(part.count("*") > 3 for part in pattern.split("/"))

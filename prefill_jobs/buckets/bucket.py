@@ -41,9 +41,9 @@ PART = 8 * 1024 * 1024
 PARTS_AT_ONCE = 2
 """Requests in flight for one object; several objects are on their way at once."""
 LEAST_ROOM = 64 * 1024 * 1024
-"""Bytes for the stacks of obstore's threads: where it gets none of them, it waits for ever."""
+"""Bytes for the stacks of obstore's threads: without them it hangs."""
 MOST_PARTS = 10_000
-"""S3 takes no more in one object."""
+"""S3's limit for one object."""
 CLAIM = "PUSHING"
 
 _SCHEMES = ("s3", "gs", "file")
@@ -68,13 +68,13 @@ _UNREACHABLE = r"error sending request|kind: (Connect|Request|Timeout|Interrupte
 
 
 def is_url(text: str) -> bool:
-    """Whether `text` names a place in a bucket and not a path."""
+    """Whether `text` is the URL of a bucket and not a path."""
     scheme, separator, _ = text.partition("://")
     return bool(separator) and scheme in _SCHEMES
 
 
 class Found(NamedTuple):
-    """An object: its bytes, and what tells it from every other that has had its key."""
+    """An object: its bytes, and a version that no earlier object of its key had."""
 
     size: int
     version: str
@@ -83,9 +83,9 @@ class Found(NamedTuple):
 class Bucket:
     """The objects under one URL; keys are `name` (the store) or `name.indexes`, a slash, and a file's path.
 
-    Opened with a first request that fails within seconds where the bucket cannot be used; later ones are
-    tried again for minutes. Raises `BucketError`, `DoesNotFit` where memory is held to too little, and
-    `ConfigError` for a wrong URL or installation.
+    The first request fails within seconds where the bucket cannot be used; later ones are retried for
+    minutes. Raises `BucketError`, `DoesNotFit` where memory is limited to too little, and `ConfigError` for a
+    wrong URL or installation.
     """
 
     def __init__(self, url: str) -> None:
@@ -103,7 +103,7 @@ class Bucket:
         with self._errors():
             self._store = self._connect(scheme, host, hurried=True)
         self.seal = self.read(f"{self.name}/{SEAL}")
-        """The content of SHA256SUMS.sha256, which is there when the store is whole."""
+        """The content of SHA256SUMS.sha256, which is there when the store is complete."""
         with self._errors():
             self._store = self._connect(scheme, host, hurried=False)
 
@@ -114,13 +114,13 @@ class Bucket:
         return {entry["path"][len(folder) + 1 :]: entry["size"] for entry in found}
 
     def folders(self, folder: str) -> list[str]:
-        """The keys right below `folder` that others begin with."""
+        """The folders directly below `folder`."""
         with self._errors():
             found: list[str] = self._obstore.list_with_delimiter(self._store, folder)["common_prefixes"]
             return sorted(found)
 
     def found(self, key: str) -> Found | None:
-        """What is known of an object without reading it; None where there is none."""
+        """Size and version of an object; None where there is none."""
         with self._errors():
             self._check_plain(key)
             try:
@@ -132,7 +132,7 @@ class Bucket:
             return Found(head["size"], head["e_tag"] or str(head["last_modified"]))
 
     def read(self, key: str) -> bytes | None:
-        """A small object, whole; None where there is none."""
+        """All of a small object; None where there is none."""
         with self._errors():
             self._check_plain(key)
             try:
@@ -157,7 +157,7 @@ class Bucket:
                 )
 
     def put(self, key: str, data: bytes | Iterator[bytes], sha256: str, size: int) -> None:
-        """Put an object of `size` bytes, with its checksum beside it where the service keeps such things."""
+        """Put an object of `size` bytes, with its checksum as an attribute where the service has them."""
         attributes = None if self.folder else {_SHA256: sha256}
         part = max(PART, -(-size // MOST_PARTS))
         with self._errors():
@@ -166,7 +166,7 @@ class Bucket:
             )
 
     def create(self, key: str, data: bytes) -> bool:
-        """Put an object where there is none, atomically; whether it was done."""
+        """Put an object where there is none, atomically; whether that was done."""
         with self._errors():
             try:
                 self._obstore.put(self._store, key, data, mode="create")
@@ -184,7 +184,7 @@ class Bucket:
                     raise
 
     def digest(self, key: str) -> str | None:
-        """Hex SHA-256 that an object was put with; a file's is computed. None where it is unknown."""
+        """The hex SHA-256 that an object was put with; a file's is computed. None where it is unknown."""
         with self._errors():
             self._check_plain(key)
             if self.folder:
@@ -198,7 +198,7 @@ class Bucket:
             return found if isinstance(found, str) else None
 
     def _check_plain(self, key: str) -> None:
-        """`StoreDamaged` where a folder has a pipe of that name, or anything else that is no file."""
+        """`StoreDamaged` where a pipe or anything else but a regular file has that name in a folder."""
         path = Path("/", key)
         if self.folder and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
             raise StoreDamaged(f"{path} is not a plain file: remove it and push again.")
@@ -209,7 +209,7 @@ class Bucket:
             return local
         prefix = _PREFIX[scheme]
         named = {name: os.environ.get(prefix + name.upper()) for name in _CLIENT}
-        # Its default gives a request 30 s in all, which a part needs more of on a slow line.
+        # obstore's default of 30 s a request is too short for a part on a slow line.
         options: dict[str, Any] = {"timeout": timedelta(minutes=5)}
         options |= {name: value for name, value in named.items() if value is not None}
         if _loopback(scheme):
@@ -239,7 +239,7 @@ class Bucket:
 
 
 def store_sums(bucket: Bucket) -> tuple[dict[str, str], bytes]:
-    """Checksums of the store in a bucket by path, and the list as it is; an error where it is not whole."""
+    """Checksums of a store in a bucket by path, and the list itself. Raises where it is not complete."""
     if bucket.seal is None:
         there = bucket.objects(bucket.name)
         if CLAIM in there:
@@ -256,7 +256,7 @@ def store_sums(bucket: Bucket) -> tuple[dict[str, str], bytes]:
 
 
 def parse_sums(bucket: Bucket, data: bytes) -> dict[str, str]:
-    """SHA-256 by path; StoreDamaged where a line is none, or leads out of the store's folder."""
+    """SHA-256 by path; `StoreDamaged` for an invalid line, or a path out of the store's folder."""
     lines = data.decode(errors="replace").splitlines()
     found = [re.fullmatch(r"([0-9a-f]{64})  (.+)", line) for line in lines]
     sums = {match[2]: match[1] for match in found if match and is_plain(match[2])}
@@ -266,7 +266,7 @@ def parse_sums(bucket: Bucket, data: bytes) -> dict[str, str]:
 
 
 def _parse(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and the store's key of a URL. What it holds may be secret, so no message repeats it."""
+    """Scheme, bucket and key of a URL. It may hold secrets, and so no message repeats it."""
     scheme, _, rest = url.partition("://")
     if scheme not in _SCHEMES:
         raise ConfigError(
@@ -289,7 +289,7 @@ def _parse(url: str) -> tuple[str, str, str]:
 
 
 def is_plain(path: str) -> bool:
-    """Whether `path` leads downwards from where it starts, and nowhere else."""
+    """Whether `path` only leads downwards."""
     parts = path.split("/")
     return (
         path.isprintable()
@@ -300,7 +300,7 @@ def is_plain(path: str) -> bool:
 
 
 def _loopback(scheme: str) -> bool:
-    """Whether the endpoint is this machine itself, where plain HTTP tells nobody anything."""
+    """Whether the endpoint is this machine, where plain HTTP is safe."""
     variable = next((name for name in _ENDPOINTS[scheme] if name in os.environ), None)
     if variable is None:
         return False
@@ -365,7 +365,7 @@ def _sentence(url: str, error: BaseException) -> str:
 
 
 def _errno(error: BaseException, text: str) -> int | None:
-    """The error number of a file system, wherever it stands."""
+    """The error number of a file system, in the error or in its text."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     found = None if "HttpError" in text else re.search(r"\(os error (\d+)\)", text)

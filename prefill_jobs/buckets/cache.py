@@ -1,12 +1,12 @@
-"""What was fetched from buckets, kept in a folder of bounded size: what was used longest ago leaves, never
-what is in use.
+"""A cache of bounded size for what was fetched from buckets: the least recently used leaves, never what is in
+use.
 
 CACHE/
 ├── lock            held while room is made
-└── 3f0c…/          one thing, named after its key
-    ├── lock        held by those who use it together, by who fetches it alone; its time: that of the last use
-    ├── bytes       how many it takes, or will
-    └── content     it; what is on its way lies beside it
+└── 3f0c…/          one entry, named after its key
+├── lock        shared by its users, exclusive while it is fetched; its time is that of the last use
+├── bytes       how many it takes, or will
+└── content     the entry; until it is complete, it is written beside this
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from offload_decode.common.errors import DoesNotFit
 from offload_decode.common.files import lock
 
 Fill = Callable[[Path, Callable[[int], None]], object]
-"""Makes what shall lie at a path, once it has said how many bytes that takes. What a killed one left beside
-the path is still there for the next.
+"""Makes the content at a path, after announcing its bytes. What a killed process left beside the path is
+there for the next one.
 """
 
 _LOCK, _BYTES, _CONTENT, _GONE = "lock", "bytes", "content", ".gone"
@@ -43,13 +43,13 @@ def user_cache() -> Path:
 
 
 def name_of(key: str) -> str:
-    """The name of the folder in a cache in which that lies what `key` names."""
+    """The name of a key's entry in a cache."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 class Cache:
-    """Holds at most `limit` bytes of files in `folder`; several processes may share it. `patience`: for how
-    many seconds those are waited for that use what would have to leave.
+    """At most `limit` bytes of files in `folder`, which several processes may share. `patience`: seconds to
+    wait for the users of entries that would have to leave.
     """
 
     def __init__(self, folder: Path, limit: int, patience: float = 0.0):
@@ -58,13 +58,13 @@ class Cache:
         self.patience = patience
 
     def names(self) -> frozenset[str]:
-        """Of what is here now, as `name_of` tells it."""
+        """The names (`name_of`) of what is here now."""
         return frozenset(path.parent.name for path in self.folder.glob(f"*/{_CONTENT}"))
 
     @contextmanager
     def holding(self, key: str, fill: Fill) -> Iterator[Path]:
-        """What `key` names, made by `fill` where it is not here; while it is held it does not leave. Whoever
-        else makes it is waited for.
+        """The content of `key`, made by `fill` where it is not here; it stays while it is held. Waits for
+        another process that is making it.
 
         Raises `DoesNotFit` where nothing may leave that would make enough room, and what `fill` raises.
         """
@@ -74,7 +74,7 @@ class Cache:
             files.make_folders(entry)
             try:
                 held = open(entry / _LOCK, "ab")  # noqa: SIM115
-            except FileNotFoundError:  # it has left in between
+            except FileNotFoundError:  # it has just left
                 continue
             with held:
                 lock(held.fileno(), wait=True, shared=True)
@@ -82,15 +82,15 @@ class Cache:
                     lock(held.fileno(), wait=True)
                     if not content.exists() and _is_at(held, entry):
                         fill(content, partial(self._admit, entry))
-                    lock(held.fileno(), wait=True, shared=True)  # others may come in between
+                    lock(held.fileno(), wait=True, shared=True)  # another process may hold it in between
                 if content.exists() and _is_at(held, entry):
                     os.utime(entry / _LOCK)
                     yield content
                     return
 
     def _admit(self, entry: Path, size: int) -> None:
-        """Make room for `size` bytes of an entry that is held alone."""
-        may_fit = size <= self.limit  # else nothing is driven out in vain, nor waited for
+        """Make room for `size` bytes of an exclusively held entry."""
+        may_fit = size <= self.limit  # else dropping or waiting is in vain
         deadline = time.monotonic() + (self.patience if may_fit else 0)
         while (total := self._made_room(entry, size, may_fit)) > self.limit:
             if time.monotonic() >= deadline:
@@ -102,8 +102,8 @@ class Cache:
             time.sleep(_POLL_S)
 
     def _made_room(self, entry: Path, size: int, may_fit: bool) -> int:
-        """What the entry and the others weigh, once those that may leave have; what is within the limit is
-        the entry's from then on.
+        """The bytes of all entries with this one, after dropping those that may leave; within the limit, they
+        are reserved for it.
         """
         with open(self.folder / _LOCK, "ab") as alone:
             lock(alone.fileno(), wait=True)
@@ -118,13 +118,13 @@ class Cache:
 
     def _entries(self) -> Iterator[_Entry]:
         for found in os.scandir(self.folder):
-            if found.name.endswith(_GONE):  # of a process that was killed
+            if found.name.endswith(_GONE):  # a killed process left it
                 shutil.rmtree(found.path)
             elif _ENTRY.fullmatch(found.name):
                 path = Path(found.path)
                 try:
                     yield _Entry(os.stat(path / _LOCK).st_mtime, _bytes_of(path), path)
-                except FileNotFoundError:  # it is just being made
+                except FileNotFoundError:  # it is being made
                     continue
 
 
@@ -142,7 +142,7 @@ def _bytes_of(entry: Path) -> int:
 
 
 def _is_at(held: BinaryIO, entry: Path) -> bool:
-    """Whether the lock is that of the entry, and not of one that has left."""
+    """Whether the lock is the entry's, and not that of one that has left."""
     try:
         return os.path.samestat(os.fstat(held.fileno()), os.stat(entry / _LOCK))
     except FileNotFoundError:
@@ -150,11 +150,11 @@ def _is_at(held: BinaryIO, entry: Path) -> bool:
 
 
 def _dropped(entry: Path) -> bool:
-    """Whether an entry could be removed, because nobody uses it."""
+    """Remove an entry unless it is in use; whether that was done."""
     with open(entry / _LOCK, "ab") as held:
         if not lock(held.fileno()):
             return False
         gone = entry.with_name(entry.name + _GONE)
-        os.rename(entry, gone)  # half of it must not look like the whole
+        os.rename(entry, gone)  # half of it is not taken for all
         shutil.rmtree(gone)
     return True

@@ -1,13 +1,12 @@
-"""Collections in buckets: the same tree of objects under a URL as of files in a folder, but for the lock.
+"""Collections in buckets: the same tree of objects under a URL as of files in a folder, without the lock.
 
 URL/collection.json       put first
 URL/words.sqlite          put when all stores are there,
-URL/documents.jsonl       and then the list of them
+URL/documents.jsonl       followed by the list of them
 URL/stores/3f/3f0c….kv/…  each store as `push` puts it
-URL/PUSHING               while a push is at work: which collection is pushed
+URL/PUSHING               during a push: which collection is pushed
 
-The lists of a collection that is asked in its bucket, and the stores that were asked lately, are cached
-on the machine.
+A machine that asks a collection in a bucket caches its lists and the stores that were asked lately.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 from offload_decode.collections.collection import STORES, Changing, Collection, Header
 from offload_decode.collections.journal import DOCUMENTS, Entry
 from offload_decode.collections.words import WORDS, Words
-from offload_decode.common import files as durable
+from offload_decode.common import files
 from offload_decode.common.errors import (
     BucketError,
     ConfigError,
@@ -40,16 +39,16 @@ from offload_decode.prefill_jobs.buckets.bucket import CLAIM, Bucket, Found
 from offload_decode.prefill_jobs.buckets.cache import Cache, name_of, user_cache
 from offload_decode.prefill_jobs.buckets.pull import check_room, pull, pulling_path
 from offload_decode.prefill_jobs.buckets.push import push, send
-from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel
+from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, checked, in_parallel
 from offload_decode.store.files import SEAL
 from offload_decode.store.layout import COLLECTION as HEADER
 from offload_decode.store.staging import STORE, locked, surfaced
 from offload_decode.store.writer import refuse_existing
 
 Watch = Callable[[str, int, int, str], None]
-"""Told the stage, how many of how many are done, and the document."""
+"""Gets the stage, how many of how many are done, and the document."""
 Watching = Callable[[], AbstractContextManager[Watch]]
-"""Begins to watch, for as long as something is fetched."""
+"""Opens a `Watch` for the time of a fetch."""
 
 _LISTS = (HEADER, WORDS, DOCUMENTS)
 _STORE = re.compile(r"([0-9a-f]{32}\.kv)(?:\.indexes)?")
@@ -57,8 +56,8 @@ _STORE = re.compile(r"([0-9a-f]{32}\.kv)(?:\.indexes)?")
 
 @dataclass
 class Moved:
-    """What became of a collection: documents that were `moved`, were there already (`kept`), or are `gone`
-    and were removed; files and bytes that were moved, without those of the lists, and seconds.
+    """The result for a collection: documents that were `moved`, were there already (`kept`), or are `gone`
+    and were removed; moved files and bytes, without the lists, and seconds.
     """
 
     moved: int = 0
@@ -76,12 +75,12 @@ class Moved:
 
 
 def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -> Moved:
-    """Make what lies at `url` the collection at `path`: stores and indexes that are not there are put, then
-    the lists, and stores that no document has are removed. The same call resumes.
+    """Make `url` equal to the collection at `path`: put missing stores and indexes, then the lists, and
+    remove stores that no document has. The same call resumes.
 
-    ConfigError where most of what is there would be removed, unless `drop`; StoreExists where anything else
-    lies there; StoreMismatch where it is a collection of another model, StoreBusy while the collection is
-    changed or pushed; also `StoreError`, `BucketError`.
+    Raises `ConfigError` where most of what is there would be removed, unless `drop`; `StoreExists` where
+    anything else is there; `StoreMismatch` for a collection of another model; `StoreBusy` while the
+    collection is changed or pushed; also `StoreError`, `BucketError`.
     """
     began, moved = time.perf_counter(), Moved()
     Header.read(path)
@@ -96,16 +95,14 @@ def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -
             there = _whole(bucket, stores)
             for number, entry in enumerate(entries):
                 progress("push documents", number, len(entries), entry.name)
-                indexed = kind_folders(stores[entry.store])
-                if entry.store in there and not indexed:
-                    moved.kept += 1
-                    continue
-                sent = _push_store(bucket, entry.store, stores[entry.store])
-                if sent.files:
+                store = stores[entry.store]
+                same = entry.store in there and not kind_folders(store)
+                sent = None if same else _push_store(bucket, entry.store, store)
+                if sent is not None and sent.files:
                     moved.add(sent)
                 else:
                     moved.kept += 1
-            # A word too many is not looked at, a document without is not found.
+            # Words without a document are ignored; a document without words is not found.
             for name in (WORDS, DOCUMENTS):
                 _put(bucket, path, name)
             moved.gone = _sweep(bucket, stores)
@@ -116,7 +113,7 @@ def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -
 def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
     """Fetch the collection at `url` with all its stores to `path`; the same call resumes.
 
-    StoreExists where `path` is taken, StoreBusy where another process pulls it; also `StoreError`,
+    Raises `StoreExists` where `path` is taken, `StoreBusy` where another process pulls it; also `StoreError`,
     `BucketError`, `ConfigError`.
     """
     began, moved = time.perf_counter(), Moved()
@@ -129,8 +126,8 @@ def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
         root = partial / STORE
         header = root / HEADER
         if header.exists() and header.read_bytes() != bucket.read(f"{bucket.name}/{HEADER}"):
-            shutil.rmtree(root)  # begun for a collection of another model, whose stores have the same names
-        durable.make_folders(root)
+            shutil.rmtree(root)  # of another model, whose stores have the same names
+        files.make_folders(root)
         check_room(partial, sum(found.size for found in lists.values()))
         for name in lists:
             fetch_list(bucket, lists[name], name, root)
@@ -141,18 +138,18 @@ def pull_collection(url: str, path: Path, progress: Watch) -> Moved:
             if store.exists():
                 moved.kept += 1
             else:
-                durable.make_folders(store.parent)
+                files.make_folders(store.parent)
                 moved.add(pull(f"{bucket.url}/{entry.store}", store))
-        Changing(root).sweep({entry.store for entry in collection.entries})  # it may have been begun earlier
+        Changing(root).sweep({entry.store for entry in collection.entries})  # of an earlier pull
         refuse_existing(path)
-        durable.rename(root, path)
+        files.rename(root, path)
         shutil.rmtree(partial)
     moved.seconds = time.perf_counter() - began
     return moved
 
 
 def _complete_words(path: Path, entries: Sequence[Entry]) -> None:
-    """StoreIncomplete where words are missing; what a killed process left of them is rolled back."""
+    """`StoreIncomplete` where words are missing; opening rolls back what a killed process left."""
     there = (path / WORDS).exists()
     if there:
         with Words(path / WORDS) as words:
@@ -163,8 +160,8 @@ def _complete_words(path: Path, entries: Sequence[Entry]) -> None:
 
 @contextmanager
 def _claimed(bucket: Bucket, path: Path) -> Iterator[None]:
-    """Hold the URL for the collection at `path`, whose header is there then. An interrupted push leaves its
-    claim for its resumption.
+    """Hold the URL for the collection at `path`, and put its header. An interrupted push leaves its claim for
+    its resumption.
     """
     claim, header = f"{bucket.name}/{CLAIM}", f"{bucket.name}/{HEADER}"
     who = hashlib.sha256(f"{platform.node()} {os.path.realpath(path)}".encode()).hexdigest().encode()
@@ -194,25 +191,22 @@ def _claimed(bucket: Bucket, path: Path) -> Iterator[None]:
 
 
 def _whole(bucket: Bucket, stores: Mapping[str, Path]) -> set[str]:
-    """Those of the stores that lie in the bucket already, with the same bytes."""
-    seals = {f"{bucket.name}/{name}/{SEAL}": name for name in stores}
-    items = [Item(stores[name] / SEAL, key, 0, "") for key, name in seals.items()]
+    """Those of the stores that are in the bucket already, with the same bytes."""
+    items = {Item(path / SEAL, f"{bucket.name}/{name}/{SEAL}", 0, ""): name for name, path in stores.items()}
     for item in items:
         if not item.path.exists():
             raise StoreNotFound(f"There is no store at {item.path.parent}: collect again, then push.")
-
-    def same(item: Item, meter: Meter) -> bool:
-        meter.add(0)
-        return bucket.read(item.key) == item.path.read_bytes()
-
-    return {seals[item.key] for item in in_parallel(items, same, lambda done: None)}
+    found = checked(
+        list(items), lambda item: bucket.read(item.key) == item.path.read_bytes(), lambda done: None
+    )
+    return {items[item] for item in found}
 
 
 def _push_store(bucket: Bucket, name: str, store: Path) -> Transfer:
     url = f"{bucket.url}/{name}"
     try:
         return push(store, url)
-    except StoreExists:  # made anew here, of the same document: the URL is that of this collection
+    except StoreExists:  # made again from the same document; the URL is held for this collection
         _remove_store(bucket, name)
         return push(store, url)
 
@@ -227,7 +221,7 @@ def _put(bucket: Bucket, path: Path, name: str) -> None:
 
 
 def _stores(bucket: Bucket) -> set[str]:
-    """The names of the stores that lie there, whole or in part, or by their indexes alone."""
+    """The names of the stores that are there, in whole or in part, or by their indexes alone."""
     return {
         f"{STORES}/{folder.rpartition('/')[2]}/{own[1]}"
         for folder in bucket.folders(f"{bucket.name}/{STORES}")
@@ -237,7 +231,7 @@ def _stores(bucket: Bucket) -> set[str]:
 
 
 def _check_dropped(bucket: Bucket, wanted: Mapping[str, Path]) -> None:
-    """ConfigError where there are more than twice as many stores as are `wanted`."""
+    """`ConfigError` where there are more than twice as many stores as are `wanted`."""
     there = len(_stores(bucket))
     if 2 * len(wanted) < there:
         raise ConfigError(
@@ -247,7 +241,7 @@ def _check_dropped(bucket: Bucket, wanted: Mapping[str, Path]) -> None:
 
 
 def _sweep(bucket: Bucket, wanted: Mapping[str, Path]) -> int:
-    """Remove the stores that are none of those `wanted`; how many there were."""
+    """Remove the stores that are not `wanted`; their number."""
     gone = _stores(bucket) - wanted.keys()
     for name in gone:
         _remove_store(bucket, name)
@@ -255,27 +249,22 @@ def _sweep(bucket: Bucket, wanted: Mapping[str, Path]) -> int:
 
 
 def _remove_store(bucket: Bucket, name: str) -> None:
-    for end in ("", ".indexes"):
-        _remove(bucket, f"{bucket.name}/{name}{end}")
+    for folder in (f"{bucket.name}/{name}", f"{bucket.name}/{name}.indexes"):
+        bucket.remove(f"{folder}/{SEAL}")  # first, so that the rest is not taken for a store
+        items = [Item(Path(), f"{folder}/{key}", 0, "") for key in bucket.objects(folder) if key != SEAL]
+        in_parallel(items, lambda item, meter: _remove(bucket, item, meter), lambda done: None)
+        if bucket.folder:  # empty folders are left
+            shutil.rmtree(Path("/", folder), ignore_errors=True)
 
 
-def _remove(bucket: Bucket, folder: str) -> None:
-    """Remove a folder, the seal of a store first: half of it must not look like the whole."""
-    bucket.remove(f"{folder}/{SEAL}")
-    items = [Item(Path(), f"{folder}/{name}", 0, "") for name in bucket.objects(folder) if name != SEAL]
-
-    def removed(item: Item, meter: Meter) -> bool:
-        meter.add(0)
-        bucket.remove(item.key)
-        return True
-
-    in_parallel(items, removed, lambda done: None)
-    if bucket.folder:  # of which the empty folders are left
-        shutil.rmtree(Path("/", folder), ignore_errors=True)
+def _remove(bucket: Bucket, item: Item, meter: Meter) -> bool:
+    meter.add(0)  # raises where another thread has failed
+    bucket.remove(item.key)
+    return True
 
 
 def lies_at(url: str) -> bool:
-    """Whether a collection, and no store, lies at `url`. Raises `BucketError`, `ConfigError`."""
+    """Whether a collection is at `url`. Raises `BucketError`, `ConfigError`."""
     bucket = Bucket(url)
     return bucket.found(f"{bucket.name}/{HEADER}") is not None
 
@@ -294,9 +283,9 @@ def lists_at(bucket: Bucket) -> dict[str, Found]:
 
 
 def fetch_list(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
-    """Fetch one of them into a folder. Raises `BucketError` where its bytes are not those of its checksum."""
+    """Fetch one list into a folder. Raises `BucketError` where its checksum does not match."""
     key, digest = f"{bucket.name}/{name}", hashlib.sha256()
-    with durable.replacing(folder / name) as beside:
+    with files.replacing(folder / name) as beside:
         with open(beside, "xb") as file:
             for part in bucket.parts(key, found.size):
                 digest.update(part)
@@ -309,14 +298,14 @@ def fetch_list(bucket: Bucket, found: Found, name: str, folder: Path) -> None:
 
 
 def cache_of(limit: int, patience: float = 0.0) -> Cache:
-    """What was fetched to this machine; see `Cache`."""
+    """This machine's cache of what it fetched."""
     return Cache(user_cache() / "fetched", limit, patience)
 
 
 @dataclass(frozen=True)
 class FarStores:
-    """`url`: that of the collection. `header`: what its collection.json says. `limit`: most bytes of what a
-    machine keeps.
+    """The stores of a collection in a bucket, as any machine gets them. `url`: the collection's; `header`:
+    its collection.json; `limit`: bytes of a machine's cache.
     """
 
     url: str
@@ -324,27 +313,27 @@ class FarStores:
     limit: int
 
     def check(self) -> None:
-        """Raise `BucketError` or `ConfigError` where this machine cannot fetch any."""
+        """Raise `BucketError` or `ConfigError` where this machine cannot use the bucket."""
         Bucket(self.url)
 
     def name(self, store: str) -> str:
-        """What a store, by its URL, is called in the cache."""
+        """The name in the cache of the store at a URL."""
         return name_of(self._key(store))
 
     @property
     def folder(self) -> Path:
-        """Where this machine keeps them."""
+        """This machine's cache."""
         return cache_of(self.limit).folder
 
     def here(self) -> frozenset[str]:
-        """The names of what this machine has of any collection."""
+        """The names of everything in this machine's cache."""
         return cache_of(self.limit).names()
 
     def held(
         self, store: str, fetching: Callable[[], AbstractContextManager[Progress]], patience: float = 0.0
     ) -> AbstractContextManager[Path]:
-        """Where a store, by its URL, lies while it is asked: fetched first, inside `fetching`, if it is not
-        here. Raises `DoesNotFit`, and what `pull` does.
+        """The path of the store at a URL while it is in use; fetched first, inside `fetching`, if it is not
+        cached. Raises `DoesNotFit`, and as `pull`.
         """
 
         def fill(path: Path, admit: Callable[[int], None]) -> None:
@@ -354,15 +343,13 @@ class FarStores:
         return cache_of(self.limit, patience).holding(self._key(store), fill)
 
     def _key(self, store: str) -> str:
-        # The URL stands for the document's bytes, and the rest for what a prefill makes of them.
+        # The URL identifies the document's bytes, the header what a prefill makes of them.
         return f"{store} {self.header}"
 
 
 class FarCollection(Collection):
-    """A collection in a bucket that is asked. Its lists, and the stores that were asked lately, are in a
-    cache of `limit` bytes.
-
-    stores: how they come to any machine.
+    """A collection that is asked in its bucket, with a cache of `limit` bytes for its lists and the stores
+    asked lately; `stores`: how any machine gets them.
     """
 
     def __init__(self, url: str, lists: Path, limit: int, watching: Watching):
@@ -374,8 +361,8 @@ class FarCollection(Collection):
     @classmethod
     @contextmanager
     def opened(cls, url: str, limit: int, watching: Watching) -> Iterator[FarCollection]:
-        """The collection at `url` as it is now. Raises `StoreNotFound`, `StoreIncomplete` where it is being
-        pushed for the first time, `DoesNotFit`, `BucketError`, `ConfigError`.
+        """The collection at `url` as it is now. Raises `StoreNotFound`, `StoreIncomplete` during its first
+        push, `DoesNotFit`, `BucketError`, `ConfigError`.
         """
         bucket = Bucket(url)
         lists = lists_at(bucket)
@@ -383,16 +370,16 @@ class FarCollection(Collection):
         def fill(path: Path, admit: Callable[[int], None]) -> None:
             admit(sum(found.size for found in lists.values()))
             partial = path.with_suffix(".partial")
-            durable.make_folders(partial)
+            files.make_folders(partial)
             for name, found in lists.items():
                 fetch_list(bucket, found, name, partial)
-            durable.rename(partial, path)
+            files.rename(partial, path)
 
         with cache_of(limit).holding(" ".join([bucket.url, *map(str, lists.values())]), fill) as path:
             yield cls(bucket.url, path, limit, watching)
 
     def held(self, entry: Entry) -> AbstractContextManager[Path]:
-        """Where a document's store lies while it is asked: fetched first, if it is not here."""
+        """The path of a document's store while it is asked; fetched first if it is not cached."""
 
         @contextmanager
         def fetching() -> Iterator[Progress]:

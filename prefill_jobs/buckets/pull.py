@@ -1,9 +1,9 @@
-"""Bucket to store: every object is hashed as it comes, and the store gets its name when all are right.
+"""Bucket to store: every object is hashed on arrival, and the store gets its name when all are right.
 
 STORE.pulling/
-├── lock       held by the one that pulls
+├── lock       held by the process that pulls
 ├── parts/     files on their way
-└── store/     files that are whole and right; becomes STORE
+└── store/     complete and checked files; becomes STORE
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from offload_decode.common import files as durable
+from offload_decode.common import files
 from offload_decode.common.errors import StoreDamaged, StoreError
-from offload_decode.common.files import remove
 from offload_decode.kv.indexes import indexes_folder
 from offload_decode.prefill_jobs.buckets.bucket import Bucket, parse_sums, store_sums
-from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
+from offload_decode.prefill_jobs.buckets.transfer import (
+    Item,
+    Meter,
+    Progress,
+    Transfer,
+    checked,
+    in_parallel,
+    size_of,
+)
 from offload_decode.store.files import SEAL, SUMS
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import STORE, locked, surfaced
@@ -30,7 +37,7 @@ PARTS = "parts"
 
 
 def pulling_path(path: Path) -> Path:
-    """Where the store at `path` is pulled to until it is whole."""
+    """Where the store at `path` is pulled to until it is complete."""
     return path.with_name(path.name + ".pulling")
 
 
@@ -41,11 +48,12 @@ def pull(
     progress: Progress = lambda stage, done, total: None,
     admit: Callable[[int], None] = lambda size: None,
 ) -> Transfer:
-    """Fetch the store at `url`, and the indexes beside it, to `store`; the same call resumes, and where just
-    that is there already, it is kept. `admit` is told the bytes of all before any is fetched, and may raise.
+    """Fetch the store at `url`, and the indexes beside it, to `store`; the same call resumes, and keeps
+    exactly that store where it is there already. `admit` gets the total bytes before any is fetched, and may
+    raise.
 
-    StoreExists where `store` is taken, StoreBusy where another process pulls it, StoreDamaged with the names
-    of objects that are missing or changed; also `StoreNotFound`, `BucketError`, `ConfigError`.
+    Raises `StoreExists` where `store` is taken, `StoreBusy` where another process pulls it, `StoreDamaged`
+    with the names of missing or changed objects; also `StoreNotFound`, `BucketError`, `ConfigError`.
     """
     began = time.perf_counter()
     path = Path(os.path.abspath(store))
@@ -60,7 +68,7 @@ def pull(
     if is_store:
         kept = _items(bucket, bucket.name, path, sums)
         kept += _items(bucket, bucket.indexes, indexes_folder(path), index_sums)
-        if not _is_just(path, bucket, listed, kept, progress):
+        if not _is_exactly(path, bucket, listed, kept, progress):
             refuse_existing(path, partial)
         remove_left(partial)
         return Transfer(0, 0, len(kept), size_of(kept), time.perf_counter() - began)
@@ -73,7 +81,7 @@ def pull(
         _clear(partial, {item.path for item in items})
         there = _there(items, progress)
         rest = [item for item in items if item not in there]
-        done, total = size_of(list(there)), size_of(items)
+        done, total = size_of(there), size_of(items)
         check_room(partial, total - done)
         damaged = in_parallel(
             rest,
@@ -82,8 +90,8 @@ def pull(
         )
         if damaged:
             raise _damaged(bucket, [item.key for item in damaged], "changed")
-        durable.write(root / SUMS, listed)
-        durable.write(root / SEAL, bucket.seal or b"")
+        files.write(root / SUMS, listed)
+        files.write(root / SEAL, bucket.seal or b"")
         KVStore.open(root)
         _publish(partial, root, path)
     return Transfer(
@@ -111,31 +119,29 @@ def _damaged(bucket: Bucket, keys: list[str], what: str) -> StoreDamaged:
 
 
 def _clear(partial: Path, wanted: set[Path]) -> None:
-    """Leave only what may belong to the store: the pull may have been begun for another."""
-    remove(partial / PARTS)
+    """Remove what cannot belong to the store: the pull may have been begun for another."""
+    files.remove(partial / PARTS)
     (partial / PARTS).mkdir()
-    for folder, _, files in os.walk(partial / STORE):
-        for name in files:
+    for folder, _, names in os.walk(partial / STORE):
+        for name in names:
             if (path := Path(folder, name)) not in wanted:
                 path.unlink()
 
 
 def _there(items: list[Item], progress: Progress) -> set[Item]:
-    """The items that an interrupted pull left whole: each is hashed again."""
+    """The items that are complete already, as an interrupted pull leaves them; each is hashed again."""
+
+    def is_right(item: Item) -> bool:
+        with open(item.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == item.sha256
+
     likely = [item for item in items if item.path.is_file() and item.path.stat().st_size == item.size]
     total = size_of(likely)
-
-    def same(item: Item, meter: Meter) -> bool:
-        with open(item.path, "rb") as file:
-            right = hashlib.file_digest(file, "sha256").hexdigest() == item.sha256
-        meter.add(item.size)
-        return right
-
-    return set(in_parallel(likely, same, lambda done: progress("check", done, total))) if likely else set()
+    return checked(likely, is_right, lambda done: progress("check", done, total))
 
 
-def _is_just(path: Path, bucket: Bucket, listed: bytes, items: list[Item], progress: Progress) -> bool:
-    """Whether the store at `path` and the indexes beside it are these items to the byte, and nothing else."""
+def _is_exactly(path: Path, bucket: Bucket, listed: bytes, items: list[Item], progress: Progress) -> bool:
+    """Whether the store at `path` and the indexes beside it are exactly these items, to the byte."""
     lists = {path / SUMS: listed, path / SEAL: bucket.seal}
     tops = (path, indexes_folder(path))
     found = {Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names}
@@ -147,7 +153,7 @@ def _is_just(path: Path, bucket: Bucket, listed: bytes, items: list[Item], progr
 
 
 def check_room(partial: Path, needed: int) -> None:
-    """`StoreError` where so many bytes more are not free on the disk of `partial`."""
+    """`StoreError` where the disk of `partial` has fewer bytes free."""
     free = shutil.disk_usage(partial).free
     if needed > free:
         raise StoreError(
@@ -157,7 +163,7 @@ def check_room(partial: Path, needed: int) -> None:
 
 
 def _fetch(bucket: Bucket, item: Item, parts: Path, meter: Meter) -> bool:
-    """Bring one object to its place; whether its bytes are those of its checksum."""
+    """Fetch one object to its place; whether its checksum matches."""
     digest = hashlib.sha256()
     part_file = parts / hashlib.sha256(item.key.encode()).hexdigest()
     with open(part_file, "wb") as file:
@@ -169,16 +175,16 @@ def _fetch(bucket: Bucket, item: Item, parts: Path, meter: Meter) -> bool:
         part_file.unlink()
         return False
     item.path.parent.mkdir(parents=True, exist_ok=True)
-    durable.sync_files([part_file])
-    durable.rename(part_file, item.path)
+    files.sync_files([part_file])
+    files.rename(part_file, item.path)
     return True
 
 
 def _publish(partial: Path, root: Path, path: Path) -> None:
-    """Give the store its name; the lock goes last, so that what is left is known to be ours."""
+    """Give the store its name; remove the lock last, which marks what is left as a pull's."""
     for top in (root, indexes_folder(path)):
-        durable.sync_folders(folder for folder, _, _ in os.walk(top))
+        files.sync_folders(folder for folder, _, _ in os.walk(top))
     refuse_existing(path)
-    durable.rename(root, path)
+    files.rename(root, path)
     shutil.rmtree(partial / PARTS)
     shutil.rmtree(partial)

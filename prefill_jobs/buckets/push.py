@@ -1,4 +1,4 @@
-"""Store to bucket: objects that are there with the right checksum stay, the rest is put, the lists last."""
+"""Store to bucket: objects with the right checksum stay, the rest is put, the lists of checksums last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from uuid import uuid4
 from offload_decode.common.errors import StoreDamaged, StoreExists
 from offload_decode.kv.indexes import indexes_folder, kind_folders
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, PART, Bucket, parse_sums
-from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, in_parallel, size_of
+from offload_decode.prefill_jobs.buckets.transfer import (
+    Item,
+    Meter,
+    Progress,
+    Transfer,
+    checked,
+    in_parallel,
+    size_of,
+)
 from offload_decode.store.files import SEAL, SUMS, hash_files, read_sums, render, seal_of
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
@@ -28,8 +36,8 @@ def exists(url: str) -> bool:
 def check_writable(url: str) -> None:
     """Put a small object beside `url` and remove it, so that hours of work for `url` are not in vain.
 
-    An unfinished push may lie there. StoreExists where a store or anything else does; `BucketError` where it
-    cannot be written.
+    An unfinished push is accepted. Raises `StoreExists` for a store or anything else there, and `BucketError`
+    where nothing can be written.
     """
     bucket = Bucket(url)
     if bucket.seal is not None:
@@ -56,7 +64,7 @@ def push(store: Path, url: str, *, progress: Progress = lambda stage, done, tota
         items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, own)
         there = _there(bucket, items, progress)
         rest = [item for item in items if item not in there]
-        done, total = size_of(list(there)), size_of(items)
+        done, total = size_of(there), size_of(items)
         in_parallel(
             rest, lambda item, meter: send(bucket, item, meter), lambda n: progress("push", done + n, total)
         )
@@ -75,10 +83,10 @@ def push(store: Path, url: str, *, progress: Progress = lambda stage, done, tota
 
 @contextmanager
 def _claimed(bucket: Bucket, seal: bytes) -> Iterator[bool]:
-    """Hold the URL for the store of this `seal`; tells whether it lies whole there already.
+    """Hold the URL for the store of this `seal`; yields whether all of it is there already.
 
-    Several pushes of the same store may hold it together: they put the same bytes. The claim goes when the
-    seal is there, or when there was nothing to claim; an interrupted push leaves it for its resumption.
+    Several pushes of the same store may hold it together: they put the same bytes. The claim is removed when
+    the seal is there, or when there was nothing to claim; an interrupted push leaves it for its resumption.
     """
     with _alone(bucket):
         claim = f"{bucket.name}/{CLAIM}"
@@ -110,7 +118,7 @@ def _taken(bucket: Bucket) -> StoreExists:
 
 @contextmanager
 def _alone(bucket: Bucket) -> Iterator[None]:
-    """A folder is written by one push at a time: what a killed one left half written can be swept then."""
+    """One push at a time writes to a folder, and so unfinished files of a killed one can be removed."""
     if bucket.folder is None:
         yield
         return
@@ -123,7 +131,7 @@ def _alone(bucket: Bucket) -> Iterator[None]:
 
 
 def _sweep(*folders: Path) -> None:
-    """Remove obstore's unfinished files, which it calls NAME#NUMBER."""
+    """Remove obstore's unfinished files, named NAME#NUMBER."""
     for folder in folders:
         for path in folder.rglob("*#*"):
             if re.search(r"#\d+$", path.name):
@@ -131,7 +139,7 @@ def _sweep(*folders: Path) -> None:
 
 
 def _index_sums(store: Path, progress: Progress) -> dict[str, str]:
-    """SHA-256 of the indexes that are whole, by path in their folder."""
+    """SHA-256 of the complete indexes, by path in their folder."""
     folder = indexes_folder(store)
     found = (path for kind in kind_folders(store) for path in kind.iterdir())
     files = [path for path in found if path.is_file() and path.suffix != ".tmp"]
@@ -144,7 +152,7 @@ def _items(root: Path, key: str, sums: dict[str, str]) -> list[Item]:
 
 
 def _there(bucket: Bucket, items: list[Item], progress: Progress) -> set[Item]:
-    """The items whose objects need not be put again: their size is right, and then their checksum too."""
+    """The items whose objects are there already, with the right size and checksum."""
     sizes = {
         f"{folder}/{name}": size
         for folder in (bucket.name, bucket.indexes)
@@ -152,26 +160,24 @@ def _there(bucket: Bucket, items: list[Item], progress: Progress) -> set[Item]:
     }
     likely = [item for item in items if sizes.get(item.key) == item.size]
     total = size_of(likely)
-
-    def same(item: Item, meter: Meter) -> bool:
-        right = bucket.digest(item.key) == item.sha256
-        meter.add(item.size)
-        return right
-
-    return set(in_parallel(likely, same, lambda done: progress("check", done, total))) if likely else set()
+    return checked(
+        likely,
+        lambda item: bucket.digest(item.key) == item.sha256,
+        lambda done: progress("check", done, total),
+    )
 
 
 def send(bucket: Bucket, item: Item, meter: Meter) -> bool:
-    """Put a file; StoreDamaged where its bytes are not those of its checksum."""
+    """Put a file; `StoreDamaged` where its checksum does not match."""
     parts = _read(item, meter)
     bucket.put(item.key, b"".join(parts) if item.size <= PART else parts, item.sha256, item.size)
     return True
 
 
 def _read(item: Item, meter: Meter) -> Iterator[bytes]:
-    """The parts of a file; StoreDamaged at its end where they are not those of its checksum.
+    """The parts of a file; `StoreDamaged` at its end where its checksum does not match.
 
-    obstore gives up an upload whose source raises, so a damaged file never becomes an object.
+    obstore gives up an upload whose source raises, and so a damaged file never becomes an object.
     """
     digest = hashlib.sha256()
     with open(item.path, "rb") as file:
@@ -192,8 +198,8 @@ def _put_list(bucket: Bucket, key: str, data: bytes) -> None:
 
 
 def _index_list(bucket: Bucket, whole: bool, index_sums: dict[str, str]) -> bytes | None:
-    """The list of all indexes that will lie beside this store; None where there are none. Where the store is
-    `whole` there, those that lie there already stay.
+    """The list of all indexes that will be beside this store, or None. Where all of the store is there
+    already (`whole`), earlier indexes stay.
     """
     before = bucket.read(f"{bucket.indexes}/{SUMS}")
     kept = parse_sums(bucket, before) if before and (whole or not index_sums) else {}

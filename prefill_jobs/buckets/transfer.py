@@ -1,9 +1,9 @@
-"""Many files on their way at once, counted, and stopped together."""
+"""Many transfers at once, counted, and stopped together."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -20,7 +20,7 @@ _STOP_S = 0.2
 
 @dataclass(frozen=True)
 class Transfer:
-    """What was moved and what was there already: sizes in bytes, time in seconds."""
+    """What was moved, and what was there already: sizes in bytes, time in seconds."""
 
     files: int
     bytes: int
@@ -31,7 +31,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Item:
-    """One file here and one object there: its bytes and their hex SHA-256."""
+    """A file and its object: its bytes and their hex SHA-256."""
 
     path: Path
     key: str
@@ -44,7 +44,7 @@ class Stopped(OffloadDecodeError):
 
 
 class Meter:
-    """Bytes done by all threads; where one of them failed, `add` raises in the others."""
+    """Bytes done by all threads; after one has failed, `add` raises in the others."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -61,15 +61,14 @@ class Meter:
 def in_parallel(
     items: Sequence[Item], work: Callable[[Item, Meter], bool], report: Callable[[int], None]
 ) -> list[Item]:
-    """The items for which `work` answered yes; `report` is called with the bytes done.
+    """The items for which `work` returned True; `report` gets the bytes done.
 
     The first error stops all and is raised. The largest come first, so that none is left over at the end.
     """
     meter = Meter()
     todo = sorted(items, key=lambda item: item.size)
     results: SimpleQueue[tuple[Item, bool | BaseException]] = SimpleQueue()
-    # An executor's threads would keep Ctrl-C waiting for a network that does not answer: the process ends
-    # only after them. Daemons end with it.
+    # The process would wait for an executor's threads, and so Ctrl-C for a network that does not answer.
     threads = [
         threading.Thread(target=_run, args=(todo, work, meter, results), daemon=True)
         for _ in range(min(FILES_AT_ONCE, len(todo)))
@@ -92,7 +91,7 @@ def in_parallel(
             chosen += [item] if answer else []
         report(meter.done)
     except Exception:
-        waiting = None  # whoever goes on after this error finds nothing at work
+        waiting = None  # no thread may be left at work after this error
         raise
     finally:
         meter.stopped = True
@@ -115,10 +114,23 @@ def _run(
             return
         try:
             results.put((item, work(item, meter)))
-        except BaseException as error:  # noqa: BLE001 (it is raised where the results are read)
+        except BaseException as error:  # noqa: BLE001 - raised where results are read
             results.put((item, error))
 
 
-def size_of(items: Sequence[Item]) -> int:
-    """Their bytes in all."""
+def checked(
+    items: Sequence[Item], is_right: Callable[[Item], bool], report: Callable[[int], None]
+) -> set[Item]:
+    """The items that are right already, checked in parallel; `report` gets the bytes checked."""
+
+    def check(item: Item, meter: Meter) -> bool:
+        right = is_right(item)
+        meter.add(item.size)
+        return right
+
+    return set(in_parallel(items, check, report)) if items else set()
+
+
+def size_of(items: Collection[Item]) -> int:
+    """Their total bytes."""
     return sum(item.size for item in items)

@@ -1,1 +1,1 @@
-"""lm-eval's tasks, run from stores: `lm_eval --model offload-decode`. `model` alone knows lm-eval."""
+"""lm-eval's tasks, run from stores: `lm_eval --model offload-decode`. Only `model` imports lm-eval."""

@@ -1,4 +1,4 @@
-"""Requests that share a prefix, run behind it: continuations are scored, answers are written."""
+"""Requests that share a prefix, run behind one store of it: continuations are scored, answers are written."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from offload_decode.prefill_jobs.many import kept, kept_name
 from offload_decode.store.format import token_hash
 from offload_decode.types import Document
 
-# Which contexts share a stored prefix, and where each is cut: decided by tokens alone.
-
+T = TypeVar("T")
 Tokens = NDArray[np.int32]
 
 SHARED = 0.75
-"""A prefix is shared by contexts of which it is at least this part of what each could have stored alone."""
+"""Contexts share a prefix that is at least this part of what each could have stored alone."""
 
 
 class Group(NamedTuple):
-    """Contexts, by their places, whose first `stored` tokens are the same; 0: nothing is stored for them."""
+    """Contexts, by number, with the same first `stored` tokens; 0: nothing is stored for them."""
 
     stored: int
     members: list[int]
 
 
 def groups(contexts: Sequence[Tokens], least: int, question: int) -> list[Group]:
-    """Every context `[T]` in one group. At least `least` tokens are stored, and never the last `question`
-    (1 or more) of a context; contexts that are too short for this are one group, which stores nothing.
+    """Every context `[T]` in one group, by tokens alone. At least `least` tokens are stored, and never the
+    last `question` (1 or more) of a context; contexts that are too short for this are one group, which stores
+    nothing.
     """
     rooms = [len(context) - question for context in contexts]
     order = sorted(range(len(contexts)), key=lambda place: contexts[place].astype(">u4").tobytes())
     short = [place for place in order if rooms[place] < least]
     found: list[Group] = [Group(0, short)] if short else []
-    # Of the last group: its last member, and the most that one of its members could store.
+    # Of the last group: its last member, and the most that a member could store.
     before, longest = None, 0
     for place in order:
         if rooms[place] < least:
@@ -70,13 +70,10 @@ def groups(contexts: Sequence[Tokens], least: int, question: int) -> list[Group]
 
 
 def _common(one: Tokens, other: Tokens) -> int:
-    """How many tokens both begin with."""
+    """The length of the common prefix."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length
-
-
-T = TypeVar("T")
 
 
 class Scoring(NamedTuple):
@@ -87,8 +84,8 @@ class Scoring(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """What follows the `context`: at most `most` tokens, up to a stop string. `asked`: what else
-    `model.generate` is told.
+    """Write what follows the `context`: at most `most` tokens, up to a stop string. `asked`: other arguments
+    of `model.generate`.
     """
 
     context: Tokens
@@ -107,9 +104,9 @@ class Score(NamedTuple):
 def scores(
     start: Conversation, stored: int, requests: Sequence[Scoring], batch: int
 ) -> Iterator[tuple[int, Score]]:
-    """The places of the requests, with their scores. All contexts begin with the `stored` tokens that stand
-    before `start`; a context that several requests have in common is run once, and `batch` requests run in
-    one pass where the selector allows it.
+    """The numbers of the requests, with their scores. All contexts begin with the `stored` tokens behind
+    which `start` runs; a context that several requests have in common is run once, and `batch` requests run
+    in one pass where the selector allows it.
     """
     alike: dict[bytes, list[int]] = {}
     for place, request in enumerate(requests):
@@ -127,7 +124,7 @@ def scores(
 
 @dataclass(eq=False)
 class _Scored:
-    """A continuation of which `done` tokens are scored; `logits [V]` are those of the next."""
+    """A continuation of which `done` tokens are scored; `logits [V]` are those of the next token."""
 
     place: int
     conversation: Conversation
@@ -153,7 +150,7 @@ def _scored(together: Sequence[_Scored]) -> Iterator[tuple[int, Score]]:
     for one in left:
         one.conversation = one.conversation.fork()
     while left:
-        # Of a long continuation, as many logits at once as a pass makes at most.
+        # As many logits of a long continuation as a pass makes at most.
         size = max(1, LOGITS // (len(left) * left[0].logits.shape[-1]))
         turns = [
             Turn(one.conversation, one.continuation[one.done - 1 : -1][:size], every=True) for one in left
@@ -168,8 +165,8 @@ def _scored(together: Sequence[_Scored]) -> Iterator[tuple[int, Score]]:
 def answers(
     start: Conversation, stored: int, requests: Sequence[Writing], batch: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """The places of the requests, with the tokens of their answers, in batches as `scores` runs them. An end
-    token is not among them; a stop string is.
+    """The numbers of the requests, with the tokens of their answers, in batches as in `scores`. A stop string
+    is among the tokens, an end token is not.
     """
     for some in _batches(range(len(requests)), batch):
         turns = [Turn(start.fork(), requests[place].context[stored:].tolist()) for place in some]
@@ -180,7 +177,7 @@ def answers(
         running = going
         while running:
             logits = run_turns(turns)
-            running = [one for one, row in zip(running, logits, strict=True) if one.goes_on(row)]
+            running = [one for one, own in zip(running, logits, strict=True) if one.step(own)]
             turns = [Turn(one.conversation, one.tokens[-1:]) for one in running]
         for one in going:
             yield one.place, one.tokens
@@ -205,13 +202,13 @@ class _Written:
             request.most,
             request.asked,
         )
-        # Where the last tokens spell a stop string: it may begin and end within a token.
-        self._looked_back = [
+        # How many last tokens may spell a stop string, which may begin and end within a token.
+        self._lookback = [
             (stop, len(own.tokenizer.encode(stop, add_special_tokens=False)) + 2) for stop in request.stops
         ]
 
-    def goes_on(self, logits: Tensor) -> bool:
-        """Take the next token from `logits [V]`; whether one is to follow it."""
+    def step(self, logits: Tensor) -> bool:
+        """Take the next token from `logits [V]`; whether another one follows."""
         changed = self._processors(logits)
         if self._processors.samples:
             token = int(torch.multinomial(changed.softmax(-1), 1))
@@ -223,7 +220,7 @@ class _Written:
         if self._processors.append(token) or len(self.tokens) == self.request.most:
             return False
         tokenizer = self.conversation.tokenizer
-        return not any(stop in tokenizer.decode(self.tokens[-length:]) for stop, length in self._looked_back)
+        return not any(stop in tokenizer.decode(self.tokens[-length:]) for stop, length in self._lookback)
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -232,12 +229,9 @@ def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield some
 
 
-# Prefixes as stores: made when they are asked behind, and kept where a folder for them is named.
-
-
 class Stores:
-    """Of one model, prefilled with the same `settings`, and asked as `config` says. `folder`: where they are
-    kept, for later runs too; None for a temporary one, from which each is removed after use.
+    """Prefixes as stores of one model, prefilled with the same `settings`, asked by `config`. `folder`: where
+    they are kept for later runs; None for a temporary one, from which each is removed after use.
     """
 
     def __init__(self, loaded: LoadedModel, settings: Settings, config: EngineConfig, folder: Path | None):
@@ -250,8 +244,8 @@ class Stores:
     def behind(
         self, prefix: Tokens, following: int, progress: Callable[[int], None]
     ) -> Iterator[Conversation]:
-        """A conversation behind `prefix [P]`, which at most `following` tokens will follow; behind none, that
-        with the bare model. `progress` is told the tokens that are prefilled so far.
+        """A conversation behind `prefix [P]` of at most `following` tokens; without a prefix, with the bare
+        model. `progress` gets the tokens prefilled so far.
 
         Raises `StoreError`, `ConfigError`, `DoesNotFit`.
         """
@@ -290,6 +284,6 @@ class Stores:
         return Engine.open(store, self.loaded, self.config)
 
     def _name(self, prefix: Tokens, following: int) -> str:
-        """What follows shapes what is stored as far as the model's rotation depends on it."""
+        """A store depends on the length of what follows as far as the model's rotation does."""
         rotation = self.loaded.lengths.chosen(len(prefix), following).noted
         return kept_name(self.loaded, self.settings, token_hash(prefix), rotation)

@@ -1,7 +1,7 @@
-"""The model as lm-eval asks it: texts to tokens by the conventions of its `hf` model, answers from stores.
+"""lm-eval's model interface: texts to tokens by the conventions of its `hf` model, answers from stores.
 
-These are `lm_eval.models.huggingface.HFLM`'s: how a context and its continuation are told apart, what stands
-before an empty one, from which side a long one is cut, how stop strings end an answer. With dense attention,
+These are `lm_eval.models.huggingface.HFLM`'s: how a context and its continuation are separated, what stands
+for an empty context, from which side a long one is cut, how stop strings end an answer. With dense attention,
 or a budget of all tokens, every result is that model's to float rounding.
 """
 
@@ -50,7 +50,14 @@ from offload_decode.prefill_jobs.lm_eval.answers import (
 )
 from offload_decode.selectors.registry import get
 
-# What `--model_args` say, checked before the model is loaded.
+NAME = "offload-decode"
+"""What `lm_eval --model` calls it."""
+MAX_GEN_TOKS = 256
+"""Tokens of an answer, where neither its task nor `--gen_kwargs` say."""
+
+logger = logging.getLogger("lm_eval.offload_decode")  # only loggers below lm-eval's are shown
+
+Run = Callable[[Conversation, int, list[int]], Iterator[tuple[int, Any]]]
 
 _PREFILL = "prefill_"
 _NUMBERS = ("min_prefix", "question_tokens", "batch_size", "max_length", "prefix_token_id")
@@ -58,14 +65,15 @@ _NUMBERS = ("min_prefix", "question_tokens", "batch_size", "max_length", "prefix
 
 @dataclass(frozen=True)
 class Settings:
-    """pretrained, device, dtype, weights: the model, as `models.loading.load` takes them. selector: which
-    stored tokens a step attends to; every argument that is not named here is an option of it (`budget=64`).
-    prefill: the method, with its options as `prefill_chunk=512`; kv: how keys and values are stored. stores:
-    the folder in which stores are kept for later runs (None: they are removed after use). min_prefix: the
-    shortest prefix that is stored; a request with less is answered by the bare model, exactly.
-    question_tokens: the last tokens of each context that are never stored, as a question's would not be.
-    batch_size: requests behind one prefix that share a pass. max_length, add_bos_token, prefix_token_id: as
-    lm-eval's `hf` takes them.
+    """`--model_args`, checked before the model is loaded.
+
+    pretrained, device, dtype, weights: the model, as in `models.loading.load`. selector: which stored tokens
+    a step attends to; every argument that is not named here is its option (`budget=64`). prefill: the method,
+    with its options as `prefill_chunk=512`; kv: how keys and values are stored. stores: the folder that keeps
+    stores for later runs (None: they are removed after use). min_prefix: the shortest stored prefix; a
+    request with less is answered by the bare model, exactly. question_tokens: the last tokens of each context
+    that are never stored, like a question's. batch_size: requests behind one prefix that share a pass.
+    max_length, add_bos_token, prefix_token_id: as in lm-eval's `hf`.
     """
 
     pretrained: str
@@ -88,7 +96,7 @@ class Settings:
 
     @classmethod
     def of(cls, pretrained: str, given: Mapping[str, Any]) -> Self:
-        """From the arguments as lm-eval hands them over. Raises `ConfigError`."""
+        """From the arguments that lm-eval passes. Raises `ConfigError`."""
         own = [
             one.name for one in fields(cls) if one.name not in ("pretrained", "options", "prefill_options")
         ]
@@ -103,7 +111,7 @@ class Settings:
             for name, value in given.items()
             if name not in own and name.startswith(_PREFILL)
         }
-        # lm-eval adds the last two of its own accord; neither has a meaning here.
+        # lm-eval itself adds the last two; neither has a meaning here.
         ours = {*own, *(_PREFILL + name for name in prefill), "trust_remote_code", "max_batch_size"}
         options = {name: value for name, value in given.items() if name not in ours}
         settings = cls(pretrained, **named, options=options, prefill_options=prefill)
@@ -133,21 +141,10 @@ class Settings:
             )
         if self.add_bos_token not in (None, True, False):
             raise ConfigError(f"add_bos_token must be true or false, not '{self.add_bos_token}'")
-        _ = self.prefilling, self.asking, EngineConfig(weights=self.weights)  # they check themselves
+        _ = self.prefilling, self.asking, EngineConfig(weights=self.weights)  # each checks itself
         parse_options(get(self.selector).options_type, self.options, f"selector '{self.selector}'")
         if (kind := str(self.options.get("index", AUTO))) != AUTO:
             registry.get(kind)
-
-
-MAX_GEN_TOKS = 256
-"""Tokens of an answer, where neither its task nor `--gen_kwargs` say."""
-
-logger = logging.getLogger("lm_eval.offload_decode")  # below lm-eval's own, which alone are shown
-
-Run = Callable[[Conversation, int, list[int]], Iterator[tuple[int, Any]]]
-
-NAME = "offload-decode"
-"""What `lm_eval --model` calls it."""
 
 
 @register_model(NAME)
@@ -172,15 +169,15 @@ class OffloadDecodeLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> Self:
-        """From `--model_args`, and what lm-eval's own options say: where both do, the former hold."""
+        """From `--model_args`, which win, and lm-eval's own options."""
         more = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        if more.get("device") == "cuda:0":  # what lm-eval says where the user says nothing
+        if more.get("device") == "cuda:0":  # lm-eval's default
             more["device"] = "auto"
         return cls(**{**more, **arg_dict})
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
-        """The same from a string, which programs that call lm-eval may give."""
+        """The same from a string, as programs that call lm-eval may pass."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
@@ -190,7 +187,7 @@ class OffloadDecodeLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is."""
+        """The token that stands for an empty context."""
         if self.settings.prefix_token_id is not None:
             return self.settings.prefix_token_id
         begin = self.tokenizer.bos_token_id
@@ -198,7 +195,7 @@ class OffloadDecodeLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens of a context with its continuation, which is cut from the left where there are more."""
+        """Tokens of a context with its continuation; more are cut off on the left."""
         if self.settings.max_length is not None:
             return self.settings.max_length
         config = self.loaded.model.config.get_text_config()
@@ -207,13 +204,13 @@ class OffloadDecodeLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """By which lm-eval tells cached requests of one chat template from those of another."""
+        """Separates lm-eval's cached requests of one chat template from those of another."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A chat as the tokenizer's template writes it; without its system message, if that fails."""
+        """A chat in the tokenizer's template; without its system message, if that fails."""
         try:
             return self._templated(chat_history, add_generation_prompt)
         except TemplateRefuses:
@@ -230,7 +227,7 @@ class OffloadDecodeLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids; nothing is put before a text that begins with the token that a text begins with."""
+        """Token ids; no begin token is added to a text that has one."""
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         return self._encoded(string, add_special_tokens)
@@ -339,16 +336,16 @@ class OffloadDecodeLM(TemplateLM):
     def _run(
         self, what: str, contexts: Sequence[Tokens], following: Sequence[int], run: Run, quiet: bool
     ) -> Iterator[tuple[int, Any]]:
-        """Each context's place with what `run` makes of it, prefix by prefix."""
+        """Each context's number with the result of `run`, prefix by prefix."""
         with tqdm(total=len(contexts), desc=f"Running {what} requests", disable=quiet) as bar:
             for stored, places in self._groups(contexts, following):
                 prefix = contexts[places[0]][:stored]
                 most = max(len(contexts[place]) - stored + following[place] for place in places)
 
-                def told(done: int, total: int = stored) -> None:
+                def show(done: int, total: int = stored) -> None:
                     bar.set_postfix_str(f"prefill {done:,} of {total:,} tokens" if done < total else "")
 
-                with self._stores.behind(prefix, most, told) as start:
+                with self._stores.behind(prefix, most, show) as start:
                     for number, result in run(start, stored, places):
                         yield places[number], result
                         bar.update()
@@ -363,7 +360,7 @@ class OffloadDecodeLM(TemplateLM):
     def _groups(
         self, contexts: Sequence[Tokens], following: Sequence[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        # Where a model rotates its keys by the length of the whole text, only texts of a kind can share them.
+        # Where rotations depend on the length of the whole text, only texts with the same ones share keys.
         alike: dict[Any, list[int]] = {}
         for place, (context, more) in enumerate(zip(contexts, following, strict=True)):
             alike.setdefault(self.loaded.lengths.chosen(0, len(context) + more), []).append(place)
@@ -381,7 +378,9 @@ class OffloadDecodeLM(TemplateLM):
             self._counts["following_tokens"] += sum(following)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside the results: the model, how it was asked, and how much lay in stores."""
+        """What lm-eval writes beside the results: the model, the settings, and how much was answered from
+        stores.
+        """
         return {
             "offload_decode": {
                 **made_with(self.loaded),

@@ -1,4 +1,4 @@
-"""What a prefill method is: which earlier tokens does a chunk attend to, besides itself?"""
+"""What a prefill method is: it chooses the earlier tokens that a chunk attends to, besides itself."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from offload_decode.types import ModelShape
 
 @dataclass(frozen=True)
 class Options:
-    """Options that every method has. `chunk`: tokens in one forward pass, which attend to each other
-    causally (B_CP in QuoKA).
+    """Options of every method. `chunk`: tokens in one forward pass, which attend to each other causally (B_CP
+    in QuoKA).
     """
 
     chunk: int = 512
@@ -38,11 +38,11 @@ class SparseOptions(Options):
 
 
 class Earlier(Protocol):
-    """What is written so far of the layers with full attention."""
+    """The earlier tokens of the layers with full attention."""
 
     @property
     def length(self) -> int:
-        """Tokens written, N."""
+        """Their number, N."""
         ...
 
     def keys(self, layer: int, head: int) -> Rows:
@@ -61,8 +61,8 @@ class Method(ABC):
     paper: ClassVar[str]
     options_type: ClassVar[type[Options]] = Options
     chunk_shapes: ClassVar[bool] = True
-    """Whether what is chosen depends on how many tokens a chunk has. Where it does not, a card takes as many
-    as fit, unless somebody says how many.
+    """Whether the choice depends on the size of a chunk. Where it does not, a GPU takes as many tokens as fit
+    by default.
     """
 
     def __init__(self, options: Options, shape: ModelShape):
@@ -75,7 +75,7 @@ class Method(ABC):
 
 
 class Sparse(Method):
-    """A method with a budget: `choose`, which subclasses write, is asked only where something is left out."""
+    """A method with a budget; subclasses write `choose`, which is called only where something is left out."""
 
     options_type = SparseOptions
     options: SparseOptions
@@ -87,7 +87,7 @@ class Sparse(Method):
                 f"budget '{options.budget}' cannot be used by a prefill: give a count like 2048 or a share "
                 "like 25%, for all layers or one for each, separated by commas"
             )
-        self._budget(1)  # mistakes show before the first chunk
+        self._budget(1)  # fail before the first chunk
 
     def select(self, layer: int, queries: Queries, earlier: Earlier) -> Tensor | None:
         """As many tokens as the layer's budget allows."""

@@ -1,5 +1,5 @@
-"""SampleAttention: evenly sampled queries of the chunk attend to everything, and what they attend to most is
-what the chunk may see.
+"""SampleAttention: evenly sampled queries of the chunk attend to all tokens, and the chunk to those that they
+attend to most.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class SampleAttention(Sparse):
         """For each KV head, over the sampled queries of its whole group."""
         sampled = min(self.options.queries, queries.tokens)
         places = (2 * torch.arange(sampled) + 1) * queries.tokens // (2 * sampled)
-        asking = queries.by_token()[:, 0, :, places.to(queries.rows.device)].flatten(1, 2)
-        held = (self._held(queries, own, earlier.keys(layer, head)) for head, own in enumerate(asking))
-        return torch.stack([own.topk(k).indices for own in held])
+        samples = queries.by_token()[:, 0, :, places.to(queries.rows.device)].flatten(1, 2)
+        mass = (self._mass(queries, own, earlier.keys(layer, head)) for head, own in enumerate(samples))
+        return torch.stack([own.topk(k).indices for own in mass])
 
-    def _held(self, queries: Queries, asking: Tensor, keys: Rows) -> Tensor:
-        """The attention `[N]` that `asking [R, D]` give to each key, summed over the rows.
+    def _mass(self, queries: Queries, samples: Tensor, keys: Rows) -> Tensor:
+        """The attention `[N]` that each key gets from the `samples [R, D]`, summed.
 
-        Two passes over the keys, so that the scores of a block alone are in memory.
+        Two passes over the keys, so that only the scores of a block are in memory.
         """
-        parts = list(blocks(len(keys), rows=len(asking)))
-        logits = (queries.logits(inner_products(asking, keys, part)) for part in parts)
+        parts = list(blocks(len(keys), rows=len(samples)))
+        logits = (queries.logits(inner_products(samples, keys, part)) for part in parts)
         lse = torch.stack([part.logsumexp(-1) for part in logits]).logsumexp(0)
-        held = torch.empty(len(keys))
+        mass = torch.empty(len(keys))
         for part in parts:
-            scores = queries.logits(inner_products(asking, keys, part))
-            held[part] = torch.exp(scores - lse[:, None]).sum(0).cpu()
-        return held
+            scores = queries.logits(inner_products(samples, keys, part))
+            mass[part] = torch.exp(scores - lse[:, None]).sum(0).cpu()
+        return mass
