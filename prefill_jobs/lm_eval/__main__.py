@@ -1,4 +1,4 @@
-"""lm-eval's command with our model: `python -m offload_decode.prefill_jobs.lm_eval run --model offload-decode …`.
+"""lm-eval's command with our model: `python -m offload_decode.prefill_jobs.lm_eval run --model …`.
 
 For releases up to 0.4.13, which read no entry points. Later ones find it in the group `lm_eval.models`.
 """

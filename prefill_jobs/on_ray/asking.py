@@ -24,7 +24,7 @@ from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
 from offload_decode.prefill_jobs.buckets.collections import FarStores
-from offload_decode.prefill_jobs.on_ray.store_workers import AtStores, routed
+from offload_decode.prefill_jobs.on_ray.store_workers import StoreWorker, routed
 from offload_decode.prefill_jobs.on_ray.workers import Cluster, Pool, Standing, connected, installed, shares
 from offload_decode.store.reader import KVStore
 from offload_decode.types import CitedDocument, StepStats
@@ -76,7 +76,7 @@ class Opened(NamedTuple):
     held: ExitStack
 
 
-class Asker(AtStores):
+class Asker(StoreWorker):
     """Answers questions, with one model and the stores that were asked last; it stands at bytes of a fetched
     store.
     """

@@ -23,7 +23,7 @@ from offload_decode.prefill_jobs.folders import EVERYTHING, Rules
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
 from offload_decode.prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
-from offload_decode.prefill_jobs.on_ray.store_workers import AtStores, routed
+from offload_decode.prefill_jobs.on_ray.store_workers import StoreWorker, routed
 from offload_decode.prefill_jobs.on_ray.workers import (
     Cluster,
     Lost,
@@ -40,7 +40,7 @@ from offload_decode.prefill_jobs.on_ray.workers import (
 
 
 @dataclass(frozen=True)
-class PrefillHow:
+class PrefillSetup:
     """What all workers get."""
 
     model: str
@@ -55,7 +55,7 @@ class PrefillHow:
 class Prefiller(Worker):
     """Prefills one corpus after another with one model; it stands at so many tokens."""
 
-    def __init__(self, how: PrefillHow) -> None:
+    def __init__(self, how: PrefillSetup) -> None:
         super().__init__()
         self.how = how
         self.loaded: LoadedModel | None = None
@@ -117,7 +117,7 @@ def prefill_on_ray(
     here = [job if "://" in job.store else replace(job, store=os.path.abspath(job.store)) for job in jobs]
     results, texts = read_all(here, staging, rules)
     if texts:
-        how = PrefillHow(
+        how = PrefillSetup(
             model, device, dtype, weights, settings, staging and staging.absolute(), cluster.caps
         )
         with connected(ray, cluster.address):
@@ -173,7 +173,7 @@ class Whole:
     store: str
 
 
-class Indexer(AtStores):
+class Indexer(StoreWorker):
     """Indexes one store after another; it stands at so many heads."""
 
     def __init__(self, how: IndexHow) -> None:

@@ -35,7 +35,7 @@ PATIENCE_S = 30.0
 """How long a worker waits for the users of stores that would have to leave the cache of its machine."""
 
 
-class AtStores(Worker):
+class StoreWorker(Worker):
     """Knows which of the stores are on its machine: at their paths or, where they are `far`, in its cache. A
     worker in place of a lost one looks again before its first task.
     """

@@ -103,7 +103,7 @@ def test_it_answers_as_a_fresh_one(tmp_path: Path) -> None:
     assert answers[0].tokens == answers[1].tokens
 
 
-def test_the_report_says_what_was_done(tmp_path: Path) -> None:
+def test_report(tmp_path: Path) -> None:
     model = loaded()
     prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
     before = KVStore.open(tmp_path / "s.kv").manifest.n_tokens
@@ -171,7 +171,7 @@ def test_a_store_of_an_earlier_release_is_refused(tmp_path: Path, monkeypatch: p
     assert real.query_heads.tolist() == [0, 1] * 32, "as its stores have them"
 
 
-def test_a_method_that_nobody_knows(tmp_path: Path) -> None:
+def test_unknown_method(tmp_path: Path) -> None:
     model = loaded()
     prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
     store = KVStore.open(tmp_path / "s.kv")
@@ -180,9 +180,7 @@ def test_a_method_that_nobody_knows(tmp_path: Path) -> None:
         append_module.method_of(store)
 
 
-def test_a_failed_append_leaves_the_store_and_goes_on_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_append_keeps_the_store_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded()
     prefill_texts(model, TEXTS[:2], tmp_path / "s.kv", settings())
     prefill_texts(model, TEXTS, tmp_path / "whole.kv", settings())

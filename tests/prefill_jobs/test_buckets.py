@@ -223,7 +223,7 @@ def test_indexes_that_are_built_later_follow(s3, url, stores, tmp_path):
 # --- interruptions
 
 
-def test_a_push_cut_off_at_any_request_goes_on(s3, stores, tmp_path):
+def test_push_cut_off_at_any_request_resumes(s3, stores, tmp_path):
     buckets.push(stores / "a.kv", f"s3://{BUCKET}{tmp_path}/whole")
     requests = len(s3.requests)
     for cut in range(1, requests, requests // 6):
@@ -252,7 +252,7 @@ def moved_in_all(stores: Path) -> int:
     return len(tree(stores / "a.kv")) - 2 + 4
 
 
-def test_a_pull_cut_off_at_any_request_goes_on(s3, url, stores, tmp_path):
+def test_pull_cut_off_at_any_request_resumes(s3, url, stores, tmp_path):
     buckets.push(stores / "a.kv", url)
     s3.requests.clear()
     buckets.pull(url, tmp_path / "whole.kv")
@@ -298,7 +298,7 @@ def killed(when: Callable[[], bool], *args: str | Path) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_killed_push_and_a_killed_pull_go_on(s3, url, stores, tmp_path):
+def test_killed_push_and_killed_pull_resume(s3, url, stores, tmp_path):
     s3.delay = 0.03
     killed(lambda: len(s3.sent("PUT")) >= 9, "push", stores / "a.kv", url)
     time.sleep(0.2)  # what the server had accepted ends
@@ -318,7 +318,7 @@ def test_a_killed_push_and_a_killed_pull_go_on(s3, url, stores, tmp_path):
     assert same(stores / "a.kv", tmp_path / "back.kv")
 
 
-def test_a_push_killed_in_an_object_of_several_parts_goes_on(s3, url, stores, tmp_path):
+def test_push_killed_in_an_object_of_several_parts_resumes(s3, url, stores, tmp_path):
     s3.delay = 0.05
     killed(lambda: any("partNumber" in line for line in s3.requests), "push", stores / "big.kv", url)
     s3.delay = 0.0
@@ -337,7 +337,7 @@ def test_a_push_into_a_folder_leaves_nothing_half_written(monkeypatch, stores, t
     assert same(stores / "big.kv", target)
 
 
-def test_ctrl_c_stops_at_once_and_goes_on(s3, url, stores, tmp_path):
+def test_ctrl_c_stops_at_once_and_the_push_resumes(s3, url, stores, tmp_path):
     def interrupt(stage: str, done: int, total: int) -> None:
         if stage == "push" and done:
             raise KeyboardInterrupt
@@ -383,7 +383,7 @@ def test_a_flipped_bit_of_an_index_is_named(s3, url, stores, tmp_path):
         buckets.pull(url, tmp_path / "back.kv")
 
 
-def test_what_a_pull_left_behind_is_hashed_again(s3, url, stores, tmp_path):
+def test_files_of_an_interrupted_pull_are_hashed_again(s3, url, stores, tmp_path):
     buckets.push(stores / "a.kv", url)
     staged = pulling_path(tmp_path / "back.kv") / "store"
     shutil.copytree(stores / "b.kv", staged)
@@ -444,7 +444,7 @@ def test_a_list_without_end_is_not_read(monkeypatch, stores, tmp_path):
 
 @pytest.mark.parametrize("name", [SUMS, SEAL, "zarr.json", "layers/000/keys/c.0.0.0"])
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_what_is_no_file_is_not_waited_for(monkeypatch, stores, tmp_path, name, kind):
+def test_pipes_in_a_folder_never_block(monkeypatch, stores, tmp_path, name, kind):
     """In a folder that a stranger may write to: a pipe would keep its reader waiting for ever."""
     clear(monkeypatch)
     place = shutil.copytree(stores / "a.kv", tmp_path / "bad.kv")
@@ -469,7 +469,7 @@ def test_lists_that_do_not_belong_together(monkeypatch, stores, tmp_path):
         buckets.pull(f"file://{place}", tmp_path / "back.kv")
 
 
-def test_memory_that_is_too_little_for_its_threads_is_told(monkeypatch, stores, tmp_path):
+def test_too_little_memory_for_obstore_is_an_error(monkeypatch, stores, tmp_path):
     """Without them obstore would wait for ever."""
     clear(monkeypatch)
     monkeypatch.setattr(buckets.bucket, "room", lambda: buckets.bucket.LEAST_ROOM - 1)
@@ -505,10 +505,7 @@ def test_objects_that_are_no_store_are_left_alone(monkeypatch, stores, tmp_path)
     clear(monkeypatch)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
-    for refused in (
-        lambda url: buckets.push(stores / "a.kv", url),
-        buckets.check_writable,
-    ):
+    for refused in (lambda url: buckets.push(stores / "a.kv", url), buckets.check_writable):
         with pytest.raises(StoreExists, match="something else"):
             refused(f"file://{tmp_path}/mine")
     assert tree(tmp_path) == {"mine/thesis.txt": b"years"}
@@ -565,7 +562,7 @@ def test_a_store_is_pulled_once_at_a_time(s3, url, stores, tmp_path):
         buckets.pull(url, tmp_path / "back.kv")
 
 
-def test_what_a_pull_left_that_was_killed_at_its_end_goes(monkeypatch, stores, tmp_path):
+def test_leftovers_of_a_pull_killed_at_its_end_are_removed(monkeypatch, stores, tmp_path):
     """It had given the store its name, and had its own folder still."""
     clear(monkeypatch)
     back = tmp_path / "back.kv"
@@ -616,7 +613,7 @@ def test_check_writable(place):
 # --- disks that are full
 
 
-def test_too_little_room_is_said_before_anything_is_fetched(s3, url, stores, tmp_path, monkeypatch):
+def test_too_little_disk_space_fails_before_anything_is_fetched(s3, url, stores, tmp_path, monkeypatch):
     buckets.push(stores / "big.kv", url)
     s3.requests.clear()
     usage = shutil._ntuple_diskusage(10**9, 10**9, 10**6)

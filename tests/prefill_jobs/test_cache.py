@@ -46,7 +46,7 @@ def use(cache: Cache, key: str, size: int, at: float, made: list[int] | None = N
     return path
 
 
-def test_what_is_here_is_not_made_again(cache: Cache) -> None:
+def test_cached_entries_are_not_fetched_again(cache: Cache) -> None:
     made: list[int] = []
     for at in range(3):
         path = use(cache, "a", 4, at, made)
@@ -55,7 +55,7 @@ def test_what_is_here_is_not_made_again(cache: Cache) -> None:
         assert (path.parent / "lock").stat().st_mtime > 3  # it is used now
 
 
-def test_what_was_used_longest_ago_leaves(cache: Cache) -> None:
+def test_the_least_recently_used_entry_leaves(cache: Cache) -> None:
     first, second = use(cache, "a", 4, 1), use(cache, "b", 4, 2)
     use(cache, "a", 4, 3)
     third = use(cache, "c", 5, 4)
@@ -63,7 +63,7 @@ def test_what_was_used_longest_ago_leaves(cache: Cache) -> None:
     assert held(cache) <= cache.limit
 
 
-def test_what_will_never_fit_drives_nothing_out(cache: Cache) -> None:
+def test_an_entry_that_never_fits_drops_no_other(cache: Cache) -> None:
     use(cache, "a", 4, 1)
     use(cache, "b", 4, 2)
     with pytest.raises(DoesNotFit, match="11 bytes"), cache.holding("c", of(11)):
@@ -71,7 +71,7 @@ def test_what_will_never_fit_drives_nothing_out(cache: Cache) -> None:
     assert held(cache) == 8
 
 
-def test_what_is_in_use_never_leaves(cache: Cache) -> None:
+def test_entries_in_use_never_leave(cache: Cache) -> None:
     with ExitStack() as stack:
         paths = [stack.enter_context(cache.holding(key, of(4))) for key in "ab"]
         with pytest.raises(DoesNotFit, match="8 bytes are in use"), cache.holding("c", of(4)):
@@ -84,7 +84,7 @@ def test_what_is_in_use_never_leaves(cache: Cache) -> None:
     assert held(cache) <= cache.limit
 
 
-def test_what_was_interrupted_counts_and_is_made_again(cache: Cache) -> None:
+def test_interrupted_entries_count_and_are_fetched_again(cache: Cache) -> None:
     def killed(path: Path, admit: Callable[[int], None]) -> None:
         admit(8)
         raise KeyboardInterrupt

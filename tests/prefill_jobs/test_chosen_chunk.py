@@ -29,7 +29,7 @@ TOKENS = np.random.default_rng(2).integers(3, VOCAB, N).astype(np.int32)
 DOCUMENTS = [Document("all", 0, N)]
 
 
-def test_a_card_takes_as_many_as_fit_it():
+def test_a_gpu_takes_as_many_tokens_as_fit():
     with stand_in() as card:
         loaded = wrap(tiny_model().to("cuda"))
         about = outline_of(loaded.model, "tiny", loaded.shape)
@@ -46,14 +46,14 @@ def test_a_card_takes_as_many_as_fit_it():
         )
 
 
-def test_a_cap_counts_too():
+def test_a_memory_cap_counts():
     with stand_in(1 << 40):
         loaded = wrap(tiny_model().to("cuda"))
         torch.cuda.set_per_process_memory_fraction(2**-14)
         assert chunk_for(loaded, 1 << 20, "auto") < CARD_CHUNKS[0]
 
 
-def test_on_a_cpu_it_is_as_ever(tmp_path):
+def test_on_a_cpu_the_chunk_is_512(tmp_path):
     prefill_tokens(wrap(tiny_model()), TOKENS, DOCUMENTS, tmp_path / "store")
     assert KVStore.open(tmp_path / "store").manifest.prefill == {"method": "dense", "chunk": 512}
 
@@ -68,11 +68,11 @@ def test_on_a_cpu_it_is_as_ever(tmp_path):
         ("quoka", {"chunk": " auto "}, None),
     ],
 )
-def test_a_method_that_chooses_by_chunks_keeps_its_own_unless_told(method, options, chunk):
+def test_methods_that_choose_by_chunks_keep_their_default_chunk(method, options, chunk):
     assert Settings(method, options).chunk == chunk
 
 
-def test_a_word_that_is_none_is_refused():
+def test_invalid_chunk_is_refused():
     with pytest.raises(ConfigError, match="chunk must be int, not 'large'"):
         Settings(options={"chunk": "large"})
 
@@ -81,9 +81,7 @@ class Stopped(Exception):
     pass
 
 
-def test_what_was_begun_goes_on_and_what_is_there_is_kept_though_another_chunk_fits_now(
-    tmp_path, monkeypatch
-):
+def test_begun_and_finished_stores_keep_their_chunk_though_another_fits_now(tmp_path, monkeypatch):
     def stop(stage, done, total):
         if done == 48:
             raise Stopped

@@ -71,9 +71,7 @@ def test_run_is_a_prefill_that_the_command_line_understands(task: dict[str, Any]
     assert (tmp_path / "where").read_text().strip() == str(tmp_path / "staging")
 
 
-def test_run_stages_where_it_is_told_and_takes_no_further_options(
-    task: dict[str, Any], tmp_path: Path
-) -> None:
+def test_run_uses_the_given_staging_folder_and_no_other_options(task: dict[str, Any], tmp_path: Path) -> None:
     volume = tmp_path / "a volume"
     arguments = run_body(task, tmp_path, OUT="gs://bucket/name.kv", PREFILL_OPTIONS="", STAGING=str(volume))
     assert understood(arguments)["method"] == "dense"
@@ -87,7 +85,7 @@ def test_options_are_not_expanded_by_the_shell(task: dict[str, Any], tmp_path: P
     assert arguments[-1] == "budget=*"
 
 
-def test_the_task_names_what_it_needs_and_gives_its_machine_back(task: dict[str, Any]) -> None:
+def test_the_task_names_its_resources_and_returns_its_machine(task: dict[str, Any]) -> None:
     assert [name for name, value in task["envs"].items() if value is None] == ["CORPUS", "OUT"]
     assert all(value is None or isinstance(value, str) for value in task["envs"].values())
     assert task["file_mounts"] == {"~/corpus": "${CORPUS}"}

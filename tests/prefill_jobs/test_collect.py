@@ -78,7 +78,7 @@ def test_each_store_is_that_of_a_prefill_of_its_document(
     assert report.tokens == sum(KVStore.open(store).manifest.n_tokens for store in stores.values())
 
 
-def test_what_is_the_same_is_kept_without_the_model(maker: Maker, texts: Path, out: Path) -> None:
+def test_unchanged_documents_are_kept_without_loading_the_model(maker: Maker, texts: Path, out: Path) -> None:
     collect(str(texts), out, maker)
     before = tree(out)
     again = Maker(Collection(out).header.model_id, SETTINGS)
@@ -88,7 +88,9 @@ def test_what_is_the_same_is_kept_without_the_model(maker: Maker, texts: Path, o
     assert tree(out) == before
 
 
-def test_what_changed_is_made_anew_and_what_is_gone_is_dropped(maker: Maker, texts: Path, out: Path) -> None:
+def test_changed_documents_are_prefilled_again_and_missing_ones_dropped(
+    maker: Maker, texts: Path, out: Path
+) -> None:
     collect(str(texts), out, maker)
     before = held(out)
     (texts / "a.txt").write_text("alpha, changed")
@@ -107,7 +109,9 @@ def test_a_store_that_was_removed_is_made_again(maker: Maker, texts: Path, out: 
     assert tree(out) == before
 
 
-def test_what_cannot_be_read_stops_nothing_and_keeps_its_store(maker: Maker, texts: Path, out: Path) -> None:
+def test_unreadable_documents_stop_no_other_and_keep_their_stores(
+    maker: Maker, texts: Path, out: Path
+) -> None:
     collect(str(texts), out, maker)
     (texts / "a.txt").write_bytes(b"\0\1\2")
     (texts / "new.txt").write_text("news")
@@ -185,7 +189,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], int]:
     return lambda: calls
 
 
-def test_killed_at_any_rename_or_removal_it_is_whole_and_goes_on(
+def test_killed_at_any_rename_or_removal_it_is_complete_and_resumes(
     maker: Maker, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = tmp_path / "begun"
@@ -220,7 +224,7 @@ def test_killed_at_any_rename_or_removal_it_is_whole_and_goes_on(
         shutil.rmtree(out)
 
 
-def test_a_prefill_that_was_interrupted_goes_on(
+def test_interrupted_prefill_resumes(
     maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -244,7 +248,7 @@ def test_one_process_changes_it_at_a_time(maker: Maker, texts: Path, out: Path) 
         collect(str(texts), out, maker)
 
 
-def test_it_is_of_one_model_and_one_way_of_prefilling(maker: Maker, texts: Path, out: Path) -> None:
+def test_a_collection_has_one_model_and_one_way_of_prefilling(maker: Maker, texts: Path, out: Path) -> None:
     collect(str(texts), out, maker)
     before = tree(out)
     with pytest.raises(StoreMismatch, match="differs in settings"):
@@ -255,7 +259,7 @@ def test_it_is_of_one_model_and_one_way_of_prefilling(maker: Maker, texts: Path,
     assert tree(out) == before
 
 
-def test_what_is_no_collection_is_left_alone(maker: Maker, texts: Path, out: Path) -> None:
+def test_other_folders_are_left_alone(maker: Maker, texts: Path, out: Path) -> None:
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
     with pytest.raises(StoreExists, match="is no collection"):
@@ -293,7 +297,7 @@ def test_no_link_leads_out_of_it(maker: Maker, texts: Path, out: Path, tmp_path:
     assert tree(tmp_path / "elsewhere") == before
 
 
-def test_a_header_that_is_none_is_refused(maker: Maker, texts: Path, out: Path) -> None:
+def test_an_invalid_header_is_refused(maker: Maker, texts: Path, out: Path) -> None:
     collect(str(texts), out, maker)
     text = (out / HEADER).read_text()
     for wrong, error in (
@@ -350,7 +354,7 @@ def test_a_link_that_leads_nowhere_today_is_not_gone(
     assert "other/c.txt" in held(out)
 
 
-def test_a_sweep_that_was_killed_is_ended(maker: Maker, texts: Path, out: Path) -> None:
+def test_a_killed_sweep_is_finished(maker: Maker, texts: Path, out: Path) -> None:
     collect(str(texts), out, maker)
     store = held(out)["a.txt"]
     (texts / "a.txt").unlink()
@@ -371,7 +375,7 @@ def test_the_folders_of_stores_are_on_the_disk_too(
     assert all(str(store.parent) in synced for store in held(out).values())
 
 
-def test_one_document_too_much_for_the_model_stops_no_other(
+def test_a_document_too_long_for_the_model_stops_no_other(
     maker: Maker, texts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(loaded: Any, documents: Any, *rest: Any) -> Any:

@@ -42,10 +42,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> Path:
         ("Grüße aus München, schöne Straße".encode("latin-1"), "Grüße aus München, schöne Straße"),
         ("El niño comió piñas".encode("latin-1"), "El niño comió piñas"),
         ("“It’s” – a café".encode("cp1252"), "“It’s” – a café"),
-        (
-            "Привет мир, это довольно длинный текст".encode("cp1251"),
-            "Привет мир, это довольно длинный текст",
-        ),
+        ("Привет мир, это довольно длинный текст".encode("cp1251"), "Привет мир, это довольно длинный текст"),
         ("wide wörds".encode("utf-16"), "wide wörds"),
         ("wide wörds".encode("utf-32"), "wide wörds"),
         (b"\n\n  indented\n\n", "  indented"),
@@ -57,7 +54,7 @@ def test_text_of_any_encoding_is_read(tmp_path: Path, data: bytes, text: str) ->
 
 
 @pytest.mark.parametrize("name", ["a.md", "a.rst", "a.py", "a.c", "a.csv", "a.json", "Makefile", "a.unknown"])
-def test_whatever_is_text_is_read_as_it_stands(tmp_path: Path, name: str) -> None:
+def test_all_text_files_are_read_verbatim(tmp_path: Path, name: str) -> None:
     _write(tmp_path, {name: b"<b> # = {1,\t2}"})
     assert read_corpus(str(tmp_path / name))[0] == [TextDocument(name, "<b> # = {1,\t2}")]
 
@@ -81,7 +78,7 @@ def test_html_is_read_as_a_browser_shows_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BINARIES)
-def test_what_is_not_text_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
+def test_binary_files_are_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
     _write(tmp_path, BINARIES)
     with pytest.raises(CorpusError, match=rf"{name} cannot be read.*convert it to text first$"):
         read_corpus(str(tmp_path / name))
@@ -93,7 +90,7 @@ def test_a_file_without_text_is_refused(tmp_path: Path, data: bytes) -> None:
         read_corpus(str(_write(tmp_path, {"a.html": data}) / "a.html"))
 
 
-def test_a_folder_is_read_by_relative_path_and_reports_what_it_skipped(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_relative_path_and_reports_skipped_files(tmp_path: Path) -> None:
     texts = {"b.txt": b"b", "a/z.md": b"z", "a/deep/y.py": b"y", "c/x": b"x"}
     hidden = {".secret": b"s", ".git/config": b"s", "a/__pycache__/m.txt": b"s", "node_modules/m.js": b"s"}
     _write(tmp_path, texts | hidden | BINARIES | {"empty.txt": b""})
@@ -186,11 +183,7 @@ def test_several_documents_are_headed_by_their_names_and_tile_the_tokens() -> No
     texts = [TextDocument("a", "first"), TextDocument("b/c", "second\n"), TextDocument("d", "third")]
     tokens, spans = encode_corpus(tokenizer, PROMPT, texts)
     pieces = [tokenizer.decode(tokens[span.start : span.end]) for span in spans]
-    assert pieces == [
-        "<s>Document: a\nfirst",
-        "\n\nDocument: b/c\nsecond",
-        "\n\nDocument: d\nthird",
-    ]
+    assert pieces == ["<s>Document: a\nfirst", "\n\nDocument: b/c\nsecond", "\n\nDocument: d\nthird"]
     assert [span.start for span in spans] + [len(tokens)] == [0] + [span.end for span in spans]
 
 

@@ -106,7 +106,7 @@ ENTITIES = b"""<?xml version="1.0"?><!DOCTYPE d [<!ENTITY a "aaaaaaaaaa">
         ("a.docx", with_part("word/document.xml", b"<"), "a Word document that is damaged"),
     ],
 )
-def test_what_cannot_be_read_is_a_reason(name: str, data: bytes, reason: str) -> None:
+def test_unreadable_documents_give_a_reason(name: str, data: bytes, reason: str) -> None:
     with pytest.raises(CorpusError, match=reason):
         text_of(name, data)
 

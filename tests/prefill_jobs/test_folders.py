@@ -104,9 +104,7 @@ TREE = dict.fromkeys(
         (Rules(("*.md",), ("deep", "a.*")), {"docs/c.md", "build/f.md", "drafts/g.md"}),
     ],
 )
-def test_patterns_choose_and_what_they_leave_out_is_named(
-    tmp_path: Path, rules: Rules, left: set[str]
-) -> None:
+def test_patterns_select_files_and_the_rest_is_reported(tmp_path: Path, rules: Rules, left: set[str]) -> None:
     documents, skipped = read(_write(tmp_path, TREE), rules)
     assert set(documents) == left
     for name in TREE.keys() - left:
@@ -114,13 +112,13 @@ def test_patterns_choose_and_what_they_leave_out_is_named(
     assert set(skipped.values()) <= {"--glob does not name it", "--exclude names it"}
 
 
-def test_patterns_that_leave_nothing_say_so(tmp_path: Path) -> None:
+def test_patterns_that_match_nothing_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"all of it is left out, a\.md because --glob does not name it"):
         read_corpus(str(_write(tmp_path, TREE)), Rules(("*.org",)))
 
 
 @pytest.mark.parametrize("pattern", ["!", "a\\"])
-def test_what_is_no_pattern_is_refused(pattern: str) -> None:
+def test_invalid_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match="is no pattern"):
         Rules(globs=(pattern,))
     with pytest.raises(ConfigError, match="is no pattern"):

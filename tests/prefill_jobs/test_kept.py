@@ -56,7 +56,7 @@ def meanwhile(work: Callable[[], object], others: Callable[[], object]) -> str:
     return said[0]
 
 
-def test_what_another_process_makes_is_waited_for_and_not_made_again(tmp_path: Path) -> None:
+def test_a_store_that_another_process_makes_is_awaited(tmp_path: Path) -> None:
     job, path, finished = make_job(300), tmp_path / "store.kv", []
 
     def make() -> None:
@@ -76,7 +76,7 @@ def test_what_another_process_makes_is_waited_for_and_not_made_again(tmp_path: P
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["store.kv"]
 
 
-def test_what_another_process_leaves_unfinished_is_gone_on_with(tmp_path: Path) -> None:
+def test_unfinished_work_of_another_process_is_continued(tmp_path: Path) -> None:
     job, path, begun = make_job(300), tmp_path / "store.kv", []
     writer = job.open(path)
     writer.__enter__()

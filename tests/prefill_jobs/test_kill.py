@@ -49,7 +49,7 @@ def test_killed_at_steps_of_the_file_system(runner: Runner, inputs: Path, tmp_pa
     assert not kill_at_steps(job, [*spread, *random.Random(2).sample(last, 2)])
 
 
-def test_what_a_kill_after_the_renaming_left_is_in_nobodys_way(
+def test_leftovers_of_a_kill_after_the_rename_are_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, store, partial = make_job(300), tmp_path / "store", tmp_path / "store.partial"

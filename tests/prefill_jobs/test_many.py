@@ -124,7 +124,7 @@ def test_no_model_is_loaded_where_nothing_can_be_read(
     assert all(isinstance(result, CorpusError) for result in results.values())
 
 
-def test_the_same_run_again_keeps_what_is_there(inputs: Path, corpora: list[str], tmp_path: Path) -> None:
+def test_the_same_run_again_keeps_existing_stores(inputs: Path, corpora: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run(inputs, corpora, out, progress=interrupt_at("prefill", "2 of 3"))
@@ -164,7 +164,7 @@ def test_a_damaged_store_is_not_kept(inputs: Path, corpora: list[str], tmp_path:
     assert results["c.kv"].kept
 
 
-def test_what_concerns_all_stops_at_once(inputs: Path, corpora: list[str], tmp_path: Path) -> None:
+def test_errors_of_all_corpora_stop_at_once(inputs: Path, corpora: list[str], tmp_path: Path) -> None:
     with pytest.raises(ModelError):
         run(inputs, corpora, tmp_path / "out", model=str(tmp_path / "nothing"))
     with pytest.raises(ConfigError):
@@ -272,7 +272,7 @@ def test_killed_before_its_very_last_step(bucketed: Bucketed) -> None:
     assert list(bucketed.staging.iterdir()) == []
 
 
-def test_another_corpus_is_not_mistaken_for_what_was_staged(bucketed: Bucketed) -> None:
+def test_a_staged_store_of_another_corpus_is_not_used(bucketed: Bucketed) -> None:
     with pytest.raises(KeyboardInterrupt):
         bucketed.run(progress=interrupt_at("push"))
     Path(bucketed.corpus).write_text("something else")

@@ -69,7 +69,7 @@ def test_quoka_is_algorithm_1(similarity, reduce):
         assert found[head] == set(scores.topk(9).indices.tolist())
 
 
-def test_sample_takes_what_evenly_sampled_queries_attend_to():
+def test_sample_keeps_tokens_that_evenly_sampled_queries_attend_to():
     found = chosen("sample", budget="25%", queries="3")
     for head, rows in enumerate(asked().rows.unflatten(1, (2, 12))):
         logits = 0.3 * rows[:, [2, 6, 10]] @ Written().drawn(1, head).T
@@ -82,7 +82,7 @@ def test_window_takes_the_first_and_the_last():
 
 
 @pytest.mark.parametrize("method", SPARSE)
-def test_a_chunk_attends_to_itself_and_to_what_was_chosen(method, tmp_path, monkeypatch):
+def test_a_chunk_attends_to_itself_and_to_the_chosen_tokens(method, tmp_path, monkeypatch):
     """The keys and values of layer 1 are those of plain transformers under a mask of layer 0's choices."""
     mask = torch.zeros(1, 4, TOKENS, TOKENS, dtype=torch.bool)
     for start in range(0, TOKENS, CHUNK):

@@ -108,7 +108,7 @@ def test_its_keys_and_values_are_those_of_transformers(family, tmp_path):
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_what_stays_and_what_comes_are_the_same_bytes(kv, tmp_path, seen, monkeypatch):
+def test_blocks_that_stay_and_blocks_that_are_copied_give_the_same_bytes(kv, tmp_path, seen, monkeypatch):
     whole = tree(on_the_host(tmp_path / "host", kv=kv).path)
     all_stay = on_a_card(tmp_path / "all", kv=kv)
     most, peak = seen[0].kept, all_stay.memory.peak
@@ -129,7 +129,7 @@ def test_what_stays_and_what_comes_are_the_same_bytes(kv, tmp_path, seen, monkey
         assert tree(tmp_path / name) == whole, name
 
 
-def test_memory_in_pieces_keeps_fewer_blocks_and_no_half_of_one(tmp_path, seen, monkeypatch):
+def test_fragmented_memory_keeps_fewer_blocks_and_no_half_of_one(tmp_path, seen, monkeypatch):
     whole, grow, made, calls = (
         tree(on_the_host(tmp_path / "host").path),
         GPUBlocks.grow,
@@ -154,7 +154,7 @@ def test_memory_in_pieces_keeps_fewer_blocks_and_no_half_of_one(tmp_path, seen, 
     assert tree(tmp_path / "card") == whole
 
 
-def test_what_a_method_reads_itself_leaves_no_gap_in_what_stays(tmp_path, monkeypatch):
+def test_chunks_that_read_from_the_store_leave_no_gap_in_kept_blocks(tmp_path, monkeypatch):
     """Every other chunk is given all ids, and reads them from the store; blocks are filled by the others."""
     whole = tree(on_the_host(tmp_path / "host").path)
 
@@ -167,7 +167,7 @@ def test_what_a_method_reads_itself_leaves_no_gap_in_what_stays(tmp_path, monkey
     assert tree(tmp_path / "card") == whole
 
 
-def test_rows_that_are_not_written_yet_are_waited_for(tmp_path, monkeypatch):
+def test_readers_wait_for_rows_that_are_not_written_yet(tmp_path, monkeypatch):
     """With a writer that writes rows when somebody waits, or after a while."""
     whole = tree(on_the_host(tmp_path / "host").path)
     asked, append, wait = threading.Event(), KVStoreWriter.append, AsyncWriter.wait
@@ -202,7 +202,7 @@ class Stopped(Exception):
     pass
 
 
-def test_what_was_told_is_on_disk_and_at_most_a_chunk_and_a_beginning_is_lost(tmp_path, monkeypatch):
+def test_reported_tokens_are_on_disk_and_a_kill_loses_at_most_two_chunks(tmp_path, monkeypatch):
     """The staging folder as a kill would leave it before and after every write, gone on from."""
     whole = tree(on_the_host(tmp_path / "host").path)
     partial, left, ran = partial_path(tmp_path / "card"), [], []
@@ -260,7 +260,7 @@ def test_an_error_in_the_writer_ends_the_job_with_its_own_type(tmp_path, monkeyp
     assert tree(tmp_path / "card") == whole
 
 
-def test_a_prefill_that_is_stopped_leaves_no_thread_and_goes_on(tmp_path):
+def test_stopped_prefill_leaves_no_thread_and_resumes(tmp_path):
     def stop(stage, done, total):
         if stage == "prefill" and done == 3 * CHUNK:
             raise Stopped
@@ -274,7 +274,7 @@ def test_a_prefill_that_is_stopped_leaves_no_thread_and_goes_on(tmp_path):
     assert tree(tmp_path / "card") == whole
 
 
-def test_after_an_error_nothing_is_written_and_waiting_raises_it(card):
+def test_after_an_error_nothing_is_written_and_wait_raises_it(card):
     class Writer:
         done = 0
 
@@ -297,7 +297,7 @@ def test_after_an_error_nothing_is_written_and_waiting_raises_it(card):
     assert not written
 
 
-def test_few_things_wait_to_be_written_and_in_their_order(card):
+def test_few_writes_are_queued_and_their_order_is_kept(card):
     class Writer:
         done = 0
 

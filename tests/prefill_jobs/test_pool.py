@@ -111,7 +111,7 @@ def texts(results: list[tuple[int, Answered]]) -> dict[int, str]:
     return {number: result[0].text for number, result in results if isinstance(result, list)}
 
 
-def test_a_worker_that_moved_is_given_only_what_lies_on_its_new_machine() -> None:
+def test_a_moved_worker_gets_only_stores_of_its_new_machine() -> None:
     """The worker of `m` is lost at its first task and comes back on `n`, which has no `a`."""
     losses = iter([True])
     ray = Machines({"m": "a", "n": "b"}, lambda: next(losses, False), lambda: "n")
@@ -120,7 +120,7 @@ def test_a_worker_that_moved_is_given_only_what_lies_on_its_new_machine() -> Non
     assert ray.started == 4, "new ones, as the one that could take it had been let go"
 
 
-def test_what_lay_on_a_lost_machine_ends_in_a_sentence() -> None:
+def test_stores_of_a_lost_machine_are_an_error() -> None:
     losses, gone = iter([True]), {"m": "a", "n": "b"}
 
     def lost() -> bool:
@@ -160,14 +160,14 @@ class Unlucky(OnAMachine):
         return super().load()
 
 
-def test_what_one_machine_cannot_do_another_does() -> None:
+def test_tasks_that_fail_on_one_machine_run_on_another() -> None:
     ray = Machines({"X": "ab", "m": "ab"})
     found = texts(ask(ray, "aabbab", 2, Unlucky))
     assert {text.split()[2] for text in found.values()} == {"m"}
     assert len(found) == 6
 
 
-def test_what_none_can_do_is_told_after_as_many_as_a_task_may_lose() -> None:
+def test_tasks_that_fail_everywhere_are_errors_after_all_tries() -> None:
     ray = Machines({"M": "ab"})
     found = dict(ask(ray, "ab", 1, Unlucky))
     assert {type(result) for result in found.values()} == {BucketError}

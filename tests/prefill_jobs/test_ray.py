@@ -21,7 +21,7 @@ from offload_decode.prefill_jobs.corpus import TextDocument
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
 from offload_decode.prefill_jobs.many import Job, Results, Texts, jobs_of
 from offload_decode.prefill_jobs.on_ray import workers
-from offload_decode.prefill_jobs.on_ray.jobs import Prefiller, PrefillHow, prefill_on_ray, prefilled
+from offload_decode.prefill_jobs.on_ray.jobs import Prefiller, PrefillSetup, prefill_on_ray, prefilled
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, Pool, shares
 from tests.prefill_jobs.killing import tree
 
@@ -62,7 +62,7 @@ class MadeUpRay:
         self.options.append(options)
         return SimpleNamespace(remote=self._worker)
 
-    def _worker(self, how: PrefillHow) -> Any:
+    def _worker(self, how: PrefillSetup) -> Any:
         return SimpleNamespace(
             load=SimpleNamespace(remote=lambda: lambda: self._do("load")),
             do=SimpleNamespace(remote=lambda texts: lambda: self._do(texts.job.corpus)),
@@ -93,7 +93,7 @@ def report(name: str) -> PrefillReport:
     return PrefillReport(f"{name}.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)
 
 
-HOW = PrefillHow("m", "auto", "auto", "auto", Settings(), None, Caps())
+HOW = PrefillSetup("m", "auto", "auto", "auto", Settings(), None, Caps())
 
 
 def drive(ray: MadeUpRay, names: str = "abc", workers: int = 1) -> tuple[dict[str, Any], list[Any]]:
@@ -113,7 +113,7 @@ def test_every_corpus_is_done_and_progress_is_in_tokens(workers: int) -> None:
     assert all(done <= total for _, done, total, _ in seen)
 
 
-def test_ray_is_told_to_start_lost_workers_and_their_task_again() -> None:
+def test_ray_restarts_lost_workers_and_their_tasks() -> None:
     ray = MadeUpRay({})
     drive(ray)
     (options,) = ray.options
@@ -148,7 +148,7 @@ def test_a_bad_corpus_is_not_tried_again() -> None:
         {"a": [RayTaskError(MemoryError("stop"))]},
     ],
 )
-def test_what_concerns_all_stops_at_once(plan: dict[str, list[Any]]) -> None:
+def test_errors_of_all_corpora_stop_at_once(plan: dict[str, list[Any]]) -> None:
     with pytest.raises((OffloadDecodeError, MemoryError), match=r"^stop$"):
         drive(MadeUpRay(plan))
 

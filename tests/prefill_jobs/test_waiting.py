@@ -8,7 +8,7 @@ from collections import Counter
 from offload_decode.prefill_jobs.on_ray.workers import Waiting
 
 
-def test_any_worker_does_what_has_no_place_and_what_comes_back_is_last() -> None:
+def test_tasks_without_a_place_go_to_any_worker_and_returned_ones_are_last() -> None:
     waiting = Waiting(range(3), anywhere=True)
     assert waiting.take((), None) == 0
     waiting.add(0)
@@ -33,7 +33,7 @@ def test_a_worker_is_given_no_store_that_is_not_on_its_machine() -> None:
     assert waiting.take(frozenset("bx"), 1) == 0
 
 
-def test_where_stores_are_fetched_what_lies_here_is_first() -> None:
+def test_stores_on_the_machine_come_before_stores_to_fetch() -> None:
     waiting = Waiting("bdaacc", anywhere=True)
     assert waiting.take(frozenset("c"), None) == 4, "it lies on the worker's machine"
     assert [waiting.take((), None) for _ in range(3)] == [0, 1, 2], "others are on their way to others"
@@ -42,7 +42,7 @@ def test_where_stores_are_fetched_what_lies_here_is_first() -> None:
     assert waiting.take((), None) is None
 
 
-def test_of_many_choices_each_lies_here_and_none_is_lost_or_made_twice() -> None:
+def test_many_choices_lose_no_task_and_repeat_none() -> None:
     for seed in range(50):
         rng = random.Random(seed)
         stores = "".join(rng.choices("abcdefgh", k=40))

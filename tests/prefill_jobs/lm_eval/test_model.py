@@ -138,7 +138,7 @@ def test_a_sampled_answer_is_that_of_the_plain_model_from_the_same_seed(ours, th
     assert answers[0] == answers[1]
 
 
-def test_the_selector_chooses_among_what_is_stored_and_leaves_short_requests_alone(ours):
+def test_the_selector_applies_to_stored_tokens_and_not_to_short_requests(ours):
     exact, sparse = (
         ours(selector=name, **more).loglikelihood(asked("loglikelihood", PAIRS), disable_tqdm=True)
         for name, more in (("dense", {}), ("topk", {"budget": 1}))
@@ -170,7 +170,7 @@ def test_a_prefix_is_stored_once_and_found_again_by_a_later_run(ours, tmp_path, 
     assert again.get_model_info()["offload_decode"]["requests"]["behind_stores"] == 8
 
 
-def test_a_prefill_that_was_interrupted_goes_on(ours, tmp_path):
+def test_interrupted_prefill_resumes(ours, tmp_path):
     lm = ours(stores=str(tmp_path))
     prefix = torch.arange(3, 100).int().numpy()
 
@@ -248,7 +248,7 @@ def test_a_continuation_that_cannot_be_scored_is_refused(ours):
         ours(max_length=5).loglikelihood(asked("loglikelihood", [("a", "bcdefg")]), disable_tqdm=True)
 
 
-def test_what_lm_eval_says_of_its_own_accord_gives_way(folder):
+def test_user_arguments_win_over_lm_eval_defaults(folder):
     lm = OffloadDecodeLM.create_from_arg_string(
         f"pretrained={folder},min_prefix=40", {"batch_size": "2", "device": "cuda:0", "max_batch_size": None}
     )

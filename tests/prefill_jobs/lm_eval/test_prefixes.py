@@ -20,7 +20,7 @@ def tokens(*runs):
     st.integers(1, 6),
     st.integers(1, 4),
 )
-def test_every_context_is_in_one_group_that_stores_what_it_begins_with(contexts, least, question):
+def test_every_context_is_in_one_group_that_stores_its_prefix(contexts, least, question):
     arrays = [np.array(context, np.int32) for context in contexts]
     found = groups(arrays, least, question)
     assert sorted(place for group in found for place in group.members) == list(range(len(contexts)))
