@@ -48,7 +48,7 @@ def _of_cells(index: Any, queries: Float32, ids: Array) -> Traffic:
     """
     cells = index.cells
     spread = np.sqrt(np.maximum(queries**2 @ cells.variances.T, 0))
-    bounds = queries @ cells.means.T + index.reach(ids.shape[1]) * spread
+    bounds = queries @ cells.means.T + index.deviations_for(ids.shape[1]) * spread
     worst = np.array(
         [(index.keys[own[-1]].astype(np.float32) * q).sum() for own, q in zip(ids, queries, strict=True)]
     )

@@ -208,7 +208,7 @@ def _command() -> str:
 
 @_check("processor", needed=True)
 def _processor() -> str:
-    from offload_decode.common.rows.numbers import converted, half_to_single
+    from offload_decode.common.rows.compiled import converted, half_to_single
     from offload_decode.indexes.clusters.dot4 import forms
 
     names = {"avx512vnni": "AVX-512 VNNI", "avx2": "AVX2", "vectors": "plain vector operations"}

@@ -1,4 +1,8 @@
-"""What the kinds that approximate share: tuning, completion by the exact scan, files."""
+"""What approximate kinds share: tuning by measured recall, exact rescoring, the exact scan as fallback,
+files.
+
+Queries are unlike keys, so no default of `nprobe` or `ef` can be trusted: it is tuned.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,6 @@ from offload_decode.indexes.base import (
     check_recall_options,
 )
 from offload_decode.indexes.flat import NOT_FINITE, FlatIndex
-
-# Choosing `nprobe` or `ef` by a measured recall: queries are unlike keys, so no default can be trusted.
 
 _MAX_QUERIES = 512  # half chooses, half measures: a standard error near 0.01 at worst
 _KEY_SAMPLE = 256
@@ -218,7 +220,7 @@ class ApproximateIndex(VectorIndex):
         files.save(path, metadata, self.suffix, self._write_native)
 
     def _records(self) -> dict[str, RecallRecord | None]:
-        """What was measured, by the names that the metadata has for it."""
+        """The measured recalls, by their names in the metadata."""
         return {"recall": self.recall}
 
     @classmethod
@@ -238,7 +240,7 @@ class ApproximateIndex(VectorIndex):
         return index
 
     def _take_records(self, path: StrPath, metadata: dict[str, Any]) -> None:
-        """What `_records` has beside the recall, from metadata."""
+        """Restore the other recalls of `_records`."""
 
     def _checked(self, native: Path | None) -> Any:
         try:
@@ -249,16 +251,13 @@ class ApproximateIndex(VectorIndex):
             ) from error
 
 
-# Exact scores of the keys that a library found, whatever arithmetic it found them by.
-#
-# Libraries score with the instructions of the processor at hand, some of which round queries or keys. So
-# they are asked for somewhat more keys than are wanted, and these are scored here, from the stored keys.
-
 _RIGHT, _WRONG_ID, _NOT_FINITE = range(3)
 
 
 def asked_for(k: int, n: int) -> int:
-    """How many of `n` keys a library is to find, so that the `k` best are among them though it rounds."""
+    """How many of `n` keys to ask a library for, whose scores may be rounded, so that the `k` best are among
+    them.
+    """
     return min(n, k + k // 4 + 16)
 
 

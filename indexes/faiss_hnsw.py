@@ -18,8 +18,6 @@ from offload_decode.indexes import files, registry
 from offload_decode.indexes.approximate import ApproximateIndex, asked_for, geometric, rescored
 from offload_decode.indexes.base import Costs, Hits
 
-# How faiss stores keys without loss: in their own 16 bits, or in float32, which holds encoded keys too.
-
 faiss = registry.Library(registry.faiss)
 
 
@@ -49,11 +47,23 @@ _MAGIC = 0x4B4E494C46  # "FLINK"
 Int32 = npt.NDArray[np.int32]
 
 
-class FaissHNSW(ApproximateIndex):
+class GraphIndex(ApproximateIndex):
     """The keys on the walk; `ef` candidates are kept, and never fewer than are asked for."""
 
-    name: ClassVar[str] = "faiss-hnsw"
     parameter: ClassVar[str] = "ef"
+
+    @property
+    def scan_from(self) -> int:
+        return max(1, len(self) // SCAN_SHARE)
+
+    def ladder(self, k: int) -> Sequence[int]:
+        return [*geometric(k, self.scan_from), len(self)]
+
+
+class FaissHNSW(GraphIndex):
+    """The graph by faiss."""
+
+    name: ClassVar[str] = "faiss-hnsw"
     suffix: ClassVar[str] = ".faiss"
 
     @classmethod
@@ -66,13 +76,6 @@ class FaissHNSW(ApproximateIndex):
     @classmethod
     def need_library(cls) -> None:
         registry.faiss()
-
-    @property
-    def scan_from(self) -> int:
-        return max(1, len(self) // SCAN_SHARE)
-
-    def ladder(self, k: int) -> Sequence[int]:
-        return [*geometric(k, self.scan_from), len(self)]
 
     def _build_native(self) -> Any:
         return self._linked(self._empty(faiss.METRIC_L2), self.keys)

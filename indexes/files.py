@@ -35,8 +35,6 @@ from offload_decode.indexes.base import SOURCES, RecallRecord, StrPath
 FORMAT_VERSION = 2
 _REBUILD = "build the index again with `offload-decode index`"
 _LARGEST_METADATA = 1 << 20  # bytes
-
-
 _NUMBER = (int, float)
 
 
@@ -67,10 +65,7 @@ def identity(kind: str, keys: Keys, digest: str) -> dict[str, Any]:
 
 
 def save(
-    path: StrPath,
-    metadata: dict[str, Any],
-    suffix: str = "",
-    write: Callable[[str], None] | None = None,
+    path: StrPath, metadata: dict[str, Any], suffix: str = "", write: Callable[[str], None] | None = None
 ) -> None:
     """Writes the native file through `write(file name)`, when there is one, then the metadata.
 
@@ -263,8 +258,6 @@ def _body_sha256(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-# Arrays in one file: whole numbers that tell their sizes, then each array from a multiple of 64 bytes on.
-
 Array = npt.NDArray[Any]
 Layout = Mapping[str, tuple[Any, tuple[int, ...]]]
 """The dtype and the shape of each array, by name."""
@@ -311,7 +304,7 @@ def aligned(array: Array) -> Array:
 
 
 def write(file: str, numbers: Sequence[int], arrays: Iterable[Array]) -> None:
-    """Write `numbers` (int64, eight at most) and `arrays` to a new file."""
+    """Write `numbers` (int64, eight at most), which tell the sizes, and `arrays`, each padded to 64 bytes."""
     with open(file, "wb") as out:
         for part in (np.array(numbers, np.int64), *arrays):
             out.write(np.ascontiguousarray(part).data)

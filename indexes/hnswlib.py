@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,22 +16,17 @@ import numpy as np
 from offload_decode.common.rows.arrays import Float32, Keys, float32_blocks
 from offload_decode.common.rows.encodings import row_size
 from offload_decode.indexes import hnswlib_file, registry
-from offload_decode.indexes.approximate import ApproximateIndex, asked_for, geometric, rescored
+from offload_decode.indexes.approximate import asked_for, rescored
 from offload_decode.indexes.base import Costs, Hits
-from offload_decode.indexes.faiss_hnsw import UPPER, WALKED
+from offload_decode.indexes.faiss_hnsw import CONSTRUCTION_EF, LINKS, UPPER, WALKED, GraphIndex
 
 hnswlib = registry.Library(registry.hnswlib)
 
-LINKS = 16
-CONSTRUCTION_EF = 100
-SCAN_SHARE = 64  # as in faiss_hnsw
 
-
-class HnswlibIndex(ApproximateIndex):
-    """The keys on the walk; `ef` candidates are kept, and never fewer than are asked for."""
+class HnswlibIndex(GraphIndex):
+    """The same graph, by hnswlib."""
 
     name: ClassVar[str] = "hnswlib"
-    parameter: ClassVar[str] = "ef"
     suffix: ClassVar[str] = ".hnsw"
 
     @classmethod
@@ -48,13 +42,6 @@ class HnswlibIndex(ApproximateIndex):
     def __init__(self, keys: Keys, digest: str) -> None:
         super().__init__(keys, digest)
         self._one_ef = threading.Lock()  # hnswlib's ef belongs to the index, not to the search
-
-    @property
-    def scan_from(self) -> int:
-        return max(1, len(self) // SCAN_SHARE)
-
-    def ladder(self, k: int) -> Sequence[int]:
-        return [*geometric(k, self.scan_from), len(self)]
 
     def _build_native(self) -> Any:
         graph = hnswlib.Index(space="l2", dim=self.dim)

@@ -4,7 +4,6 @@ library when it is used.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -32,7 +31,7 @@ def kinds() -> tuple[str, ...]:
 
 
 def usable() -> list[str]:
-    """The kinds that state their bytes: an extension that cannot be used is left out, as `doctor` says."""
+    """The kinds whose class can be used; `doctor` reports the others."""
     return [kind for kind in kinds() if _is_usable(kind)]
 
 
@@ -75,9 +74,6 @@ def stated(kind: str) -> type[VectorIndex]:
     return cast(type[VectorIndex], getattr(import_module(module), name))
 
 
-# The optional libraries, imported where an index kind needs them.
-
-
 class Library:
     """A module that is imported when something of it is first used."""
 
@@ -100,7 +96,7 @@ def hnswlib() -> Any:
 
 def _import(module: str, remedy: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return import_module(module)
     except ImportError as error:
         raise MissingBackend(
             f"This index kind needs {module}, which cannot be imported ({error}): "

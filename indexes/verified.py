@@ -1,8 +1,8 @@
-"""What was found right of a large file is not looked for again while the file is the same.
+"""A cache of file validations: a large file that was checked is not read again until it changes.
 
 A file is unchanged while its path, size, device, inode and both its times are: the second one, of its last
 change, is set by the system alone, so that no tool which restores the first hides a write. What a disk loses
-without a write is not seen by this: `offload-decode verify` reads every byte, whatever is known.
+without a write stays unseen: `offload-decode verify` reads every byte.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 KEPT = 256
-"""Folders of which something is known at most; those that were least recently added to go first."""
-_MOST = 1 << 20  # bytes of what is known of a folder's files: 16,000 lines
+"""Most folders in the cache; the least recently added to go first."""
+_MOST = 1 << 20  # bytes of a folder's list: 16,000 lines
 _SETTLED_S = 2.0  # a file that was written just now may be written once more within a tick of its clock
 
 Identity = list[str | int]

@@ -1,4 +1,4 @@
-"""Cells: a head's keys grouped by k-means, and what is left of each beside its cell's mean in 4-bit codes."""
+"""Cells: a head's keys grouped by k-means, each as 4-bit codes of its difference from the cell's mean."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numba import njit
 from offload_decode.common.errors import InvalidIndexInput
 from offload_decode.common.rows import encodings, scan, threads
 from offload_decode.common.rows.arrays import Float32, Keys, drawn, float32_blocks
-from offload_decode.indexes import files as arrays
+from offload_decode.indexes import files
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, WORD
 from offload_decode.indexes.clusters.kmeans import MAX_KEYS, lloyd, nearest
 
@@ -33,7 +33,7 @@ class Cells(NamedTuple):
     """N keys in C cells, each of whole blocks of 16 keys, the last one padded.
 
     starts: int64 `[C + 1]`, in blocks. counts: int32 `[C]`, keys. means, variances: float32 `[C, D]`. codes:
-    uint8, flat, see `indexes.dots`. scales: float32 `[blocks · 16]`. ids: int32 `[blocks · 16]`, -1 where
+    uint8, flat, see `dot4`. scales: float32 `[blocks · 16]`. ids: int32 `[blocks · 16]`, -1 where
     there is no key.
     """
 
@@ -88,15 +88,15 @@ def _blocks(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 def build(keys: Keys) -> Cells:
     """Cells of `keys [N, D]`, or `[N]` of encoded rows. Raises InvalidIndexInput unless they are finite.
 
-    Beyond a segment they lie in temporary files, so that the memory taken does not grow with the keys, but
-    for twelve bytes of each before the first segment and four from then on.
+    Beyond a segment they lie in temporary files, so that memory grows by only twelve bytes a key before the
+    first segment and four from then on.
     """
     if len(keys) > MAX_KEYS:
         raise InvalidIndexInput(f"At most {MAX_KEYS:,} keys can be clustered, got {len(keys):,}; split them.")
     if len(keys) <= SEGMENT:
         return _of_a_segment(keys)
     with ExitStack() as open_:
-        files = {name: open_.enter_context(tempfile.TemporaryFile()) for name in Cells._fields}
+        parts = {name: open_.enter_context(tempfile.TemporaryFile()) for name in Cells._fields}
         blocks = 0
         for segment in _segments(keys, np.arange(len(keys), dtype=np.int32)):
             own = _of_a_segment(keys[segment])
@@ -104,15 +104,15 @@ def build(keys: Keys) -> Cells:
                 starts=blocks + own.starts[1 if blocks else 0 :],
                 ids=np.where(own.ids < 0, -1, segment[own.ids]),
             )
-            for name, part in zip(Cells._fields, moved, strict=True):
-                files[name].write(np.ascontiguousarray(part).data)
+            for file, part in zip(parts.values(), moved, strict=True):
+                file.write(np.ascontiguousarray(part).data)
             blocks += int(own.starts[-1])
-        return Cells(**{name: _mapped(files[name], part) for name, part in own._asdict().items()})
+        return Cells(**{name: _mapped(parts[name], part) for name, part in own._asdict().items()})
 
 
 def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np.int32]]:
-    """The keys `ids` in segments of such as are alike, wherever in the text they stand: as many cells bound
-    them tighter than where each stretch of the text has cells of its own.
+    """The keys `ids` in segments of similar ones, wherever in the text they stand: cells bound them tighter
+    than cells of each stretch of the text would.
     """
     if len(ids) <= SEGMENT:
         yield ids
@@ -124,7 +124,7 @@ def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np
         part = slice(first, first + _LABELLED)
         labels[part] = nearest(encodings.decode(keys[ids[part]]), centroids)[0]
     groups = [ids[labels == label] for label in np.unique(labels)]
-    if len(groups) == 1:  # they are all alike
+    if len(groups) == 1:  # all are alike
         groups = np.array_split(ids, count)
     del ids, labels  # a segment that is yielded is at work for long
     while groups:
@@ -132,7 +132,7 @@ def _segments(keys: Keys, ids: npt.NDArray[np.int32]) -> Iterator[npt.NDArray[np
 
 
 def _mapped(file: IO[bytes], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """All rows of a file of rows as these are."""
+    """The rows of a file, with the shape and dtype of `like`."""
     file.flush()
     rows: npt.NDArray[Any] = np.memmap(file, like.dtype, "r").reshape(-1, *like.shape[1:])
     return rows
@@ -193,7 +193,7 @@ def _encoded(
     keys: Keys, means: Float32, starts: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]
 ) -> tuple[npt.NDArray[np.uint8], Float32]:
     groups = -(-means.shape[1] // GROUP)
-    codes = arrays.aligned(np.zeros(len(ids) // BLOCK * groups * WORD, np.uint8))
+    codes = files.aligned(np.zeros(len(ids) // BLOCK * groups * WORD, np.uint8))
     scales = np.zeros(len(ids), np.float32)
     bits, layout = scan.bits(keys), scan.layout(keys)
     bounds = np.linspace(0, len(means), 8 * threads.THREADS + 1).astype(np.int64)

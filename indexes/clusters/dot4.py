@@ -18,8 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from offload_decode.common.rows.compiled import features
 from offload_decode.common.rows.loops import prefetch
-from offload_decode.common.rows.processor import features
 
 BLOCK = 16  # keys
 GROUP = 8  # channels
@@ -34,11 +34,11 @@ _FLOAT = ir.FloatType()
 def _compiled(multiply: Any) -> Any:
     """`scored(codes, scales, first, count, after, groups, queries, terms, scores, masks)`: scores of `count`
     blocks from block `first`, float32 `[count, 4, 16]`, and uint16 `[count, 4]` with a bit for each above its
-    floor. As many blocks from `after` on, which come next, are fetched meanwhile.
+    threshold. As many blocks from `after` on, which come next, are fetched meanwhile.
 
     A score is near + (product - offset) · scale · unit: `terms` float32 `[4, 4]` are near, unit, offset and
-    floor of the four queries, `scales` float32 the keys' own. `multiply(builder, sums, codes, query)` adds to
-    sixteen 32-bit sums the products of sixteen times four unsigned codes with four signed bytes.
+    threshold of the four queries, `scales` float32 the keys' own. `multiply(builder, sums, codes, query)`
+    adds to sixteen 32-bit sums the products of sixteen times four unsigned codes with four signed bytes.
     """
 
     @intrinsic
@@ -106,12 +106,12 @@ def _emit(
             own = builder.add(blocks, number(other))
             place = builder.mul(builder.add(first, own), number(WORD))
             scale = builder.load(_at(builder, scales, place, floats), align=4)
-            for q, (near, unit, offset, floor) in enumerate(zip(*rows, strict=True)):
+            for q, (near, unit, offset, threshold) in enumerate(zip(*rows, strict=True)):
                 product = builder.fsub(builder.sitofp(totals[q], floats), offset)
                 score = builder.fadd(near, builder.fmul(product, builder.fmul(scale, unit)))
                 line = builder.add(builder.mul(own, number(QUERIES)), number(q))
                 builder.store(score, _at(builder, scores, builder.mul(line, number(WORD)), floats), align=4)
-                above = builder.bitcast(builder.fcmp_ordered(">", score, floor), _SHORT)
+                above = builder.bitcast(builder.fcmp_ordered(">", score, threshold), _SHORT)
                 builder.store(above, _at(builder, masks, builder.mul(line, number(2)), _SHORT), align=1)
 
     pairs = builder.udiv(count, number(TOGETHER))
@@ -122,14 +122,7 @@ def _emit(
 
 
 def _products(
-    builder: Any,
-    multiply: Any,
-    codes: Any,
-    block: Any,
-    ahead: Any,
-    groups: Any,
-    queries: Any,
-    together: int,
+    builder: Any, multiply: Any, codes: Any, block: Any, ahead: Any, groups: Any, queries: Any, together: int
 ) -> list[list[Any]]:
     """Inner products of the four queries with the keys of some blocks, from `block` on: for each block and
     query sixteen 32-bit sums.

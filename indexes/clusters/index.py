@@ -1,9 +1,9 @@
 """The default kind: a compressed scan, pruned by clusters.
 
-Keys lie in cells of about 256, cell by cell, each as what is left of it beside the cell's mean, in 4 bits a
-channel. A query predicts the score that its best keys reach, scans the cells that may hold one of them, and
-scores a quarter more than it was asked for exactly, from the keys themselves. At D = 128 that is 72 bytes a
-key beyond the store.
+Keys lie in cells of about 256, each as its difference from the cell's mean, in 4 bits a channel. A search
+predicts the score that the best keys of a query reach, scans the cells that may hold one of them, and scores
+a quarter more keys than it was asked for exactly, from the keys themselves. At D = 128 the index takes 72
+bytes a key beyond the store.
 """
 
 from __future__ import annotations
@@ -17,31 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from offload_decode.common.errors import IndexDamaged, InvalidIndexInput
-from offload_decode.common.rows import scan
-from offload_decode.common.rows import threads as pool
-from offload_decode.common.rows.addresses import Share
+from offload_decode.common.rows import scan, threads
 from offload_decode.common.rows.arrays import Float32, Keys, check_count, check_queries
 from offload_decode.common.rows.encodings import row_size
+from offload_decode.common.rows.threads import Share
 from offload_decode.indexes import files, verified
-from offload_decode.indexes import files as arrays
 from offload_decode.indexes.approximate import ApproximateIndex, tune
-from offload_decode.indexes.base import (
-    Costs,
-    Hits,
-    RecallRecord,
-    StrPath,
-    VectorIndex,
-    check_heads,
-)
+from offload_decode.indexes.base import Costs, Hits, RecallRecord, StrPath, VectorIndex, check_heads
 from offload_decode.indexes.clusters.cells import KEYS_PER_CELL, Cells, build, check, joined
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
 from offload_decode.indexes.clusters.scan import STEP_BYTES
 from offload_decode.indexes.clusters.search import (
-    NOTHING,
+    UNPREDICTED,
     Best,
     Heads,
     candidates_for,
-    predicted,
+    predict,
     search_layer,
 )
 from offload_decode.indexes.flat import NOT_FINITE, FlatIndex, joined_hits
@@ -59,7 +50,9 @@ _CHECKED = "cells, check 1"  # counted up when `cells.check` asks for more
 
 
 class ClusteredIndex(ApproximateIndex):
-    """Skips cells whose bound, `deviations` standard deviations above their mean, stays below the floor."""
+    """Skips cells whose bound, `deviations` standard deviations above their mean, is below the score
+    threshold.
+    """
 
     name: ClassVar[str] = "clusters"
     parameter: ClassVar[str] = "deviations"
@@ -84,13 +77,13 @@ class ClusteredIndex(ApproximateIndex):
     def search_bytes(cls, n: int, k: int, heads: int, rows: int) -> int:
         if not _sparse(n, k):
             return super().search_bytes(n, k, heads, rows)
-        # A score and an id for each candidate, of which there is room for twice as many, and a thread's to
-        # sort; for each cell two floats and a flag, of four rows at least, and what a thread counts there;
-        # half of the floats again where threads share what is predicted.
+        # Room for twice as many candidates (a score and an id), and as many to sort in; for each cell two
+        # floats and a flag, of four rows at least, and a thread's counts; half of the floats again where
+        # threads share the predictions.
         cells = -(-n // KEYS_PER_CELL)
         own = min(_rows_of_a_task(k), rows)
         of_rows = own * (16 * candidates_for(k) + cells) + 12 * cells * (own + -own % QUERIES)
-        return pool.THREADS * (STEP_BYTES + 32 * candidates_for(k) + 16 * cells + of_rows)
+        return threads.THREADS * (STEP_BYTES + 32 * candidates_for(k) + 16 * cells + of_rows)
 
     @property
     def scan_from(self) -> float:
@@ -100,16 +93,16 @@ class ClusteredIndex(ApproximateIndex):
         return [*_LADDER, _NEARLY_ALL, _EXACT]
 
     def _search(self, queries: Float32, k: int) -> Hits:
-        return self.search_at(queries, k, self.reach(k))
+        return self.search_at(queries, k, self.deviations_for(k))
 
-    def reach(self, k: int) -> float:
-        """The deviations at which k keys are searched for: as tuned for few and for many, and between the two
-        along the logarithm of k. Where the floor is lower, a cell that is left out holds fewer of the best.
+    def deviations_for(self, k: int) -> float:
+        """The deviations to search for k keys: as tuned for few and for many, and between the two along the
+        logarithm of k. The lower the threshold, the fewer of the best keys a skipped cell holds.
         """
         assert self.recall is not None, "an index with keys was tuned"
         few, many = self.recall, self.recall_of_many
         if many is None or many.k <= few.k or k <= few.k or many.value >= few.value:
-            return few.value  # a stranger's file may say anything of many
+            return few.value  # a file of unknown origin may hold any values
         share = min(1.0, log(k / few.k) / log(many.k / few.k))
         return few.value + share * (many.value - few.value)
 
@@ -125,15 +118,15 @@ class ClusteredIndex(ApproximateIndex):
         self.recall_of_many = files.recall_of(path, metadata, _OF_MANY)
 
     def _search_native(self, queries: Float32, k: int, value: float) -> Hits:
-        if not self._sparse(k):
+        if not _sparse(len(self), k):
             return self.flat.search(queries, k)
-        # A copy, so that tuning and asking are of one kind to the compiler.
+        # A copy, so that numba compiles one signature for tuning and searching.
         hits = _searched([self], np.array(queries[None]), k, [value])
         return Hits(hits.ids[0], hits.scores[0])
 
     @classmethod
     def search_heads(cls, heads: Sequence[VectorIndex], queries: npt.NDArray[Any], k: int) -> Hits:
-        """As `VectorIndex.search_heads`: one compiled call for each thread, whatever the number of heads."""
+        """As `VectorIndex.search_heads`, in one compiled call for each thread."""
         check_heads(heads, queries)
         own = [head for head in heads if isinstance(head, ClusteredIndex)]
         if len({(head.keys.dtype, head.dim) for head in own}) != 1 or len(own) != len(heads):
@@ -153,12 +146,9 @@ class ClusteredIndex(ApproximateIndex):
         return hits
 
     def _prunes(self, k: int) -> bool:
-        """Whether cells are looked at, and not simply every key: that costs no more where k is large."""
+        """Whether cells are searched; every key is scanned where that costs no more."""
         tuned = self.recall is not None and self.recall.value < _EXACT
-        return tuned and k > 0 and self._sparse(k)
-
-    def _sparse(self, k: int) -> bool:
-        return _sparse(len(self), k)
+        return tuned and k > 0 and _sparse(len(self), k)
 
     def _build_native(self) -> Any:
         return _Searchable(build(self.keys), self.keys)
@@ -170,10 +160,10 @@ class ClusteredIndex(ApproximateIndex):
     def _write_native(self, file: str) -> None:
         parts = self.cells
         numbers = [_MAGIC, len(self), self.dim, len(parts.counts), len(parts.ids) // BLOCK]
-        arrays.write(file, numbers, parts)
+        files.write(file, numbers, parts)
 
     def _read_native(self, file: str) -> Any:
-        def layout(numbers: Sequence[int]) -> arrays.Layout:
+        def layout(numbers: Sequence[int]) -> files.Layout:
             magic, n, dim, count, blocks = numbers
             if (magic, n, dim) != (_MAGIC, len(self), self.dim):
                 raise RuntimeError(f"it is no file of cells of {len(self)} x {self.dim}")
@@ -187,7 +177,7 @@ class ClusteredIndex(ApproximateIndex):
                 "ids": (np.int32, (blocks * BLOCK,)),
             }
 
-        _, parts = arrays.read(file, 5, layout)
+        _, parts = files.read(file, 5, layout)
         cells = Cells(**parts)
 
         def sound() -> bool:
@@ -195,7 +185,7 @@ class ClusteredIndex(ApproximateIndex):
             return True
 
         verified.holds(Path(file), f"{_CHECKED} of {len(self)} keys", sound)
-        return _Searchable(cells, self.keys, arrays.Mapped.of(file))
+        return _Searchable(cells, self.keys, files.Mapped.of(file))
 
     @property
     def cells(self) -> Cells:
@@ -209,9 +199,9 @@ class ClusteredIndex(ApproximateIndex):
 
 
 class _Searchable:
-    """Cells with what `search_layer` takes: the addresses of arrays that live as long as this does."""
+    """Cells as `search_layer` takes them: by the addresses of arrays that live as long as this object."""
 
-    def __init__(self, own: Cells, keys: Any, mapped: arrays.Mapped | None = None):
+    def __init__(self, own: Cells, keys: Any, mapped: files.Mapped | None = None):
         self.cells = Cells(*map(np.ascontiguousarray, own))
         self.mapped = mapped
         self.keys = scan.bits(keys)
@@ -222,14 +212,14 @@ class _Searchable:
 
 
 def _sparse(n: int, k: int) -> bool:
-    """Whether fewer than n keys are scored exactly for the k best. So long cells are looked at: even where
-    none can be left out, a floor that is predicted keeps most keys out of the candidates.
+    """Whether fewer than n keys are scored exactly for the k best. Then cells are searched: even where none
+    can be skipped, the predicted threshold keeps most keys out of the candidates.
     """
     return candidates_for(k) < n
 
 
 def share_read(n: int, k: int) -> float:
-    """The share of its codes that a query row reads, about: fitted to long-tailed keys, of which it was 0.06
+    """About the share of the codes that a query reads: fitted to long-tailed keys, of which it was 0.06
     for 64 and 0.18 for 1,024 of 131,072, 0.58 for 1,024 of 16,384 and 0.03 of four million.
     """
     return float(min(1.0, 2.25 * np.sqrt(k / n)))
@@ -240,7 +230,7 @@ def _rows_of_a_task(k: int) -> int:
 
 
 def _pruned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
-    return _searched(heads, queries, k, [head.reach(k) for head in heads])
+    return _searched(heads, queries, k, [head.deviations_for(k) for head in heads])
 
 
 def _scanned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
@@ -248,8 +238,8 @@ def _scanned(heads: Sequence[ClusteredIndex], queries: Float32, k: int) -> Hits:
 
 
 def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviations: Sequence[float]) -> Hits:
-    """The k best of every head's keys for its `queries [H, R, D]`: ids and scores `[H, R, k]`. Where there
-    are threads that heads and rows leave without work, a head's cells are searched in parts.
+    """The k best of every head's keys for its `queries [H, R, D]`: ids and scores `[H, R, k]`. Where threads
+    would idle, a head's cells are searched in parts.
     """
     count, rows, _ = queries.shape
     natives = [head._native for head in heads]
@@ -264,15 +254,15 @@ def _searched(heads: Sequence[ClusteredIndex], queries: Float32, k: int, deviati
         parts=np.array([native.addresses for native in natives]),
         sizes=np.array([native.sizes for native in natives]),
         deviations=np.array(deviations, np.float32),
-        like=np.empty((0, keys.shape[1]), keys.dtype),  # of one kind to the compiler, mapped or not
+        like=np.empty((0, keys.shape[1]), keys.dtype),  # one signature for numba, mapped or not
         layout=natives[0].layout,
     )
-    per_task = min(_rows_of_a_task(k), max(QUERIES, ceil(count * rows / pool.THREADS)))
+    per_task = min(_rows_of_a_task(k), max(QUERIES, ceil(count * rows / threads.THREADS)))
     tasks = count * -(-rows // per_task)
-    parts = max(1, min(pool.THREADS // tasks, int(together.sizes[:, 0].min()) // _CELLS_OF_A_PART))
+    parts = max(1, min(threads.THREADS // tasks, int(together.sizes[:, 0].min()) // _CELLS_OF_A_PART))
     best = _in_parts(together, queries, k, per_task, parts)
     if parts > 1 and (best.seen.sum(axis=0) < candidates_for(k)).any():
-        # What was predicted is not there: a floor is looked for in all of a head's cells.
+        # The predicted threshold found too few keys: find one in all of a head's cells.
         best = _in_parts(together, queries, k, per_task, 1)
     hits = joined_hits(best.ids, best.scores, np.minimum(best.seen, k))
     if not np.isfinite(hits.scores).all():
@@ -286,11 +276,11 @@ def _in_parts(heads: Heads, queries: Float32, k: int, per_task: int, parts: int)
     shape = (parts, count, rows)
     ids, scores = np.full((*shape, k), -1, np.int64), np.full((*shape, k), np.nan, np.float32)
     best = Best(ids, scores, np.zeros(shape, np.int64))
-    threads = min(pool.THREADS, parts * count * -(-rows // per_task))
-    told = predicted(heads, queries, k, threads) if parts > 1 else NOTHING
+    workers = min(threads.THREADS, parts * count * -(-rows // per_task))
+    predicted = predict(heads, queries, k, workers) if parts > 1 else UNPREDICTED
 
     def search(first: int) -> None:
-        search_layer(heads, queries, k, Share(per_task, first, threads), told, best)
+        search_layer(heads, queries, k, Share(per_task, first, workers), predicted, best)
 
-    pool.run(search, range(threads))
+    threads.run(search, range(workers))
     return best

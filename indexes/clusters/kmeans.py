@@ -25,8 +25,6 @@ from offload_decode.common.rows.arrays import (
     float32_blocks,
 )
 
-# Euclidean k-means of float32 rows, in steps that BLAS does.
-
 BLOCK = 4096  # rows that meet all centroids at once
 
 

@@ -1,4 +1,4 @@
-"""Compiled scan of the cells that are asked for: what scores above a row's floor is scored exactly."""
+"""Compiled scan of cells: keys whose codes score above a query's threshold are scored exactly."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def scan_asked(
     queries: Any,
     coded: Any,
     near: Any,
-    floors: Any,
+    thresholds: Any,
     asked: Any,
     listed: Any,
     candidates: Any,
 ) -> None:
-    """The keys of the cells `listed` that were `asked [R, C]` for and score above their row's floor, to its
-    candidates. What one step finds is fetched while the next one is scanned, and scored then.
+    """The keys of the cells `listed` that were `asked [R, C]` for and score above their row's threshold, to
+    its candidates. What one step finds is fetched while the next one is scanned, and scored then.
     """
     rows, starts = len(queries), cells.starts
     words, unit, offset = coded
@@ -71,11 +71,11 @@ def scan_asked(
             asked_by += int(asked[r, c])
         for first in range(0, asked_by, QUERIES):
             four = asking[first : min(first + QUERIES, asked_by)]
-            terms[3] = np.inf  # nothing is found for those that there are not
+            terms[3] = np.inf  # missing queries find nothing
             for q in range(len(four)):
                 r = four[q]
                 terms[0, q], terms[1, q] = near[r, c], unit[r]
-                terms[2, q], terms[3, q] = offset[r], floors[r]
+                terms[2, q], terms[3, q] = offset[r], thresholds[r]
                 if of[q] != r:
                     packed[:, q] = words[r]
                     of[q] = r
@@ -94,8 +94,8 @@ def scan_asked(
 
 @njit(nogil=True, cache=True)
 def _keep(masks: Any, count: int, ids: Any, rows: Any, keys: Any, waiting: Any) -> int:
-    """Writes the keys of `count` blocks that score above the floors of their rows, as pairs of row and id,
-    and fetches them; returns how many there are.
+    """Writes the keys of `count` blocks that score above the thresholds of their rows, as pairs of row and
+    id, and fetches them; returns how many there are.
     """
     fill = 0
     together = masks.view(np.uint64)  # the bits of four queries

@@ -1,10 +1,12 @@
-"""Compiled search of one head's cells: thresholds predicted, the cells that come near them scanned, what is
-found scored exactly.
+"""Compiled search of one head's cells: predict a score threshold, scan the cells that may exceed it, score
+exactly.
 
-A query's threshold is the score that about as many keys reach as are wanted. It is predicted from the cells'
-moments, so that one pass is enough: over the cells whose mean q·m and so many standard deviations of their
-inner products reach it. A query that attends to few keys reads few cells, one that attends to many reads
-many. If the predicted threshold finds too few keys, the best cells are searched for one.
+A cell's keys have the mean m and, channel by channel, the variance v, so their inner products with a query q
+have the mean q·m and a standard deviation near sqrt(q²·v). Taken as normal, these moments tell how many keys
+of every cell score above a threshold, and so which threshold about as many keys exceed as are wanted, before
+any key is read. One pass then scans the cells whose mean and so many standard deviations reach the threshold:
+a query that attends to few keys reads few cells. If the predicted threshold finds too few keys, the best
+cells set one.
 """
 
 from __future__ import annotations
@@ -16,29 +18,21 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray, njit  # type: ignore[attr-defined]
 
-from offload_decode.common.rows import threads as pool
-from offload_decode.common.rows.addresses import at
+from offload_decode.common.rows import threads
 from offload_decode.common.rows.arrays import Float32
-from offload_decode.common.rows.numbers import exponential
+from offload_decode.common.rows.compiled import at, exponential
 from offload_decode.common.rows.scan import FP32, score_rows
 from offload_decode.common.rows.top_k import keep_largest, sort
 from offload_decode.indexes.clusters.cells import Cells
 from offload_decode.indexes.clusters.dot4 import BLOCK, GROUP, QUERIES, WORD
 from offload_decode.indexes.clusters.scan import Candidates, coded, scan_asked
 
-# How many keys score above a floor, predicted from the moments of their cells.
-#
-# A cell's keys have the mean m and, channel by channel, the variance v, so that their inner products with
-# a query q have the mean q·m and a standard deviation near sqrt(q²·v). Taken as normal, they tell how
-# many keys of every cell score above a floor, and so which floor the best k reach, before any key is
-# read.
-
 _REASSOCIATE = {"reassoc", "contract", "nsz"}
 _FINITE = _REASSOCIATE | {"nnan", "ninf"}
 # Dividing by zero is no error: to look for it would keep compilers from doing sixteen at a time.
 _compiled = partial(njit, nogil=True, cache=True, error_model="numpy")
-_SPREAD = np.float32(8)  # standard deviations beyond which there is nothing
-_HALVINGS = 18  # of the range of floors
+_SPREAD = np.float32(8)  # standard deviations that hold all keys
+_HALVINGS = 18  # of the range of thresholds
 
 
 @_compiled()
@@ -57,7 +51,7 @@ def moments(means: Any, variances: Any, queries: Any) -> Any:
 
 
 @_compiled()
-def floor_of(near: Any, inverse: Any, counts: Any, keys: float) -> Any:
+def threshold_of(near: Any, inverse: Any, counts: Any, keys: float) -> Any:
     """The score above which about `keys` keys are, for one query."""
     low, high = np.float32(np.inf), np.float32(-np.inf)
     for c in range(len(near)):
@@ -72,23 +66,23 @@ def floor_of(near: Any, inverse: Any, counts: Any, keys: float) -> Any:
 
 
 @_compiled(fastmath=_REASSOCIATE)
-def _above(near: Any, inverse: Any, counts: Any, floor: Any) -> Any:
+def _above(near: Any, inverse: Any, counts: Any, threshold: Any) -> Any:
     total = np.float32(0)
     for c in range(len(near)):
-        total += np.float32(counts[c]) * _tail((floor - near[c]) * inverse[c])
+        total += np.float32(counts[c]) * _share_beyond((threshold - near[c]) * inverse[c])
     return total
 
 
 @_compiled(forceinline=True, fastmath=_FINITE)
-def _tail(z: Any) -> Any:
+def _share_beyond(z: Any) -> Any:
     """About the share of a normal distribution beyond z, by a logistic curve."""
     z = min(max(z, -_SPREAD), _SPREAD)
     power = exponential(-abs((np.float32(1.5976) + np.float32(0.07056) * z * z) * z))
     return (power if z > 0 else np.float32(1)) / (np.float32(1) + power)
 
 
-AIMED = 1.1  # times the keys wanted: as many are predicted above the floor, for some lie in cells left out
-FIRST = 4  # times the keys wanted, in the cells that set a floor where none could be predicted
+AIMED = 1.1  # times the keys wanted are predicted above the threshold, as some lie in skipped cells
+FIRST = 4  # times the keys wanted: in the cells that set a threshold where the predicted one failed
 _BITS: Any = np.uint32  # of float32, as loops over rows take them
 
 
@@ -123,22 +117,22 @@ class HeadKeys(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What is predicted of every head's R rows and C cells, see `indexes.pruning`: near and inverse float32
-    `[H, R, C]`, R a multiple of four, and floors `[H, R]`. Of no heads, where each task predicts its own.
+    """Of every head's R queries and C cells: `moments` near and inverse float32 `[H, R, C]`, R a multiple of
+    four, and thresholds `[H, R]`. Of no heads, where each task predicts its own.
     """
 
     near: Float32
     inverse: Float32
-    floors: Float32
+    thresholds: Float32
 
     @classmethod
     def room(cls, heads: Heads, rows: int) -> Predicted:
-        """Where the threads that search heads in parts write it."""
+        """Room for threads that search heads in parts."""
         shape = (len(heads.sizes), rows + -rows % QUERIES, int(heads.sizes[:, 0].max()))
         return cls(*(np.empty(some, np.float32) for some in (shape, shape, shape[:2])))
 
 
-NOTHING = Predicted(*(np.empty((0,) * axes, np.float32) for axes in (3, 3, 2)))
+UNPREDICTED = Predicted(*(np.empty((0,) * axes, np.float32) for axes in (3, 3, 2)))
 
 
 class Best(NamedTuple):
@@ -152,31 +146,31 @@ class Best(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def predict_moments(heads: Any, queries: Any, part: int, parts: int, told: Any) -> None:
+def predict_moments(heads: Any, queries: Any, part: int, parts: int, predicted: Any) -> None:
     """Near and inverse of a part of each head's cells."""
     dim = queries.shape[2]
     for head in range(len(queries)):
         cells = _cells(heads, head, dim)
         first, after = len(cells.counts) * part // parts, len(cells.counts) * (part + 1) // parts
         own = moments(cells.means[first:after], cells.variances[first:after], _scaled(queries[head])[0])
-        told.near[head, :, first:after], told.inverse[head, :, first:after] = own
+        predicted.near[head, :, first:after], predicted.inverse[head, :, first:after] = own
 
 
 @njit(nogil=True, cache=True)
-def predict_thresholds(heads: Any, queries: Any, k: int, part: int, parts: int, told: Any) -> None:
-    """The floors of a part of all rows."""
+def predict_thresholds(heads: Any, queries: Any, k: int, part: int, parts: int, predicted: Any) -> None:
+    """The thresholds of a part of all rows."""
     rows, dim = queries.shape[1:]
     for task in range(part, len(queries) * rows, parts):
         head, r = task // rows, task % rows
         counts = _cells(heads, head, dim).counts
-        near, inverse = told.near[head, r, : len(counts)], told.inverse[head, r, : len(counts)]
-        told.floors[head, r] = floor_of(near, inverse, counts, AIMED * _candidates_for(k))
+        near, inverse = predicted.near[head, r, : len(counts)], predicted.inverse[head, r, : len(counts)]
+        predicted.thresholds[head, r] = threshold_of(near, inverse, counts, AIMED * _candidates_for(k))
 
 
 @njit(nogil=True, cache=True)
-def search_layer(heads: Any, queries: Any, k: int, share: Any, told: Any, best: Any) -> None:
+def search_layer(heads: Any, queries: Any, k: int, share: Any, predicted: Any, best: Any) -> None:
     """A share of the tasks: the k best keys of every head for its `queries [H, R, D]`, to `best`, whose first
-    dimension is the parts that a head's cells are searched in. What is predicted is told where they are many.
+    dimension is the parts of a head's cells. Of several parts the thresholds are `predicted` for all.
     """
     rows, dim = queries.shape[1:]
     parts, tasks = len(best.ids), -(-rows // share.rows)
@@ -186,21 +180,24 @@ def search_layer(heads: Any, queries: Any, k: int, share: Any, told: Any, best: 
         cells = _cells(heads, head, dim)
         bits = carray(at(heads.parts[head, 7]), (heads.sizes[head, 2], heads.like.shape[1]), heads.like.dtype)
         scaled, size = _scaled(queries[head, own])
-        if len(told.floors):
+        if len(predicted.thresholds):
             count = len(cells.counts)
-            near, inverse = told.near[head, own, :count].copy(), told.inverse[head, own, :count].copy()
-            floors = told.floors[head, own]
+            near, inverse = (
+                predicted.near[head, own, :count].copy(),
+                predicted.inverse[head, own, :count].copy(),
+            )
+            thresholds = predicted.thresholds[head, own]
         else:
             near, inverse = moments(cells.means, cells.variances, scaled)
-            floors = np.empty(len(size), np.float32)
+            thresholds = np.empty(len(size), np.float32)
             for r in range(len(size)):
-                floors[r] = floor_of(near[r], inverse[r], cells.counts, AIMED * _candidates_for(k))
+                thresholds[r] = threshold_of(near[r], inverse[r], cells.counts, AIMED * _candidates_for(k))
         search_rows(
             cells,
             HeadKeys(bits, heads.layout),
             queries[head, own],
             (scaled, size),
-            (near, inverse, floors),
+            (near, inverse, thresholds),
             k,
             heads.deviations[head],
             part,
@@ -226,8 +223,8 @@ def _cells(heads: Any, head: int, dim: int) -> Any:
 
 @njit(nogil=True, cache=True)
 def _scaled(queries: Any) -> Any:
-    """Queries of a size that can be squared, their number padded, and what they were divided by; what is
-    exact is scored with the query itself.
+    """Queries scaled so that they can be squared, their number padded, and their divisors. Exact scores use
+    the query itself.
     """
     rows, dim = queries.shape
     scaled, size = np.zeros((-(-rows // QUERIES) * QUERIES, dim), np.float32), np.empty(rows, np.float32)
@@ -243,20 +240,20 @@ def search_rows(
     keys: Any,
     queries: Any,
     scaled: Any,
-    told: Any,
+    predicted: Any,
     k: int,
     deviations: float,
     part: int,
     parts: int,
     found: Any,
 ) -> None:
-    """The k best of the keys for each of `queries [R, D]`, by descending score. Of several parts, those of
-    the part's own cells above what is predicted for all.
+    """The k best of the keys for each of `queries [R, D]`, by descending score. Of several parts, those in
+    this part's cells that exceed the common threshold.
     """
     rows, dim = queries.shape
     counts = cells.counts
     padded, size = scaled
-    near, inverse, floors = told
+    near, inverse, thresholds = predicted
     words = coded(padded, -(-dim // GROUP))
     wanted = _candidates_for(k)
     candidates = Candidates(
@@ -270,30 +267,30 @@ def search_rows(
     for r in range(rows):
         for c in range(len(counts)):
             upper[r, c] = near[r, c] + deviations / inverse[r, c]
-            asked[r, c] = not upper[r, c] < floors[r]
+            asked[r, c] = not upper[r, c] < thresholds[r]
     listed = _own_part(np.flatnonzero(asked.sum(axis=0)), cells.starts, part, parts)
-    scan_asked(cells, keys, queries, words, near, floors, asked, listed, candidates)
+    scan_asked(cells, keys, queries, words, near, thresholds, asked, listed, candidates)
 
     again = candidates.seen < wanted
-    if parts == 1 and again.any():  # what was predicted is not there: a floor is found among the best cells
+    if parts == 1 and again.any():  # too few keys found: the best cells set a threshold
         for r in range(rows):
             asked[r] = False
             if again[r]:
-                floors[r], candidates.fill[r] = -np.inf, 0
+                thresholds[r], candidates.fill[r] = -np.inf, 0
                 least = _bound_of_first(upper[r], counts, FIRST * wanted)
                 asked[r] = upper[r] >= least
         listed = np.flatnonzero(asked.sum(axis=0))
-        scan_asked(cells, keys, queries, words, near, floors, asked, listed, candidates)
+        scan_asked(cells, keys, queries, words, near, thresholds, asked, listed, candidates)
         for r in range(rows):
             if again[r]:
                 own, ids, fill = candidates.scores[r], candidates.ids[r], candidates.fill[r]
                 candidates.fill[r] = keep_largest(own, ids, fill, min(fill, wanted))
                 if fill:
-                    floors[r] = own[: candidates.fill[r]].min() / size[r]
+                    thresholds[r] = own[: candidates.fill[r]].min() / size[r]
                 for c in range(len(counts)):
-                    asked[r, c] = not (asked[r, c] or upper[r, c] < floors[r])
+                    asked[r, c] = not (asked[r, c] or upper[r, c] < thresholds[r])
         listed = np.flatnonzero(asked.sum(axis=0))
-        scan_asked(cells, keys, queries, words, near, floors, asked, listed, candidates)
+        scan_asked(cells, keys, queries, words, near, thresholds, asked, listed, candidates)
     for r in range(rows):
         fill = candidates.fill[r]
         found.seen[r] = candidates.seen[r]
@@ -326,14 +323,9 @@ def _bound_of_first(upper: Any, counts: Any, keys: int) -> Any:
     return low
 
 
-# The moments and floors of heads that several threads predict together.
-
-
-def predicted(heads: Heads, queries: Float32, k: int, threads: int) -> Predicted:
-    """What is predicted of the heads for `queries [H, R, D]`, by so many threads: it would take each as long
-    as it takes one.
-    """
-    told = Predicted.room(heads, queries.shape[1])
-    pool.run(lambda part: predict_moments(heads, queries, part, threads, told), range(threads))
-    pool.run(lambda part: predict_thresholds(heads, queries, k, part, threads, told), range(threads))
-    return told
+def predict(heads: Heads, queries: Float32, k: int, workers: int) -> Predicted:
+    """Moments and thresholds of the heads for `queries [H, R, D]`, computed once by `workers` threads."""
+    predicted = Predicted.room(heads, queries.shape[1])
+    threads.run(lambda part: predict_moments(heads, queries, part, workers, predicted), range(workers))
+    threads.run(lambda part: predict_thresholds(heads, queries, k, part, workers, predicted), range(workers))
+    return predicted

@@ -1,5 +1,5 @@
-"""Dense attention with its log-sum-exp: through torch's fused kernels, a question's rows in parts so that
-what is held does not grow with their number, and long prefixes block by block.
+"""Dense attention with its log-sum-exp: by torch's fused kernels, many queries in parts of bounded memory,
+long prefixes block by block.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from torch.nn.functional import pad
 
 from offload_decode.attention.queries import Places
 from offload_decode.attention.state import attend, empty_state, merge_states
-from offload_decode.common.rows.processor import features
+from offload_decode.common.rows.compiled import features
 from offload_decode.types import AttentionState
 
-# Attention in one operator of torch that returns its log-sum-exp: in the dtype that it is given, with the
-# keys of a KV head read by its whole group where they lie. Which operators there are is torch's to say,
-# of a device, its build and these tensors; `kernels.dense` has the reference for the rest.
-#
-# cuDNN: half precision, widths up to 128 (on Hopper 256), values of another width; rows that see all
-# keys, or as many rows as keys that each see those up to their own. Flash: half precision, widths up to
-# 256; windows too. Memory-efficient: float32 too, any width, without windows. None has a soft cap.
+# torch's fused operators that return the log-sum-exp. cuDNN: half precision, widths up to 128 (on Hopper
+# 256), values of another width; queries that see all keys, or a square causal mask. Flash: half precision,
+# widths up to 256; windows too. Memory-efficient: float32 too, any width, without windows. None has a soft
+# cap.
 
 _WIDTHS = 8  # the operators take multiples of it
 _PLANNED_ROWS = 1024  # cuDNN plans for every shape anew, which pays for a chunk and not for a step
@@ -31,13 +28,9 @@ _BOTTOM_RIGHT = 2  # of `_efficient_attention_forward`: the last row sees the la
 
 
 def attend_fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    places: Places | None = None,
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, places: Places | None = None
 ) -> AttentionState | None:
-    """`attention.states.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
+    """`state.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
     one dtype on a GPU, where all rows see all keys or follow `places`; `out` is of that dtype. None where no
     operator serves them: on a CPU, with dtypes that differ, or no keys.
 
@@ -158,22 +151,14 @@ def _allowed(kind: str, query: Tensor, key: Tensor, value: Tensor, grouped: bool
         return allows(asked)
 
 
-_OPERATORS = (
-    (_serves_cudnn, _cudnn),
-    (_serves_flash, _flash),
-    (_serves_efficient, _efficient),
-)
+_OPERATORS = ((_serves_cudnn, _cudnn), (_serves_flash, _flash), (_serves_efficient, _efficient))
 """The fastest first."""
 
 
-# Attention of many rows on a CPU by products of bfloat16, where the processor has them (AVX-512 BF16,
-# AMX).
-#
-# torch's fused kernel for CPUs takes bfloat16 and is no faster for it; products of matrices are several
-# times faster than in float32, but round what they give. So they give a score less a reference of its
-# row, near the row's largest: a channel more of the query holds the reference, and keys have a one there.
-# The sums in a product are of float32, and what is rounded is small where it counts. Otherwise this is
-# FlashAttention's Algorithm 1 (arXiv 2205.14135).
+# Many queries on a CPU whose instructions multiply bfloat16 (AVX-512 BF16, AMX): FlashAttention's Algorithm 1
+# (arXiv 2205.14135). torch's fused CPU kernel is no faster in bfloat16; matrix products are, several times,
+# but round their results. So they compute each score less a reference near its row's largest, which stands in
+# one more channel of the query, where keys have a one: what is rounded is small where it counts.
 
 LEAST_ROWS = 64
 """Tokens of a query from which on blocks of keys pay."""
@@ -195,7 +180,7 @@ def serves_half(query: Tensor, keys: torch.dtype, values: torch.dtype) -> bool:
 
 
 def attend_half(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> AttentionState:
-    """`attention.states.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
+    """`state.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
     bfloat16, where all rows see all of at least one key: float32, off by what rounding weights and parts of
     sums to bfloat16 costs (some 2^-8 of the largest number).
     """
@@ -255,9 +240,9 @@ def attend_dense(
     places: Places | None = None,
 ) -> AttentionState:
     """`attend`, through a fused kernel where torch has one that returns the log-sum-exp: uncapped, on a CPU
-    (there by products of bfloat16 where many rows see all keys, see `kernels.half_products`); on a GPU
-    without a mask (`kernels.fused`). Memory beyond the inputs and the result grows with T and with
-    S, and not with their product. `places` say what rows see in place of a mask.
+    (there by products of bfloat16 where many queries see all keys); on a GPU without a mask. Memory beyond
+    the inputs and the result grows with T and with S, and not with their product. `places` say what rows see
+    in place of a mask.
     """
     batch, heads, tokens, _ = query.shape
     if places is not None and tokens == 1:  # it sees all of these

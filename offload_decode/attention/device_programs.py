@@ -1,6 +1,4 @@
-"""Triton programs: attention of one query row to rows of its own, and the merging of an attention that was
-split over programs.
-"""
+"""Triton programs: attention of one query to chosen rows, and merging an attention split over programs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention of query rows to tokens of their own on a device: what was fetched for all of them lies there, or
-in pinned memory of the host, and each row names its places.
+"""Attention of queries to chosen tokens on a device: the rows fetched for all of them lie there, or in pinned
+memory of the host, and each query names its places.
 
 One program gathers and attends for all KV heads, split over the card as Flash-Decoding splits it
 (https://pytorch.org/blog/flash-decoding); a second one merges. All arithmetic is float32.

@@ -18,8 +18,8 @@ from torch import Tensor
 from offload_decode.attention.rows import Rows
 from offload_decode.attention.state import empty_state, merge_states
 from offload_decode.common.rows import threads
+from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import prefetch_row
-from offload_decode.common.rows.numbers import exponential
 from offload_decode.common.rows.scan import LANES, QUERIES, ROWS, SUMS, products, put, widen_block
 from offload_decode.types import AttentionState
 
@@ -32,11 +32,7 @@ _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN an
 
 
 def attend_all(
-    query: Tensor,
-    keys: Sequence[Rows],
-    values: Sequence[Rows],
-    scaling: float,
-    softcap: float | None = None,
+    query: Tensor, keys: Sequence[Rows], values: Sequence[Rows], scaling: float, softcap: float | None = None
 ) -> AttentionState:
     """Attend from `query [Hkv, R, D]` to every stored token of each KV head: `out [Hkv, R, Dv]`, `lse
     [Hkv, R]`. All on a CPU.

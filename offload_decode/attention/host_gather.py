@@ -1,5 +1,5 @@
-"""What a device needs of the stored rows, put together on the host: the different tokens that queries name,
-and their rows side by side.
+"""Gather stored rows for a device on the host: the different tokens that queries name, and their rows in one
+block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Attention of query rows to tokens of their own on hosts, over stored rows where they lie in memory.
+"""Attention of queries to chosen tokens on hosts, over stored rows where they lie in memory.
 
-Nothing is copied, and nothing is widened but what is multiplied. Rows are fetched some places ahead of their
-turn. Where the queries of a KV head name more tokens than a sparse visit would, neighbouring tokens are
-visited together, so that what the queries share comes from the cache.
+Nothing is copied, and only what is multiplied is widened. Rows are prefetched. Where the queries of a KV head
+name many tokens, neighbouring tokens are visited together, so that what the queries share comes from the
+cache.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from numba import njit
 from torch import Tensor
 
 from offload_decode.attention.rows import LayerRows, Rows, head_bits
-from offload_decode.common.rows import threads as pool
-from offload_decode.common.rows.addresses import Share
+from offload_decode.common.rows import threads
+from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import add_row, dot_row, prefetch_row
-from offload_decode.common.rows.numbers import exponential
+from offload_decode.common.rows.threads import Share
 from offload_decode.types import AttentionState
-
-# The softmax of the compiled loops, of one query row's scores at a time.
 
 
 class Logits(NamedTuple):
@@ -139,18 +137,18 @@ def attend_tokens(
     read = np.zeros((heads, rows), np.int64)  # at the first row of a task
     if k and rows:
         # The rows of a head share what they read, unless threads would be without work.
-        own = rows if heads >= pool.THREADS else max(1, rows * heads // (2 * pool.THREADS))
-        threads = min(pool.THREADS, heads * -(-rows // own))
+        own = rows if heads >= threads.THREADS else max(1, rows * heads // (2 * threads.THREADS))
+        workers = min(threads.THREADS, heads * -(-rows // own))
         stored = LayerRows.of(keys), LayerRows.of(values)
         logits = Logits.of(scaling, softcap)
 
         def attend(first: int) -> None:
-            share = Share(own, first, threads)
+            share = Share(own, first, workers)
             _attend_layer(
                 queries, *stored, Named(named, known), logits, (ENTRIES, SPARSE), share, state, read
             )
 
-        pool.run(attend, range(threads))
+        threads.run(attend, range(workers))
     if (read < 0).any():
         raise IndexError(f"an id is not of the {len(keys[0]):,} rows that there are")
     both = scores is None and keys[0] is not values[0]
@@ -177,7 +175,7 @@ def score_tokens(query: Tensor, keys: Sequence[Rows], ids: Tensor) -> Tensor:
         pairs = Pairs(row[there], token[there], place[there])
         _score(queries[head], keys[head].bits, keys[head].layout, pairs, scores[head].reshape(-1))
 
-    pool.run(score, range(heads))
+    threads.run(score, range(heads))
     return torch.from_numpy(scores)
 
 

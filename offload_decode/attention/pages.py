@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload_decode.attention import pages_host as host_pages
+from offload_decode.attention import pages_host
 from offload_decode.attention.pages_reference import PageBounds
 from offload_decode.attention.rows import Rows
 from offload_decode.attention.state import empty_state
@@ -16,21 +16,21 @@ from offload_decode.types import AttentionState
 
 
 def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
-    """As `reference.page_scores`, on the device of the query and the bounds."""
+    """As `pages_reference.page_scores`, on the device of the query and the bounds."""
     if query.device.type != "cuda":
-        return host_pages.page_scores(query, bounds)
-    from offload_decode.attention import pages_device as device_pages
+        return pages_host.page_scores(query, bounds)
+    from offload_decode.attention import pages_device
 
-    return device_pages.page_scores(query, bounds)
+    return pages_device.page_scores(query, bounds)
 
 
 def top_pages(scores: Tensor, k: int) -> Tensor:
-    """As `reference.top_pages`, on the device of the scores."""
+    """As `pages_reference.top_pages`, on the device of the scores."""
     if scores.device.type != "cuda":
-        return host_pages.top_pages(scores, k)
-    from offload_decode.attention import pages_device as device_pages
+        return pages_host.top_pages(scores, k)
+    from offload_decode.attention import pages_device
 
-    return device_pages.top_pages(scores, k)
+    return pages_device.top_pages(scores, k)
 
 
 def attend_pages(
@@ -43,24 +43,24 @@ def attend_pages(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """As `reference.attend_pages`. `keys` and `values` are either one tensor on the device, which is read
-    where it lies, or the stored rows of each KV head, of which a device gets the pages that any list names,
-    once for each KV head.
+    """As `pages_reference.attend_pages`. `keys` and `values` are either one tensor on the device, which is
+    read where it lies, or the stored rows of each KV head, of which a device gets the pages that any list
+    names, once for each KV head.
     """
     if query.device.type != "cuda":
-        return host_pages.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
-    from offload_decode.attention import pages_device as device_pages
+        return pages_host.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
+    from offload_decode.attention import pages_device
 
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
         assert isinstance(keys, Tensor)
         assert isinstance(values, Tensor)
-        return device_pages.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
+        return pages_device.attend_pages(query, keys, values, pages, page_size, limit, scaling, softcap)
     (pages,) = to_host(pages)
     if not bool((pages >= 0).any()):
         return empty_state(query, values[0].dim)
     staged = gather_pages(keys, values, pages, page_size, query.device)
     limit = to_device(limit, query.device)
-    return device_pages.attend_pages(query, *staged, page_size, limit, scaling, softcap)
+    return pages_device.attend_pages(query, *staged, page_size, limit, scaling, softcap)
 
 
 def loaded_tokens(pages: Tensor, page_size: int, n_tokens: int) -> int:
@@ -72,11 +72,7 @@ def loaded_tokens(pages: Tensor, page_size: int, n_tokens: int) -> int:
 
 
 def gather_pages(
-    keys: Sequence[Rows],
-    values: Sequence[Rows],
-    pages: Tensor,
-    page_size: int,
-    device: torch.device,
+    keys: Sequence[Rows], values: Sequence[Rows], pages: Tensor, page_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copies the pages that any list names to `device`, as they are stored, and makes floats of them there:
     keys `[Hkv, M, D]` and values `[Hkv, M, Dv]`, and `pages` as they are numbered there.

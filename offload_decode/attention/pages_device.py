@@ -1,4 +1,4 @@
-"""Quest's pages as Triton kernels for CUDA: the reference of this room, made fast and tested equal to it.
+"""Quest's pages as Triton kernels for CUDA, tested equal to `pages_reference`.
 
 Quest, arXiv 2406.10774, §3.3-3.5; the split of the attention over programs is Flash-Decoding's
 (https://pytorch.org/blog/flash-decoding). All arithmetic is float32; no tensor is limited to 2^31 elements.
@@ -40,7 +40,7 @@ PROGRAMS = 256  # that an attention is split into where it has fewer lists: a fe
 
 
 def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
-    """Upper bounds of q·k per page, the largest of the group: see `reference.page_scores`."""
+    """Upper bounds of q·k per page, the largest of the group: see `pages_reference.page_scores`."""
     heads, lists, group, dim = query.shape
     lower, upper, scale = bounds
     pages = lower.shape[1]
@@ -71,7 +71,8 @@ def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
 
 
 def top_pages(scores: Tensor, k: int) -> Tensor:
-    """Exactly the `k` best pages, best first, of equal ones the earlier first: see `reference.top_pages`.
+    """Exactly the `k` best pages, best first, of equal ones the earlier first: see
+    `pages_reference.top_pages`.
 
     Chunks of a row hand their best to the next round until one chunk holds them all.
     """
@@ -118,7 +119,7 @@ def attend_pages(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend to the tokens of lists of pages: see `reference.attend_pages`. All tensors on one device."""
+    """Attend to the tokens of lists of pages: see `pages_reference.attend_pages`. One device."""
     heads, lists, group, dim = query.shape
     value_dim = values.shape[2]
     rows, places = heads * lists, pages.shape[2] * page_size

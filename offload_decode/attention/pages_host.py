@@ -1,7 +1,9 @@
-"""Quest's pages on hosts: the reference of this room as compiled loops over the mapped keys and values.
+"""Quest's pages on hosts: the functions of `pages_reference` as compiled loops over the mapped keys and
+values.
 
-Nothing is copied but a few rows at a time. Each thread of a pool makes one compiled call for its share of the
-pages or lists of all KV heads, outside the interpreter's lock.
+Bounds, keys and values are widened a few rows at a time, into the first-level cache, for all queries that
+meet them; pages are prefetched. Each thread makes one compiled call for its share of the pages or lists of
+all KV heads, outside the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ from torch import Tensor
 from offload_decode.attention.host_tokens import Logits, divide, weigh
 from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
 from offload_decode.attention.rows import LayerRows, Rows, head_bits, numpy_view
-from offload_decode.common.rows import threads as pool
-from offload_decode.common.rows.addresses import Share
+from offload_decode.common.rows import threads
 from offload_decode.common.rows.loops import prefetch_row
 from offload_decode.common.rows.scan import (
     BF16,
@@ -37,13 +38,8 @@ from offload_decode.common.rows.scan import (
     score_and_row,
     widen_row,
 )
+from offload_decode.common.rows.threads import Share
 from offload_decode.types import AttentionState
-
-# The compiled loops of `pages.host`, which says what they are for. Each call does one thread's share of a
-# layer; offsets are 64 bits wide.
-#
-# Bounds, keys and values are widened a few rows at a time, into the first-level cache, for all queries
-# that meet them. Rows of pages are fetched ahead of their turn: each page lies in a place of its own.
 
 BLOCK = 64  # pages whose scores for all queries stay in the first-level cache
 AHEAD = 16  # pages of bounds, or tokens at the least, that are fetched before their turn
@@ -116,7 +112,7 @@ def _score_block(bounds: Any, queries: Any, start: int, count: int, rows: Any, s
             put(sums, scores, g, first, there)
 
 
-# Apart, because arrays that a loop within a branch reads are counted each time: see `indexes.rows.loops`.
+# Functions of their own: see `common.rows.loops`.
 
 
 @njit(nogil=True, cache=True)
@@ -288,7 +284,7 @@ _LAYOUTS = {torch.float16: FP16, torch.bfloat16: BF16, torch.float32: FP32, torc
 
 
 def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
-    """As `reference.page_scores`."""
+    """As `pages_reference.page_scores`."""
     heads, lists, group, dim = query.shape
     pages = bounds.lower.shape[1]
     rows = _padded(query.reshape(heads, lists * group, dim))
@@ -304,7 +300,7 @@ def page_scores(query: Tensor, bounds: PageBounds) -> Tensor:
 
 
 def top_pages(scores: Tensor, k: int) -> Tensor:
-    """As `reference.top_pages`, without sorting what is not kept."""
+    """As `pages_reference.top_pages`, without sorting what is not kept."""
     pages = scores.shape[2]
     rows = scores.flatten(0, 1).contiguous().numpy()
     out = np.empty((len(rows), min(k, pages)), np.int64)
@@ -315,7 +311,7 @@ def top_pages(scores: Tensor, k: int) -> Tensor:
 
 def token_scores(query: Tensor, keys: Sequence[Rows], pages: Tensor, page_size: int, limit: Tensor) -> Tensor:
     """Inner products q·k with the tokens of lists of pages, float32 `[Hkv, Q, G, K · S]` in the order of
-    `reference.page_tokens` and -inf in its padding. Arguments as in `attend_pages`.
+    `page_tokens` and -inf in its padding. Arguments as in `attend_pages`.
     """
     heads, lists, group, dim = query.shape
     queries, stored, listed = _padded(query), LayerRows.of(keys), _listed(pages, page_size, limit)
@@ -335,7 +331,9 @@ def attend_pages(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """As `reference.attend_pages`; `keys` and `values` are the stored rows of each KV head, or a tensor."""
+    """As `pages_reference.attend_pages`; `keys` and `values` are the stored rows of each KV head, or a
+    tensor.
+    """
     heads, lists, group, dim = query.shape
     keys, values = _stored(keys), _stored(values)
     own = LayerRows.of(keys), LayerRows.of(values)
@@ -346,17 +344,14 @@ def attend_pages(
         np.full((heads, lists, group), -np.inf, np.float32),
     )
     if pages.numel():
-        _spread(
-            lambda share: attend_lists(queries, dim, *own, listed, logits, share, state),
-            heads * lists,
-        )
+        _spread(lambda share: attend_lists(queries, dim, *own, listed, logits, share, state), heads * lists)
     return AttentionState(*map(torch.from_numpy, state))
 
 
 def _spread(work: Callable[[Share], None], tasks: int, rows: int = 1) -> None:
     """One call a thread; a task is so many rows."""
-    threads = min(pool.THREADS, -(-tasks // rows))
-    pool.run(lambda first: work(Share(rows, first, threads)), range(threads))
+    workers = min(threads.THREADS, -(-tasks // rows))
+    threads.run(lambda first: work(Share(rows, first, workers)), range(workers))
 
 
 def _padded(query: Tensor) -> Array:

@@ -66,13 +66,10 @@ class Queries:
         return cap(scores * self.scaling, self.softcap)
 
 
-# What a row of a text sees of it, where that follows from its place alone.
-
-
 @dataclass(frozen=True)
 class Places:
-    """T rows that stand one behind the other, the last of them at the last of S keys: each sees the keys up
-    to its own, of a `window` the last so many alone, its own counted.
+    """The causal mask of T consecutive queries, the last at the last of S keys: each sees the keys up to its
+    own, with a `window` only the last so many, its own included.
     """
 
     window: int | None = None

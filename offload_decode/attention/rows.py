@@ -19,14 +19,14 @@ from numba import carray, njit  # type: ignore[attr-defined]
 from torch import Tensor
 
 from offload_decode.common.rows import encodings, threads
-from offload_decode.common.rows.addresses import at
+from offload_decode.common.rows.compiled import at
 from offload_decode.common.rows.scan import INT4, INT8, bits, layout, widen_rows
 
 
 class Rows:
     """N rows of `dim` channels in host memory, over an `array` `[N, D]` of floats or `[N]` of encoded rows.
 
-    bits, layout: what `indexes.rows.scan.widen_row` takes. raw: `[N, W]`, the floats, or the bytes of encoded
+    bits, layout: what `scan.widen_row` takes. raw: `[N, W]`, the floats, or the bytes of encoded
     rows. row_bytes: what travels for a row.
     """
 
@@ -92,9 +92,6 @@ def numpy_view(tensor: Tensor) -> npt.NDArray[Any]:
     return tensor.numpy()
 
 
-# The stored rows of all KV heads of a layer in one compiled call.
-
-
 class LayerRows(NamedTuple):
     """The keys or values of the H heads of a layer, so that one function is compiled for any number of them.
 
@@ -137,9 +134,6 @@ class HeadRows(tuple[Rows, ...]):
 def head_bits(layer: Any, head: int) -> Any:
     """The bits of the rows of one of the heads of `LayerRows`."""
     return carray(at(layer.addresses[head]), (layer.length, layer.like.shape[1]), layer.like.dtype)
-
-
-# Work on every KV head, in parts that keep the threads busy.
 
 
 def run(work: Callable[[int, slice], None], heads: int, length: int, multiple: int = 1) -> None:

@@ -32,24 +32,9 @@
 
 from __future__ import annotations
 
-# What can go wrong in vector search.
-#
-# Every message is one sentence and the way out.
-#
-# OffloadDecodeError, the root of every error here and in `offload_decode.common.errors` ├──
-# ExtensionError what another distribution brings cannot be used; the message names it └──
-# VectorIndexError ├── InvalidIndexInput a wrong shape or dtype, a value that is not finite, an option out
-# of range ├── UnknownIndex no index kind of that name; the message lists the known ones ├── UnusableKind
-# an ExtensionError too: a kind that another distribution brings ├── MissingBackend the library behind a
-# kind is not installed; the message names the extra ├── NotCompiled compilation is switched off in the
-# environment ├── IndexNotFound nothing was saved at that path ├── IndexMismatch a saved index of other
-# keys, of another kind or of another format version ├── IndexDamaged a saved index whose bytes are not
-# those that were written └── IndexNotWritten the file system did not take it: a full disk, a folder for
-# reading only
-
 
 class OffloadDecodeError(Exception):
-    """Base of every error that a user can cause and mend, in all rooms: this one is at the bottom."""
+    """Base of every error that a user can cause and mend."""
 
 
 class ExtensionError(OffloadDecodeError):
@@ -65,11 +50,11 @@ class InvalidIndexInput(VectorIndexError):
 
 
 class UnknownIndex(VectorIndexError):
-    """A kind that the registry does not hold."""
+    """No index kind of that name."""
 
 
 class UnusableKind(ExtensionError, VectorIndexError):
-    """A kind that an extension brings, and that cannot be used."""
+    """An extension's index kind that cannot be used."""
 
 
 class MissingBackend(VectorIndexError):
@@ -77,7 +62,7 @@ class MissingBackend(VectorIndexError):
 
 
 class NotCompiled(VectorIndexError):
-    """An environment in which the loops over rows would be interpreted."""
+    """Compilation is switched off: loops over stored rows would be interpreted."""
 
 
 class IndexNotFound(VectorIndexError):
@@ -97,7 +82,7 @@ class IndexNotWritten(VectorIndexError):
 
 
 class OffloadDecodeWarning(UserWarning):
-    """What a user should know though the answer is right; the command line shows it as a note."""
+    """Something a user should know about a correct answer; the command line shows it as a note."""
 
 
 class BucketError(OffloadDecodeError):

@@ -1,9 +1,9 @@
-"""Imports of a program of ours: torch and transformers without what serving a model never touches.
+"""Skip slow imports of torch and transformers that serving a model never needs.
 
-Half of what transformers imports is for training, for several processes, and for compiling. Where a library
-is not there it does without; what it takes for granted has stand-ins here, which know the few names that are
-asked for on the way and give way to the real modules when anything else is. For the commands alone: whoever
-imports the engine as a library has transformers as it is.
+Half of what transformers imports is for training, for several processes, and for compiling. Optional
+libraries are reported as missing; required modules get stand-ins, which know the few names asked for during
+the import and give way to the real module for any other. For the commands alone: importing the engine as a
+library leaves transformers as it is.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
 def skip_slow_imports() -> None:
-    """From here on this process imports transformers lean; without effect where it is imported already."""
+    """Skip slow imports in this process from now on; no effect once transformers is imported."""
     if not {"transformers", *_KNOWN} & sys.modules.keys():
         sys.meta_path.insert(0, _Finder())
 
 
 def _unmarked(marked: Any = None, *how: Any, **more: Any) -> Any:
-    """A function that the compiler is to leave alone, or to take as it is, while nothing is compiled."""
+    """Stands in for torch._dynamo's decorators, while nothing is compiled."""
     return _unmarked if marked is None else marked
 
 
@@ -69,7 +69,7 @@ class _StandIn(ModuleType):
 
 
 def _give_way(name: str) -> ModuleType:
-    """The real module; from here on nothing has a stand-in."""
+    """The real module; removes all stand-ins."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for known in _KNOWN:
         if isinstance(sys.modules.get(known), _StandIn):
@@ -78,7 +78,7 @@ def _give_way(name: str) -> ModuleType:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the stand-ins, and what transformers asks of libraries as it is to be."""
+    """Finds the stand-ins and the modules of transformers that are changed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -94,13 +94,13 @@ class _Finder(MetaPathFinder):
             return ModuleSpec(name, _Made(_StandIn(name, spec)), is_package=package)
         if name.startswith(f"{_DYNAMO}."):
             _give_way(_DYNAMO)
-            there = sys.modules.get(name)  # the package may have loaded it: it is not to be run twice
+            there = sys.modules.get(name)  # the package may have loaded it: never run it twice
             return None if there is None else ModuleSpec(name, _Made(there))
         return None
 
 
 class _Made(Loader):
-    """Hands out a module that is there already."""
+    """Loads a module that exists already."""
 
     def __init__(self, module: ModuleType):
         self._module = module
@@ -113,7 +113,7 @@ class _Made(Loader):
 
 
 class _Changed(Loader):
-    """Loads a module of transformers, and changes what it says."""
+    """Loads a module of transformers and changes some of its names."""
 
     def __init__(self, loader: Loader, change: Callable[[ModuleType], None]):
         self._loader, self._change = loader, change
@@ -134,7 +134,7 @@ def _without_libraries(module: ModuleType) -> None:
         known["_is_package_available"] = lambda name, *how, **more: (
             (False, None) if name in LIBRARIES else found(name, *how, **more)
         )
-    # Each of its 1,600 files it reads twice for the names in them: once will do, from their line on.
+    # It reads each of its 1,600 files twice for their `__all__`: read once, from that line on.
     if listed := known.get("fetch__all__"):
         known["fetch__all__"] = lambda text: listed(last_list(text))
     if walked := known.get("create_import_structure_from_path"):
@@ -142,13 +142,13 @@ def _without_libraries(module: ModuleType) -> None:
 
 
 def _compiling_late(module: ModuleType) -> None:
-    """It prepares a thousand patterns, for the names of weights of every architecture, and needs a few."""
+    """Compile its thousand patterns of weight names, one for every architecture, only when used."""
     if vars(module).get("re") is re:
         vars(module)["re"] = _LateRe("re")
 
 
 class _LateRe(ModuleType):
-    """`re`, whose patterns are compiled when they are first asked."""
+    """`re`, whose patterns are compiled at first use."""
 
     compile = staticmethod(lambda pattern, flags=0: LatePattern(pattern, flags))
 
@@ -157,7 +157,7 @@ class _LateRe(ModuleType):
 
 
 class LatePattern:
-    """A pattern that is compiled when something is asked of it."""
+    """A pattern that is compiled at first use."""
 
     def __init__(self, pattern: str, flags: int = 0):
         self._given = pattern, flags
@@ -167,12 +167,9 @@ class LatePattern:
         return re.compile(*self._given)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copies are made of what was given
+        if name.startswith("__"):  # let copy and pickle see the object itself
             raise AttributeError(name)
         return getattr(self._compiled, name)
 
 
-_CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    _ASKED: _without_libraries,
-    _PATTERNS: _compiling_late,
-}
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {_ASKED: _without_libraries, _PATTERNS: _compiling_late}

@@ -1,7 +1,7 @@
-"""What is committed is on the disk before anyone is told so: bytes first, then the name that they get.
+"""Files: durable and atomic writes, locks, opening regular files only, strict JSON.
 
-A power cut takes whatever was not flushed, in any order: a file may have its name and none of its bytes. So a
-file is written beside its place, flushed, renamed, and its folder flushed, which holds the name.
+A power cut loses whatever was not flushed, in any order: a file may have its name and none of its bytes. So a
+file is written beside its place, flushed, renamed, and the folder that holds the name is flushed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _on = True
 
 @contextmanager
 def synced(on: bool) -> Iterator[None]:
-    """Whether what is committed inside is waited for until it is on the disk. A process that is killed loses
-    no more without it; what a power cut leaves then is anyone's guess.
+    """Whether commits inside wait until they are on the disk. Without it a killed process loses no more, but
+    a power cut may leave anything.
     """
     global _on
     before, _on = _on, on
@@ -43,7 +43,7 @@ def sync_files(files: Iterable[str | Path]) -> None:
     try:
         with ThreadPoolExecutor(min(_AT_ONCE, len(each))) as pool:
             list(pool.map(_sync, each))
-    except RuntimeError:  # under a cap on memory there may be none for the stack of a thread
+    except RuntimeError:  # a memory limit may leave no room for a thread's stack
         for path in each:
             _sync(path)
 
@@ -61,36 +61,34 @@ def sync_tree(root: str | Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and those above it that are not there, and flush the names of what was made."""
+    """Make a folder and its missing parents, and flush their names."""
     missing = [own for own in (folder, *folder.parents) if not own.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     sync_folders({own.parent for own in missing})
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give what lies at `old`, which is flushed, the name `new`, in place of a file that has it."""
+    """Rename `old`, which is flushed already, to `new`, replacing a file of that name."""
     os.replace(old, new)
     sync_names(new, old)
 
 
 def sync_names(new: Path, old: Path) -> None:
-    """Flush a name that was given and then the one that was left: in between what has them may have two, but
-    never none.
-    """
+    """Flush the new name, then the old: a crash in between may leave both, never neither."""
     sync_folders([new.parent])
     if old.parent != new.parent:
         sync_folders([old.parent])
 
 
 def write(file: Path, data: bytes) -> None:
-    """Put a file of these bytes in the place of the one at `file`, or of none."""
+    """Write or replace `file` atomically."""
     with replacing(file) as beside, open(beside, "xb") as out:
         out.write(data)
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """The name of a file to be made beside `target`: it takes its place, or is removed where that fails."""
+    """A temporary name beside `target`: the file made there replaces it, or is removed on failure."""
     beside = target.with_name(target.name + BESIDE)
     beside.unlink(missing_ok=True)  # what a killed process left, or a link that would lead elsewhere
     try:
@@ -109,17 +107,13 @@ def _sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
-# Locks by which one process at a time writes a folder. The system lets go of them with the process.
-#
-# Across the machines of a network file system they hold where its server keeps locks. Where it keeps
-# none, or none of folders (NFS), that is said: nothing is written without a lock.
-
-_NONE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+# Of file systems that keep no locks, or none of folders (some NFS): nothing is written without a lock.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
 def lock(descriptor: int, wait: bool = False, shared: bool = False) -> bool:
-    """Lock an open file or folder, alone or `shared` with others that do; False where another process has it,
-    unless that is waited for. `OSError` says where the file system has no such locks.
+    """Lock an open file or folder, exclusively or `shared`; False where another process has it, unless
+    `wait`. The system releases the lock with the process. `OSError` where the file system has no such locks.
     """
     import fcntl
 
@@ -129,25 +123,22 @@ def lock(descriptor: int, wait: bool = False, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _NONE:
+        if error.errno not in _NO_LOCKS:
             raise
         reason = "its file system cannot lock it, as some network file systems: use a folder on a local disk"
         raise OSError(error.errno, reason) from error
     return True
 
 
-# Plain files are opened, and nothing else: a link could lead anywhere, a pipe would keep one waiting,
-# even where it was to be removed as a folder.
-
-
 class NotPlain(Exception):
-    """What is at a path is no plain file; the message says what it is."""
+    """The path is no regular file; the message says what it is."""
 
 
 def open_plain(path: str | Path, follow: bool = False) -> int:
-    """A descriptor of the plain file at `path`, for reading; of what a link leads to only with `follow`.
+    """A descriptor of the regular file at `path`, for reading; links only with `follow`. Never blocks: a link
+    could lead anywhere, and a pipe would keep its reader waiting.
 
-    Raises `NotPlain`, and `OSError` where it cannot be opened. Never waits.
+    Raises `NotPlain`, and `OSError` where it cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -165,22 +156,19 @@ def open_plain(path: str | Path, follow: bool = False) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or whatever else has its name."""
+    """Remove a file, link or folder tree."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-# JSON from outside, read strictly: no NaN, no names twice, no nesting without end.
-
 DEPTH = 100
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises `ValueError` (`json.JSONDecodeError` with the place, for bad syntax)
-    for NaN, numbers too large for a float, a name that an object has twice, and more than `DEPTH` brackets
-    within each other: what was read can then be written again.
+    """The value of a JSON text from outside. Raises `ValueError` (`json.JSONDecodeError` with the place, for
+    bad syntax) for NaN, numbers too large for a float, duplicate names, and nesting deeper than `DEPTH`.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)

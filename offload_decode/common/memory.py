@@ -1,4 +1,4 @@
-"""This process' own memory, and a limit to it that the system enforces.
+"""The memory of this process, and a limit that the system enforces.
 
 On Linux RLIMIT_DATA limits private writable memory: allocations beyond it fail. Maps of a store are shared
 and do not count, nor does address space that is only reserved.

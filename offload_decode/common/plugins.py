@@ -1,7 +1,7 @@
 """Extensions: what other distributions bring, by their entry points; see docs/extending.md.
 
-A name is found in the metadata of what is installed, which imports nothing. An extension is imported when it
-is asked for by name: one that is broken is in nobody's way.
+Names come from the metadata of installed distributions, which imports nothing. An extension is imported when
+it is asked for by name, so a broken one affects nobody else.
 """
 
 from __future__ import annotations
@@ -82,11 +82,13 @@ class Extensions(Generic[T]):
 
     def _checked(self, one: Extension) -> type[T]:
         """The class at an entry point, if it can be used."""
+        from importlib.metadata import EntryPoint
+
         base, about = self._base(), f"the {self.what} '{one.name}' of {one.by} cannot be used"
         mend = f"mend or uninstall {one.by.split()[0]}"
         try:
-            kind = _imported(one)
-        except (Exception, SystemExit) as error:  # whatever a stranger's module does when it is imported
+            kind = EntryPoint(one.name, one.value, one.group).load()
+        except (Exception, SystemExit) as error:  # a third-party module may raise anything
             said = " ".join(str(error).split())
             raise self._error(
                 f"{about}, for {one.value} cannot be imported ({type(error).__name__}: {said}): {mend}"
@@ -98,14 +100,8 @@ class Extensions(Generic[T]):
         return kind
 
 
-def _imported(one: Extension) -> object:
-    from importlib.metadata import EntryPoint
-
-    return EntryPoint(one.name, one.value, one.group).load()
-
-
 def _wrong(kind: type, base: type, name: str) -> str:
-    """What a class lacks of what its base asks for; nothing where it is whole."""
+    """What a class lacks of its base's interface; empty where it is complete."""
     if lacking := [said for said in inspect.get_annotations(base) if not hasattr(kind, said)]:
         return f"does not say its {' and '.join(lacking)}"
     if inspect.isabstract(kind):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
-from offload_decode.attention.ranking import top_scores
 from offload_decode.attention.rows import Rows
 from offload_decode.attention.state import attend, empty_state, merge_states, softmax
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
+from offload_decode.selectors.scores import top_scores
 
 MEASURES = ("recall", "mass", "error", "approximation", "search")
 _NUMBERS = 1 << 24  # of the gathered keys or values [r, k, D] that are in memory at once

@@ -1,5 +1,5 @@
-"""Stored rows on a device: copied there through pinned staging on a stream of their own; those used last stay
-in a cache.
+"""Stored rows on a device: copied through pinned staging on a separate stream, and cached, least recently
+used out.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from offload_decode.attention.transfers import Staging, to_device
 from offload_decode.common.errors import ConfigError
 from offload_decode.types import StepStats
 
-# Which rows a device keeps: the bookkeeping of a cache of equal places, the least recently used given up.
-#
-# All of it lies on the host: a table of open addressing (Knuth, The Art of Computer Programming, vol. 3,
-# §6.4, algorithm R) from rows to places, and a list of the places in the order of their last use.
-
 _FREE = -1
 
 
 class HotRows:
-    """A cache with room for `places` rows, each known by a number ≥ 0."""
+    """The host-side bookkeeping of a least-recently-used cache of `places` rows, each known by a number ≥ 0.
+
+    A table of open addressing (Knuth, The Art of Computer Programming, vol. 3, §6.4, algorithm R) maps rows
+    to places; a ring orders the places by their last use.
+    """
 
     def __init__(self, places: int):
         assert 0 < places < 2**30, "places are numbered in 32 bits"
@@ -53,7 +52,7 @@ class HotRows:
 @njit(nogil=True, cache=True)
 def _take(rows: Any, owner: Any, table: Any, older: Any, newer: Any, places: Any, new: Any) -> None:
     end = len(owner)
-    for j in range(len(rows)):  # those that are there first: none of them may be given up for the others
+    for j in range(len(rows)):  # hits first: none of them may be evicted for the others
         places[j] = table[_find(rows[j], owner, table)]
         new[j] = places[j] == _FREE
         if not new[j]:
@@ -114,10 +113,10 @@ Int64 = npt.NDArray[np.int64]
 
 
 class DeviceRows:
-    """Brings rows to a device as they are stored, and makes floats of them there.
+    """Copies rows to a device as they are stored, and decodes them to floats there.
 
     `cache_bytes` of the device hold rows of `row_bytes` or less each, the least recently used of a KV head
-    given up; 0 is no cache. Rows, not pages: of 16 neighbouring tokens the queries of a step chose 1.2 on
+    evicted; 0 is no cache. Rows, not pages: of 16 neighbouring tokens the queries of a step chose 1.2 on
     average in real text, so that a cache of pages moved more than none.
     """
 
@@ -166,7 +165,7 @@ class DeviceRows:
         return stored[0].floats(rows)
 
     def read(self) -> None:
-        """What reads the rows that were staged was given to the device's current stream."""
+        """Record that the device's current stream reads the staged rows."""
         if self._stream is not None:
             done = torch.cuda.current_stream(self.device).record_event()
             for staging in self._staging:
@@ -205,7 +204,7 @@ class DeviceRows:
                 raw = self._copied(stored, missing, stats)
                 self._kept[:, : raw.shape[1]].index_copy_(0, self._numbers(places[np.concatenate(new)]), raw)
         except BaseException:
-            self._hot = [HotRows(hot.places) for hot in self._hot]  # they would name rows that never came
+            self._hot = [HotRows(hot.places) for hot in self._hot]  # they name rows never copied
             raise
         stats.cache_misses += absent
         stats.cache_hits += len(places) - absent

@@ -1,4 +1,6 @@
-"""`GeneratedKV`: what follows the prefix, on the device; and `Prefix`: what it asks of the prefix."""
+"""The generated KV, of the question and of generated tokens, and `Prefix`: attention to what stands before
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from offload_decode.kv.page_bounds import GrowingBounds
 from offload_decode.types import AttentionState
 
 ROOM = 4096
-"""Tokens for which there is room beyond those that came: a prefill's chunk of many takes no memory twice."""
+"""Most tokens of spare room: a long chunk of a prefill never doubles its memory."""
 
 
 def room_for(tokens: int) -> int:
-    """Tokens that a tail has room for when it grows to hold so many."""
+    """Tokens to allocate when the generated KV grows to hold so many."""
     return max(64, min(2 * tokens, tokens + ROOM))
 
 
@@ -31,7 +33,7 @@ class GeneratedKV:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._bounds: GrowingBounds | None = None
-        self._shared = False  # with a fork: they must not be written to
+        self._shared = False  # with a fork: copy before writing
         self.length = 0
 
     @property
@@ -93,7 +95,7 @@ class GeneratedKV:
         return copy
 
     def trim(self) -> None:
-        """Give back the room for more tokens, and the bounds of pages, which are built again when needed."""
+        """Release the spare room, and the page bounds, which are rebuilt when needed."""
         self._bounds = None
         if self._keys is not None and self._keys.shape[2] > self.length:
             self._replace(lambda buffer: buffer[:, :, : self.length].clone())
@@ -124,7 +126,7 @@ class GeneratedKV:
 
 
 class Prefix(Protocol):
-    """What stands before the tail: a stored corpus (decoding) or what is written of it so far (prefill)."""
+    """What precedes the generated KV: a stored corpus (decoding) or its part written so far (prefill)."""
 
     @property
     def length(self) -> int:
@@ -133,12 +135,12 @@ class Prefix(Protocol):
 
     @property
     def remembers(self) -> bool:
-        """What was attended depends on earlier tokens, so that none can be taken back."""
+        """Attention depends on earlier tokens, so none can be taken back."""
         ...
 
     @property
     def whole_tail(self) -> float:
-        """Tokens of what follows up to which all of it is attended."""
+        """Tokens of the generated KV up to which all of it is attended."""
         ...
 
     def begin(
@@ -146,12 +148,12 @@ class Prefix(Protocol):
     ) -> Callable[[], AttentionState]:
         """Begin to attend from `query [B, H, T, D]` to the prefix of one full-attention layer; every row sees
         all of it. Calling what is returned finishes it: work that a device is given in between, such as the
-        attention to the tail, runs while the host searches.
+        attention to the generated KV, runs while the host searches.
         """
         ...
 
     def attend_tail(
         self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
-        """Attend to a part of what follows the prefix; None where all of it is to be attended."""
+        """Attend to a part of the generated KV; None where all of it is to be attended."""
         ...

@@ -1,4 +1,4 @@
-"""Where the stored keys and values live: `HostKV`, over the memory-mapped store."""
+"""`HostKV`: the stored keys and values in host memory, and attention to chosen tokens of them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class HostKV:
         return [HOST, DEVICE, PINNED] if named and not self.cache_bytes else [HOST, DEVICE]
 
     def _plain(self, layer: int) -> bool:
-        """Whether rows are floats, which need not be made on the way."""
+        """Whether rows are stored as floats, and need no decoding."""
         return not (self.keys(layer, 0).encoded or self.values(layer, 0).encoded)
 
     def _attend_there(
@@ -234,7 +234,7 @@ class HostKV:
         return state
 
     def _count(self, tokens: int, layer: int, queries: Queries, stats: StepStats) -> None:
-        """What the keys and values of so many tokens of a KV head are."""
+        """Count the bytes of the keys and values of so many tokens."""
         values = 0 if self._latent else self.values(layer, 0).row_bytes
         moved = tokens * (self.keys(layer, 0).row_bytes + values)
         stats.bytes_moved += moved
@@ -263,10 +263,7 @@ def on_host(selection: Selection | PageSelection) -> Selection | PageSelection:
 
 
 def attend_selected(
-    queries: Queries,
-    keys: Sequence[Rows] | Tensor,
-    values: Sequence[Rows] | Tensor,
-    selection: PageSelection,
+    queries: Queries, keys: Sequence[Rows] | Tensor, values: Sequence[Rows] | Tensor, selection: PageSelection
 ) -> AttentionState:
     """Attend from R rows to selected pages of `keys` and `values`, the stored rows of each KV head, or
     `[Hkv, N, D]` and `[Hkv, N, Dv]` on the queries' device: `out [Hkv, R, Dv]`, `lse [Hkv, R]`.

@@ -1,7 +1,7 @@
-"""The vector indexes of a store: one for each (layer, KV head), kept in `STORE.indexes/KIND/` beside it.
+"""The vector indexes of a store: one for each (layer, KV head), in `STORE.indexes/KIND/` beside it.
 
-A kind is built in `KIND.partial/` and renamed when it is whole, so that a build that was killed takes nothing
-away. What is not whole is not searched: `auto` searches all keys then, and says why.
+A kind is built in `KIND.partial/` and renamed when complete, so a killed build leaves an earlier one intact.
+An incomplete kind is not searched: `auto` then searches all keys, and warns why.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from offload_decode.indexes.base import Hits, RecallRecord, VectorIndex
 from offload_decode.store.base import Store
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from offload_decode.store.reader import KVStore
 
 
@@ -80,7 +78,7 @@ class Built:
 
     @property
     def whole(self) -> bool:
-        """Whether it can be searched, as far as can be told without reading all of it."""
+        """Whether it can be searched, as far as metadata and sizes tell."""
         return self.there == self.heads and self.problem is None
 
     def reason(self, store: Path) -> str:
@@ -185,8 +183,8 @@ class HeadIndexes:
         return f"{self.kind} (tuned to a full scan{some})"
 
     def get(self, layer: int, head: int) -> VectorIndex:
-        """The index of one head; raises `indexes.errors.VectorIndexError` when it is missing, damaged or
-        another's.
+        """The index of one head; raises VectorIndexError when it is missing, damaged or of
+        other keys.
         """
         return self._all(layer, [head])[0]
 
@@ -228,9 +226,6 @@ class HeadIndexes:
         self._layers.clear()
         if reason is not None:
             warnings.warn(OffloadDecodeWarning(f"All keys are searched: {reason}."), stacklevel=3)
-
-
-# The indexes that lie beside a store: what they are and whether they are whole.
 
 
 @dataclass(frozen=True)

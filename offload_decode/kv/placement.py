@@ -1,6 +1,5 @@
-"""Where attention to stored tokens is computed: on the host, where they lie; on the device, to which they are
-copied; or on the device, which reads them in pinned memory of the host. Which is fastest depends on the bus,
-the memory and the request: so it is measured.
+"""Where attention to stored tokens is computed: on the host; on the device, after a copy; or on the device
+from pinned host memory. Which is fastest depends on bus, memory and request, so it is measured.
 """
 
 from __future__ import annotations
@@ -115,13 +114,13 @@ def _round(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-# How a prefill uses a card and the way to the disk behind it: what the job keeps to and `plan` counts.
+# How a prefill uses a GPU and the disk: the job keeps to these numbers, and `plan` counts with them.
 
 BLOCK_TOKENS = 1 << 15
-"""Earlier tokens that lie or come together: so many that to merge a block takes little beside attending."""
+"""Earlier tokens of a block: so many that merging it costs little beside attending."""
 AHEAD = 2
-"""Blocks that have room on a card without staying there: one is attended to while another comes."""
+"""Blocks in flight on a GPU: one is attended to while another is copied."""
 RESERVE = 16
-"""One part of so many of a card's memory is left free, for what torch's pool loses between its pieces."""
+"""One part in so many of a GPU's memory stays free, for fragmentation of torch's pool."""
 QUEUED = 4
-"""Things that wait to be written, each at most the keys and values of a layer's chunk."""
+"""Maximum queued writes, each at most the keys and values of a layer's chunk."""

@@ -1,4 +1,17 @@
-"""A selector held to its budgets: every KV head of a layer gets as many tokens as its budget says."""
+"""A selector held to its budgets: every KV head of a layer gets as many tokens as its budget says.
+
+A budget `mass=0.99` asks for the smallest k that holds a share of the attention: exact scores at the top, an
+estimate of the rest (docs/methods.md §2, beyond the top-k paper).
+
+A selection is asked for 256 tokens a row, then for at least four times as many, until every row holds
+its share, and each row is cut to the smallest prefix that does. What the tokens outside a selection
+weigh is estimated from a fixed uniform sample of m stored keys: the mean weight of the sampled tokens
+that were not selected, times the number of tokens that were not. With N ≤ m the estimate is exact.
+Otherwise, for the k best of N tokens that hold the share s, the draw of the sample moves the estimated
+share by a standard deviation of at most sqrt(N / (k·m) · s·(1-s)), because no other token weighs more
+than the k-th, at most s/k of the whole. That worst case is a rest of a few tokens as heavy as the k-th,
+which a small sample misses. Tokens that are not the k best leave a rest without such a bound.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +30,6 @@ from offload_decode.selectors.base import EVERYTHING, Selector
 from offload_decode.selectors.budgets import SELECTED_IDS, LayerBudget, any_by_mass
 from offload_decode.selectors.scores import page_token_scores
 from offload_decode.types import PageSelection, Selection
-
-# The smallest k that holds a share of the attention: exact scores at the top, an estimate of the rest
-# (docs/methods.md §2, beyond the top-k paper).
-#
-# A selection is asked for 256 tokens a row, then for at least four times as many, until every row holds
-# its share, and each row is cut to the smallest prefix that does. What the tokens outside a selection
-# weigh is estimated from a fixed uniform sample of m stored keys: the mean weight of the sampled tokens
-# that were not selected, times the number of tokens that were not. With N ≤ m the estimate is exact.
-# Otherwise, for the k best of N tokens that hold the share s, the draw of the sample moves the estimated
-# share by a standard deviation of at most sqrt(N / (k·m) · s·(1-s)), because no other token weighs more
-# than the k-th, at most s/k of the whole. That worst case is a rest of a few tokens as heavy as the k-th,
-# which a small sample misses. Tokens that are not the k best leave a rest without such a bound.
 
 FIRST, GROWTH = 256, 4
 SLACK = 1.25  # on what a row is estimated to lack: asking again costs more than asking for too many
@@ -181,12 +182,12 @@ def exact_scores(host: HostKV, layer: int, queries: Queries, tokens: Selection) 
 
 
 class Budgeted:
-    """What a step asks for tokens. Forks share the budgets, and go their own way in what they remember."""
+    """A selector as a step asks it for tokens. Forks share the budgets, not what they remember."""
 
     def __init__(self, selector: Selector, mass: MassBudget | None = None):
         self.selector = selector
         self._mass = mass or MassBudget(selector.host)
-        # Whether a fork is of any use: elsewhere there is nothing to remember.
+        # Whether there is anything to fork.
         self.forks = type(selector).fork is not Selector.fork
 
     def select(self, layer: int, queries: Queries) -> Selection | PageSelection:

@@ -16,7 +16,6 @@ PASS_TOKENS = 512
 WHOLE_QUESTION = 4096
 """The same where the tokens of a pass choose together: up to here a question is judged as a whole."""
 
-
 LEAST_PASS = 16
 """Tokens of each sequence that a pass of a batch takes at least."""
 
@@ -57,7 +56,7 @@ class LayerBudget:
         return len(set(self.heads)) > 1
 
 
-# Of every searched layer; None is everything.
+# By searched layer; None is everything.
 Budgets = Mapping[int, LayerBudget | None]
 
 

@@ -8,8 +8,8 @@ counts as the N·G / n queries that it stands for. The result is the same for ev
 
 A question's tokens follow one by one. The cache of k holds them and the answer's as well: each attends to
 what is kept, then takes the place of a stored token. What is dropped stays away until the next question.
-Lenient: the tail (question, answer, earlier turns) is attended to densely and is never dropped, even where k
-tokens do not hold it. Attention is normalised over the stored tokens that are kept, for the tail's keys are
+Lenient: the generated KV (question, answer, earlier turns) is attended to densely and never dropped, even
+where k tokens do not hold it. Attention is normalised over the stored tokens that are kept, as its keys are
 not seen here. A budget of the whole store is no limit: nothing is dropped.
 """
 
@@ -32,11 +32,11 @@ from offload_decode.types import ModelShape, Selection
 
 
 class Kept(NamedTuple):
-    """One layer's cache: `ids` int64 and `merit` float32 `[Hkv, m]`, after `tail` tokens of a question."""
+    """One layer's cache: `ids` int64 and `merit` float32 `[Hkv, m]`, after `asked` tokens of a question."""
 
     ids: Tensor
     merit: Tensor
-    tail: int = 0
+    asked: int = 0
 
 
 class Evicting(Memory[Kept]):
@@ -62,17 +62,17 @@ class Evicting(Memory[Kept]):
         """What is kept when each token comes, with its scores: one place fewer for every token before it."""
         if k >= self.host.length:
             return EVERYTHING
-        ids, merit, tail = self.state.get(layer) or self._replayed(layer, queries, k)
+        ids, merit, asked = self.state.get(layer) or self._replayed(layer, queries, k)
         stored = self.host.layer_keys(layer)
         keys = [rows.read(own, self.host.device) for rows, own in zip(stored, ids.cpu(), strict=True)]
         scores = queries.by_token()[:, 0] @ torch.stack(keys)[:, None].transpose(-1, -2)  # [Hkv, G, T, m]
         logits, seen = queries.logits(scores), []
         for row in range(queries.tokens):
             seen.append(ids)
-            tail += 1
-            merit, dropped = self._step(ids, merit, logits[:, :, row], 1.0, self.host.length + tail, k)
+            asked += 1
+            merit, dropped = self._step(ids, merit, logits[:, :, row], 1.0, self.host.length + asked, k)
             ids = ids.scatter(1, dropped, -1)
-        self.state[layer] = Kept(*_alive(ids, merit, max(0, k - tail)), tail)
+        self.state[layer] = Kept(*_alive(ids, merit, max(0, k - asked)), asked)
 
         per_row = torch.stack(seen, dim=1)[:, None].expand_as(scores)
         scores, order = scores.masked_fill(per_row < 0, -torch.inf).sort(dim=-1, descending=True)

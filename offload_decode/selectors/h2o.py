@@ -2,17 +2,17 @@
 
 Zhang et al. 2023, Algorithm 1: half of the cache for heavy hitters, half for recent tokens. A token that
 leaves the recent half, which slides on over the question and the answer, is kept only for its sum. Sums are
-of a KV head, over the query heads of its group. See `eviction` for the prefill and the leniency.
+of a KV head, over the query heads of its group. See `evicting` for the prefill and the leniency.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from offload_decode.selectors import evicting
+from offload_decode.selectors.evicting import Evicting
 
 
-class H2O(evicting.Evicting):
+class H2O(Evicting):
     """Drop the token with the smallest running sum of attention outside the recent half."""
 
     name = "h2o"

@@ -3,7 +3,7 @@
 TidalDecode (Yang et al. 2024, arXiv 2410.05076): which tokens matter changes little from layer to layer.
 LessIsMore (Yang et al. 2025): nor does it from head to head, so that one list of tokens serves all heads.
 Here the list is ranked by the attention among the stored tokens, summed over all query heads; the recent
-window of LessIsMore is the tail, which is always attended to.
+window of LessIsMore is the generated KV, which is always attended to.
 
 As in TidalDecode, layers before the first selecting one are dense. A selecting layer keeps to the budget like
 any other; in that paper it attends to everything, which is `-o select_layers=2,13 -o dense_layers=0,1,2,13`.

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload_decode import selectors as package
+from offload_decode import selectors
 from offload_decode.common.errors import ConfigError
 from offload_decode.common.plugins import SELECTORS, Extensions
 from offload_decode.config import parse_options
@@ -32,7 +32,7 @@ _SHARED = frozenset(("base", "budgeted", "budgets", "evicting", "registry", "sco
 
 def built_in() -> list[str]:
     """The selectors of this package, one module each; `a_b.py` holds the two stages `a+b`."""
-    modules = (module.name for module in pkgutil.iter_modules(package.__path__))
+    modules = (module.name for module in pkgutil.iter_modules(selectors.__path__))
     return sorted(module.replace("_", "+") for module in modules if module not in _SHARED)
 
 
@@ -81,16 +81,15 @@ def create(name: str, options: Mapping[str, object], host: HostKV, shape: ModelS
     return Budgeted(kind(given, host, shape, budgets))
 
 
-# What selectors declare of themselves. Those that are built in are read from their source, for importing
-# them would bring torch along; those of extensions, whose source may be anything, from their class.
+# Built-in selectors' declarations are read from their source, as importing them imports torch; those of
+# extensions, whose source may be anything, from their class.
 
-_PACKAGES = ("offload_decode.selectors", "offload_decode.selectors")
-_SAID = {"name", "paper", "reads", "holds", "remembers", "options_type"}
+_VARIABLES = ("name", "paper", "reads", "holds", "remembers")
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A selector's class variables (see `selection.selector.Selector`), its docstring's first paragraph, and
+    """A selector's class variables (see `base.Selector`), its docstring's first paragraph, and
     its options with their defaults.
     """
 
@@ -112,12 +111,8 @@ def declared(selector: str) -> Declared:
     values = _gathered(module, own)
     options_module, options = values["options_type"]
     return Declared(
-        name=selector,
+        **{name: values[name] for name in _VARIABLES},
         method=_first_paragraph(ast.get_docstring(own)),
-        paper=values["paper"],
-        reads=values["reads"],
-        holds=values["holds"],
-        remembers=values["remembers"],
         options=_gathered(options_module, _class(options_module, options)),
     )
 
@@ -125,12 +120,8 @@ def declared(selector: str) -> Declared:
 def declared_by(kind: type[Selector]) -> Declared:
     """What a class declares."""
     return Declared(
-        name=kind.name,
+        **{name: getattr(kind, name) for name in _VARIABLES},
         method=_first_paragraph(inspect.getdoc(kind)),
-        paper=kind.paper,
-        reads=kind.reads,
-        holds=kind.holds,
-        remembers=kind.remembers,
         options={option.name: option.default for option in fields(kind.options_type)},
     )
 
@@ -144,7 +135,7 @@ def _gathered(module: str, kind: ast.ClassDef) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for base in reversed(kind.bases):
         place, name = _resolved(module, base.value if isinstance(base, ast.Subscript) else base)
-        if place.startswith(_PACKAGES):
+        if place.startswith("offload_decode.selectors"):
             values |= _gathered(place, _class(place, name))
     return values | _own(module, kind)
 
@@ -154,7 +145,7 @@ def _own(module: str, kind: ast.ClassDef) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for line in kind.body:
         match line:
-            case ast.Assign(targets=[ast.Name(name)], value=value) if name in _SAID:
+            case ast.Assign(targets=[ast.Name(name)], value=value) if name in (*_VARIABLES, "options_type"):
                 pass
             case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
                 pass

@@ -14,12 +14,36 @@ from torch import Tensor
 
 from offload_decode.attention.pages_host import token_scores
 from offload_decode.attention.pages_reference import page_tokens
-from offload_decode.attention.ranking import BLOCK_SCORES, top_scores
 from offload_decode.attention.rows import Rows
 from offload_decode.attention.transfers import to_host
 from offload_decode.common.errors import ConfigError
 from offload_decode.kv.host_cache import BLOCK_TOKENS
 from offload_decode.types import PageSelection, Selection
+
+BLOCK_SCORES = 1 << 22  # in memory at once
+
+
+def top_scores(
+    score: Callable[[slice], Tensor], shape: tuple[int, ...], length: int, k: int
+) -> tuple[Tensor, Tensor]:
+    """The `k` largest of `[*shape, length]` float32 scores and their ids (int64), best first: both
+    `[*shape, min(k, length)]`.
+
+    `score(part)` gives `[*shape, part]` for a slice of the ids; the slices are taken in order, so that at
+    most `BLOCK_SCORES` scores (and k a row) are in memory. Equal scores come in no particular order.
+    """
+    k = min(k, length)
+    best, ids = torch.empty(*shape, 0), torch.empty(*shape, 0, dtype=torch.int64)
+    step = max(1, BLOCK_SCORES // max(1, best.shape[:-1].numel())) if k else max(1, length)
+    for start in range(0, length if k else 0, step):
+        part = slice(start, min(start + step, length))
+        scores = score(part)
+        block, place = scores.topk(min(k, scores.shape[-1]), dim=-1)
+        best = torch.cat([best.to(block.device), block], dim=-1)
+        ids = torch.cat([ids.to(block.device), place + start], dim=-1)
+        best, place = best.topk(min(k, best.shape[-1]), dim=-1)
+        ids = ids.gather(-1, place)
+    return best, ids
 
 
 def blocks(length: int, start: int = 0, rows: int = 1) -> Iterator[slice]:
@@ -38,7 +62,7 @@ def inner_products(query: Tensor, keys: Rows, part: slice) -> Tensor:
 
 
 def top_tokens(score: Callable[[slice], Tensor], rows: int, length: int, k: int) -> tuple[Tensor, Tensor]:
-    """As `ranking.top_scores`, for a `score` of `[rows, part]` that is never asked for more than a block.
+    """As `top_scores`, for a `score` of `[rows, part]` that is never asked for more than a block.
 
     Scores float32 and ids int64 `[rows, min(k, length)]`, best first, on the scores' device.
     """

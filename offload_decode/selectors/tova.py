@@ -2,17 +2,17 @@
 
 Oren et al. 2024: nothing else is remembered, and recent tokens have no privilege. The paper averages the
 attention over a layer's heads; here it is that of a KV head's group, and in the prefill that of the one head
-that was sampled. See `eviction` for the prefill and the leniency.
+that was sampled. See `evicting` for the prefill and the leniency.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from offload_decode.selectors import evicting
+from offload_decode.selectors.evicting import Evicting
 
 
-class TOVA(evicting.Evicting):
+class TOVA(Evicting):
     """Drop the token with the lowest attention of the current query."""
 
     name = "tova"

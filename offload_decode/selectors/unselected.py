@@ -1,4 +1,4 @@
-"""The unselected tail: an estimate of the attention to the stored tokens that a row did not select.
+"""The unselected tokens: an estimate of the attention to the stored tokens that a query did not select.
 
 A step attends exactly to the selected tokens; the estimate is the state of all others, so that every token
 counts once (docs/methods.md §1). It is computed on the host, where keys and values lie.
@@ -126,15 +126,6 @@ def selected_lists(
     return lists, sequence * queries.tokens + token
 
 
-# The unselected tail as clusters of keys: each stands for its remaining tokens at their mean key and
-# value.
-#
-# Selected tokens are taken out of their cluster's size, key sum and value sum, so that what is left is
-# the mean of the unselected tokens alone (docs/methods.md §2). By Jensen's inequality the estimated
-# denominator is too small; a second-order correction by the keys' variance mends that, but worsened the
-# output, so there is none.
-
-
 class HeadClusters:
     """The clusters of every (layer, KV head), built when first asked for and kept."""
 
@@ -155,8 +146,13 @@ class HeadClusters:
         return sum(built.nbytes for built in self._built.values())
 
 
-class ClusterTail(Tail):
-    """`clusters:16`: clusters of 16 keys on average."""
+class ClusterEstimate(Tail):
+    """`clusters:16`: clusters of 16 keys on average, each standing for its unselected tokens at their mean.
+
+    Selected tokens are taken out of their cluster's size, key sum and value sum (docs/methods.md §2). By
+    Jensen's inequality the estimated denominator is too small; a second-order correction by the keys'
+    variance mends that, but worsened the output, so there is none.
+    """
 
     name = "clusters"
     default_size = 16
@@ -207,20 +203,19 @@ class ClusterTail(Tail):
         return self._values[layer, head]
 
 
-# The unselected tail by importance sampling: an unbiased estimate that states its error.
-#
-# A token is drawn through its cluster (docs/methods.md §2). A cluster's probability is its share of the
-# attention by `tails.clusters`, mixed with its share of the tokens so that no weight is unbounded; the
-# tokens of a cluster are equally likely, and selected tokens are never drawn. With weights 1 / (m · p)
-# the denominator and the numerator of the attention are unbiased. Draws are stratified, one from each
-# m-th of the probability, so that a cluster is drawn as often as it should be, to within one or two.
-
 CLUSTER_SIZE = 16
 UNIFORM = 0.1  # the share of draws that ignore the query
 
 
-class SampleTail(Tail):
-    """`sample:256`: 256 draws for each row.
+class SampleEstimate(Tail):
+    """`sample:256`: 256 draws for each row: an unbiased estimate by importance sampling that states its
+    error.
+
+    A token is drawn through its cluster (docs/methods.md §2). A cluster's probability is its estimated share
+    of the attention, mixed with its share of the tokens so that no weight is unbounded; the tokens of a
+    cluster are equally likely, and selected tokens are never drawn. With weights 1 / (m · p) the denominator
+    and the numerator of the attention are unbiased. Draws are stratified, one from each m-th of the
+    probability, so that a cluster is drawn as often as it should be, to within one or two.
 
     The draws follow from `seed` and the row alone: rows of one KV head use the same random numbers, so that
     a row's estimate is the same in any batch. The stated error is the successive-difference estimate for
@@ -315,10 +310,8 @@ def _unselected(places: Tensor, padding: Tensor, rank: Tensor) -> Tensor:
     return rank + torch.searchsorted(before, rank, right=True)
 
 
-# Tail estimates by the option that names them.
-
 OFF = "off"
-_KINDS: dict[str, type[Tail]] = {kind.name: kind for kind in (ClusterTail, SampleTail)}
+_KINDS: dict[str, type[Tail]] = {kind.name: kind for kind in (ClusterEstimate, SampleEstimate)}
 
 
 def create(option: str, host: HostKV) -> Tail | None:

@@ -1,4 +1,4 @@
-"""What decoding reads of a store, wherever it lies."""
+"""`Store`: what decoding reads of a store, wherever it lies; a range of one, and an empty one."""
 
 from __future__ import annotations
 
@@ -69,9 +69,6 @@ class Store(Protocol):
         """StoreDamaged where a layer cannot be read any more."""
 
 
-# A range of a store's tokens, as a store: what one of several machines attends to.
-
-
 def ranges(n_tokens: int, parts: int, page_size: int) -> list[tuple[int, int]]:
     """Tokens `start:end` of each of so many parts, whole pages and about as many in each; of fewer parts
     where there are not so many pages.
@@ -83,9 +80,9 @@ def ranges(n_tokens: int, parts: int, page_size: int) -> list[tuple[int, int]]:
 
 
 class PartOfStore:
-    """Implements `offload_decode.store.base.Store` over the tokens `start:end` of another: views, of which
-    nothing else is read. `start` begins a page. The sampled queries, windows and states are those of the
-    whole store, and the indexes beside that are none of the part's.
+    """Implements `Store` by views of the tokens `start:end` of another, for one of several machines. `start`
+    begins a page. The sampled queries, windows and states are those of the whole store, whose indexes do not
+    apply.
     """
 
     def __init__(self, whole: Store, start: int, end: int) -> None:
@@ -100,6 +97,8 @@ class PartOfStore:
         self.path = Path(f"{whole.path}.tokens-{start}-{end}")
         self.manifest = replace(own, n_tokens=end - start)
         self._pages = slice(start // own.page_size, -(-end // own.page_size))
+        self.queries, self.window, self.states = whole.queries, whole.window, whole.states
+        self.check_mapped = whole.check_mapped
 
     @property
     def query_positions(self) -> Array:
@@ -133,35 +132,16 @@ class PartOfStore:
         lowest, highest = self.whole.pages(layer, kv_head)
         return lowest[self._pages], highest[self._pages]
 
-    def queries(self, layer: int, kv_head: int) -> Array:
-        """As of the whole store."""
-        return self.whole.queries(layer, kv_head)
-
-    def window(self, layer: int) -> tuple[Array, Array]:
-        """As of the whole store."""
-        return self.whole.window(layer)
-
-    def states(self, layer: int) -> tuple[Array, ...]:
-        """As of the whole store."""
-        return self.whole.states(layer)
-
     def digest(self, layer: int, kv_head: int) -> str:
         """Of the whole store's keys and the range."""
         return self._named(self.whole.digest(layer, kv_head))
-
-    def check_mapped(self, layer: int) -> None:
-        """StoreDamaged where a layer cannot be read any more."""
-        self.whole.check_mapped(layer)
 
     def _named(self, digest: str) -> str:
         return hashlib.sha256(f"{digest}:{self.tokens.start}:{self.tokens.stop}".encode()).hexdigest()
 
 
-# A store of no tokens: what stands before a conversation with the bare model.
-
-
 class EmptyStore:
-    """Implements `offload_decode.store.base.Store` over nothing at all; `manifest` states 0 tokens."""
+    """Implements `Store` for a conversation with the bare model; `manifest` states 0 tokens."""
 
     path = Path("empty.kv")
     store_digest = hashlib.sha256().hexdigest()

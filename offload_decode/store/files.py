@@ -1,6 +1,7 @@
-"""The files of a store as they are opened: plain files, of a bounded size where they are read whole.
+"""The files of a store: opened as regular files of bounded size, mapped as arrays, and checked by SHA-256.
 
-A link could lead anywhere, and a pipe would keep its reader waiting.
+`SHA256SUMS`, in the format of `sha256sum -c`, has a line for every file but itself and `SHA256SUMS.sha256`,
+which has its own. Both must read exactly as written, so that no bit of the folder can change unseen.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LARGEST_MANIFEST, LARGEST_METADATA = 4 << 20, 64 << 10
 """Bytes of the manifest and of an array's metadata: in memory JSON takes up to thirty times as many."""
 _NAMED = 50
 
-_WAY_OUT = "restore it from a copy, or prefill again"
+_WAY_OUT, _STORE_OUT = (f"restore {what} from a copy, or prefill again" for what in ("it", "the store"))
 
 
 def open_regular(path: str | Path) -> int:
@@ -75,7 +76,7 @@ def check_folders(root: Path, names: Iterable[str]) -> None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names in a sentence, of very many the first ones."""
+    """The names in a sentence: the first fifty."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
@@ -83,11 +84,6 @@ def listed(names: Sequence[str]) -> str:
 def _not_plain(path: str | Path) -> StoreDamaged:
     return StoreDamaged(f"{path} is not a plain file but a link, a folder, a pipe or a device: {_WAY_OUT}.")
 
-
-# Several files as one contiguous, read-only, zero-copy array.
-#
-# A stretch of address space is reserved with an anonymous map, and each file is mapped over its part of
-# it.
 
 _MAP_FIXED = 0x10  # the same on Linux and macOS; Python's mmap does not export it
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -100,7 +96,8 @@ def require_posix() -> None:
 
 
 def map_files(files: Sequence[Path], file_bytes: int) -> npt.NDArray[np.uint8]:
-    """The bytes of `files`, each of `file_bytes`, one after another; the array keeps the maps alive.
+    """The bytes of `files`, each of `file_bytes`, as one read-only, zero-copy array, which keeps the maps
+    alive: an anonymous map reserves the addresses, and each file is mapped over its part.
 
     With more than one file, `file_bytes` must be a multiple of the page size. Bytes that are written to the
     files later are seen. A file of another size is StoreDamaged, so that no later access can run off its end.
@@ -126,15 +123,12 @@ def _map_over(address: int, file: Path, size: int) -> None:
     try:
         descriptor = open_regular(file)
     except FileNotFoundError as error:
-        raise StoreDamaged(f"{file} is missing: restore it from a copy, or prefill again.") from error
+        raise StoreDamaged(f"{file} is missing: {_WAY_OUT}.") from error
     except OSError as error:
         raise StoreError(f"{file} cannot be opened: {error.strerror}.") from error
     try:
         if (found := os.fstat(descriptor).st_size) != size:
-            raise StoreDamaged(
-                f"{file} has {found:,} bytes and should have {size:,}: "
-                "restore it from a copy, or prefill again."
-            )
+            raise StoreDamaged(f"{file} has {found:,} bytes and should have {size:,}: {_WAY_OUT}.")
         libc = _libc()
         got = libc.mmap(address, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
         if got == _MAP_FAILED:
@@ -154,12 +148,6 @@ def _libc() -> Any:
     ]  # fmt: skip
     return libc
 
-
-# SHA-256 of every file of a store, in the format of `sha256sum -c`, and of that list itself.
-#
-# `SHA256SUMS` has a line for every other file but `SHA256SUMS.sha256`, which has the one line of
-# `SHA256SUMS`. Both must read exactly as they were written, so that no bit of the folder can change
-# unseen.
 
 SUMS = "SHA256SUMS"
 SEAL = "SHA256SUMS.sha256"
@@ -207,20 +195,13 @@ def read_sums(root: Path) -> dict[str, str]:
         sums, seal = (read_regular(root / name, LARGEST_SUMS) for name in (SUMS, SEAL))
     except FileNotFoundError as error:
         raise StoreDamaged(
-            f"{error.filename} is missing, so nothing of the store can be checked: "
-            "restore the store from a copy, or prefill again."
+            f"{error.filename} is missing, so nothing of the store can be checked: {_STORE_OUT}."
         ) from error
     if seal != seal_of(sums):
-        raise StoreDamaged(
-            f"{SUMS} and {SEAL} in {root} do not belong together: "
-            "restore the store from a copy, or prefill again."
-        )
+        raise StoreDamaged(f"{SUMS} and {SEAL} in {root} do not belong together: {_STORE_OUT}.")
     found = _by_path(sums)
     if render(found) != sums or not all(map(_NAME.fullmatch, found)):
-        raise StoreDamaged(
-            f"{SUMS} in {root} is not a list of the files of a store: "
-            "restore the store from a copy, or prefill again."
-        )
+        raise StoreDamaged(f"{SUMS} in {root} is not a list of the files of a store: {_STORE_OUT}.")
     return found
 
 
@@ -230,7 +211,7 @@ def check_tree(
     """Read every byte under `root`; StoreDamaged names each file that is missing, changed or odd. `sizes`: as
     `opening.expected_sizes`; a file of another size is not read.
 
-    Where the checksums themselves are damaged, what is left of them still tells of the other files.
+    Where the checksums themselves are damaged, their legible lines still check the other files.
     """
     lists = {
         name: read_regular(root / name, LARGEST_SUMS) if _is_plain(root / name) else None
@@ -263,8 +244,8 @@ def check_tree(
 
 
 def _of_wrong_size(root: Path, names: set[str], sizes: Mapping[str, int]) -> dict[str, str]:
-    """What is wrong with the sizes of these files. Where nobody knows how large one should be, it may still
-    be too large to read: a hole of terabytes takes no place on a disk.
+    """Files of a wrong size. One of unknown size may still be too large to read: a sparse file of terabytes
+    takes no place on a disk.
     """
     wrong = {}
     for name in names:
@@ -291,7 +272,7 @@ def _walk(root: Path) -> Iterator[str]:
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         here = os.path.relpath(folder, root)
         if here.count(os.sep) >= _DEEPEST:
-            folders.clear()  # where they end nobody knows
+            folders.clear()  # no store is that deep
         if not folders and not files:
             yield here
         for name in files + links:

@@ -1,4 +1,4 @@
-"""The manifest: what a store says about itself, in the attributes of its root group."""
+"""The manifest: what a store says about itself, in its root group's attributes, checked field by field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from offload_decode.common.errors import ConfigError, StoreForeign
 from offload_decode.common.rows import encodings
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
-# What a value of a manifest may be; each raises `ValueError` with the name of what is wrong.
+# Checks of a manifest's values, text from outside: before any is used. Each raises `ValueError` with its
+# name.
 
 TEXT = 4096
 
@@ -63,9 +64,6 @@ def plain_values(name: str, value: Any, depth: int) -> None:
     for each in inner:
         plain_values(name, each, depth - 1)
 
-
-# What each field of a manifest may hold. All of it is looked at before any of it is used: a manifest is
-# text from outside, and its checksums only tell that nobody changed it later.
 
 MOST_TOKENS = 2**31 - 1
 """Tokens of a store: indexes number them with int32."""
@@ -133,8 +131,6 @@ def check_errors(data: Mapping[str, Any], shape: ModelShape, encodings: Collecti
 def _is_size(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < float("inf")
 
-
-# The shape of a model as a manifest states it, looked at before it is used.
 
 _LAYERS, _HEADS, _CHANNELS, _STATES, _AXES = 4096, 65_536, 65_536, 64, 8
 _MOST_NUMBERS = 1 << 32  # of a recurrent state; the largest that are known have a thousandth
@@ -308,12 +304,12 @@ class Manifest:
     `weights_hash` tells a fine-tuned model from its base. It and `model_config_hash` begin with
     `FINGERPRINT_VERSION`.
     `template` is "chat" where the tokens open a chat template, else "plain".
-    `kv` says how `keys` and `values` are stored: in `dtype`, or as rows of `indexes.rows.encodings`.
+    `kv` says how `keys` and `values` are stored: in `dtype`, or as rows of `common.rows.encodings`.
     `kv_error` is what encoding cost, measured as they were written and empty until then: for `keys` and
     `values` a list with an entry a layer, of the error's root mean square relative to that of the numbers,
-    and the largest error; and the sums that these are made of (`store.encoded.EncodingLoss`) at the seam.
-    `seam` tokens are those of whole forward chunks, after which an append goes on: windows and states there
-    are kept too. 0 where there are none; None in stores of format version 2.
+    and the largest error; and the sums that these are made of (`streams.EncodingLoss`) at the seam.
+    `seam` is the last chunk boundary: the tokens of whole forward chunks, after which an append continues.
+    Windows and states there are kept too. 0 where there are none; None in stores of format version 2.
     """
 
     model_id: str

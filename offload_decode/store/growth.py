@@ -1,7 +1,9 @@
-"""A store that begins as another one: what a prefill of the longer corpus would have committed at the seam.
+"""Appending: a store that begins as another one, up to that one's last chunk boundary.
 
-The seam is the end of the last whole forward chunk, so that what follows runs in the chunks of one prefill.
-All that a resumed prefill restores is seeded here, and nowhere else: rows, windows, states, sums of errors.
+The boundary (`Manifest.seam`) is the end of the last whole forward chunk, so that further tokens run in the
+chunks of one prefill of the longer corpus. What a resumed prefill restores is seeded here: rows, windows,
+states, sums of errors. Files that stay the same become hard links; where the file system copies on write
+(btrfs, XFS), blocks are shared; other bytes are copied.
 """
 
 from __future__ import annotations
@@ -33,11 +35,6 @@ from offload_decode.store.streams import (
     kind_of,
     rows_at,
 )
-
-# Bytes of a file that another one begins with: shared where the file system can, else copied.
-#
-# A hard link is for files that are the same and never written again; blocks are shared by file systems
-# that copy on write (btrfs, XFS), which write to neither.
 
 BLOCK = 64 * 1024
 """Clones begin and end on the blocks of a file system, which have 4 to 64 KiB."""

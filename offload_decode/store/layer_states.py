@@ -1,4 +1,7 @@
-"""What a recurrent layer keeps while its store is being written: its states after the last commit."""
+"""What local and recurrent layers keep while their store is being written: the newest KV, and the states.
+
+Files are never changed once they are committed, so a killed process cannot have spoilt them.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,48 @@ from offload_decode.store.streams import as_bytes
 from offload_decode.types import LayerShape, StateShape
 
 
-class StateLog:
-    """The states of one layer after the tokens so far, and at the seam: a file a commit, the others removed.
+class _Log:
+    """The files of one layer in a folder."""
 
-    Files are never changed once they are committed, so a killed process cannot have spoilt them.
+    def __init__(self, folder: Path, layer: int) -> None:
+        self._folder, self._layer = folder, layer
+        self._written: set[Path] = set()
+
+    def take_written(self) -> set[Path]:
+        """The files that were made since this was last asked."""
+        written, self._written = self._written, set()
+        return written
+
+    def _write(self, file: Path, data: bytes | memoryview) -> None:
+        file.unlink(missing_ok=True)  # a killed process may have begun it
+        with open(file, "xb") as out:
+            out.write(data)
+        self._written.add(file)
+
+    def _read(self, file: Path) -> bytes:
+        with os.fdopen(open_regular(file), "rb") as opened:
+            return opened.read()
+
+    def _holds(self, file: Path, size: int, crc: int) -> bool:
+        """Whether the file has this size and checksum."""
+        try:
+            check_sizes([(str(file), size)])
+            return zlib.crc32(self._read(file)) == crc
+        except StoreDamaged:
+            return False
+
+
+class StateLog(_Log):
+    """The states of one recurrent layer after the tokens so far, and at the last chunk boundary: a file a
+    commit, earlier ones removed.
     """
 
     def __init__(self, folder: Path, layer: int, shapes: Sequence[StateShape]) -> None:
+        super().__init__(folder, layer)
         self.segment: Segment | None = None
         self.at_seam: Segment | None = None
-        self._folder, self._layer, self._shapes = folder, layer, tuple(shapes)
-        self._written: set[Path] = set()
+        self._shapes = tuple(shapes)
+        self._sizes = [prod(own.shape) * numpy_dtype(own.dtype).itemsize for own in shapes]  # bytes
 
     @property
     def rows(self) -> int:
@@ -38,12 +72,13 @@ class StateLog:
         return self.segment.stop if self.segment else 0
 
     def restore(self, segment: Segment | None, at_seam: Segment | None) -> bool:
-        """Go on after `segment`, if the files are what the checksums say."""
+        """Continue after `segment`, if the files are what the checksums say."""
         self.segment, self.at_seam = segment, at_seam
-        return all(self._holds(own) for own in (segment, at_seam) if own)
+        size = sum(self._sizes)
+        return all(self._holds(self._file(own.stop), size, own.crc) for own in (segment, at_seam) if own)
 
     def keep(self) -> None:
-        """These are the states at the seam."""
+        """These are the states at the last chunk boundary."""
         self.at_seam = self.segment
 
     def put(self, stop: int, states: Sequence[Array]) -> None:
@@ -53,24 +88,15 @@ class StateLog:
                 f"layer {self._layer}: {given.shape} {given.dtype} for its {wanted.name}"
             )
         data = b"".join(as_bytes(state) for state in states)
-        file = self._file(stop)
-        file.unlink(missing_ok=True)  # a killed process may have begun this commit
-        with open(file, "xb") as out:
-            out.write(data)
-        self._written.add(file)
+        self._write(self._file(stop), data)
         self.segment = Segment(0, stop, zlib.crc32(data))
 
-    def take_written(self) -> set[Path]:
-        """The files that were made since this was last asked."""
-        written, self._written = self._written, set()
-        return written
-
     def states(self, at_seam: bool = False) -> tuple[Array, ...] | None:
-        """The states, as copies; None before the first token, or before the seam."""
+        """The states, as copies; None before the first token, or before the last chunk boundary."""
         segment = self.at_seam if at_seam else self.segment
         if segment is None:
             return None
-        data = np.frombuffer(self._bytes(segment), np.uint8)
+        data = np.frombuffer(self._read(self._file(segment.stop)), np.uint8)
         parts = np.split(data, list(accumulate(self._sizes))[:-1])
         return tuple(
             part.copy().view(numpy_dtype(own.dtype)).reshape(own.shape)
@@ -78,48 +104,26 @@ class StateLog:
         )
 
     def trim(self) -> None:
-        """Remove the files of earlier commits, and of one that was begun and not made."""
+        """Remove the files of earlier commits, and of an unfinished one."""
         kept = [self._file(own.stop) for own in (self.segment, self.at_seam) if own]
         for file in self._folder.glob(f"state-{self._layer:03d}-*"):
             if file not in kept:
                 file.unlink(missing_ok=True)
 
-    @property
-    def _sizes(self) -> list[int]:
-        """Bytes of each state."""
-        return [prod(own.shape) * numpy_dtype(own.dtype).itemsize for own in self._shapes]
-
-    def _holds(self, segment: Segment) -> bool:
-        try:
-            check_sizes([(str(self._file(segment.stop)), sum(self._sizes))])
-            return zlib.crc32(self._bytes(segment)) == segment.crc
-        except StoreDamaged:
-            return False
-
-    def _bytes(self, segment: Segment) -> bytes:
-        with os.fdopen(open_regular(self._file(segment.stop)), "rb") as file:
-            return file.read()
-
     def _file(self, stop: int) -> Path:
         return self._folder / f"state-{self._layer:03d}-{stop}"
 
 
-# What a local layer keeps while its store is being written: the newest KV and no more.
-
-
-class WindowLog:
-    """The newest KV of one sliding layer: a file an append, removed once the window has moved past it.
-
-    Files are never changed once they are committed, so a killed process cannot have spoilt them.
-    """
+class WindowLog(_Log):
+    """The newest KV of one local layer: a file an append, removed once the window has moved past it."""
 
     def __init__(
         self, folder: Path, layer: int, window: int, shape: LayerShape, dtype: np.dtype[Any]
     ) -> None:
+        super().__init__(folder, layer)
         self.segments: list[Segment] = []
-        self._folder, self._layer, self._window = folder, layer, window
-        self._shape, self._dtype = shape, dtype
-        self._written: set[Path] = set()
+        self._window, self._shape, self._dtype = window, shape, dtype
+        self._width = shape.key_dim + shape.value_dim
 
     @property
     def rows(self) -> int:
@@ -127,11 +131,15 @@ class WindowLog:
         return self.segments[-1].stop if self.segments else 0
 
     def restore(self, segments: list[Segment]) -> bool:
-        """Go on after `segments`, if they follow each other and their files are what the checksums say."""
+        """Continue after `segments`, if they follow each other and their files are what the checksums say."""
         self.segments = segments
         if any(one.stop != other.start for one, other in pairwise(segments)):
             return False
-        return all(own.start < own.stop and self._holds(own) for own in segments)
+        token = self._shape.kv_heads * self._width * self._dtype.itemsize  # bytes
+        return all(
+            own.start < own.stop and self._holds(self._file(own), (own.stop - own.start) * token, own.crc)
+            for own in segments
+        )
 
     def append(self, keys: Array, values: Array, start: int | None = None) -> None:
         """Append keys `[heads, T, Dk]` and values `[heads, T, Dv]`; the first may begin at any token."""
@@ -143,25 +151,18 @@ class WindowLog:
         data = as_bytes(block)
         start = self.rows if start is None else start
         segment = Segment(start, start + keys.shape[1], zlib.crc32(data))
-        file = self._file(segment)
-        file.unlink(missing_ok=True)  # a killed process may have begun it
-        with open(file, "xb") as out:
-            out.write(data)
-        self._written.add(file)
+        self._write(self._file(segment), data)
         self.segments.append(segment)
-
-    def take_written(self) -> set[Path]:
-        """The files that were made since this was last asked."""
-        written, self._written = self._written, set()
-        return written
 
     def window(self) -> tuple[Array, Array]:
         """Keys and values `[heads, min(window, rows), …]` of the last tokens, as copies."""
-        blocks = [self._read(segment) for segment in self.segments if segment.stop > self.rows - self._window]
-        own = self._shape
-        empty = np.empty((own.kv_heads, 0, own.key_dim + own.value_dim), self._dtype)
+        shape = (self._shape.kv_heads, -1, self._width)
+        blocks = [
+            np.frombuffer(self._read(self._file(own)), self._dtype).reshape(shape) for own in self.live()
+        ]
+        empty = np.empty((self._shape.kv_heads, 0, self._width), self._dtype)
         rows = np.concatenate([empty, *blocks], axis=1)[:, -self._window :]
-        keys, values = np.split(rows, [own.key_dim], axis=2)
+        keys, values = np.split(rows, [self._shape.key_dim], axis=2)
         return keys.copy(), values.copy()
 
     def live(self) -> list[Segment]:
@@ -177,19 +178,3 @@ class WindowLog:
 
     def _file(self, segment: Segment) -> Path:
         return self._folder / f"{self._layer:03d}-{segment.start}-{segment.stop}"
-
-    def _holds(self, segment: Segment) -> bool:
-        own, rows = self._shape, segment.stop - segment.start
-        size = own.kv_heads * rows * (own.key_dim + own.value_dim) * self._dtype.itemsize
-        file = self._file(segment)
-        try:
-            check_sizes([(str(file), size)])
-        except StoreDamaged:
-            return False
-        with os.fdopen(open_regular(file), "rb") as opened:
-            return zlib.crc32(opened.read()) == segment.crc
-
-    def _read(self, segment: Segment) -> Array:
-        with os.fdopen(open_regular(self._file(segment)), "rb") as file:
-            width = self._shape.key_dim + self._shape.value_dim
-            return np.fromfile(file, self._dtype).reshape(self._shape.kv_heads, -1, width)

@@ -1,4 +1,7 @@
-"""Which arrays a store has, their shapes, and the chunk files that hold them."""
+"""The arrays of a store: their shapes and chunk files, their Zarr v3 metadata, and which queries are sampled.
+
+Metadata is written through zarr and checked as JSON; reading needs no zarr, so that a store opens at once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ MAX_CHUNKS = 32
 MAX_KV_MAPS, MAX_PAGE_MAPS = 40_960, 10_240
 """Linux lets a process have 65,530 memory maps: a whole store stays under that, with room for the rest."""
 SEAM = "_seam"
-"""Ends the name of a state at the seam (`Manifest.seam`)."""
+"""Ends the name of a state at the last chunk boundary (`Manifest.seam`)."""
 ALIGNMENT = 64 * 1024
 """Chunk files that are mapped one after another end on a page of the machine, which has 4 to 64 KiB."""
 
@@ -163,10 +166,6 @@ def _whole(
     yield rows("page_max", pages, own.key_dim, MAX_PAGE_MAPS)
     yield rows("queries", manifest.n_samples, own.key_dim, None)
 
-
-# The Zarr v3 side of a store: metadata is written through zarr, and checked as the JSON that it is.
-#
-# Reading it needs no zarr, so that a store opens at once.
 
 ROOT = "zarr.json"
 COLLECTION = "collection.json"
@@ -310,8 +309,6 @@ def _read(root: Path, name: str) -> dict[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-# Which prefill queries a store keeps: such that those of a longer corpus are, of its beginning, all kept.
-
 Int64s = npt.NDArray[np.int64]
 
 _GOLDEN = 2654435769  # 2^32 divided by the golden ratio: its multiples are spread evenly modulo 2^32
@@ -346,11 +343,8 @@ def _spread(m: int, n: int) -> Int64s:
     return np.sort(np.concatenate([regular, between]))
 
 
-# Lengths of the stored keys, which cosine scores divide by (QuoKA, §3.2).
-
-
 def row_norms(keys: Array) -> Array:
-    """Euclidean lengths `[Hkv, T, 1]` float32 of `keys [Hkv, T, D]`.
+    """Euclidean lengths `[Hkv, T, 1]` float32 of `keys [Hkv, T, D]`, for cosine scores (QuoKA, §3.2).
 
     Each row is summed on its own, so that the bytes do not depend on how the tokens were grouped.
     """

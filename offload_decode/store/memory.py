@@ -1,7 +1,5 @@
-"""A store in memory: arrays, and what a prefill derives of them, made when first asked for.
-
-For tests and benchmarks, which need neither a model nor a disk. It answers as a store on disk would that
-was written from the same arrays, by the writer's own functions.
+"""A store in memory, for tests and benchmarks: arrays, and what a prefill derives of them, made at first use
+by the writer's functions. It answers as a store on disk that was written from the same arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class MemoryStore:
     indexes lie beside it: `topk` searches all keys.
 
     keys, values: `keys[layer][head]` is `[N, D]` in float16, bfloat16 (`ml_dtypes`) or float32, or `[N]` as
-    `indexes.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
+    `common.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
     `[layers, Hkv, N, D]`. Values have a width of their own; those of latents are their keys. Contiguous rows
     are not copied. Sliding layers are plain, and only their last window is read. queries:
     `queries[layer][head]` is `[n, D]`, those that `sample_plan(N, G, n)` asks for. dtype: the model's, where

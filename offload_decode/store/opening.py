@@ -1,4 +1,4 @@
-"""Opening a store: what must be so before anything in it is read, and the sentences that say what is not."""
+"""Opening a store: the checks before anything in it is read, and the error messages when they fail."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from offload_decode.common.errors import (
     StoreIncomplete,
     StoreNotFound,
 )
-from offload_decode.store import files as checksums
-from offload_decode.store import layout
+from offload_decode.store import files, layout
 from offload_decode.store.files import (
     LARGEST_MANIFEST,
     LARGEST_METADATA,
@@ -46,7 +45,7 @@ def checked(root: Path) -> Checked:
     `StoreForeign` and `StoreDamaged`.
     """
     header = _readable_header(root)
-    sums = checksums.read_sums(root)
+    sums = files.read_sums(root)
     small = [name for name in sums if name.endswith("zarr.json")]
     if changed := [name for name in small if not _matches(root, name, sums[name])]:
         raise StoreDamaged(
@@ -61,15 +60,15 @@ def checked(root: Path) -> Checked:
     return Checked(manifest, specs, sums)
 
 
-def expected_sizes(root: Path, files: int) -> Mapping[str, int]:
+def expected_sizes(root: Path, most: int) -> Mapping[str, int]:
     """Bytes of the files of the arrays, by path below `root`; none where the metadata cannot be read, or
-    promise more than that many `files`.
+    promise more than `most` files.
     """
     try:
         specs = layout.read_specs(root, Manifest.from_json(layout.read_header(root) or {}))
     except StoreError:  # whoever reads the files names what is wrong with them
         return {}
-    return _sizes(specs) if _count(specs) <= files else {}
+    return _sizes(specs) if _count(specs) <= most else {}
 
 
 def existing(path: Path) -> Path:
@@ -93,8 +92,8 @@ def existing(path: Path) -> Path:
 
 
 def of_one(root: Path, work: Callable[[], T]) -> T:
-    """What `work` makes of the store at `root`: anew where an append put another one there meanwhile, so that
-    it has read a part of each.
+    """The result of `work` on the store at `root`, repeated where an append replaced the store meanwhile, so
+    that it read a part of each.
     """
     while True:
         before = identity(root)
@@ -123,7 +122,7 @@ def _readable_header(root: Path) -> dict[str, object] | None:
     header = layout.read_header(root)
     if header is not None:
         check_version(header)
-    elif not (root / checksums.SEAL).exists():
+    elif not (root / files.SEAL).exists():
         raise StoreForeign(
             f"{root} is not a KV store: give the path of one that `offload-decode prefill` made."
         )
@@ -131,7 +130,7 @@ def _readable_header(root: Path) -> dict[str, object] | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """What tells the folder of a store from another one that takes its name; None where it is gone."""
+    """Tells the folder of a store from another one of the same name; None where it is gone."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

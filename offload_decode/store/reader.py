@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_decode.common import files
 from offload_decode.common.errors import StoreDamaged, StoreMismatch
-from offload_decode.store import files as checksums
+from offload_decode.common.files import parse
+from offload_decode.store import files
 from offload_decode.store.files import check_sizes, read_regular
 from offload_decode.store.format import Array, Manifest, fingerprint_version, token_hash
 from offload_decode.store.layout import SEAM, ArraySpec, array_name, sample_plan
@@ -22,9 +22,7 @@ from offload_decode.store.opening import checked, existing, expected_sizes, iden
 from offload_decode.store.streams import head_view, list_view
 from offload_decode.types import Document, ModelShape
 
-# The names of a store's documents, as they are kept in it.
-
-# Looked at before it is parsed: empty lists and objects take thirty times the memory of their text.
+# Checked before parsing: empty lists and objects take thirty times the memory of their text.
 _LIST_OF_TEXTS = re.compile(rb"""\s*+\[(?:\s*+"(?:[^"\\]|\\.)*+"\s*+,?+)*+\]\s*+""", re.DOTALL)
 
 
@@ -32,11 +30,9 @@ def names_of(data: bytes) -> list[str]:
     """The names of documents; `ValueError` for anything else."""
     if not _LIST_OF_TEXTS.fullmatch(data):
         raise ValueError("it is no list of names")
-    names: list[str] = files.parse(data)
+    names: list[str] = parse(data)
     return names
 
-
-# What a store takes on disk.
 
 _STATES = ("conv", "recurrent")
 _KINDS = {
@@ -51,14 +47,14 @@ _KINDS = {
 }
 
 
-def bytes_by_kind(root: Path, specs: Mapping[str, ArraySpec], files: Iterable[str]) -> dict[str, int]:
-    """Bytes of the store at `root` by kind of array. `files`: all of its own, by their names."""
+def bytes_by_kind(root: Path, specs: Mapping[str, ArraySpec], names: Iterable[str]) -> dict[str, int]:
+    """Bytes of the store at `root` by kind of array. `names`: all its files."""
     cost: dict[str, int] = {}
     for spec in specs.values():
         name = spec.name.rpartition("/")[2].removesuffix(SEAM)
         kind = _KINDS.get(name, "states" if name.rstrip("0123456789") in _STATES else name)
         cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * sum(1 for _ in spec.files())
-    small = [name for name in files if name.endswith("zarr.json")] + [checksums.SUMS, checksums.SEAL]
+    small = [name for name in names if name.endswith("zarr.json")] + [files.SUMS, files.SEAL]
     cost["metadata and checksums"] = sum(os.path.getsize(root / name) for name in small)
     return cost
 
@@ -129,7 +125,7 @@ class KVStore:
         return self._specs
 
     def keys(self, layer: int, kv_head: int) -> Array:
-        """Post-RoPE keys `[N, D]` of a full-attention layer, or encoded `[N]` (`indexes.rows.encodings`)."""
+        """Post-RoPE keys `[N, D]` of a full-attention layer, or encoded `[N]` (`common.rows.encodings`)."""
         return self._rows(layer, "keys", kv_head)
 
     def values(self, layer: int, kv_head: int) -> Array:
@@ -178,36 +174,36 @@ class KVStore:
         return self._states(layer, SEAM if self.manifest.keeps_seam else "")
 
     def check_mapped(self, layer: int) -> None:
-        """StoreDamaged where a mapped file of a layer has changed its size, before its views are read again:
-        beyond the end of a file that shrank there is no memory, and the system ends who reads it (SIGBUS).
+        """StoreDamaged where a mapped file of a layer has changed its size. To be called before its views are
+        read again: the system ends a process that reads beyond the end of a truncated file (SIGBUS).
 
         A microsecond a file. One that shrinks while it is being read is still fatal.
         """
         try:
             check_sizes(self._mapped.get(layer, ()))
-        except StoreDamaged:  # perhaps of another store that has taken the place of this one
+        except StoreDamaged:  # perhaps another store has replaced this one
             self.check_same()
             raise
 
     def check_same(self) -> None:
-        """StoreMismatch where another store has taken the place of this one, as an append does."""
+        """StoreMismatch where another store has replaced this one, as an append does."""
         if identity(self.path) == self._identity:
             return
         with surfaced(self.path):
-            if read_regular(self.path / checksums.SEAL) != checksums.seal_of(checksums.render(self._sums)):
+            if read_regular(self.path / files.SEAL) != files.seal_of(files.render(self._sums)):
                 raise StoreMismatch(
                     f"{self.path} is another store now than when it was opened: open it again."
                 )
 
     def digest(self, layer: int, kv_head: int) -> str:
         """SHA-256 over the checksums of one head's key files: names the keys without reading them."""
-        files = self._specs[array_name(layer, "keys")].head_files(kv_head)
-        return hashlib.sha256(checksums.render({name: self._sums[name] for name in files})).hexdigest()
+        names = self._specs[array_name(layer, "keys")].head_files(kv_head)
+        return hashlib.sha256(files.render({name: self._sums[name] for name in names})).hexdigest()
 
     @cached_property
     def store_digest(self) -> str:
         """SHA-256 of SHA256SUMS: names the whole store."""
-        return hashlib.sha256(checksums.render(self._sums)).hexdigest()
+        return hashlib.sha256(files.render(self._sums)).hexdigest()
 
     def cost(self) -> dict[str, int]:
         """Bytes on disk by kind of array."""
@@ -242,23 +238,23 @@ class KVStore:
         if shape is not None and shape != ours.shape:
             raise self._mismatch("another shape")
 
-    def verify(self, progress: checksums.Report | None = None) -> None:
+    def verify(self, progress: files.Report | None = None) -> None:
         """Read every byte; see `verify_store`."""
         verify_store(self.path, progress)
 
     def _rows(self, layer: int, kind: str, kv_head: int) -> Array:
         name = array_name(layer, kind)
         spec = self._specs[name]
-        files = [(os.path.join(self.path, file), spec.chunk_bytes) for file in spec.head_files(kv_head)]
+        sizes = [(os.path.join(self.path, file), spec.chunk_bytes) for file in spec.head_files(kv_head)]
         if (name, kv_head) in self._views:
             with self._of_this():
-                check_sizes(files)
+                check_sizes(sizes)
         else:
             with self._of_this():
                 view = head_view(self.path, spec, kv_head)
             self.check_same()
             self._views[name, kv_head] = view
-            self._mapped.setdefault(layer, []).extend(files)
+            self._mapped.setdefault(layer, []).extend(sizes)
         return self._views[name, kv_head]
 
     def _states(self, layer: int, suffix: str) -> tuple[Array, ...]:
@@ -275,7 +271,7 @@ class KVStore:
 
     @contextmanager
     def _of_this(self) -> Iterator[None]:
-        """What seems damaged may be of another store that has taken the place of this one."""
+        """What seems damaged may belong to another store that has replaced this one."""
         try:
             yield
         except StoreDamaged:
@@ -298,7 +294,7 @@ class KVStore:
         return StoreDamaged(f"The tokens or documents in {self.path} contradict its manifest: prefill again.")
 
 
-def verify_store(path: str | Path, progress: checksums.Report | None = None) -> None:
+def verify_store(path: str | Path, progress: files.Report | None = None) -> None:
     """Read every byte of the store at `path`.
 
     StoreDamaged names every file that is missing, changed or not of the store; otherwise as `KVStore.open`.
@@ -306,8 +302,8 @@ def verify_store(path: str | Path, progress: checksums.Report | None = None) -> 
     root = existing(Path(path))
 
     def verify() -> None:
-        if (root / checksums.SEAL).exists():
-            checksums.check_tree(root, partial(expected_sizes, root), progress)
+        if (root / files.SEAL).exists():
+            files.check_tree(root, partial(expected_sizes, root), progress)
         KVStore.open(root)._check_contents()
 
     with surfaced(root):

@@ -1,4 +1,4 @@
-"""A store that is begun, or that a killed process began: both go on from what is committed."""
+"""Begin a store, or resume one that a killed process began: both continue from what is committed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from offload_decode.common import files
 from offload_decode.common.errors import StoreDamaged, StoreMismatch
-from offload_decode.common.files import remove
 from offload_decode.common.rows.encodings import decode
 from offload_decode.store import layout
 from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regular, read_regular
@@ -83,7 +82,7 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
     root = partial / STORE
     (partial / PROGRESS).unlink(missing_ok=True)  # of a store that was published and removed
     for folder in (root, partial / WINDOWS):
-        remove(folder)
+        files.remove(folder)
         folder.mkdir()
     earlier = growth.specs if growth else None
     sizes = len(given["documents/offsets"]) - 1, len(given["documents/names"])
@@ -197,7 +196,7 @@ def _reopened_page(manifest: Manifest, keys: RowStream) -> OpenPage | None:
     if not (rows := keys.rows % manifest.page_size) or keys.rows == manifest.n_tokens:
         return None
     start = keys.rows - rows
-    tail = np.stack([keys.view(head)[start : keys.rows] for head in range(manifest.shape.kv_heads)])
+    newest = np.stack([keys.view(head)[start : keys.rows] for head in range(manifest.shape.kv_heads)])
     if manifest.encoding("keys"):
-        tail = decode(tail)
-    return fold_pages(None, start, tail, manifest.page_size, manifest.n_tokens)[2]
+        newest = decode(newest)
+    return fold_pages(None, start, newest, manifest.page_size, manifest.n_tokens)[2]

@@ -1,4 +1,4 @@
-"""A store that is being written: `STORE.partial/`, with what a prefill needs to go on after it was killed.
+"""A store that is being written: `STORE.partial/`, with what a prefill needs to continue after it was killed.
 
 STORE.partial/
 ├── lock            held by the writer
@@ -89,7 +89,7 @@ class Committed:
     """What is committed: the first `tokens` tokens.
 
     `crcs` are CRC-32 of the rows of each head, by array; `segments` are by local layer, `states` by recurrent
-    layer; `errors` are the running `store.encoded.EncodingLoss` of each encoded array; `seam_states` and
+    layer; `errors` are the running `streams.EncodingLoss` of each encoded array; `seam_states` and
     `seam_errors` are those at the seam, once it is reached. The file ends with a CRC-32 of itself.
     """
 

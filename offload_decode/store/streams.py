@@ -1,4 +1,6 @@
-"""Arrays on disk as they grow: rows are written straight into the chunk files, and read back through maps."""
+"""Arrays on disk as they grow: rows are encoded where the manifest says so, written straight into the chunk
+files, and read back through maps.
+"""
 
 from __future__ import annotations
 
@@ -150,8 +152,6 @@ def _write_at(file: Path, offset: int, data: memoryview) -> None:
     finally:
         os.close(descriptor)
 
-
-# Rows on their way into a store: encoded where the manifest says so, and what that cost.
 
 ENCODED_KINDS = ("keys", "values")
 

@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload_decode.common import files
-from offload_decode.common import files as durable
 from offload_decode.common.errors import StoreBusy, StoreExists, StoreIncomplete
-from offload_decode.common.files import remove
 from offload_decode.store import layout
 from offload_decode.store.files import SEAL, SUMS, Report, hash_files, render, seal_of
 from offload_decode.store.format import Array, Manifest, token_hash
@@ -43,17 +41,15 @@ from offload_decode.store.staging import (
 from offload_decode.store.streams import Encoder, RowStream, no_errors, rows_of, write_array
 from offload_decode.types import Document
 
-# Two folders that change places: at once where the system can, so that none is ever missing.
-
 _HERE, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def exchange(new: Path, old: Path, aside: Path) -> None:
-    """Give `new` the name of `old`, which is left under the name of `new`.
+    """Swap the names of two folders: atomically where the system can.
 
-    Where the file system cannot exchange names, `old` goes `aside` first, and stays there: for a moment
-    nothing has its name. `restore` brings it back if that is where the process was killed.
+    Elsewhere `old` is renamed to `aside` first and stays there, so that for a moment nothing has its name;
+    `restore` brings it back if the process was killed then.
     """
     if _at_once(new, old):
         files.sync_names(old, new)
@@ -83,9 +79,6 @@ def _at_once(one: Path, other: Path) -> bool:
     return not failed
 
 
-# The last act of a prefill: checksums, everything flushed to the disk, and one rename.
-
-
 def refuse_existing(path: Path, staging: Path | None = None) -> None:
     """StoreExists where `path` is taken; `remove_left` of its `staging` then."""
     if os.path.lexists(path):
@@ -97,24 +90,24 @@ def refuse_existing(path: Path, staging: Path | None = None) -> None:
 
 
 def remove_left(partial: Path) -> None:
-    """Remove the staging folder of a prefill, or what else had one, that was killed when its store had its
-    name already: there is no store in it.
+    """Remove the staging folder of a job that was killed after its store was published: there is no store in
+    it.
     """
     if (partial / LOCK).exists() and not (partial / STORE).exists():
         with suppress(StoreBusy), locked(partial):
             shutil.rmtree(partial)
-    with suppress(OSError):  # an empty folder is what a kill leaves as the very last thing
+    with suppress(OSError):  # a kill may leave an empty folder
         partial.rmdir()
 
 
-def seal(partial: Path, files: Iterable[str], progress: Report | None = None) -> None:
+def seal(partial: Path, names: Iterable[str], progress: Report | None = None) -> None:
     """Put the checksums of all files into the store in the staging folder, and flush it to the disk."""
     root = partial / STORE
-    sums = render(hash_files(root, files, progress))
+    sums = render(hash_files(root, names, progress))
     for name, data in ((SUMS, sums), (SEAL, seal_of(sums))):
-        durable.write(partial / name, data)  # its temporary file must not lie in the store
-        durable.rename(partial / name, root / name)
-    durable.sync_tree(root)
+        files.write(partial / name, data)  # its temporary file must not lie in the store
+        files.rename(partial / name, root / name)
+    files.sync_tree(root)
 
 
 def publish(partial: Path, path: Path, *, replacing: bool = False) -> None:
@@ -128,18 +121,18 @@ def publish(partial: Path, path: Path, *, replacing: bool = False) -> None:
         exchange(partial / STORE, path, aside=partial / REPLACED)
     else:
         refuse_existing(path)
-        durable.rename(partial / STORE, path)
+        files.rename(partial / STORE, path)
     clear(partial)
 
 
 def clear(partial: Path) -> None:
-    """Remove a staging folder that is done with."""
+    """Remove a staging folder after publishing."""
     (partial / PROGRESS).unlink(missing_ok=True)
     for folder in (WINDOWS, STORE, REPLACED):
         with suppress(OSError):
-            remove(partial / folder)
-    # The lock goes last: as long as it is there, what is left is known to be ours.
-    durable.sync_folders([partial])
+            files.remove(partial / folder)
+    # The lock goes last: it marks the folder as ours.
+    files.sync_folders([partial])
     shutil.rmtree(partial)
 
 
@@ -147,8 +140,8 @@ class KVStoreWriter:
     """A store that is being written at `STORE.partial`.
 
     One forward chunk at a time: `append` for every layer, `put_queries` for every full-attention layer, then
-    `commit`. After the last token, `publish`. A writer whose process was killed is opened again, goes on from
-    `done`, the tokens of its last commit, and ends with the same bytes.
+    `commit`. After the last token, `publish`. A writer whose process was killed is opened again, continues
+    from `done`, the tokens of its last commit, and ends with the same bytes.
     """
 
     def __init__(self, path: Path, manifest: Manifest, growth: Growth | None = None) -> None:
@@ -179,7 +172,7 @@ class KVStoreWriter:
         documents: Sequence[Document],
         growth: Growth | None = None,
     ) -> KVStoreWriter:
-        """Begin the store at `path`, or go on with the one that was begun there.
+        """Begin the store at `path`, or continue one that was begun there.
 
         `tokens [N]` and `documents`, which follow each other without gaps, are those of the whole corpus.
         With `growth` the store that lies there is the beginning of this one, and is replaced by it when it is
@@ -201,9 +194,8 @@ class KVStoreWriter:
                     refuse_existing(path)  # it may have been published while the lock was waited for
                 else:
                     growth.begin(partial_path(path))
-                writer._take(
-                    begin(partial_path(path), manifest, tokens, documents, writer._samples[0], growth)
-                )
+                begun = begin(partial_path(path), manifest, tokens, documents, writer._samples[0], growth)
+                writer._take(begun)
             writer._stack = stack.pop_all()
         return writer
 
@@ -346,10 +338,10 @@ class KVStoreWriter:
                         spec = self._specs[array_name(layer, own.name + suffix)]
                         write_array(self._root, spec, state.reshape(-1))
             layout.record(self._partial, self._root, replace(self.manifest, kv_error=self._encoder.cost()))
-            files = layout.group_files(self.manifest)
+            names = layout.group_files(self.manifest)
             for spec in self._specs.values():
-                files += [spec.metadata_file, *spec.files()]
-            seal(self._partial, files, progress)
+                names += [spec.metadata_file, *spec.files()]
+            seal(self._partial, names, progress)
         self._sealed = True
         return self._root
 
@@ -366,15 +358,15 @@ class KVStoreWriter:
         self.close()
 
     def _sync(self) -> None:
-        """Bring to the disk what is committed next."""
+        """Flush what is committed next to the disk."""
         written = [stream.take_written() for stream in self._streams.values()]
         written += [window.take_written() for window in self._windows.values()]
         written += [state.take_written() for state in self._states.values()]
-        durable.sync_files(set[Path]().union(*written))
-        durable.sync_folders([self._partial / WINDOWS])
+        files.sync_files(set[Path]().union(*written))
+        files.sync_folders([self._partial / WINDOWS])
 
     def _take(self, begun: Begun) -> None:
-        """Go on from what was committed."""
+        """Continue from the last commit."""
         self._specs, self._streams, self._open_pages = begun.specs, begun.streams, begun.open_pages
         self._windows, self._states, self._encoder = begun.windows, begun.states, begun.encoder
         self.done = begun.done

@@ -15,7 +15,7 @@ from offload_decode.attention.host_gather import gather_rows, unite
 from offload_decode.attention.host_tokens import attend_tokens
 from offload_decode.attention.rows import Rows
 from offload_decode.attention.state import attend
-from offload_decode.common.rows import encodings, numbers, threads
+from offload_decode.common.rows import compiled, encodings, threads
 
 CPU = torch.device("cpu")
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -142,7 +142,7 @@ def test_an_id_beyond_the_store_is_refused(scored):
 def test_every_half_is_widened_exactly():
     halves = np.arange(1 << 16, dtype=np.uint16)
     expected = halves.view(np.float16).astype(np.float32)
-    for widen in (numbers.multiplied, numbers.half_to_single):
+    for widen in (compiled.multiplied, compiled.half_to_single):
 
         @njit
         def widened(halves, out, widen=widen):

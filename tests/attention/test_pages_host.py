@@ -171,10 +171,7 @@ def test_encoded_rows_are_what_they_decode_to(encoding, shape, k, limit, seed):
         for part in (key_records, value_records)
     ]
     rows = [[Rows(own) for own in part] for part in (key_records, value_records)]
-    close(
-        host_pages.attend_pages(query, *rows, *how, 0.3),
-        paging.attend_pages(query, *decoded, *how, 0.3),
-    )
+    close(host_pages.attend_pages(query, *rows, *how, 0.3), paging.attend_pages(query, *decoded, *how, 0.3))
     scores = host_pages.token_scores(query, rows[0], *how)
     expected = host_pages.token_scores(query, stored(decoded[0]), *how)
     torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-5)

@@ -79,10 +79,7 @@ def test_a_command_that_needs_no_names_does_not_look_for_them() -> None:
     [
         ("import nowhere", r"cannot be imported \(ModuleNotFoundError: No module named 'nowhere'\)"),
         ("def (", r"cannot be imported \(SyntaxError"),
-        (
-            "import sys\nsys.exit('no GPU,\\nno job')",
-            r"cannot be imported \(SystemExit: no GPU, no job\)",
-        ),
+        ("import sys\nsys.exit('no GPU,\\nno job')", r"cannot be imported \(SystemExit: no GPU, no job\)"),
         ("First = 5", "mine:First is no class that inherits Selector"),
         ("class First: name = 'first'", "is no class that inherits Selector"),
         ("Last = 5", r"cannot be imported \(AttributeError"),

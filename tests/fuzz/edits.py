@@ -153,9 +153,7 @@ def _edit(name: str, data: bytes) -> st.SearchStrategy[Edit]:
     drops = st.builds(Edit, st.just(name), st.just("drop"), st.tuples(where))
     twice = st.builds(Edit, st.just(name), st.just("twice"), st.tuples(where, st.sampled_from(VALUES)))
     raw = st.builds(Edit, st.just(name), st.just("raw"), st.tuples(where, st.sampled_from(sorted(RAW))))
-    return _weighted(
-        {near: 4, values: 3, raw: 1, drops: 1, twice: 1, words: 1, cuts: 1, kinds: 1},
-    )
+    return _weighted({near: 4, values: 3, raw: 1, drops: 1, twice: 1, words: 1, cuts: 1, kinds: 1})
 
 
 def _weighted(chances: dict[st.SearchStrategy[Edit], int]) -> st.SearchStrategy[Edit]:

@@ -12,12 +12,9 @@ from numba import njit
 
 from offload_decode.common.errors import InvalidIndexInput
 from offload_decode.common.rows import encodings
-from offload_decode.common.rows import threads as pool
 from offload_decode.indexes import get
-from offload_decode.indexes.clusters import cells, dot4
+from offload_decode.indexes.clusters import cells, dot4, search
 from offload_decode.indexes.clusters import index as clusters
-from offload_decode.indexes.clusters import search as pruned_scan
-from offload_decode.indexes.clusters import search as pruning
 from offload_decode.indexes.clusters.index import ClusteredIndex
 from offload_decode.testing.index_contract import (
     DIM,
@@ -51,7 +48,7 @@ def packed_codes(codes: Any) -> Any:
 
 @pytest.mark.parametrize("form", dot4.forms())
 @pytest.mark.parametrize("dim", [8, 64, 136])
-def test_every_form_scores_the_same_and_marks_what_is_above_the_floor(form: str, dim: int) -> None:
+def test_every_form_scores_the_same_and_marks_what_is_above_the_threshold(form: str, dim: int) -> None:
     rng = np.random.default_rng(dim)
     codes = rng.integers(0, 16, (48, dim)).astype(np.uint8)
     queries = rng.integers(-127, 128, (dot4.QUERIES, dim)).astype(np.int8)
@@ -68,14 +65,14 @@ def test_every_form_scores_the_same_and_marks_what_is_above_the_floor(form: str,
     near, unit, offset = rng.integers(-8, 8, (3, dot4.QUERIES)).astype(np.float32)
     products = codes[16:].astype(np.int32) @ queries.astype(np.int32).T
     expected = near + (products - offset).astype(np.float32) * (scales[16:, None] * unit)
-    floor = np.median(expected, axis=0)
+    threshold = np.median(expected, axis=0)
     scores = np.zeros((2, dot4.QUERIES, dot4.BLOCK), np.float32)
     masks = np.zeros((2, dot4.QUERIES), np.uint16)
-    terms = np.stack([near, unit, offset, floor]).astype(np.float32)
+    terms = np.stack([near, unit, offset, threshold]).astype(np.float32)
     run(packed_codes(codes), scales, 1, 2, dim // dot4.GROUP, packed, terms, scores, masks)
     np.testing.assert_array_equal(scores, expected.reshape(2, dot4.BLOCK, -1).transpose(0, 2, 1))
     bits = (masks[..., None] >> np.arange(dot4.BLOCK)) & 1
-    np.testing.assert_array_equal(bits, scores > floor.astype(np.float32)[:, None])
+    np.testing.assert_array_equal(bits, scores > threshold.astype(np.float32)[:, None])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *ENCODINGS])
@@ -118,7 +115,7 @@ def test_hits_below_the_exact_scan_are_scored_exactly(monkeypatch: pytest.Monkey
         assert_truthful(hits, queries, index.keys)
 
 
-def test_the_reach_is_tuned_for_few_keys_and_for_many(tmp_path: Path) -> None:
+def test_deviations_are_tuned_for_few_keys_and_for_many(tmp_path: Path) -> None:
     keys, queries, others = (
         clustered_keys(8000, np.float16),
         foreign_queries(128),
@@ -137,19 +134,19 @@ def test_the_reach_is_tuned_for_few_keys_and_for_many(tmp_path: Path) -> None:
     assert get("clusters").load(tmp_path / "index", keys).recall_of_many == many  # type: ignore[attr-defined]
 
 
-def test_between_few_and_many_the_reach_falls_with_the_logarithm_and_never_rises() -> None:
+def test_deviations_fall_with_the_logarithm_of_k_and_never_rise() -> None:
     index = built()
     assert index.recall is not None
     few = dataclasses.replace(index.recall, k=16, value=4.0)
     index.recall, index.recall_of_many = few, dataclasses.replace(few, k=1024, value=3.0)
     ks = (1, 16, 128, 1024, 4000)
-    assert [index.reach(k) for k in ks] == [4.0, 4.0, 3.5, 3.0, 3.0]
+    assert [index.deviations_for(k) for k in ks] == [4.0, 4.0, 3.5, 3.0, 3.0]
     index.recall_of_many = dataclasses.replace(few, k=1024, value=5.0)
-    assert [index.reach(k) for k in ks] == [4.0] * 5
+    assert [index.deviations_for(k) for k in ks] == [4.0] * 5
     index.recall_of_many = dataclasses.replace(few, k=16, value=3.0)  # what no build writes
-    assert [index.reach(k) for k in ks] == [4.0] * 5
+    assert [index.deviations_for(k) for k in ks] == [4.0] * 5
     index.recall_of_many = None  # of an index that was built before it was measured
-    assert [index.reach(k) for k in ks] == [4.0] * 5
+    assert [index.deviations_for(k) for k in ks] == [4.0] * 5
 
 
 def test_a_row_finds_the_same_alone_and_among_others() -> None:
@@ -170,14 +167,14 @@ def test_a_heads_cells_are_searched_in_parts_where_threads_would_idle(
     if made == "repeated":
         keys[:2000] = np.repeat(keys[:40], 50, axis=0)
     elif made == "outlier":
-        keys[5] *= 300  # no floor can be predicted
+        keys[5] *= 300  # no threshold can be predicted
     heads = [get("clusters").build(keys[:last], k=16) for last in (12_000, 7000)]
     assert all(isinstance(head, ClusteredIndex) for head in heads)
     queries = foreign_queries(6, seed=8).reshape(2, 3, DIM)
     ks = (1, 16, 300, 2000)
-    monkeypatch.setattr(pool, "THREADS", 1)
+    monkeypatch.setattr("offload_decode.common.rows.threads.THREADS", 1)
     expected = [ClusteredIndex.search_heads(heads, queries, k) for k in ks]
-    monkeypatch.setattr(pool, "THREADS", threads)
+    monkeypatch.setattr("offload_decode.common.rows.threads.THREADS", threads)
     monkeypatch.setattr(clusters, "_CELLS_OF_A_PART", 8)
     ran, run = [], clusters._in_parts
 
@@ -199,17 +196,17 @@ def test_a_heads_cells_are_searched_in_parts_where_threads_would_idle(
 def test_threads_share_the_predictions_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = [get("clusters").build(clustered_keys(count, np.float32), k=16) for count in (12_000, 7000)]
     queries = foreign_queries(10, seed=8).reshape(2, 5, DIM)
-    shared, search = [], clusters.search_layer
+    shared, search_layer = [], clusters.search_layer
 
     def seen(*given: Any) -> None:
         shared.append(given[4])
-        search(*given)
+        search_layer(*given)
 
     monkeypatch.setattr(clusters, "search_layer", seen)
-    monkeypatch.setattr(pool, "THREADS", 12)
+    monkeypatch.setattr("offload_decode.common.rows.threads.THREADS", 12)
     monkeypatch.setattr(clusters, "_CELLS_OF_A_PART", 8)
     ClusteredIndex.search_heads(heads, queries, 16)
-    told = shared[0]
+    predicted = shared[0]
     for number, (head, own) in enumerate(zip(heads, queries, strict=True)):
         assert isinstance(head, ClusteredIndex)
         counts = head.cells.counts
@@ -219,16 +216,16 @@ def test_threads_share_the_predictions_of_a_head(monkeypatch: pytest.MonkeyPatch
             np.sqrt(scaled**2 @ head.cells.variances.T) if squared else scaled @ head.cells.means.T
             for squared in (False, True)
         )
-        np.testing.assert_allclose(told.near[number, :, : len(counts)], near, rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(1 / told.inverse[number, :5, : len(counts)], inverse[:5], rtol=1e-3)
+        np.testing.assert_allclose(predicted.near[number, :, : len(counts)], near, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(1 / predicted.inverse[number, :5, : len(counts)], inverse[:5], rtol=1e-3)
         for r in range(5):
-            floor = pruning.floor_of(
-                told.near[number, r, : len(counts)],
-                told.inverse[number, r, : len(counts)],
+            threshold = search.threshold_of(
+                predicted.near[number, r, : len(counts)],
+                predicted.inverse[number, r, : len(counts)],
                 counts,
-                pruned_scan.AIMED * pruned_scan.candidates_for(16),
+                search.AIMED * search.candidates_for(16),
             )
-            assert told.floors[number, r] == floor
+            assert predicted.thresholds[number, r] == threshold
 
 
 def test_no_cell_is_left_to_no_part() -> None:
@@ -236,9 +233,9 @@ def test_no_cell_is_left_to_no_part() -> None:
     for listed in ([0, 2, 3, 5], [2], []):
         chosen = np.array(listed, np.int64)
         for parts in (1, 2, 3, 7):
-            own = [list(pruned_scan._own_part(chosen, starts, part, parts)) for part in range(parts)]
+            own = [list(search._own_part(chosen, starts, part, parts)) for part in range(parts)]
             assert [cell for part in own for cell in part] == listed
-    assert list(pruned_scan._own_part(np.arange(6), starts, 1, 3)) == [2], "parts are of like size"
+    assert list(search._own_part(np.arange(6), starts, 1, 3)) == [2], "parts are of like size"
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-20, 1, 1e20])

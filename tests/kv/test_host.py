@@ -99,10 +99,7 @@ def test_attending_to_everything_and_to_pages_is_the_same_wherever_it_is_done(de
     everything = torch.arange(N).expand(HKV, R, N)
     pages = torch.arange(-(-N // 8)).expand(HKV, R, -1)
     limit = torch.full((HKV,), 10**6)
-    for selection in (
-        Selection(None),
-        PageSelection(pages.to(device), 8, limit.to(device), shared=False),
-    ):
+    for selection in (Selection(None), PageSelection(pages.to(device), 8, limit.to(device), shared=False)):
         stats = StepStats()
         out, lse = host.attend(0, Queries(query.to(device), 0.4), selection, stats)
         expected = by_mask(store, query, everything)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from offload_decode.attention import ranking
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import numpy_view, tensor_view
 from offload_decode.kv.host_cache import HostKV
@@ -110,7 +109,7 @@ class MemoryCases:
     def case(self, request, monkeypatch):
         """(tokens, query heads, KV heads, head dimension, dtype)."""
         monkeypatch.setattr(key_scores, "BLOCK_TOKENS", 16)
-        monkeypatch.setattr(ranking, "BLOCK_SCORES", 60)
+        monkeypatch.setattr(key_scores, "BLOCK_SCORES", 60)
         return Case.drawn(*request.param)
 
 

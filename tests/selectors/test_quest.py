@@ -119,10 +119,7 @@ class TestQuestTopK(QuestContract):
             return
         tokens = min(2 * int(budget), store.manifest.n_tokens)
         pages = held.selector.best_pages(
-            held.selector.bounds(LAYER),
-            held.selector.host.length,
-            held.selector.lists(queries),
-            tokens,
+            held.selector.bounds(LAYER), held.selector.host.length, held.selector.lists(queries), tokens
         )
         ids = page_tokens(pages.pages, pages.page_size, store.manifest.n_tokens, pages.limit)
         if pages.shared:

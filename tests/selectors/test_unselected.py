@@ -12,7 +12,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors import unselected
-from offload_decode.selectors.unselected import SampleTail, _unselected, selected_lists
+from offload_decode.selectors.unselected import SampleEstimate, _unselected, selected_lists
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import (
     AttentionState,
@@ -124,7 +124,7 @@ def test_sampling_is_unbiased_and_states_its_error():
     """Over many seeds denominator and numerator have the right mean, and the stated spread."""
     host, queries = random_host(tokens=400), some_queries(rows=2)
     ids, seeds = some_ids(host, 40, rows=2), 600
-    expected, sums, stated, tail = dense(host, queries, ids), [], [], SampleTail(host, 32)
+    expected, sums, stated, tail = dense(host, queries, ids), [], [], SampleEstimate(host, 32)
     for tail.seed in range(seeds):
         out, lse, deviation = tail.estimate(0, queries, Selection(ids))
         sums.append(torch.cat([out, torch.ones(HKV, 2, 1)], -1) * (lse - expected.lse).exp()[..., None])

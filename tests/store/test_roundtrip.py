@@ -170,12 +170,7 @@ def test_cost_counts_every_byte(store: Path) -> None:
 
 def test_another_model_is_refused(store: Path) -> None:
     opened = KVStore.open(store)
-    same = {
-        "config_hash": "c0ffee",
-        "weights_hash": "beef",
-        "tokenizer_hash": "decade",
-        "dtype": "float16",
-    }
+    same = {"config_hash": "c0ffee", "weights_hash": "beef", "tokenizer_hash": "decade", "dtype": "float16"}
     opened.check_model(**same)
     opened.check_model()
     for name, other in dict.fromkeys(same, "other").items():

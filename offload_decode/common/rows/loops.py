@@ -1,7 +1,6 @@
-"""Compiled loops over one stored row, read where it lies: an inner product, a weighted sum.
+"""Compiled loops over one stored row, read where it lies: inner product, weighted sum, prefetch.
 
-A row is what `indexes.rows.scan.bits` and `layout` make of it. Callers bound the row numbers: nothing here
-does.
+A row is given by `scan.bits` and `scan.layout`. Callers check the row numbers: nothing here does.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from offload_decode.common.rows.compiled import half_to_single, scale_of
 from offload_decode.common.rows.encodings import SCALE_BYTES
-from offload_decode.common.rows.numbers import half_to_single, scale_of
 from offload_decode.common.rows.scan import BF16, FP16, INT4, INT8
 
 # A loop for each layout in a function of its own, and only the choice among them inlined: arrays that a loop
@@ -29,33 +28,33 @@ _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN an
 def dot_row(query: Any, bits: Any, layout: int, row: int) -> Any:
     """Inner product of `query [D]` float32 with one row, accumulated in float32."""
     if layout == FP16:
-        return _dot_half(query, bits, row)
+        return _dot_fp16(query, bits, row)
     if layout == BF16:
-        return _dot_brain(query, bits, row)
+        return _dot_bf16(query, bits, row)
     if layout == INT8:
-        return _dot_bytes(query, bits, row)
+        return _dot_int8(query, bits, row)
     if layout == INT4:
-        return _dot_nibbles(query, bits, row)
-    return _dot_single(query, bits, row)
+        return _dot_int4(query, bits, row)
+    return _dot_fp32(query, bits, row)
 
 
 @_compiled(forceinline=True)
 def add_row(out: Any, weight: Any, bits: Any, layout: int, row: int) -> None:
     """Adds `weight` times one row to `out [D]` float32."""
     if layout == FP16:
-        _add_half(out, weight, bits, row)
+        _add_fp16(out, weight, bits, row)
     elif layout == BF16:
-        _add_brain(out, weight, bits, row)
+        _add_bf16(out, weight, bits, row)
     elif layout == INT8:
-        _add_bytes(out, weight, bits, row)
+        _add_int8(out, weight, bits, row)
     elif layout == INT4:
-        _add_nibbles(out, weight, bits, row)
+        _add_int4(out, weight, bits, row)
     else:
-        _add_single(out, weight, bits, row)
+        _add_fp32(out, weight, bits, row)
 
 
 @_compiled(fastmath=_REASSOCIATE)
-def _dot_half(query: Any, bits: Any, row: int) -> Any:
+def _dot_fp16(query: Any, bits: Any, row: int) -> Any:
     total = np.float32(0)
     for d in range(len(query)):
         total += query[d] * half_to_single(np.uint16(bits[row, d]))
@@ -63,7 +62,7 @@ def _dot_half(query: Any, bits: Any, row: int) -> Any:
 
 
 @_compiled(fastmath=_REASSOCIATE)
-def _dot_brain(query: Any, bits: Any, row: int) -> Any:
+def _dot_bf16(query: Any, bits: Any, row: int) -> Any:
     total = np.float32(0)
     for d in range(len(query)):
         total += query[d] * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
@@ -71,7 +70,7 @@ def _dot_brain(query: Any, bits: Any, row: int) -> Any:
 
 
 @_compiled(fastmath=_REASSOCIATE)
-def _dot_bytes(query: Any, bits: Any, row: int) -> Any:
+def _dot_int8(query: Any, bits: Any, row: int) -> Any:
     total = np.float32(0)
     for d in range(len(query)):
         total += query[d] * np.float32(np.int8(bits[row, SCALE_BYTES + d]))
@@ -79,7 +78,7 @@ def _dot_bytes(query: Any, bits: Any, row: int) -> Any:
 
 
 @_compiled(fastmath=_REASSOCIATE)
-def _dot_nibbles(query: Any, bits: Any, row: int) -> Any:
+def _dot_int4(query: Any, bits: Any, row: int) -> Any:
     total = np.float32(0)
     for d in range(len(query) // 2):
         pair = np.int32(bits[row, SCALE_BYTES + d])
@@ -89,7 +88,7 @@ def _dot_nibbles(query: Any, bits: Any, row: int) -> Any:
 
 
 @_compiled(fastmath=_REASSOCIATE)
-def _dot_single(query: Any, bits: Any, row: int) -> Any:
+def _dot_fp32(query: Any, bits: Any, row: int) -> Any:
     total = np.float32(0)
     for d in range(len(query)):
         total += query[d] * np.uint32(bits[row, d]).view(np.float32)
@@ -97,26 +96,26 @@ def _dot_single(query: Any, bits: Any, row: int) -> Any:
 
 
 @_compiled(fastmath={"contract"})
-def _add_half(out: Any, weight: Any, bits: Any, row: int) -> None:
+def _add_fp16(out: Any, weight: Any, bits: Any, row: int) -> None:
     for d in range(len(out)):
         out[d] += weight * half_to_single(np.uint16(bits[row, d]))
 
 
 @_compiled(fastmath={"contract"})
-def _add_brain(out: Any, weight: Any, bits: Any, row: int) -> None:
+def _add_bf16(out: Any, weight: Any, bits: Any, row: int) -> None:
     for d in range(len(out)):
         out[d] += weight * np.uint32(np.uint32(bits[row, d]) << np.uint32(16)).view(np.float32)
 
 
 @_compiled(fastmath={"contract"})
-def _add_bytes(out: Any, weight: Any, bits: Any, row: int) -> None:
+def _add_int8(out: Any, weight: Any, bits: Any, row: int) -> None:
     scaled = np.float32(weight * scale_of(bits[row]))
     for d in range(len(out)):
         out[d] += scaled * np.float32(np.int8(bits[row, SCALE_BYTES + d]))
 
 
 @_compiled(fastmath={"contract"})
-def _add_nibbles(out: Any, weight: Any, bits: Any, row: int) -> None:
+def _add_int4(out: Any, weight: Any, bits: Any, row: int) -> None:
     scaled = np.float32(weight * scale_of(bits[row]))
     for d in range(len(out) // 2):
         pair = np.int32(bits[row, SCALE_BYTES + d])
@@ -125,19 +124,17 @@ def _add_nibbles(out: Any, weight: Any, bits: Any, row: int) -> None:
 
 
 @_compiled(fastmath={"contract"})
-def _add_single(out: Any, weight: Any, bits: Any, row: int) -> None:
+def _add_fp32(out: Any, weight: Any, bits: Any, row: int) -> None:
     for d in range(len(out)):
         out[d] += weight * np.uint32(bits[row, d]).view(np.float32)
 
-
-# Asking for memory before it is needed, for loops that read rows at random.
 
 _LINE = 64  # bytes of a cache line
 _POINTER = ir.IntType(8).as_pointer()
 
 
 def prefetch(builder: Any, place: Any) -> None:
-    """Emits the fetching of one line, to be read, into every cache."""
+    """Emits a prefetch of one line for reading, into every cache."""
     word = ir.IntType(32)
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", [_POINTER], ir.FunctionType(ir.VoidType(), [_POINTER, word, word, word])

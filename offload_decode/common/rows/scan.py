@@ -19,15 +19,12 @@ from numba.extending import intrinsic
 
 from offload_decode.common.rows import encodings
 from offload_decode.common.rows.arrays import BFLOAT16, Float32, Keys
+from offload_decode.common.rows.compiled import features, half_to_single, scale_of
 from offload_decode.common.rows.encodings import SCALE_BYTES
-from offload_decode.common.rows.numbers import half_to_single, scale_of
-from offload_decode.common.rows.processor import features
 
-# Inner products of a few rows with a few queries at once: `[ROWS, W]` times `[QUERIES, W]`, in float32.
-#
-# Every sum is kept in one vector of the processor, channel by channel, and all of them are added up
-# together at the end. Every inner product is summed in the same order, wherever its row and its query
-# lie.
+# Inner products of a few rows with a few queries at once: `[ROWS, W]` times `[QUERIES, W]`, in float32. Each
+# sum is kept in one vector of the processor and added up at the end, in the same order wherever its row and
+# query lie.
 
 _X86 = platform.machine() in ("x86_64", "AMD64")
 LANES = 16 if "avx512f" in features() else 8 if "avx" in features() else 4  # of a vector
@@ -136,7 +133,7 @@ def put(sums: Any, scores: Any, query: int, row: int, rows: int) -> None:
 
 Candidates = npt.NDArray[np.uint64]
 
-_RUN = 64  # scores looked at together; most runs hold nothing above the floor
+_RUN = 64  # scores looked at together; most runs hold nothing above the threshold
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # a sum may be vectorised; NaN and infinity keep their meaning
 
 
@@ -166,7 +163,7 @@ _ENCODED = {encodings.INT8: INT8, encodings.INT4: INT4}
 
 
 def layout(rows: Keys) -> int:
-    """What `widen_row` is to make of the bits of `rows`."""
+    """How the bits of `rows` are to be read."""
     encoding = encodings.encoding_of(rows)
     if encoding is not None:
         return _ENCODED[encoding]
@@ -197,7 +194,7 @@ def candidate(score: Any, row: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def score_and_row(candidate: Any) -> Any:
-    """What `candidate` was made of."""
+    """The score and the row of a candidate."""
     high = np.uint32(candidate >> np.uint64(32))
     bits = np.uint32(high & 0x7FFFFFFF) if high & 0x80000000 else np.uint32(~high)
     return np.uint32(bits).view(np.float32), np.int64(0xFFFFFFFF) - np.int64(
@@ -211,47 +208,47 @@ def widen_row(bits: Any, layout: int, out: Any) -> None:
     included), or the bytes of an encoded row.
     """
     if layout == FP16:
-        _widen_half(bits, out)
+        _widen_fp16(bits, out)
     elif layout == BF16:
-        _widen_brain(bits, out)
+        _widen_bf16(bits, out)
     elif layout == INT8:
-        _widen_bytes(bits, out)
+        _widen_int8(bits, out)
     elif layout == INT4:
-        _widen_nibbles(bits, out)
+        _widen_int4(bits, out)
     else:
-        _widen_single(bits, out)
+        _widen_fp32(bits, out)
 
 
-# Each in a function of its own, as in `offload_decode.common.rows.loops`.
+# A function for each layout: see `loops`.
 
 
 @njit(nogil=True, cache=True)
-def _widen_half(bits: Any, out: Any) -> None:
+def _widen_fp16(bits: Any, out: Any) -> None:
     for d in range(len(out)):
         out[d] = half_to_single(np.uint16(bits[d]))
 
 
 @njit(nogil=True, cache=True)
-def _widen_brain(bits: Any, out: Any) -> None:
+def _widen_bf16(bits: Any, out: Any) -> None:
     for d in range(len(out)):
         out[d] = np.uint32(np.uint32(bits[d]) << np.uint32(16)).view(np.float32)
 
 
 @njit(nogil=True, cache=True)
-def _widen_single(bits: Any, out: Any) -> None:
+def _widen_fp32(bits: Any, out: Any) -> None:
     for d in range(len(out)):
         out[d] = np.uint32(bits[d]).view(np.float32)
 
 
 @njit(nogil=True, cache=True)
-def _widen_bytes(bits: Any, out: Any) -> None:
+def _widen_int8(bits: Any, out: Any) -> None:
     scale = scale_of(bits)
     for d in range(len(out)):
         out[d] = np.float32(np.int8(bits[SCALE_BYTES + d])) * scale
 
 
 @njit(nogil=True, cache=True)
-def _widen_nibbles(bits: Any, out: Any) -> None:
+def _widen_int4(bits: Any, out: Any) -> None:
     scale = scale_of(bits)
     for d in range(len(out) // 2):
         pair = np.int32(bits[SCALE_BYTES + d])
@@ -263,32 +260,32 @@ def _widen_nibbles(bits: Any, out: Any) -> None:
 def widen_block(bits: Any, layout: int, dim: int, out: Any) -> None:
     """Rows of `dim` channels that lie side by side in float32, to the first of `out [>= n, >= dim]`."""
     if layout == FP16:
-        _widen_halves(bits, out)
+        _widen_block_fp16(bits, out)
     elif layout == BF16:
-        _widen_brains(bits, out)
+        _widen_block_bf16(bits, out)
     elif layout == FP32:
-        _widen_singles(bits, out)
+        _widen_block_fp32(bits, out)
     else:
         for j in range(len(bits)):
             widen_row(bits[j], layout, out[j, :dim])
 
 
 @njit(nogil=True, cache=True)
-def _widen_halves(bits: Any, out: Any) -> None:
+def _widen_block_fp16(bits: Any, out: Any) -> None:
     for j in range(len(bits)):
         for d in range(bits.shape[1]):
             out[j, d] = half_to_single(np.uint16(bits[j, d]))
 
 
 @njit(nogil=True, cache=True)
-def _widen_brains(bits: Any, out: Any) -> None:
+def _widen_block_bf16(bits: Any, out: Any) -> None:
     for j in range(len(bits)):
         for d in range(bits.shape[1]):
             out[j, d] = np.uint32(np.uint32(bits[j, d]) << np.uint32(16)).view(np.float32)
 
 
 @njit(nogil=True, cache=True)
-def _widen_singles(bits: Any, out: Any) -> None:
+def _widen_block_fp32(bits: Any, out: Any) -> None:
     for j in range(len(bits)):
         for d in range(bits.shape[1]):
             out[j, d] = np.uint32(bits[j, d]).view(np.float32)
@@ -320,32 +317,33 @@ def _score_rows(bits: Any, layout: int, queries: Any, dim: int, scores: Any) -> 
 
 
 @njit(nogil=True, cache=True, fastmath=_REASSOCIATE)
-def _survey(scores: Any, floor: Any) -> Any:
-    """How many of the scores exceed `floor`, and whether all are finite; one vectorised pass."""
+def _survey(scores: Any, threshold: Any) -> Any:
+    """How many of the scores exceed `threshold`, and whether all are finite; one vectorised pass."""
     above, poison = np.int32(0), np.float32(0)
     for j in range(len(scores)):
-        above += np.int32(scores[j] > floor)
+        above += np.int32(scores[j] > threshold)
         poison += scores[j] * np.float32(0)  # NaN as soon as one score is NaN or infinite
     return above, poison == 0
 
 
 @njit(nogil=True, cache=True)
-def keep_best(scores: Any, first_id: int, floor: Any, kept: Any, counts: Any) -> bool:
-    """Appends to `kept [G, capacity]` uint64, row by row at `counts [G]` int64, the scores above `floor [G]`.
+def keep_best(scores: Any, first_id: int, threshold: Any, kept: Any, counts: Any) -> bool:
+    """Appends to `kept [G, capacity]` uint64, row by row at `counts [G]` int64, the scores above `threshold
+    [G]`.
 
     `scores [G, n]` float32 belong to the ids from `first_id`. False when a score is not finite.
     """
     for g in range(len(scores)):
         for start in range(0, scores.shape[1], _RUN):
             run = scores[g, start : start + _RUN]
-            above, finite = _survey(run, floor[g])
+            above, finite = _survey(run, threshold[g])
             if not finite:
                 return False
             if above == 0:
                 continue
             for j in range(len(run)):
-                # Ids ascend from block to block, so a score equal to the floor loses to the floor's id.
-                if run[j] > floor[g]:
+                # Ids ascend from block to block: a score equal to the threshold loses to the id that set it.
+                if run[j] > threshold[g]:
                     kept[g, counts[g]] = candidate(run[j], first_id + start + j)
                     counts[g] += 1
     return True

@@ -6,12 +6,20 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# Of the cores that this process may use, where the system tells.
+# The cores that this process may use, where the system tells.
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Share(NamedTuple):
+    """Every `step`-th task from `first`: what one thread does. A task is `rows` rows of one head."""
+
+    rows: int
+    first: int
+    step: int
 
 
 @cache
@@ -21,10 +29,10 @@ def pool() -> ThreadPoolExecutor:
 
 
 def run(work: Callable[[T], object], tasks: Iterable[T]) -> None:
-    """`work` for each of the tasks, of which there is one at least, and which must not call `run` themselves.
+    """`work` for each of the tasks, at least one; tasks must not call `run` themselves.
 
-    The last task runs on the calling thread, which would otherwise only wait. Returns, or raises what one of
-    them raised, when none runs any more.
+    The last task runs on the calling thread, which would otherwise only wait. Returns, or raises an
+    error of one of them, when all have ended.
     """
     *others, last = tasks
     started = [pool().submit(work, task) for task in others]

@@ -1,5 +1,5 @@
-"""What the bits of stored numbers stand for, in compiled code: half precision, an encoded row's scale. And an
-exponential that compilers can take sixteen of at a time.
+"""Building blocks of the compiled loops: the processor's instructions, floats from their bits, an
+exponential, arrays by address.
 """
 
 from __future__ import annotations
@@ -10,17 +10,37 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils, config
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 from offload_decode.common.rows.encodings import SCALE_BYTES
-from offload_decode.common.rows.processor import features
 
-_EXPONENT = np.float32(2.0**112)  # between the exponents of half and single precision
+
+def features() -> frozenset[str]:
+    """What numba compiles for, by LLVM's names: this processor's own instructions, or those alone that
+    NUMBA_CPU_FEATURES names (none with NUMBA_CPU_NAME=generic). LLVM ends the process for any other.
+    """
+    named = getattr(config, "CPU_FEATURES", None)
+    listed: str = get_host_cpu_features() if named is None else named  # type: ignore[no-untyped-call]
+    return frozenset(name[1:] for name in listed.split(",") if name.startswith("+"))
+
+
+def _pointer(_: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.inttoptr(given[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+at: Any = intrinsic(_pointer)  # `at(address)`: what `numba.carray` makes an array of
+
+_EXPONENT = np.float32(2.0**112)  # from the exponents of float16 to those of float32
 
 
 @njit(forceinline=True)
 def multiplied(bits: Any) -> Any:
-    """A half's bits as float32, exactly: one multiplication moves the exponent, of subnormals too."""
+    """float16 bits as float32, exactly: one multiplication moves the exponent, of subnormals too."""
     magnitude = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13))
     wide = np.float32(magnitude.view(np.float32) * _EXPONENT).view(np.uint32)
     if magnitude >= np.uint32(0x0F800000):  # infinity, NaN
@@ -30,7 +50,7 @@ def multiplied(bits: Any) -> Any:
 
 
 def _convert(_: Any, bits: Any) -> Any:
-    """As `multiplied`, by the processor's own instruction."""
+    """As `multiplied`, by the processor's conversion instruction."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
@@ -42,7 +62,7 @@ converted: Any = intrinsic(_convert)
 
 
 def _converts() -> bool:
-    """Whether there is the instruction: LLVM would call a library for it that may not be there."""
+    """Whether the processor has the instruction; without it LLVM calls a library that may be missing."""
     on_x86 = platform.machine() in ("x86_64", "AMD64")
     return not on_x86 or "f16c" in features()
 
@@ -59,7 +79,7 @@ def scale_of(row: Any) -> Any:
     return np.uint32(word).view(np.float32)
 
 
-_LEAST = np.float32(-87.0)  # below it there is nothing
+_LEAST = np.float32(-87.0)  # below it the result is 0
 _TO_TWO = np.float32(1.44269504)  # log2(e)
 _LN2, _LN2_REST = np.float32(0.693359375), np.float32(-2.12194440e-4)  # in two parts, the first of few bits
 

@@ -1,4 +1,4 @@
-"""Inner products of a few rows with a few queries: what they are, and that no place among them matters."""
+"""Inner products of rows with queries, the same at every place among them and for every processor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba import njit
+from numba.core import config
 
-from offload_decode.common.rows import processor, scan
+from offload_decode.common.rows import compiled, scan
 from offload_decode.common.rows.scan import LANES, QUERIES, ROWS, SUMS, padded, products, put
+from offload_decode.indexes.clusters import dot4
 
 
 @njit
@@ -84,12 +86,46 @@ print(scan.LANES, scan.ROWS)
 """
 
 
+def run_compiled(code: str, cache: Path, **settings: str) -> str:
+    """What the code prints in a process with these settings of numba and no cache of compiled code."""
+    kept = {name: value for name, value in os.environ.items() if name != "NUMBA_CPU_FEATURES"}
+    env = {**kept, "NUMBA_CACHE_DIR": str(cache), **settings}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 @pytest.mark.parametrize(("features", "lanes"), [("+avx,+avx2,+f16c,+fma", 8), ("", 4)])
 def test_processors_with_shorter_vectors_score_alike(features: str, lanes: int, tmp_path: Path) -> None:
-    if not {name[1:] for name in features.split(",") if name} <= processor.features():
+    if not {name[1:] for name in features.split(",") if name} <= compiled.features():
         pytest.skip("this processor has no such vectors")
-    told = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_FEATURES": features}
-    told["NUMBA_CPU_NAME"] = "haswell" if features else "generic"
-    done = subprocess.run([sys.executable, "-c", OTHERS], env=told, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[0] == str(lanes)
+    name = "haswell" if features else "generic"
+    found = run_compiled(OTHERS, tmp_path, NUMBA_CPU_FEATURES=features, NUMBA_CPU_NAME=name)
+    assert found.split()[0] == str(lanes)
+
+
+GENERIC = """
+import numpy as np
+from numba import njit
+from offload_decode.indexes.clusters import dot4
+from offload_decode.common.rows.compiled import half_to_single
+print(list(dot4.forms()), njit(lambda bits: half_to_single(bits))(np.uint16(0x3C01)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [("", set()), ("+avx2,-avx512vnni", {"avx2"}), ("+f16c,+avx512vnni", {"f16c", "avx512vnni"})],
+)
+def test_numba_settings_decide_the_instructions(
+    named: str, found: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "CPU_FEATURES", named, raising=False)
+    assert compiled.features() == found
+    assert set(dot4.forms()) == found & {"avx2", "avx512vnni"} | {"vectors"}
+    assert compiled._converts() or "f16c" not in found
+
+
+def test_code_for_any_processor_runs(tmp_path: Path) -> None:
+    """LLVM ends the process where it finds no instruction for what is asked of it."""
+    assert run_compiled(GENERIC, tmp_path, NUMBA_CPU_NAME="generic") == "['vectors'] 1.0009765625"
