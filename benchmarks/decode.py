@@ -120,7 +120,7 @@ class Clock:
         return timed
 
     def _attention(self, module: Any, query: Any, key: Any, *rest: Any, **named: Any) -> Any:
-        layer = RUNNING.own.layer_of(key)
+        layer = RUNNING.current.layer_of(key)
         if isinstance(layer, PrefixLayer):
             self._stats = getattr(layer.prefix, "stats", None)
         return self._timed(prefix_attention)(module, query, key, *rest, **named)

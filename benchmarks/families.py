@@ -22,7 +22,7 @@ from transformers import __version__
 from transformers.utils import logging
 
 from offload_decode.common.errors import OffloadDecodeError
-from offload_decode.hf.gate import shape_of
+from offload_decode.hf.verify import shape_of
 from offload_decode.types import ModelShape
 from tests.exactness import NEW, Case
 from tests.families import FAMILIES, config_of

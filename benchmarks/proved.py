@@ -13,7 +13,7 @@ from transformers import __version__
 
 from offload_decode import cli
 from offload_decode.common.errors import UnsupportedModel
-from offload_decode.hf.gate import shape_of
+from offload_decode.hf.verify import shape_of
 from offload_decode.types import LayerShape
 from tests.families import FAMILIES, config_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import generate_name, with_cache
-from offload_decode.hf.gate import claimed_shape
+from offload_decode.hf.shape import claimed_shape
 from offload_decode.models import loading
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.types import Document

@@ -1,4 +1,8 @@
-"""The attention function and the mask that are registered with transformers (no patching)."""
+"""The attention function and the mask that are registered with transformers (no patching).
+
+Queries attend to the generated KV here and to the stored prefix through the cache layer that gave the keys;
+the two states are merged exactly.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +18,11 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.attention.queries import Places
 from offload_decode.attention.state import merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache_layers import GeneratedLayer, LatentLayer, PrefixLayer
-from offload_decode.hf.graph_cache import GraphLayer
+from offload_decode.hf.cache_layers import GeneratedLayer, GraphLayer, LatentLayer, PrefixLayer
 from offload_decode.hf.mla import LatentHeads, latent_of
-from offload_decode.hf.packed_batch import JointLayer
+from offload_decode.hf.packed_batch import PackedLayer
 from offload_decode.hf.running_pass import RUNNING
 from offload_decode.types import AttentionState
-
-# Llama 4's temperature by position, for rows that are padded behind a prefix.
-#
-# Its layers without rotary positions scale a query by the logarithm of its place (arXiv 2501.19399),
-# which they count themselves from the length of the cache, padding included: a padded row would be scaled
-# as if it stood further on.
-
-
-def tuned_to(module: Any, query: Tensor, positions: Tensor, first: int) -> Tensor:
-    """`query [B, H, T, D]`, scaled for the places `first`, `first + 1` …, scaled for `positions [B, T]`."""
-    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
-        return query
-    counted = torch.arange(first, first + query.shape[2], device=positions.device)
-    factor = _scale(module, positions) / _scale(module, counted)
-    return query * factor[:, None, :, None].to(query)
-
-
-def _scale(module: Any, positions: Tensor) -> Tensor:
-    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
-    scale: Tensor = torch.log1p(steps) * module.attn_scale + 1.0
-    return scale
-
 
 NAME = "offload_decode"
 _WITHOUT_EFFECT = frozenset(["cache_position", "position_ids"])
@@ -58,17 +39,16 @@ def prefix_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the tail, merged with the prefix of the cache layer that `key` came from.
+    """Attention to the generated KV, merged with that to the prefix of the cache layer that `key` came from.
 
     `query [B, H, T, D]`, `key` and `value [B, Hkv, S, D]` after RoPE, `attention_mask` bool `[B, 1, T, S]`;
-    returns `[B, T, H, D]` as transformers expects. Keys that come from no layer of ours are plain dense
-    attention.
+    returns `[B, T, H, D]` as transformers expects. Keys that come from no layer of ours get dense attention.
     """
     assert scaling is not None, "every served architecture states its scaling"
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
-    run = RUNNING.own
-    layer: GeneratedLayer | JointLayer | GraphLayer | None = run.layer_of(key)
+    run = RUNNING.current
+    layer: GeneratedLayer | PackedLayer | GraphLayer | None = run.layer_of(key)
     latent = None if layer is not None else latent_of(module)
     if latent is not None:  # the keys were made of what came from the cache
         layer = run.layer_before(module.layer_idx)  # type: ignore[arg-type]
@@ -77,24 +57,32 @@ def prefix_attention(
         return layer.attend(module, query, key, value, scaling, softcap, s_aux), None
     if layer is not None:
         if latent is not None:
-            others.pop("indices", None)  # of the tokens that a model's own indexer would attend to
+            others.pop("indices", None)  # tokens that a model's own indexer chose
         _refuse_unknown(module, others)
         if run.positions is not None:
-            query = tuned_to(module, query, run.positions, layer.get_seq_length() - query.shape[2])
+            query = _temperature_at(module, query, run.positions, layer.get_seq_length() - query.shape[2])
     heads: LatentHeads | None = None
-    if latent is not None and isinstance(layer, LatentLayer | JointLayer):
+    if latent is not None and isinstance(layer, LatentLayer | PackedLayer):
         heads = LatentHeads(module, latent, query)
-    asked = query if heads is None else heads.absorb(query)
-    if isinstance(layer, JointLayer):
-        states = layer.attend(asked, scaling, softcap)
+    stored_query = query if heads is None else heads.absorb(query)
+    if isinstance(layer, PackedLayer):
+        states = layer.attend(stored_query, scaling, softcap)
         state = reduce(merge_states, states if heads is None else map(heads.expand, states))
         return _finished(state, s_aux, query, served=True)
-    places = _places(layer, attention_mask, query.shape[2], key.shape[2])
-    attention_mask = attention_mask if places is None else None
-    # The tail is attended to between these two, so that a device is at it while the host searches.
+    # Where the mask has the one entry of `tail_mask`, the position alone says what a token sees. Some models
+    # cut the keys to the last ones, and the mask with them. Keys from no layer are those of the tokens.
+    places: Places | None = None
+    if (
+        attention_mask is not None
+        and max(query.shape[2], key.shape[2]) > 1
+        and attention_mask.shape[2:] == (1, 1)
+    ):
+        places = layer.places if layer is not None else Places()
+        attention_mask = None
+    # Between these two the generated KV is attended to, so that a device works while the host searches.
     finish: Callable[[], AttentionState] | None = None
     if isinstance(layer, PrefixLayer):
-        finish = layer.prefix.begin(layer.index, asked, scaling, softcap)
+        finish = layer.prefix.begin(layer.index, stored_query, scaling, softcap)
     state = None
     if (
         isinstance(layer, PrefixLayer)
@@ -102,7 +90,7 @@ def prefix_attention(
         and (places is None or query.shape[2] == 1)
         and run.sees_all(attention_mask)
     ):
-        state = layer.prefix.attend_tail(layer.index, asked, layer.tail, scaling, softcap)
+        state = layer.prefix.attend_tail(layer.index, stored_query, layer.tail, scaling, softcap)
     if state is not None and heads is not None:
         state = heads.expand(state)
     if state is None:
@@ -115,19 +103,28 @@ def prefix_attention(
     return _finished(state, s_aux, query, served=layer is not None)
 
 
-def _places(layer: object, mask: Tensor | None, tokens: int, keys: int) -> Places | None:
-    """What the rows see, where their mask has the one entry of `tail_mask`: some models cut the rows to the
-    last ones, and the mask with them. Keys that come from no layer are those of the rows themselves.
+def _temperature_at(module: Any, query: Tensor, positions: Tensor, first: int) -> Tensor:
+    """Llama 4's temperature by position: `query [B, H, T, D]`, scaled by the model for `first`,
+    `first + 1` …, is scaled for `positions [B, T]`.
+
+    Its layers without rotary positions scale a query by the logarithm of its position (arXiv 2501.19399),
+    counted from the length of the cache, padding included: too far on for a padded sequence.
     """
-    if mask is None or max(tokens, keys) == 1 or mask.shape[2:] != (1, 1):
-        return None
-    return layer.places if isinstance(layer, GeneratedLayer) else Places()
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scale(at: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((at.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    counted = torch.arange(first, first + query.shape[2], device=positions.device)
+    factor = scale(positions) / scale(counted)
+    return query * factor[:, None, :, None].to(query)
 
 
 def _finished(
     state: AttentionState, sinks: Tensor | None, query: Tensor, served: bool
 ) -> tuple[Tensor, None]:
-    """What transformers takes of a state `[B, H, T, D]`, merged with the sinks."""
+    """A state `[B, H, T, D]` merged with the sinks, as transformers takes it."""
     if sinks is not None:
         state = merge_states(state, sink_state(sinks, state))
     out = state.out
@@ -137,18 +134,18 @@ def _finished(
 
 
 def _refuse_unknown(module: torch.nn.Module, others: dict[str, Any]) -> None:
-    """A tensor that is not known may change the scores, those of stored tokens too."""
+    """An unknown tensor may change the scores, those of stored tokens too."""
     for name, value in others.items():
         if isinstance(value, Tensor) and name not in _WITHOUT_EFFECT:
             raise UnsupportedModel(
-                f"{type(module).__name__} hands '{name}' to its attention, which attention to stored tokens "
-                "does not know"
+                f"{type(module).__name__} passes '{name}' to its attention, which attention to stored tokens "
+                "does not support"
             )
 
 
 class _WithoutGradients(torch.autograd.Function):
-    """Gradients of the tail alone would be wrong, and the fused kernel has none of its log-sum-exp, which
-    sinks are merged by.
+    """Refuses gradients: those of the generated KV alone would be wrong, and the fused kernel has none of the
+    log-sum-exp by which sinks are merged.
     """
 
     @staticmethod
@@ -174,15 +171,15 @@ def tail_mask(
 ) -> Tensor:
     """A bool mask `[B, 1, T, S]` over the keys that the attention call receives.
 
-    Behind a prefix a 2-D `attention_mask` covers prefix and tail (`models.seam` sees to it), and a sliding
-    window or a chunk (`local_size` tokens) is counted in the row's own tokens, because padding between prefix
-    and question would otherwise use up a part of it. Where nothing is padding and no model adds to the mask,
-    all rows of a text have one entry: `prefix_attention` knows what they see.
+    Behind a prefix a 2-D `attention_mask` covers stored and generated tokens (`hf.hooks` checks it), and a
+    sliding window or a chunk (`local_size` tokens) is counted in the sequence's own tokens: padding between
+    prefix and question would use up a part of it. Where nothing is padded and no model adds to the mask, it
+    has one entry for a sequence, and `prefix_attention` goes by the positions.
     """
     chunked = local_size is not None and local_size == getattr(
         arguments.get("config"), "attention_chunk_size", None
     )
-    run = RUNNING.own
+    run = RUNNING.current
     by_place = run.unpadded and arguments.get("allow_is_causal_skip", False) and not chunked
     if by_place and attention_mask is None:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=arguments.get("device"))

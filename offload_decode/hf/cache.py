@@ -1,4 +1,4 @@
-"""A transformers cache whose prefix lies elsewhere: layers that hold what follows it, and their states."""
+"""A transformers cache behind a stored prefix: layers that keep the generated KV, and recurrent states."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache_layers import (
-    GeneratedLayer,
-    KeylessLayer,
-    LatentLayer,
-    PrefixLayer,
-    States,
-    WindowLayer,
-)
+from offload_decode.hf.cache_layers import GeneratedLayer, KeylessLayer, LatentLayer, PrefixLayer, WindowLayer
 from offload_decode.hf.compat import DTYPES
 from offload_decode.hf.positions import ANYWHERE, Positions
-from offload_decode.hf.recurrent import RecurrentCache
+from offload_decode.hf.recurrent import RecurrentCache, States
 from offload_decode.kv.generated import Prefix
 from offload_decode.types import LayerKind, ModelShape
 
@@ -49,9 +42,9 @@ class PrefixCache(RecurrentCache):
         self.positions = positions
         # Which tokens after the prefix are no padding, bool [B, S]; None: all of them.
         self.shown: Tensor | None = None
-        # The mask of the next pass, where it is known to show all stored tokens: a million are not looked at.
+        # The mask of the next pass, where it is known to show all stored tokens: a million are not read.
         self.shows_prefix: Tensor | None = None
-        # The thread that runs a pass, and the length of the tail before it.
+        # The thread that runs a pass, and how many tokens were generated before it.
         self.begun: tuple[int, int] | None = None
 
     @classmethod
@@ -65,22 +58,22 @@ class PrefixCache(RecurrentCache):
         states: Mapping[int, Sequence[Tensor]] = {},
         positions: Positions = ANYWHERE,
     ) -> PrefixCache:
-        """An empty tail behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each local layer,
-        `states` what each recurrent layer has after the prefix, `[1, ...]` in the order of its shape, and
+        """An empty cache behind `prefix`; `windows` holds the seed `[1, Hkv, w, D]` of each local layer,
+        `states` those of each recurrent layer after the prefix, `[1, ...]` in the order of its shape, and
         `decoder`, in `dtype`, is the only one that may run behind it, if one is given. `positions` are the
         store's.
         """
         layers: list[Layer] = []
-        for index, own in enumerate(shape.layers):
-            dtypes = {state.name: DTYPES[state.dtype] for state in own.states}
-            held = States(dict(zip(dtypes, states.get(index, ()), strict=False)), dtypes) if dtypes else None
-            if own.window is not None:
-                chunked = own.kind is LayerKind.CHUNKED
-                layers.append(WindowLayer(index, prefix, own.window, windows[index], held, chunked))
-            elif own.kind is LayerKind.FULL:
-                layers.append((LatentLayer if own.latent else PrefixLayer)(index, prefix, held))
+        for index, layer in enumerate(shape.layers):
+            dtypes = {state.name: DTYPES[state.dtype] for state in layer.states}
+            first = States(dict(zip(dtypes, states.get(index, ()), strict=False)), dtypes) if dtypes else None
+            if layer.window is not None:
+                chunked = layer.kind is LayerKind.CHUNKED
+                layers.append(WindowLayer(index, prefix, layer.window, windows[index], first, chunked))
+            elif layer.kind is LayerKind.FULL:
+                layers.append((LatentLayer if layer.latent else PrefixLayer)(index, prefix, first))
             else:
-                layers.append(KeylessLayer(index, held))
+                layers.append(KeylessLayer(index, first))
         return cls(layers, decoder, dtype, positions)
 
     def __len__(self) -> int:
@@ -101,12 +94,12 @@ class PrefixCache(RecurrentCache):
         return copy
 
     def __deepcopy__(self, memo: dict[int, object]) -> PrefixCache:
-        """A fork: what is stored is not copied."""
+        """A fork: the stored prefix is not copied."""
         return self.fork(deepcopy(self.prefix, memo))
 
     @property
     def prefix(self) -> Prefix:
-        """What the tail stands behind."""
+        """The stored prefix."""
         return self.tails[0].prefix
 
     def update(
@@ -115,22 +108,24 @@ class PrefixCache(RecurrentCache):
         """`GeneratedLayer.update`, in a pass of a model that is switched to the stored prefix."""
         if self.begun is None:
             raise UnsupportedModel(
-                "this cache goes with a stored prefix, to which the model that uses it does not attend: "
+                "this cache goes with a stored prefix, and the model that uses it does not attend to one: "
                 "run engine.loaded.model"
             )
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Prefix and tail together."""
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, GeneratedLayer):
-            layer = self._first_full
-        return int(layer.prefix.length + layer.tail.length)
+        """Stored and generated tokens."""
+        return self._with_keys(layer_idx).get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Of the layer; of the first full one in place of a layer without keys, as transformers takes it."""
+        """Of the layer; of the first full one in place of a layer without keys, as in transformers."""
+        return self._with_keys(layer_idx).get_mask_sizes(query_length)
+
+    def _with_keys(self, layer_idx: int) -> GeneratedLayer:
         layer = self.layers[layer_idx]
-        return (layer if isinstance(layer, GeneratedLayer) else self._first_full).get_mask_sizes(query_length)
+        if isinstance(layer, GeneratedLayer):
+            return layer
+        return next((tail for tail in self.tails if not tail.is_sliding), self.tails[0])
 
     def crop(self, tokens: int) -> None:
         """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""
@@ -141,36 +136,36 @@ class PrefixCache(RecurrentCache):
             )
         if tokens and self.prefix.remembers:
             raise ConfigError(
-                "this selector cannot remember what it has dropped: "
+                "this selector cannot bring back tokens that it has dropped: "
                 "begin with a new cache instead of cropping this one"
             )
         self.cut(self.tail_length + tokens)
 
     def reset(self) -> None:
-        """Forget the tail, as `crop` does."""
+        """Forget the generated tokens, as `crop` does."""
         self.crop(-self.tail_length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Pick batch rows, for beam search."""
+        """Pick sequences, for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these batch rows."""
+        """Keep only these sequences."""
         for layer in self.tails:
             layer.tail.rows(indices)
-        if self.tail_length:  # else any number of rows may come
+        if self.tail_length:  # else any number of them may come
             self.pick_states(indices)
         if self.shown is not None:
             self._hide(self.shown[indices.to(self.shown.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row."""
+        """Repeat every sequence."""
         rows = self.tails[0].tail.batch
         if rows is not None:
             self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
-        """Called by assisted decoding and prompt lookup, which take the prefix for tokens of their own."""
+        """Called by assisted decoding and prompt lookup, which would crop stored tokens."""
         raise ConfigError(
             "assisted decoding and prompt lookup do not work behind a stored prefix: "
             "call generate without assistant_model and prompt_lookup_num_tokens"
@@ -187,7 +182,8 @@ class PrefixCache(RecurrentCache):
             layer.tail.crop(min(tail_length, layer.tail.length))
             layer.unattended = False
         self.begun = None
-        self._keep_shown()
+        if self.shown is not None:
+            self._hide(self.shown[:, : self.tail_length])
 
     def kept(self, tail_length: int) -> int:
         """The most tokens after the prefix, `tail_length` or fewer, that `cut` can keep."""
@@ -196,38 +192,36 @@ class PrefixCache(RecurrentCache):
         return self.known_states(tail_length) if self.recurrent else tail_length
 
     def trim(self) -> None:
-        """Give back the room for more tokens: the next pass takes it again."""
+        """Free the room for more tokens: the next pass allocates it again."""
         for layer in self.tails:
             layer.tail.trim()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what follows the prefix, and of states, those that are kept of earlier turns included."""
+        """Bytes of the generated KV and of recurrent states, those kept of earlier turns included."""
         return sum(layer.tail.nbytes for layer in self.tails) + self.state_bytes
 
     def begin(self, rows: int, tokens: int) -> None:
-        """A pass of so many rows and tokens begins."""
+        """A pass of so many sequences and tokens begins."""
         length = self.tails[0].tail.length
         self.begun = threading.get_ident(), length
         if self.recurrent:
             self.mark_states(length, rows, tokens)
 
     def rebase(self) -> None:
-        """The tail has joined the prefix: start an empty one."""
+        """The generated KV has joined the prefix: start anew."""
         for layer in self.layers:
             layer.rebase()
         self.marks, self._last = {}, {}
 
     def padded_positions(self, tokens: int) -> Tensor | None:
-        """Where the last `tokens` stand, int64 `[B, T]`; None where no padding stands before them."""
+        """Positions of the last `tokens`, int64 `[B, T]`; None where no padding stands before them."""
         if self.shown is None:
             return None
         return (self.prefix_length + self.shown.long().cumsum(-1) - 1)[:, -tokens:]
 
     def hidden(self, tokens: int) -> Tensor | None:
-        """How much padding stands before each row's own of the last `tokens`, int64 `[B]`; None if nowhere
-        any.
-        """
+        """How much of the last `tokens` is padding in each sequence, int64 `[B]`; None where nothing is."""
         if self.shown is None or bool((new := self.shown[:, -tokens:]).all()):
             return None
         return (~new).sum(dim=1)
@@ -239,25 +233,22 @@ class PrefixCache(RecurrentCache):
         thread, length = self.begun
         if thread != threading.get_ident():
             raise ConfigError(
-                "another thread runs a pass over this cache, or was interrupted in one: give each thread a "
-                "cache of its own (Engine.new_cache, Engine.fork)"
+                "another thread runs a pass over this cache, or was interrupted in one: give each thread its "
+                "own cache (Engine.new_cache, Engine.fork)"
             )
         if self.prefix.remembers:
             raise ConfigError(
-                "a pass over this cache was interrupted, and this selector cannot take back what it "
-                "remembers: begin with a new cache"
+                "a pass over this cache was interrupted, and this selector cannot undo what it remembers: "
+                "begin with a new cache"
             )
         self.cut(length)
 
     def show(self, tokens: int, shown: Tensor | None) -> None:
-        """`tokens` more follow, of which bool `shown [B, S]` hides the padding; None hides none of them."""
+        """`tokens` more follow, whose padding bool `shown [B, S]` hides; None hides none of them."""
         if shown is not None and self.recurrent:
             new = shown[:, -tokens:]
             if bool((new[:, :-1] & ~new[:, 1:]).any()):
-                raise ConfigError(
-                    "this model has recurrent layers, behind whose tokens no padding can stand: pad rows on "
-                    "the left"
-                )
+                raise ConfigError("this model has recurrent layers, which need padding on the left")
         if shown is None and self.shown is not None:
             shown = torch.nn.functional.pad(self.shown, (0, tokens), value=True)
         self._hide(shown)
@@ -265,8 +256,8 @@ class PrefixCache(RecurrentCache):
     def refuse_rows(self, rows: int) -> NoReturn:
         """Raise because a pass of so many rows cannot follow what is there."""
         raise ConfigError(
-            f"this cache holds {self.tails[0].tail.batch} rows, and {rows} came: run as many in every pass, "
-            "or change what it holds with batch_select_indices or batch_repeat_interleave"
+            f"this cache holds {self.tails[0].tail.batch} sequences, and {rows} came: run as many in every "
+            "pass, or change it with batch_select_indices or batch_repeat_interleave"
         )
 
     def check_room(self, tokens: int, shown: Tensor | None) -> None:
@@ -283,7 +274,7 @@ class PrefixCache(RecurrentCache):
         for layer in self.tails:
             if layer.unattended or layer.tail.length != self.begun[1] + tokens:
                 raise UnsupportedModel(
-                    f"layer {layer.index} attended without its stored prefix: the model does not hand the "
+                    f"layer {layer.index} attended without its stored prefix: the model does not pass the "
                     "cache's keys to the registered attention function, or runs with gradient checkpointing"
                 )
         self.begun = None
@@ -297,14 +288,6 @@ class PrefixCache(RecurrentCache):
     def tail_length(self) -> int:
         """Tokens after the prefix."""
         return int(self.tails[0].tail.length)
-
-    @property
-    def _first_full(self) -> GeneratedLayer:
-        return next((tail for tail in self.tails if not tail.is_sliding), self.tails[0])
-
-    def _keep_shown(self) -> None:
-        if self.shown is not None:
-            self._hide(self.shown[:, : self.tail_length])
 
     def _hide(self, shown: Tensor | None) -> None:
         self.shown = None if shown is None or bool(shown.all()) else shown

@@ -1,85 +1,34 @@
-"""transformers cache layers whose prefix lies elsewhere: only what follows it is held here."""
+"""Cache layers of transformers whose stored prefix lies elsewhere: only what follows it is kept in them.
+
+Layers of full attention, of latents, of a window, without keys; and `GraphLayer`, where a CUDA graph is cut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Callable
+from copy import copy
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from offload_decode.attention.queries import Places
+from offload_decode.common.errors import UnsupportedModel
+from offload_decode.hf.recurrent import States
 from offload_decode.hf.running_pass import RUNNING
 from offload_decode.kv.generated import GeneratedKV, Prefix
 
-# The states of a recurrent layer: those of a convolution's last inputs, and those of the recurrence.
 
+class _Layer:
+    """What transformers asks of every cache layer; the mixers of its release 5.5 read the states here."""
 
-class States:
-    """States `[B, ...]` of one layer by name (`types.StateShape`), none before its first token.
-
-    A state is replaced and never written to, so that a copy of them all is a copy of references. `dtypes` are
-    those in which the model's own cache keeps them, where they are known.
-    """
-
-    def __init__(
-        self, held: Mapping[str, Tensor] | None = None, dtypes: Mapping[str, torch.dtype] | None = None
-    ):
-        self.held = dict(held or {})
-        self._dtypes = dtypes or {}
-
-    def copy(self) -> States:
-        """The same states for an independent continuation."""
-        return States(self.held, self._dtypes)
-
-    def get(self, name: str) -> Tensor | None:
-        """A state for a mixer, which may write into it: its own from now on."""
-        if name in self.held:
-            self.held[name] = self.held[name].clone()
-        return self.held.get(name)
-
-    def put(self, name: str, state: Tensor) -> Tensor:
-        """Take the state after a pass."""
-        self.held[name] = state.detach().to(self._dtypes.get(name, state.dtype))
-        return self.held[name]
-
-    def push(self, name: str, inputs: Tensor, kernel_size: int | None) -> Tensor:
-        """Take the inputs `[B, C, T]` of a convolution; returns them behind those that came before, or, as
-        transformers 5.5 has it, which names no kernel size, the last ones alone.
-        """
-        before, inputs = self.held.get(name), inputs.to(self._dtypes.get(name, inputs.dtype))
-        if before is None:
-            size = kernel_size or inputs.shape[-1]
-            whole = torch.nn.functional.pad(inputs, (max(0, size - inputs.shape[-1]), 0))
-        else:
-            size = before.shape[-1]
-            whole = torch.cat([before, inputs], dim=-1)
-        last = self.held[name] = whole[..., -size:].detach().clone()
-        return last if kernel_size is None else whole
-
-    def rows(self, index: Tensor) -> States:
-        """These rows of the batch; of one that all rows share, as many of it."""
-        return States({name: _rows(state, index) for name, state in self.held.items()}, self._dtypes)
-
-    def scattered(self, index: Tensor, rows: States) -> States:
-        """With `rows` in the places `index`."""
-        whole = {name: state.clone() for name, state in self.held.items()}
-        for name, state in whole.items():
-            state[index.to(state.device)] = rows.held[name]
-        return States(whole, self._dtypes)
-
-
-def _rows(state: Tensor, index: Tensor) -> Tensor:
-    if len(state) == 1:
-        return state.expand(len(index), *state.shape[1:])
-    return state.index_select(0, index.to(state.device))
-
-
-class _Stateful:
-    """What the mixers of transformers 5.5 read of their layer."""
-
-    states: States | None
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    is_initialized = True
+    supports_early_init = False
+    states: States | None = None
 
     @property
     def conv_states(self) -> Tensor | None:
@@ -91,14 +40,19 @@ class _Stateful:
         """The state of a recurrence."""
         return None if self.states is None else self.states.get("recurrent0")
 
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
 
-class GeneratedLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
-    """What both kinds of layer share: a tail behind `prefix.length` tokens that are kept elsewhere."""
+    def get_max_cache_shape(self) -> int:
+        """No maximum (the name of this method up to transformers 5.8)."""
+        return -1
 
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False
-    seeded = 0  # tokens of the prefix that come to the attention call with the tail
+
+class GeneratedLayer(_Layer, CacheLayerMixin):  # type: ignore[misc]
+    """A layer that keeps the KV of the tokens that follow `prefix.length` stored ones."""
+
+    seeded = 0  # tokens of the prefix that come to the attention call with the generated ones
 
     def __init__(self, index: int, prefix: Prefix, states: States | None = None):
         super().__init__()
@@ -110,15 +64,15 @@ class GeneratedLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
         self.unattended = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the tail takes the shape of what is appended first."""
+        """Nothing to prepare: the generated KV takes the shape of what is appended first."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append `[B, Hkv, T, D]`; returns what the attention call receives, which is known by its keys."""
+        """Append `[B, Hkv, T, D]`; returns what the attention call receives, and is known by."""
         self.tail.append(key_states, value_states)
         keys, values = self.visible()
-        RUNNING.own.updated(self, keys)
+        RUNNING.current.updated(self, keys)
         self.unattended = True
         return keys, values
 
@@ -128,48 +82,41 @@ class GeneratedLayer(_Stateful, CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def places(self) -> Places:
-        """What the last rows see of `visible`, where nothing is padding."""
+        """What the last tokens see of `visible`, where nothing is padding."""
         return Places()
 
     def get_seq_length(self) -> int:
-        """Prefix and tail together."""
+        """Stored and generated tokens."""
         return self.prefix.length + self.tail.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers the tail, and of the prefix what is seeded: every query may see all else of it."""
+        """The mask covers the generated KV and what is seeded: every query may see the rest of the prefix."""
         return self.seeded + self.tail.length + query_length, self.prefix.length - self.seeded
 
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No maximum (the name of this method up to transformers 5.8)."""
-        return -1
-
     def reset(self) -> None:
-        """Forget the tail."""
+        """Forget the generated KV."""
         self.tail = GeneratedKV()
         self.unattended = False
 
-
-class PrefixLayer(GeneratedLayer):
-    """A full-attention layer: `prefix.attend` sees to the prefix, the attention call to the tail."""
-
     def fork(self, prefix: Prefix) -> Self:
-        """The same layer with a copy of the tail."""
-        copy = type(self)(self.index, prefix, self.states and self.states.copy())
-        copy.tail = self.tail.fork()
-        return copy
+        """The same layer with a copy of the generated KV."""
+        fork = copy(self)
+        fork.prefix, fork.tail, fork.unattended = prefix, self.tail.fork(), False
+        fork.states = self.states and self.states.copy()
+        return fork
 
     def rebase(self) -> None:
-        """The tail has joined the prefix: start an empty one."""
+        """The generated KV has joined the prefix: start anew."""
         self.reset()
 
 
+class PrefixLayer(GeneratedLayer):
+    """A full-attention layer: `prefix.begin` attends to the prefix, the call to the generated KV."""
+
+
 class LatentLayer(PrefixLayer):
-    """A full-attention layer that caches latents: the tail holds each token's row (`models.latent`) once, as
-    key and value in one.
+    """A full-attention layer that caches latents: each token's row (`hf.mla`) is kept once, as key and value
+    in one.
     """
 
     rank = 0  # of the latents, known from the first on
@@ -183,8 +130,8 @@ class LatentLayer(PrefixLayer):
         return super().update(rows, rows)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """What the indexer of a model (DeepSeek-V3.2) scores, `[B, S, D]`: zeros, for its choice is not asked
-        for behind a prefix.
+        """What the indexer of a model (DeepSeek-V3.2) scores, `[B, S, D]`: zeros, because its choice is not
+        used behind a prefix.
         """
         batch, _, dim = indexer_key_states.shape
         return indexer_key_states.new_zeros(()).expand(batch, self.tail.length, dim)
@@ -194,16 +141,10 @@ class LatentLayer(PrefixLayer):
         rows, _ = self.tail.view()
         return rows[..., : self.rank], rows[..., self.rank :]
 
-    def fork(self, prefix: Prefix) -> Self:
-        """The same layer with a copy of the tail."""
-        copy = super().fork(prefix)
-        copy.rank = self.rank
-        return copy
-
 
 class WindowLayer(GeneratedLayer):
-    """A layer that attends to near tokens: seeded with the stored window, keeps the whole tail, so that
-    cropping stays exact. The mask holds each row to its window, or to its chunk.
+    """A layer that attends to near tokens: seeded with the stored window, and keeps all generated KV, so that
+    cropping stays exact. The mask limits each token to its window, or to its chunk.
     """
 
     is_sliding = True
@@ -224,11 +165,17 @@ class WindowLayer(GeneratedLayer):
         self.chunked = chunked
 
     def visible(self) -> tuple[Tensor, Tensor]:
-        """Seed and tail; the mask holds every row to its window, which padding may shift."""
+        """Seed and generated KV; the mask limits every token to its window, which padding may shift."""
         if not self.tail.length:
             return self.seed
+        return self._behind_seed(self.seeded)
+
+    def _behind_seed(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The generated KV behind the last `tokens` of the seed."""
         keys, values = self.tail.view()
-        seed_keys, seed_values = (part.expand(keys.shape[0], -1, -1, -1) for part in self.seed)
+        seed_keys, seed_values = (
+            part[:, :, part.shape[2] - tokens :].expand(keys.shape[0], -1, -1, -1) for part in self.seed
+        )
         return torch.cat([seed_keys, keys], dim=2), torch.cat([seed_values, values], dim=2)
 
     @property
@@ -243,14 +190,11 @@ class WindowLayer(GeneratedLayer):
         end, window = self.get_seq_length(), self.sliding_window
         first = end - tokens
         least = max(0, first - first % window if self.chunked else first - window + 1)
-        keys, values = self.tail.view()
         before = self.prefix.length - least
         if before > 0:
-            rows = len(keys)
-            seeds = (part[:, :, part.shape[2] - before :].expand(rows, -1, -1, -1) for part in self.seed)
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(seeds, (keys, values), strict=True))
+            keys, values = self._behind_seed(before)
         else:
-            keys, values = keys[:, :, -before:], values[:, :, -before:]
+            keys, values = (part[:, :, -before:] for part in self.tail.view())
         if tokens == 1:
             return keys, values, None
         asked = torch.arange(first, end, device=keys.device)[:, None]
@@ -262,15 +206,8 @@ class WindowLayer(GeneratedLayer):
         """The window."""
         return self.sliding_window
 
-    def fork(self, prefix: Prefix) -> WindowLayer:
-        """The same layer with a copy of the tail."""
-        states = self.states and self.states.copy()
-        copy = WindowLayer(self.index, prefix, self.sliding_window, self.seed, states, self.chunked)
-        copy.tail = self.tail.fork()
-        return copy
-
     def rebase(self) -> None:
-        """The tail has joined the prefix: its end becomes the seed."""
+        """The generated KV has joined the prefix: its end becomes the seed."""
         keys, values = self.visible()
         start = max(0, keys.shape[2] - (self.sliding_window - 1))
         self.seed = keys[:, :, start:].clone(), values[:, :, start:].clone()
@@ -278,47 +215,95 @@ class WindowLayer(GeneratedLayer):
         self.reset()
 
 
-class PassLayer:
-    """What transformers asks of a layer whose cache is there for one pass."""
-
-    is_compileable = False
-    is_croppable = False
-    is_sliding = False
-    is_initialized = True
-    supports_early_init = False
-    states = None
-
-    def get_max_cache_shape(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_length = get_max_cache_shape
-
-
-class KeylessLayer(_Stateful):
+class KeylessLayer(_Layer):
     """A layer that keeps no keys: it is recurrent, or no attention, or reads those of another layer."""
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False
-    is_initialized = True
-    supports_early_init = False
 
     def __init__(self, index: int, states: States | None = None):
         self.index = index
         self.states = states
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No maximum (the name of this method up to transformers 5.8)."""
-        return -1
 
     def fork(self, prefix: Prefix) -> KeylessLayer:
         """The same layer with a copy of its states."""
         return KeylessLayer(self.index, self.states and self.states.copy())
 
     def rebase(self) -> None:
-        """Nothing is kept of the tail."""
+        """It keeps nothing that could join the prefix."""
+
+
+class PassLayer(_Layer):
+    """A layer of a cache that exists for one pass."""
+
+    is_croppable = False
+
+
+class AttentionCall(NamedTuple):
+    """The call of one layer's attention at which a CUDA graph ends: `query [B, H, T, D]`, `key` and `value
+    [B, Hkv, T, D]` of the new tokens alone, and what the model gives beside them.
+    """
+
+    module: torch.nn.Module
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+Attend = Callable[[AttentionCall], Tensor]
+"""Computes the attention of a call: `[B, T, H, D]`."""
+
+
+class GraphCache(Cache):  # type: ignore[misc]
+    """The cache of a pass that is recorded as CUDA graphs: it holds nothing, and reports `seen` tokens."""
+
+    def __init__(self, layers: int, seen: int, attend: Attend):
+        super().__init__(layers=[GraphLayer(index, seen, attend) for index in range(layers)])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """`GraphLayer.update`."""
+        return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The tokens that are reported."""
+        return self.layers[layer_idx].get_seq_length()  # type: ignore[no-any-return]
+
+
+class GraphLayer(PassLayer):
+    """One layer of a `GraphCache`: the model's attention comes to `attend` with what `update` gave it."""
+
+    def __init__(self, index: int, seen: int, attend: Attend):
+        self.index = index
+        self._seen = seen
+        self._attend = attend
+        self._given: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The new keys and values as they are; the pass recognises the keys."""
+        tagged = key_states.view_as(key_states)
+        self._given = tagged, value_states
+        RUNNING.current.updated(self, tagged)
+        return tagged, value_states
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`[B, T, H, D]`. Raises `UnsupportedModel` for a model that makes something else of its keys."""
+        if self._given is None or key is not self._given[0] or value is not self._given[1]:
+            raise UnsupportedModel("this model's attention receives other keys than those put in its cache")
+        self._given = None
+        return self._attend(AttentionCall(module, self.index, query, key, value, scaling, softcap, sinks))
+
+    def get_seq_length(self) -> int:
+        """The tokens that are reported."""
+        return self._seen

@@ -1,5 +1,8 @@
-"""The argument by which a model takes its cache: `cache` since transformers 5.24; `past_key_values`, and
-`cache_params` of some recurrent layers, in releases before it and in models that bring their own code.
+"""Where models of transformers differ: the argument for the cache, devices and dtypes, multimodal wrappers.
+
+The cache is `cache` since transformers 5.24; before it, and in models with their own code, `past_key_values`,
+or `cache_params` of some recurrent layers. Of a multimodal checkpoint the text model alone is loaded, by its
+own config and class, with the weights renamed to those of a checkpoint of the text model.
 """
 
 from __future__ import annotations
@@ -19,13 +22,17 @@ from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.kv.placement import RESERVE
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_DEVICES = "choose one of: auto, cpu, cuda, cuda:0"
+# Text models of wrappers that equal a family of their own: where all tokens are text, the three positions of
+# a token are one.
+_SAME = {"glm4v_text": "glm4", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved", "type")
 
 
 @cache
 def cache_name(kind: Any) -> str:
-    """The name by which modules of a class take a cache; that of `generate`, where their `forward` does not
-    say (a wrapper's).
-    """
+    """The name by which modules of a class take a cache; that of `generate`, where `forward` names none."""
     names = inspect.signature(kind.forward).parameters
     return next((name for name in CACHE_NAMES if name in names), generate_name())
 
@@ -41,10 +48,7 @@ def generate_name() -> str:
 
 def cache_in(given: Mapping[str, Any]) -> Any:
     """The cache among keyword arguments, by whichever name; None without one."""
-    for name in CACHE_NAMES:
-        if (held := given.get(name)) is not None:
-            return held
-    return None
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
 def in_its_name(module: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,14 +57,9 @@ def in_its_name(module: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, **with_cache(module, cache_in(given))}
 
 
-def with_cache(module: Any, held: Any) -> dict[str, Any]:
-    """Keyword arguments that hand `held` to a module."""
-    return {cache_name(type(module)): held}  # type: ignore[arg-type]
-
-
-# Where a model runs, and in which dtype.
-
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+def with_cache(module: Any, cache: Any) -> dict[str, Any]:
+    """Keyword arguments that give a module its cache."""
+    return {cache_name(type(module)): cache}  # type: ignore[arg-type]
 
 
 def check_dtype(dtype: str) -> None:
@@ -76,11 +75,11 @@ def pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"unknown device '{device}'; choose one of: auto, cpu, cuda, cuda:0") from error
+        raise ConfigError(f"unknown device '{device}'; {_DEVICES}") from error
     if chosen.type == "cpu" and chosen.index is not None:
-        raise ConfigError(f"unknown device '{device}'; choose one of: auto, cpu, cuda, cuda:0")
+        raise ConfigError(f"unknown device '{device}'; {_DEVICES}")
     if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device '{device}' is not served; choose one of: auto, cpu, cuda, cuda:0")
+        raise ConfigError(f"device '{device}' is not served; {_DEVICES}")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device '{device}' is not there: torch finds no such CUDA device; use --device cpu"
@@ -89,8 +88,8 @@ def pick_device(device: str) -> torch.device:
 
 
 def device_room(device: torch.device) -> int:
-    """Bytes that a prefill may take on a CUDA device: what the driver has free, within the cap of this
-    process, and what torch's pool holds of it and nobody uses; but for the part that stays free.
+    """Bytes that a prefill may take on a CUDA device: the driver's free memory, within the cap of this
+    process, and the unused part of torch's pool, less a reserve.
     """
     free, total = torch.cuda.mem_get_info(device)
     pool, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
@@ -98,26 +97,11 @@ def device_room(device: torch.device) -> int:
     return max(0, min(free, capped)) + pool - used - total // RESERVE
 
 
-# Multimodal checkpoints for text alone: the text model's own config and class, and its weights by the
-# names that a checkpoint of the text model alone has. What else such a checkpoint holds is never read.
-
-# Text models of wrappers that are a family of their own but for images: where all tokens are text, the three
-# positions of a token are one.
-_SAME = {
-    "glm4v_text": "glm4",
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-}
-_OF_IMAGES = ("mrope_section", "mrope_interleaved", "type")
-
-
 def text_of(config: Any) -> Any:
     """The text model's config (a copy) of a config, which may be a wrapper's. Raises `UnsupportedModel`."""
     if config.is_encoder_decoder:
         raise UnsupportedModel(
-            f"'{config.model_type}' is an encoder-decoder model, whose answers attend to what an encoder "
-            "made of a text: use a model that is a decoder alone"
+            f"'{config.model_type}' is an encoder-decoder model: use one that is a decoder alone"
         )
     text = deepcopy(config.get_text_config(decoder=True))
     if text.model_type in _SAME:
@@ -140,8 +124,8 @@ def check_alone(config: Any) -> None:
     """`UnsupportedModel` for the config of a multimodal model that is loaded already."""
     if text_of(config).model_type != config.model_type:
         raise UnsupportedModel(
-            f"this '{config.model_type}' model is loaded with what it sees or hears by: give its folder or "
-            "its transformers id instead, of which the text model alone is loaded"
+            f"this '{config.model_type}' model is loaded with its encoders of images or sound: give its "
+            "folder or its transformers id instead, of which the text model alone is loaded"
         )
 
 
@@ -163,8 +147,8 @@ def class_of(text: Any) -> Any:
 
 @dataclass(frozen=True)
 class Names:
-    """Where a checkpoint has the text model's weights: below `base` and, those of the output layer, below
-    `head`; `mapping` is transformers' `key_mapping` to the names of the text model alone.
+    """Where a checkpoint has the text model's weights: below `base`, and the output layer's below `head`;
+    `mapping` is transformers' `key_mapping` to the names of the text model alone.
     """
 
     base: str
@@ -189,7 +173,7 @@ def names_of(checkpoint: Collection[str], model: Any) -> Names:
 
 
 def by_own_names(quantization: dict[str, Any], names: Names) -> dict[str, Any]:
-    """What a checkpoint says of its weights in few bits, where it lists layers: by the text model's names."""
+    """A checkpoint's quantization config, with the layers that it lists by the text model's names."""
 
     def own(listed: str) -> str:
         for pattern, name in names.mapping.items():
@@ -207,7 +191,7 @@ def by_own_names(quantization: dict[str, Any], names: Names) -> dict[str, Any]:
 def unknown_text(
     unexpected: Iterable[str], names: Names, checkpoint: Collection[str], model: Any
 ) -> list[str]:
-    """Of the weights that `model` has no place for those that belong to its text."""
+    """Of the weights that `model` does not have, those that belong to its text model."""
     base, there = _base(model), set(checkpoint)
     parts = {name for name, _ in model.get_submodule(base.rstrip(".")).named_children()}
     layers = model.config.num_hidden_layers
@@ -216,7 +200,7 @@ def unknown_text(
         own = name.removeprefix(base)
         part, _, rest = own.partition(".")
         if part in parts or (names.base not in ("", base) and names.base + own in there):
-            # Layers beyond the last predict further tokens, which nobody asks for here.
+            # Layers beyond the last predict further tokens, which are not used here.
             number = rest.partition(".")[0] if part == "layers" else ""
             if not number.isdecimal() or int(number) < layers:
                 found.append(name)
@@ -224,7 +208,7 @@ def unknown_text(
 
 
 def _base(model: Any) -> str:
-    """What the names of all weights but the output layer's begin with, such as `model.`."""
+    """The common prefix of the names of all weights but the output layer's, such as `model.`."""
     table = model.get_input_embeddings()
     path: str = next(path for path, module in model.named_modules() if module is table)
     return path[: path.rfind(".") + 1]

@@ -1,10 +1,10 @@
-"""On a GPU, what lies between one attention and the next as CUDA graphs: norms, projections, rotation, MLP.
+"""A decoder's pass on a GPU as CUDA graphs: norms, projections, rotation and MLP between two attentions.
 
-A token's pass launches a dozen kernels a layer besides its attention, each through Python: of a small model
-more time than the kernels take. A decoder's pass is therefore captured once for each number of rows and
-tokens, as one graph before each attention and one behind the last. What is attended to is looked up, fetched
-and merged between them as ever. Nothing is captured that is not checked on the spot: replayed with other
-tokens at other places it equals the plain pass, or the model goes on without.
+A token's pass launches a dozen kernels a layer besides its attention, each through Python: for a small model
+this takes longer than the kernels. A decoder's pass is therefore recorded once for each number of sequences
+and tokens, as one graph before each attention and one behind the last; attention runs between them as ever.
+Every recording is checked on the spot: replayed with other tokens at other positions it equals the plain
+pass, or the model runs without graphs.
 """
 
 from __future__ import annotations
@@ -23,26 +23,38 @@ from torch import Tensor
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.attention import prefix_attention
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import GeneratedLayer, LatentLayer, WindowLayer
+from offload_decode.hf.cache_layers import AttentionCall, GraphCache, LatentLayer, WindowLayer
 from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, with_cache
-from offload_decode.hf.graph_cache import Asked, GraphCache
 from offload_decode.hf.packed_batch import PackedCache
 from offload_decode.hf.positions import depends_on_length
 from offload_decode.hf.running_pass import RUNNING
 
-# A decoder's pass as CUDA graphs: one before each attention, and one behind the last.
+WORTH = 8
+"""Passes of a shape before it is recorded: a question comes once, an answer's tokens by the hundred."""
+TOKENS = 64
+"""Most tokens of a recorded pass: with more, kernels take longer than their launch."""
+SHAPES = 16
+"""Most shapes that are recorded for a model."""
+
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # of a state's length
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+_ARGUMENTS = ("input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", *CACHE_NAMES)
+Shape = tuple[int, int, int]
+"""Sequences, tokens, sequences of positions."""
 
 
 class _Stop(NamedTuple):
-    """An attention of the pass, and where the graph behind it reads what is answered."""
+    """An attention of the pass, and where the graph behind it reads the result."""
 
-    asked: Asked
-    answer: Tensor
+    call: AttentionCall
+    result: Tensor
 
 
 class GraphPass:
-    """A decoder's pass over `ids [B, T]` as graphs. One at a time runs it: its tensors are the same ones
-    every time.
+    """A decoder's pass over `ids [B, T]` as graphs: one before each attention, and one behind the last. Its
+    tensors are the same ones every time, so only one caller at a time may run it.
     """
 
     def __init__(self, forward: Callable[..., Any], layers: int, ids: Tensor, positions: Tensor, pool: Any):
@@ -55,58 +67,55 @@ class GraphPass:
         try:
             self.output = passed(forward, self._ids, self._positions, cache)
         except BaseException:
-            with suppress(RuntimeError):  # what was not allowed has ended it already
+            with suppress(RuntimeError):  # a forbidden operation has ended it already
                 self._graphs[-1].capture_end()
             raise
         self._graphs[-1].capture_end()
-        given = [name for name, one in self.output.items() if isinstance(one, Tensor | tuple)]
-        if given != ["last_hidden_state"] or self._ids.shape != self.output.last_hidden_state.shape[:2]:
-            raise UnsupportedModel("this decoder gives something else than a state for each token")
+        outputs = [name for name, one in self.output.items() if isinstance(one, Tensor | tuple)]
+        if outputs != ["last_hidden_state"] or self._ids.shape != self.output.last_hidden_state.shape[:2]:
+            raise UnsupportedModel("this decoder returns something else than a state for each token")
 
     @property
     def layers(self) -> list[int]:
-        """Whose attention it stops at, in order."""
-        return [stop.asked.layer for stop in self._stops]
+        """The layers at whose attention it stops, in order."""
+        return [stop.call.layer for stop in self._stops]
 
-    def run(self, ids: Tensor, positions: Tensor, answers: Callable[[Asked], Tensor]) -> Tensor:
+    def run(self, ids: Tensor, positions: Tensor, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
         """The states `[B, T, W]` of these tokens, which stand at `positions [B or 1, T]`."""
         self._ids.copy_(ids)
         self._positions.copy_(positions)
         for graph, stop in zip(self._graphs, self._stops, strict=False):
             graph.replay()
-            stop.answer.copy_(answers(stop.asked))
+            stop.result.copy_(attend(stop.call))
         self._graphs[-1].replay()
         return self.output.last_hidden_state.clone()  # type: ignore[no-any-return]
 
-    def _stopped(self, asked: Asked) -> Tensor:
-        """The pass came to an attention: the graph ends here, and the next one begins with an answer."""
+    def _stopped(self, call: AttentionCall) -> Tensor:
+        """The pass came to an attention: the graph ends here, and the next one begins with its result."""
         self._graphs[-1].capture_end()
-        query, value = asked.query, asked.value
-        answer = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
-        self._stops.append(_Stop(asked, answer))
+        query, value = call.query, call.value
+        result = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
+        self._stops.append(_Stop(call, result))
         self._begin()
-        return answer
+        return result
 
     def _begin(self) -> None:
         self._graphs.append(torch.cuda.CUDAGraph())
-        # Other threads may go on with a device meanwhile.
+        # Other threads may use a device meanwhile.
         self._graphs[-1].capture_begin(self._pool, capture_error_mode="thread_local")
 
 
 def passed(forward: Callable[..., Any], ids: Tensor, positions: Tensor, cache: GraphCache) -> Any:
-    """What `forward` gives for `ids [B, T]` at `positions [B or 1, T]` behind a cache that is not one."""
-    # A prepared mask is handed on as it is, and no attention looks at it.
-    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    return forward(input_ids=ids, position_ids=positions, attention_mask=seen, cache=cache, use_cache=True)
-
-
-# Whether a module is still what it was: the same parts, weights at the same addresses, no more hooks.
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+    """The output of `forward` for `ids [B, T]` at `positions [B or 1, T]`, with nothing in the cache."""
+    # A prepared mask is passed on as it is, and no attention looks at it.
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    return forward(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True)
 
 
 class Snapshot:
-    """Of a module as it is now. Looking costs some tenths of a microsecond for each part and weight."""
+    """A module as it is now: its parts, the addresses of its weights, its hooks. Comparing costs some tenths
+    of a microsecond for each part and weight.
+    """
 
     def __init__(self, module: torch.nn.Module):
         self._slots: list[tuple[dict[str, Any], str, Any]] = []
@@ -129,40 +138,25 @@ class Snapshot:
         )
 
 
-WORTH = 8
-"""Passes of a shape before it is captured: a question comes once, an answer's tokens by the hundred."""
-TOKENS = 64
-"""Of a pass that is captured, at most: with more, kernels take longer than their launch."""
-SHAPES = 16
-"""Captured at most for a model."""
-
-_ROUNDING = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # of a state's length
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
-Shape = tuple[int, int, int]
-"""Rows, tokens, rows of positions."""
-_PLAIN = ("input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", *CACHE_NAMES)
-
-
 class GraphForward:
-    """Takes the place of a decoder's `forward`, which it calls for what is not captured.
+    """Replaces a decoder's `forward`, which it calls for passes that are not recorded.
 
-    refused: why nothing (more) is, for people; None as long as nothing was refused.
+    refused: why nothing (more) is recorded, for people; None as long as nothing was refused.
     """
 
     def __init__(self, decoder: Any):
         self.decoder = decoder
-        self.__wrapped__ = decoder.forward  # of which `inspect.signature` tells
+        self.__wrapped__ = decoder.forward  # whose signature `inspect.signature` shows
         self.refused: str | None = None
         self._busy = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing is captured yet."""
+        """Nothing is recorded yet."""
         self.passes: dict[Shape, GraphPass] = {}
         self._came: Counter[Shape] = Counter()
         self._known: Snapshot | None = None
-        # Passes may share it: what one leaves there is no other's concern.
+        # Passes may share it: none reads what another left there.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
@@ -189,14 +183,14 @@ class GraphForward:
             output = copy(held.output)
             setattr(output, cache_name(type(self.decoder)), cache)  # type: ignore[arg-type]
             with self._in_turn(ids.device):
-                output.last_hidden_state = held.run(ids, positions, functools.partial(_answered, cache))
+                output.last_hidden_state = held.run(ids, positions, functools.partial(_attend, cache))
             return output
         finally:
             self._busy.release()
 
     @contextmanager
     def _in_turn(self, device: torch.device) -> Iterator[None]:
-        """Behind what another stream was given of these passes, whose tensors are the same."""
+        """Wait for passes on other streams: all use the same tensors."""
         stream = torch.cuda.current_stream(device)
         if self._done is not None:
             stream.wait_event(self._done)
@@ -211,7 +205,7 @@ class GraphForward:
     def _pass(self, ids: Tensor, positions: Tensor) -> GraphPass | None:
         shape = (*ids.shape, len(positions))
         if self._known is not None and not self._known.holds():
-            self._begin()  # an adapter came, or weights moved: what was captured is of what was there before
+            self._begin()  # an adapter came, or weights moved: the recordings are of the former model
         if shape not in self.passes and len(self.passes) < SHAPES:
             self._came[shape] += 1
             if self._came[shape] >= WORTH:
@@ -227,14 +221,14 @@ class GraphForward:
             held.enter_context(torch.inference_mode(False))
             held.enter_context(torch.no_grad())
             held.enter_context(torch.cuda.device(ids.device))
-            # Nothing can be captured on the stream that everything runs on by itself.
+            # Nothing can be captured on the default stream.
             current = torch.cuda.current_stream()
             self._stream = own = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             own.wait_stream(current)
             held.callback(current.wait_stream, own)
             held.enter_context(torch.cuda.stream(own))
             try:
-                # Once before anything is captured, so that libraries have what they take at their first call.
+                # Once before the recording, so that libraries have allocated what their first call takes.
                 seen = int(positions.max())
                 passed(self._forward, ids, positions, GraphCache(layers, seen, _stand_in))
                 captured = GraphPass(self._forward, layers, ids, positions, self._pool)
@@ -249,9 +243,8 @@ class GraphForward:
             self._begin()
 
     def _difference(self, captured: GraphPass, ids: Tensor, positions: Tensor, layers: int) -> str | None:
-        """Whether other tokens at other places get other states than in a plain pass: how, or None.
-
-        Smaller ids and places than those that came are known to every table of a model.
+        """How the states of other tokens at other positions differ from those of a plain pass; None if they
+        do not. Smaller ids and positions than the recorded ones are in every table of a model.
         """
         others, places = ids // 2, positions // 2
         cache = GraphCache(layers, int(places.max()), _stand_in)
@@ -264,10 +257,10 @@ class GraphForward:
 
 
 def capture(decoder: Any) -> None:
-    """Let the passes of a decoder on one GPU be captured once they come again and again.
+    """Let passes of a decoder on one GPU be recorded once their shape has come often.
 
-    Not by a torch that is not itself again after what could not be captured (before 2.13), nor of int8
-    products, which look on the host for what they keep in 16 bits.
+    Not with torch before 2.13, which does not recover from a capture that failed, nor for int8 products,
+    which look up outliers on the host.
     """
     devices = {parameter.device for parameter in decoder.parameters()}
     if len(devices) != 1 or devices.pop().type != "cuda" or _TORCH < (2, 13):
@@ -279,7 +272,7 @@ def capture(decoder: Any) -> None:
 
 
 def report(decoder: Any) -> dict[str, Any] | None:
-    """What is captured of a decoder on a GPU, as JSON can hold it: shapes `[rows, tokens]`; why no more."""
+    """The recorded passes of a decoder on a GPU, for JSON: shapes `[sequences, tokens]`, and why no more."""
     forward = decoder.forward
     if not isinstance(forward, GraphForward):
         return None
@@ -290,51 +283,46 @@ def report(decoder: Any) -> dict[str, Any] | None:
 
 
 def _serves(config: Any, given: dict[str, Any]) -> bool:
-    """Whether a pass is one of those that are captured, as far as its shape is: few tokens, each of which
-    sees all of its conversation, and of which nothing but the last states is asked for.
+    """Whether a pass can be recorded: few tokens, each of which sees all of its conversation, and no output
+    but the last states.
     """
     cache, ids, positions = cache_in(given), given.get("input_ids"), given.get("position_ids")
     if torch.is_grad_enabled() or ids is None or positions is None or ids.numel() > TOKENS:
         return False
     # Autocast casts weights into memory that it gives back.
-    if torch.is_autocast_enabled("cuda") or any(getattr(config, more, False) for more in _MORE):
+    if torch.is_autocast_enabled("cuda") or any(getattr(config, more, False) for more in _MORE_OUTPUTS):
         return False
-    if given.get("return_dict") is False:
-        return False
-    if not all(given[name] is None or given[name] is False for name in given.keys() - set(_PLAIN)):
+    others = (given[name] for name in given.keys() - set(_ARGUMENTS))
+    if given.get("return_dict") is False or any(one is not None and one is not False for one in others):
         return False
     if isinstance(cache, PackedCache):
         return not any(layer.latent for layer in cache.tails)
     if not isinstance(cache, PrefixCache) or ids.shape[1] > 1 or cache.recurrent or cache.shown is not None:
         return False
     mask: Tensor | None = given.get("attention_mask")
-    return (mask is None or mask.ndim == 2) and all(map(_plain, cache.tails))
-
-
-def _plain(layer: GeneratedLayer) -> bool:
-    return not isinstance(layer, LatentLayer) and not (isinstance(layer, WindowLayer) and layer.chunked)
-
-
-def _answered(cache: PrefixCache | PackedCache, asked: Asked) -> Tensor:
-    """What is stored and what followed it, attended to."""
-    layer = cache.layers[asked.layer]
-    keys, values = cache.update(asked.key, asked.value, asked.layer)
-    if isinstance(layer, WindowLayer):  # one token sees all of what is near
-        keys, values, _ = layer.near(1)
-        RUNNING.own.updated(layer, keys)
-    # Who listens may keep the query, whose memory is the next token's too.
-    query = asked.query.clone()
-    out, _ = prefix_attention(
-        asked.module, query, keys, values, None, asked.scaling, asked.softcap, asked.sinks
+    return (mask is None or mask.ndim == 2) and not any(
+        isinstance(layer, LatentLayer) or (isinstance(layer, WindowLayer) and layer.chunked)
+        for layer in cache.tails
     )
-    return out
 
 
-def _stand_in(asked: Asked) -> Tensor:
-    """Something in place of an answer, for a check: it depends on all that is asked, and on where it stands
-    (an inner product of a query and the key of its own place does not).
+def _attend(cache: PrefixCache | PackedCache, call: AttentionCall) -> Tensor:
+    """Attention to the stored and to the generated tokens."""
+    layer = cache.layers[call.layer]
+    keys, values = cache.update(call.key, call.value, call.layer)
+    if isinstance(layer, WindowLayer):  # one token sees all of the window
+        keys, values, _ = layer.near(1)
+        RUNNING.current.updated(layer, keys)
+    # A watch may keep the query, whose memory is the next token's too.
+    query = call.query.clone()
+    return prefix_attention(call.module, query, keys, values, None, call.scaling, call.softcap, call.sinks)[0]
+
+
+def _stand_in(call: AttentionCall) -> Tensor:
+    """A stand-in for attention, for the check: it depends on all inputs and on the position (the inner
+    product of a query and the key of its own position does not).
     """
-    query, key, value = asked.query, asked.key, asked.value
+    query, key, value = call.query, call.key, call.value
     groups = query.shape[1] // key.shape[1]
     weights = (query.mean(-1, keepdim=True) + key.repeat_interleave(groups, 1).mean(-1, keepdim=True)).tanh()
     return (weights * value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous()

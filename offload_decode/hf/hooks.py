@@ -1,8 +1,8 @@
-"""A model switched to the registered attention, and what each of its passes behind a stored prefix must hold.
+"""Switch a model to the registered attention, and check each of its passes behind a stored prefix.
 
-Two hooks stand around the decoder (`base_model`), where every family hands over the ids, the mask, the
-positions and the cache by name, in a loop of one's own as in `generate`. What would be answered from a part
-of the prefix, or from tokens run twice, is refused before anything is appended.
+Two hooks stand around the decoder (`base_model`), where every family passes the ids, the mask, the positions
+and the cache by name, in a loop of one's own as in `generate`. A pass that would see a part of the prefix, or
+run tokens twice, is refused before anything is appended.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def _before(
     if (cache := given.get(name)) is None and (cache := cache_in(given)) is not None:
         given = in_its_name(decoder, given)
     if not isinstance(cache, PrefixCache | PackedCache):
-        RUNNING.own = Pass()
+        RUNNING.current = Pass()
         _check_kept(decoder, given)
         return None
     if not isinstance(cache, wanted := cache_class(kind)):
         cache.be(wanted)
-    behind = [cache] if isinstance(cache, PrefixCache) else [held for held, _ in cache.segments]
-    _check_model(decoder, given, behind)
     if isinstance(cache, PackedCache):
-        RUNNING.own = _begin_joint(decoder, given, cache)
+        _check_model(decoder, given, [segment.cache for segment in cache.segments])
+        RUNNING.current = _begin_packed(decoder, given, cache)
     else:
-        RUNNING.own = _begin(decoder, given, cache)
+        _check_model(decoder, given, [cache])
+        RUNNING.current = _begin(decoder, given, cache)
     return (), given
 
 
@@ -75,7 +75,7 @@ def _begin(decoder: torch.nn.Module, given: dict[str, Any], cache: PrefixCache) 
     ids: Tensor | None = given.get("input_ids")
     new: Tensor | None = given.get("inputs_embeds") if ids is None else ids
     if new is None or new.ndim != (3 if ids is None else 2) or not len(new):
-        raise ConfigError("a pass takes input_ids [B, T], or inputs_embeds [B, T, D], of one row or more")
+        raise ConfigError("a pass takes input_ids [B, T], or inputs_embeds [B, T, D], with B at least 1")
     rows, tokens = new.shape[:2]
     if not tokens:
         raise ConfigError(
@@ -84,8 +84,7 @@ def _begin(decoder: torch.nn.Module, given: dict[str, Any], cache: PrefixCache) 
         )
     if ids is not None:
         check_ids(ids, decoder)
-    layer = cache.tails[0]
-    if layer.tail.batch not in (None, rows):
+    if cache.tails[0].tail.batch not in (None, rows):
         cache.refuse_rows(rows)
     mask = given.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim not in (2, 4)):
@@ -106,7 +105,7 @@ def _begin(decoder: torch.nn.Module, given: dict[str, Any], cache: PrefixCache) 
         cache.show(tokens, shown)
     if given.get("position_ids") is None and _takes_positions(type(decoder)):  # type: ignore[arg-type]
         # Some models would begin at 0.
-        first = layer.prefix.length + layer.tail.length
+        first = cache.prefix_length + cache.tail_length
         given["position_ids"] = torch.arange(first, first + tokens, device=new.device)[None]
     cache.begin(rows, tokens)
     return Pass(
@@ -118,8 +117,8 @@ def _begin(decoder: torch.nn.Module, given: dict[str, Any], cache: PrefixCache) 
 
 
 def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    RUNNING.own = Pass()
-    cache = kwargs.get(cache_name(type(decoder)))  # type: ignore[arg-type]  # as `_before` hands it on
+    RUNNING.current = Pass()
+    cache = kwargs.get(cache_name(type(decoder)))  # type: ignore[arg-type]  # as `_before` passes it on
     if isinstance(cache, PrefixCache):
         embeds = kwargs.get("inputs_embeds")
         tokens = (kwargs["input_ids"] if embeds is None else embeds).shape[1]
@@ -128,17 +127,17 @@ def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         cache.check_attended()
 
 
-def _begin_joint(decoder: torch.nn.Module, given: dict[str, Any], cache: PackedCache) -> Pass:
-    """A packed pass: the cache knows where its tokens stand, and what each of them sees."""
+def _begin_packed(decoder: torch.nn.Module, given: dict[str, Any], cache: PackedCache) -> Pass:
+    """A packed pass: the cache knows the positions of its tokens, and what each of them sees."""
     ids: Tensor | None = given.get("input_ids")
     if ids is None or ids.ndim != 2 or len(ids) != 1:
-        raise ConfigError("a joint pass takes input_ids [1, total], the tokens of all segments in a row")
+        raise ConfigError("a packed pass takes input_ids [1, total], the tokens of all segments in order")
     if given.get("attention_mask") is not None or given.get("position_ids") is not None:
-        raise ConfigError("a joint pass takes neither a mask nor positions: its segments say both")
+        raise ConfigError("a packed pass takes neither a mask nor positions: its segments give both")
     check_ids(ids, decoder)
     cache.begin(ids.shape[1])
     given["position_ids"] = positions = cache.positions.to(ids.device)
-    # transformers hands a prepared mask on as it is, and the attention does not look at it.
+    # transformers passes a prepared mask on as it is, and the attention does not look at it.
     given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     return Pass(rotated_for=cache.rotated_for or UNSAID, positions=positions)
 
@@ -146,16 +145,14 @@ def _begin_joint(decoder: torch.nn.Module, given: dict[str, Any], cache: PackedC
 def _check_kept(decoder: torch.nn.Module, given: dict[str, Any]) -> None:
     """Phi-3's own `generate` drops a cache where its rotation would change within the answer."""
     ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    if ids is None or cache_in(given) is not None:
-        return
-    if not any(map(depends_on_length, decoder.modules())):
+    if ids is None or cache_in(given) is not None or not any(map(depends_on_length, decoder.modules())):
         return
     hidden = mask is not None and mask.ndim == 2 and mask.shape[1] > ids.shape[1]
     later = positions is not None and bool((positions.amin(-1) > 0).any())
     if hidden or later:
         raise UnsupportedModel(
-            "this model's own generate drops the stored prefix here, because its rotation would change: ask "
-            "through the engine (Engine.answer), which keeps to that of the store"
+            "this model's own generate drops the stored prefix here, because its rotation would change: use "
+            "Engine.answer, which keeps the rotation of the store"
         )
 
 
@@ -167,9 +164,9 @@ def _takes_positions(decoder: type) -> bool:
 def check_ids(ids: Tensor, model: Any) -> None:
     """Raise if some ids are not in the vocabulary."""
     if ids.dtype not in (torch.int64, torch.int32):
-        raise ConfigError(f"the ids of tokens must be whole numbers (int64), and not {ids.dtype}")
+        raise ConfigError(f"token ids must be whole numbers (int64), and not {ids.dtype}")
     known = model.get_input_embeddings().num_embeddings
-    least, most = torch.stack(ids.aminmax()).tolist()  # a device is waited for once
+    least, most = torch.stack(ids.aminmax()).tolist()  # one wait for the device
     if least < 0 or most >= known:
         wrong = least if least < 0 else most
         raise ConfigError(
@@ -178,7 +175,7 @@ def check_ids(ids: Tensor, model: Any) -> None:
 
 
 def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCache]) -> None:
-    """The decoder is that of the caches, as it was when it was opened, and attends to what is stored."""
+    """The decoder is that of the caches, as it was when it was opened, and attends to the stored tokens."""
     config = decoder.config
     use_cache, weights = given.get("use_cache"), given.get("output_attentions")
     use_cache = config.use_cache if use_cache is None else use_cache
@@ -206,14 +203,11 @@ def _check_model(decoder: Any, given: dict[str, Any], caches: Sequence[PrefixCac
     windows = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     for cache in caches:
         if cache.decoder not in (None, decoder):
-            raise ConfigError(
-                "this cache belongs to another model: take one from the engine that this model was opened "
-                "with"
-            )
+            raise ConfigError("this cache belongs to another model: take one from the engine of this model")
         if cache.dtype not in (None, decoder.dtype) or not cache.windows.issubset(windows):
             raise ConfigError(
-                "the dtype or the sliding window of this model was changed after its store was opened: load "
-                "the model anew, and open the store with it"
+                "the dtype or the sliding window of this model changed after its store was opened: reload "
+                "the model, and open the store with it"
             )
 
 
@@ -228,7 +222,7 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
         )
     if len(mask) != rows:
         raise ConfigError(f"the attention mask has {len(mask)} rows, but there are {rows} to run")
-    # Of the engine's own masks it is known; a million entries are not read at every step.
+    # The engine's own masks are known to; reading a million entries at every step would be slow.
     known, cache.shows_prefix = cache.shows_prefix is mask, None
     if not known and not bool((mask[:, :prefix] != 0).all()):
         raise ConfigError(
@@ -239,8 +233,8 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     before = shown[:, :tail]
     if not bool((before if earlier is None else before == earlier.to(before.device)).all()):
         raise ConfigError(
-            "the attention mask differs from that of an earlier pass for tokens that both cover: what was "
-            "shown or hidden once stays so in this cache; begin with a new cache"
+            "the attention mask differs from that of an earlier pass for tokens that both cover: tokens stay "
+            "shown or hidden in a cache; begin with a new one"
         )
     return shown
 
@@ -252,7 +246,7 @@ def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tenso
         raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
     if any(cache.is_sliding):
         raise ConfigError(
-            "this model has sliding-window layers, which need another mask than the rest: "
+            "this model has sliding-window layers, which need another mask than the others: "
             "pass a 2-D attention mask, from which both are made"
         )
     if len(mask) not in (1, rows) or mask.shape[1] != 1 or mask.shape[2] != tokens:
@@ -277,22 +271,22 @@ def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tenso
 def _check_positions(
     positions: Tensor | None, shown: Tensor | None, cache: PrefixCache, rows: int, tokens: int
 ) -> None:
-    """A token that is shown stands behind all that are shown before it; where padding stands is no matter."""
+    """A shown token stands behind all that are shown before it; the positions of padding do not matter."""
     if shown is None and cache.shown is not None:
         raise ConfigError(
             "earlier tokens of this cache are padding: pass an attention mask that hides them here too"
         )
     first = cache.prefix_length + cache.tail_length
     device = shown.device if positions is None else positions.device  # type: ignore[union-attr]
-    if positions is None:
-        positions = torch.arange(first, first + tokens, device=device)[None]
+    unpadded = torch.arange(first, first + tokens, device=device)[None]
+    positions = unpadded if positions is None else positions
     if positions.ndim != 2 or positions.shape[-1] != tokens or len(positions) not in (1, rows):
         raise ConfigError(
             f"position_ids must be [{rows}, {tokens}], one for each new token, and not "
             f"{list(positions.shape)}"
         )
     if shown is None:
-        expected = torch.arange(first, first + tokens, device=device)[None]
+        expected = unpadded
         right = positions == expected
     else:
         shown = shown.to(device)
@@ -300,9 +294,9 @@ def _check_positions(
         right = (positions == expected) | ~shown[:, -tokens:]
     if not bool(right.all()):
         wrong = (~right).nonzero()[0].tolist()
-        stands, place = (int(one.expand_as(right)[tuple(wrong)]) for one in (positions, expected))
+        found, wanted = (int(one.expand_as(right)[tuple(wrong)]) for one in (positions, expected))
         raise ConfigError(
-            f"a new token stands at position {stands}, but behind the stored tokens and those of earlier "
-            f"turns its place is {place}: pass an attention mask that covers all of them, and where rows are "
-            "padded position_ids that do not count the padding"
+            f"a new token has position {found}, but behind the stored tokens and those of earlier turns it "
+            f"is {wanted}: pass an attention mask that covers all of them, and position_ids that do not "
+            "count the padding"
         )

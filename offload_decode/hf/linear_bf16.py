@@ -1,9 +1,9 @@
-"""Linear layers of one token in bfloat16 on a CPU, whose weights are all that such a product reads.
+"""Linear layers of one token in bfloat16 on a CPU, whose speed is that of reading the weights.
 
-torch hands products of bfloat16 to oneDNN, which packs the weights anew in every call: of one row it reads
-them at half to two thirds of the speed of memory. torch's own product of a matrix and a vector reads them
-where they lie, and sums in float32 as well; it is what is taken where oneDNN is switched off. For more rows
-oneDNN is many times faster.
+torch runs products of bfloat16 in oneDNN, which packs the weights in every call: for one token this reads
+them at half to two thirds of the speed of memory. torch's own product of a matrix and a vector, which runs
+where oneDNN is switched off, reads them in place, and sums in float32 as well. For more tokens oneDNN is
+many times faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLAGS: Any = torch.backends.mkldnn
 
 
 def read_in_place(model: Any) -> None:
-    """Let linear layers of `model` with weights of bfloat16 on a CPU multiply one row without oneDNN."""
+    """Let linear layers of `model` with weights of bfloat16 on a CPU multiply one token without oneDNN."""
     for layer in model.modules():
         if type(layer) is torch.nn.Linear and not isinstance(layer.forward, partial):
             weight = layer.weight
@@ -30,18 +30,18 @@ def read_in_place(model: Any) -> None:
 
 
 class _Turns:
-    """Who multiplies: oneDNN is switched on and off for the whole process, so that products of one row, which
-    do without, and those of several, which need it, do not run at the same time.
+    """Turns of products without and with oneDNN, which is switched on and off for the whole process: those of
+    one token and those of several do not run at the same time.
     """
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._single, self._several = 0, 0  # products under way; of several rows those that wait too
+        self._single, self._several = 0, 0  # products that run; of several tokens those that wait too
         self._before = True
 
     @contextmanager
     def single(self) -> Iterator[None]:
-        """Without oneDNN, unless somebody needs it now."""
+        """Without oneDNN, unless another product needs it now."""
         with self._changed:
             off = not self._several
             if off and not self._single:
@@ -58,7 +58,7 @@ class _Turns:
 
     @contextmanager
     def several(self) -> Iterator[None]:
-        """With oneDNN: waits for the product of one row that is under way."""
+        """With oneDNN: waits for running products of one token."""
         with self._changed:
             self._several += 1
             self._changed.wait_for(lambda: not self._single)

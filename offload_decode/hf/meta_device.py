@@ -9,29 +9,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# What rotary frequencies are made by: their names as methods, as operators and as functions.
-_ARITHMETIC = {
-    "arange",
-    "add",
-    "div",
-    "mul",
-    "pow",
-    "reciprocal",
-    "rpow",
-    "sub",
-    "truediv",
-    "rtruediv",
-    "rdiv",
-}
+# The arithmetic of rotary frequencies: names of methods, operators and functions.
+_ARITHMETIC = frozenset(
+    ["arange", "add", "div", "mul", "pow", "reciprocal", "rpow", "sub", "truediv", "rtruediv", "rdiv"]
+)
 _SHORT = 1 << 16  # elements
 
 
 class Unfilled(TorchFunctionMode):
-    """On the meta device random numbers are not drawn, arithmetic with short tensors takes what it makes from
-    the CPU, and tensors like others are made by their shape.
+    """On the meta device, draw no random numbers, do arithmetic with short tensors on the CPU, and make
+    tensors like others by their shape.
 
-    There torch runs all of it in Python, and imports sympy and its compiler for it: a second that changes
-    nothing, as such a tensor has no values.
+    torch would do all of it in Python there, and import sympy and its compiler: a second for tensors without
+    values.
     """
 
     def __torch_function__(
@@ -44,25 +34,19 @@ class Unfilled(TorchFunctionMode):
         given = kwargs or {}
         if func is torch.nn.init.normal_ and given["tensor"].is_meta:
             return given["tensor"]
-        if func is torch.empty_like and _plain(args[0]) and given.keys() <= {"dtype", "device"}:
+        plain = func is torch.empty_like and args[0].is_meta and args[0].is_contiguous()
+        if plain and given.keys() <= {"dtype", "device"}:
             return torch.empty(args[0].shape, **{"dtype": args[0].dtype, "device": "meta"} | given)
-        if (
-            getattr(func, "__name__", "").removeprefix("__").removesuffix("__") not in _ARITHMETIC
-            or "out" in given
-        ):
+        name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
+        if name not in _ARITHMETIC or "out" in given:
             return func(*args, **given)
-        met = [one for one in args if isinstance(one, Tensor)]
-        if met and all(one.is_meta and one.numel() <= _SHORT for one in met):
-            here = (_like(one) if isinstance(one, Tensor) else one for one in args)
-            return func(*here, **given).to("meta")
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        if tensors and all(one.is_meta and one.numel() <= _SHORT for one in tensors):
+            on_cpu = (
+                torch.ones(one.shape, dtype=one.dtype, device="cpu") if isinstance(one, Tensor) else one
+                for one in args
+            )
+            return func(*on_cpu, **given).to("meta")
         if func is torch.arange and str(given.get("device")) == "meta":
             return torch.arange(*args, **given | {"device": "cpu"}).to("meta")
         return func(*args, **given)
-
-
-def _plain(made: Tensor) -> bool:
-    return made.is_meta and made.is_contiguous()
-
-
-def _like(made: Tensor) -> Tensor:
-    return torch.ones(made.shape, dtype=made.dtype, device="cpu")

@@ -1,8 +1,8 @@
-"""Several conversations in one forward pass, packed one behind the other without padding: `[1, total]` ids.
+"""A packed batch: several conversations in one forward pass, one behind the other without padding.
 
-A segment is what one conversation runs in the pass. Its keys go to that conversation's own tail, and its
-queries attend to that tail alone. Segments that share a prefix put their queries to it as one block. No mask
-is built: what a token sees of its segment follows from where it stands.
+A segment is what one conversation runs in the pass. Its keys join that conversation's generated KV, and its
+queries attend to that KV alone. Segments that share a prefix query it as one block. No mask is built: what a
+token sees of its segment follows from its position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from transformers.cache_utils import Cache
 from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import GeneratedLayer, KeylessLayer, LatentLayer, PassLayer, WindowLayer
+from offload_decode.hf.cache_layers import (
+    GeneratedLayer,
+    KeylessLayer,
+    LatentLayer,
+    PassLayer,
+    WindowLayer,
+)
 from offload_decode.hf.running_pass import RUNNING
 from offload_decode.kv.generated import Prefix
 from offload_decode.types import AttentionState
@@ -39,7 +45,7 @@ class Block(NamedTuple):
 
 
 class PackedCache(Cache):  # type: ignore[misc]
-    """The cache of one packed pass over the caches of its conversations, which are grown by it.
+    """The cache of one packed pass, which grows the caches of its conversations.
 
     `blocks` are the prefixes in the order of the segments, one for each or one that several share.
     """
@@ -48,22 +54,17 @@ class PackedCache(Cache):  # type: ignore[misc]
         blocks = blocks or [Block(cache.prefix, tokens) for cache, tokens in segments]
         assert sum(own.tokens for own in segments) == sum(own.tokens for own in blocks), "the same tokens"
         self.segments = list(segments)
-        super().__init__(layers=[_joined(index, self.segments, blocks) for index in range(self._count)])
-        self.tails = [layer for layer in self.layers if isinstance(layer, JointLayer)]
+        count = len(self.segments[0].cache.layers)
+        super().__init__(layers=[_packed_layer(index, self.segments, blocks) for index in range(count)])
+        self.tails = [layer for layer in self.layers if isinstance(layer, PackedLayer)]
         self._begun = False
-
-    @property
-    def _count(self) -> int:
-        return len(self.segments[0].cache.layers)
 
     @cached_property
     def positions(self) -> Tensor:
-        """Where the tokens stand, int64 `[1, total]`."""
-        each = []
-        for held, tokens in self.segments:
-            first = held.prefix_length + held.tail_length
-            each.append(torch.arange(first, first + tokens))
-        return torch.cat(each)[None]
+        """Of the tokens, int64 `[1, total]`."""
+        firsts = (cache.prefix_length + cache.tail_length for cache, _ in self.segments)
+        each = zip(firsts, self.segments, strict=True)
+        return torch.cat([torch.arange(first, first + segment.tokens) for first, segment in each])[None]
 
     @property
     def rotated_for(self) -> int | None:
@@ -73,64 +74,64 @@ class PackedCache(Cache):  # type: ignore[misc]
     def be(self, kind: type[Cache]) -> None:
         """Also be a cache of the class that a decoder insists on."""
         if not isinstance(self, kind):
-            self.__class__ = _also(kind)  # type: ignore[arg-type]
+            self.__class__ = _packed_class(kind)  # type: ignore[arg-type]
 
     def begin(self, tokens: int) -> None:
         """A pass of so many tokens begins. Raises where one of the conversations could not run its part."""
-        if self._begun or tokens != sum(own.tokens for own in self.segments):
-            raise ConfigError("a joint cache is for one pass over the tokens of its segments: make another")
-        if len({id(own.cache) for own in self.segments}) < len(self.segments):
-            raise ConfigError("one conversation stands twice in a joint pass: give each a fork of its own")
-        for held, own in self.segments:
-            if held.recurrent or held.shown is not None:
-                raise ConfigError("rows that are padded, and recurrent layers, do not run in a joint pass")
-            if held.positions.length != self.rotated_for:
+        if self._begun or tokens != sum(segment.tokens for segment in self.segments):
+            raise ConfigError("a packed cache is for one pass over the tokens of its segments: make another")
+        if len({id(segment.cache) for segment in self.segments}) < len(self.segments):
+            raise ConfigError("a conversation is in a packed pass twice: give each segment its own fork")
+        for own, count in self.segments:
+            if own.recurrent or own.shown is not None:
+                raise ConfigError("padded sequences and recurrent layers do not run in a packed pass")
+            if own.positions.length != self.rotated_for:
                 raise ConfigError("conversations that are rotated for other lengths do not run in one pass")
-            held.take_back()
-            if held.tails[0].tail.batch not in (None, 1):
-                held.refuse_rows(1)
-            if held.positions.most is not None:
-                held.check_room(own, None)
+            own.take_back()
+            if own.tails[0].tail.batch not in (None, 1):
+                own.refuse_rows(1)
+            if own.positions.most is not None:
+                own.check_room(count, None)
         for layer in self.tails:
             layer.begin()
-        for held, own in self.segments:
-            held.begin(1, own)
+        for own, count in self.segments:
+            own.begin(1, count)
         self._begun = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """`JointLayer.update`."""
+        """`PackedLayer.update`."""
         if not self._begun:
-            raise UnsupportedModel("a joint cache goes with a model that attends to stored prefixes")
+            raise UnsupportedModel("a packed cache needs a model that attends to stored prefixes")
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """As of one conversation, the longest: models that are told the positions count nothing from it."""
         layer = self.layers[layer_idx]
-        return (layer if isinstance(layer, JointLayer) else self.tails[0]).get_seq_length()
+        return (layer if isinstance(layer, PackedLayer) else self.tails[0]).get_seq_length()
 
     def check_attended(self) -> None:
         """Raise as `PrefixCache.check_attended` does; else the pass is over."""
         for layer in self.tails:
             if layer.unattended or not layer.updated:
                 raise UnsupportedModel(
-                    f"layer {layer.index} attended without its stored prefixes: the model does not hand the "
+                    f"layer {layer.index} attended without its stored prefixes: the model does not pass the "
                     "cache's keys to the registered attention function"
                 )
-        for held, _ in self.segments:
-            held.begun = None
+        for own, _ in self.segments:
+            own.begun = None
 
 
 def logits_after(output: Any, rows: Tensor) -> Tensor:
-    """The logits `[n, V]` after the packed tokens `rows`, of a pass with `logits_to_keep=rows`: some models
-    know of no rows, and give those of all tokens.
+    """The logits `[n, V]` after the packed tokens `rows`, of a pass with `logits_to_keep=rows`, which some
+    models ignore: they return those of all tokens.
     """
     logits: Tensor = output.logits[0]
     return logits if len(logits) == len(rows) else logits[rows]
 
 
-class JointLayer(PassLayer):
+class PackedLayer(PassLayer):
     """One layer of all conversations of a pass."""
 
     def __init__(
@@ -146,7 +147,7 @@ class JointLayer(PassLayer):
 
     @property
     def latent(self) -> bool:
-        """Whether tails hold latents."""
+        """Whether the generated KV are latents."""
         return isinstance(self.tails[0], LatentLayer)
 
     def begin(self) -> None:
@@ -154,8 +155,8 @@ class JointLayer(PassLayer):
         self._first = max(tail.get_seq_length() for tail in self.tails)
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `[1, Hkv, total, D]`, to each tail its own; by the keys that the attention call receives the
-        run knows this layer, and nothing else is asked of them.
+        """Append `[1, Hkv, total, D]`, each segment to its own generated KV. The returned keys tell the pass
+        which layer this is, and are used for nothing else.
         """
         keys, values = key_states, value_states
         if self.latent:
@@ -168,7 +169,7 @@ class JointLayer(PassLayer):
                 layer.rank = key_states.shape[-1]
             start += tokens
         tagged = key_states.view_as(key_states)
-        RUNNING.own.updated(self, tagged)
+        RUNNING.current.updated(self, tagged)
         self.unattended = self.updated = True
         return tagged, value_states
 
@@ -177,41 +178,39 @@ class JointLayer(PassLayer):
         return torch.zeros_like(indexer_key_states)
 
     def attend(self, query: Tensor, scaling: float, softcap: float | None) -> tuple[AttentionState, ...]:
-        """From `query [1, H, total, D]` to each segment's own tail, and in a full layer to what is stored: a
-        state of each. Latents are asked by absorbed queries.
+        """From `query [1, H, total, D]` to each segment's generated KV, and in a full layer to the
+        prefixes: a state of each. For latents the queries are absorbed ones.
         """
-        # The tails are attended to between these two, as behind one prefix.
+        # The generated KV is attended to between these two, as behind one prefix.
         finishes, start = [], 0
         for prefix, tokens in self.blocks:
-            asked = query[:, :, start : start + tokens]
-            finishes.append(prefix.begin(self.index, asked, scaling, softcap))
+            part = query[:, :, start : start + tokens]
+            finishes.append(prefix.begin(self.index, part, scaling, softcap))
             start += tokens
-        parts = torch.split(query, list(self.tokens), dim=2)
-        tails = [
-            _attend_tail(layer, part, scaling, softcap) for layer, part in zip(self.tails, parts, strict=True)
-        ]
+        parts = zip(self.tails, torch.split(query, list(self.tokens), dim=2), strict=True)
+        generated = _concatenated([_attend_generated(*part, scaling, softcap) for part in parts])
         self.unattended = False
-        if not finishes:
-            return (_beside(tails),)
-        return _beside(tails), _beside([finish() for finish in finishes])
+        return (generated, _concatenated([finish() for finish in finishes])) if finishes else (generated,)
 
     def get_seq_length(self) -> int:
         """Of the longest conversation, before the pass or with all that is run in it."""
         return self._first + (self._new if self.updated else 0)
 
 
-def _joined(index: int, segments: Sequence[Segment], blocks: Sequence[Block]) -> JointLayer | KeylessLayer:
-    layers = [own.cache.layers[index] for own in segments]
+def _packed_layer(
+    index: int, segments: Sequence[Segment], blocks: Sequence[Block]
+) -> PackedLayer | KeylessLayer:
+    layers = [segment.cache.layers[index] for segment in segments]
     if not isinstance(layers[0], GeneratedLayer):
         return KeylessLayer(index)
     stored = [] if isinstance(layers[0], WindowLayer) else blocks
-    return JointLayer(index, layers, [own.tokens for own in segments], stored)
+    return PackedLayer(index, layers, [segment.tokens for segment in segments], stored)
 
 
-def _attend_tail(
+def _attend_generated(
     layer: GeneratedLayer, query: Tensor, scaling: float, softcap: float | None
 ) -> AttentionState:
-    """From the last tokens of a conversation, `query [1, H, T, D]`, to what is before them of its tail."""
+    """From the last tokens of a conversation, `query [1, H, T, D]`, to the generated KV before them."""
     tokens = query.shape[2]
     if isinstance(layer, WindowLayer):
         keys, values, mask = layer.near(tokens)
@@ -224,7 +223,7 @@ def _attend_tail(
     return attend_dense(query, keys, values, scaling, None if mask is None else mask[None, None], softcap)
 
 
-def _beside(states: Sequence[AttentionState]) -> AttentionState:
+def _concatenated(states: Sequence[AttentionState]) -> AttentionState:
     """States of segments as the state of all tokens."""
     if len(states) == 1:
         return states[0]
@@ -233,5 +232,5 @@ def _beside(states: Sequence[AttentionState]) -> AttentionState:
 
 
 @cache
-def _also(kind: type[Cache]) -> type[PackedCache]:
+def _packed_class(kind: type[Cache]) -> type[PackedCache]:
     return type(PackedCache.__name__, (PackedCache, kind), {})

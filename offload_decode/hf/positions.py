@@ -1,9 +1,13 @@
 """How long a text may become, and for which length its keys are rotated.
 
 `longrope` has two sets of frequencies, one for texts up to the length that the model was first trained on and
-one for longer texts; `dynamic` has a set of its own for each length beyond `max_position_embeddings`. Either
-rotates the first token by the length of the whole, so a store is rotated for one length, which is chosen
-before its prefill begins and holds for all that follows. Learned positions end with their table.
+one for longer texts; `dynamic` has a set for each length beyond `max_position_embeddings`. Either rotates the
+first token by the length of the whole, so a store is rotated for one length, which is chosen before its
+prefill begins. Learned positions end with their table.
+
+transformers takes the largest position of a pass for the end of the text. In passes behind a store, each
+rotary module of such a model therefore gets one position more, the last one of the store's length, whose
+rotation is dropped: whatever the module does with lengths, it does as in one pass over all of the text.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +25,23 @@ from torch import Tensor, nn
 from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
 from offload_decode.hf.running_pass import RUNNING
 
-if TYPE_CHECKING:
-    from torch import nn
-
-
 CONTEXT = 4096
-"""Tokens that are expected to follow a prefix, where nobody says how many."""
+"""Tokens that are expected to follow a prefix, by default."""
+DEPENDENT = ("dynamic", "longrope")
+"""Kinds of RoPE whose frequencies change with the length of a text."""
+UNSAID = 0
+"""The length of a store that states none."""
 
 _NOTED = "rotated_for"
 _MOST = 1 << 40  # tokens of any text
-_ROOM = 1024  # tokens to follow for which a store is kept within a length where its rotation does not change
+_ROOM = 1024  # tokens that may follow a store whose length is chosen so that its rotation does not change
 _TABLES = re.compile(r"(^|\.)(wpe|embed_positions|positions?_embed(ding)?s?|pos_embed(ding)?s?)$")
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the tokens of one store may stand: it is rotated as a text of `length` tokens (None: its length
-    is no matter), and holds `most` tokens with all that follow (None: as many as there is memory for).
+    """The positions of one store: it is rotated as a text of `length` tokens (None: the length does not
+    matter), and holds `most` tokens with all that follow (None: as many as there is memory for).
     """
 
     length: int | None = None
@@ -45,18 +49,17 @@ class Positions:
 
     @property
     def noted(self) -> dict[str, int]:
-        """What the manifest's `rope` says of it."""
+        """The entry in the manifest's `rope`."""
         return {} if self.length is None else {_NOTED: self.length}
 
     def check(self, tokens: int) -> None:
         """ConfigError where so many tokens, the stored ones included, do not fit."""
         if self.most is not None and tokens > self.most:
-            why = (
-                "the model has no more positions"
-                if self.length is None
-                else f"its keys are rotated as in a text of {self.length:,}: prefill again with a larger "
-                "--context"
-            )
+            why = "the model has no more positions"
+            if self.length is not None:
+                why = (
+                    f"its keys are rotated for {self.length:,} tokens: prefill again with a larger --context"
+                )
             raise ConfigError(
                 f"the stored tokens and those behind them would be {tokens:,}, and this store serves at most "
                 f"{self.most:,}, because {why}"
@@ -100,7 +103,7 @@ class Lengths:
         return self._rotated_for(tokens + context)
 
     def held(self, rope: Mapping[str, Any], tokens: int) -> Positions:
-        """What a manifest's `rope` says of a store of `tokens`. Raises `StoreMismatch`."""
+        """The positions of a store of `tokens` by its manifest's `rope`. Raises `StoreMismatch`."""
         if not self.matter:
             return Positions(most=self.table)
         noted = rope.get(_NOTED)
@@ -114,7 +117,7 @@ class Lengths:
         return positions
 
     def told(self, positions: Positions) -> str:
-        """A sentence's part on a store's positions; empty where there is nothing to say."""
+        """A store's positions as part of a sentence; empty where there is nothing to say."""
         length = f"{positions.length or 0:,}"
         if positions.length is None:
             return f"{self.table:,} learned ones, with what is asked and answered" if self.table else ""
@@ -132,7 +135,7 @@ class Lengths:
         return tuple(sorted({*self.switches, *([] if self.grows is None else [self.grows])}))
 
     def _rotated_for(self, total: int) -> Positions:
-        """The shortest statement of the rotation in a text of `total` tokens: one for all lengths with it."""
+        """The same positions for all lengths that are rotated as a text of `total` tokens."""
         if not self.matter:
             return Positions(most=self.table)
         if self.grows is not None and total > self.grows:
@@ -158,7 +161,7 @@ def told_of(rope: Mapping[str, Any], tokens: int) -> str:
     """`Lengths.told` of a store of `tokens`, by its manifest's `rope` alone. Raises `StoreMismatch`, and
     `UnsupportedModel` for parameters that are none.
     """
-    # From where on a dynamic rotation scales is the model's to know; the stated length says all of it here.
+    # Where a dynamic rotation begins to scale does not matter here: the manifest states the length.
     lengths = Lengths(_switches(rope), 0 if "dynamic" in _kinds(rope) else None)
     return lengths.told(lengths.held(rope, tokens))
 
@@ -193,8 +196,6 @@ def _switches(rope: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _tables(decoder: nn.Module) -> Iterator[int]:
     """Positions in each table of them: an embedding, or a buffer of sines (GPT-J)."""
-    from torch import nn
-
     for path, module in decoder.named_modules():
         if isinstance(module, nn.Embedding) and _TABLES.search(path):
             before = 0 if module.padding_idx is None else module.padding_idx + 1
@@ -202,19 +203,6 @@ def _tables(decoder: nn.Module) -> Iterator[int]:
     for path, buffer in decoder.named_buffers():
         if _TABLES.search(path) and buffer.ndim == 2:
             yield len(buffer)
-
-
-# Rotary embeddings held to the length that a store was rotated for, in every pass behind it.
-#
-# transformers looks at the largest position of a pass and takes it for the end of the text. Here each
-# rotary module of such a model is asked for one position more, the last one of that length, whose
-# rotation is dropped: whatever the module does with lengths, it does as in one pass over all of the text.
-
-DEPENDENT = ("dynamic", "longrope")
-"""Kinds of RoPE whose frequencies change with the length of a text."""
-
-UNSAID = 0
-"""The length of a store that says none."""
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -227,10 +215,10 @@ def hold_rotations(decoder: nn.Module) -> None:
     """Let the rotary embeddings of `decoder` obey `Pass.rotated_for`."""
     for module in decoder.modules():
         if depends_on_length(module):
-            module.register_forward_hook(_Held(), with_kwargs=True)
+            module.register_forward_hook(_FixedLength(), with_kwargs=True)
 
 
-class _Held:
+class _FixedLength:
     """A forward hook with a copy of its module for each length: modules remember the longest text they saw,
     and several threads may run stores of other lengths.
     """
@@ -239,13 +227,13 @@ class _Held:
         self.modules: dict[int, nn.Module] = {}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        length = RUNNING.own.rotated_for
+        length = RUNNING.current.rotated_for
         if length is None:
             return output
         if length == UNSAID:
             raise ConfigError(
-                "this model rotates keys by the length of the whole text, and its cache does not say which "
-                "that is: take a cache from an engine (Engine.new_cache)"
+                "this model rotates keys by the length of the whole text, and its cache does not state it: "
+                "take a cache from an engine (Engine.new_cache)"
             )
         # Buffers that are made in inference mode cannot be changed in place outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -255,8 +243,8 @@ class _Held:
             positions: Tensor = given.pop("position_ids")
             if positions.ndim != 2:
                 raise UnsupportedModel(
-                    "this model rotates by the length of its text, and by more than one position a token: "
-                    "that is not served"
+                    "this model rotates by the length of its text, and by more than one position a token, "
+                    "which is not served"
                 )
             last = torch.full_like(positions[:, :1], length - 1)
             given["position_ids"] = torch.cat([positions, last], dim=1)

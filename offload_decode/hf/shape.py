@@ -1,7 +1,6 @@
-"""The shape of a model, observed: built from its config on torch's meta device, and run on two tokens.
+"""The shape of a model: built from its config on torch's meta device, and run on two tokens.
 
-What is kept of a layer is what transformers' own cache holds of it after the pass, so no family needs a
-formula.
+A layer keeps what transformers' own cache holds of it after the pass, so no family needs a formula.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
@@ -24,13 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.compat import DTYPES, cache_name, class_of, text_of, with_cache
 from offload_decode.hf.mla import latent_of
-from offload_decode.hf.user_cache import keep, recall
+from offload_decode.hf.positions import rope_parameters, rotations
+from offload_decode.hf.user_cache import cached
 from offload_decode.store.format import FORMAT_VERSION, shape_from
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
 _FORM = 1
-"""Of a remembered shape: raised when what is observed changes."""
-_LONG_S = 0.5  # what took longer is remembered between runs
+"""Version of a cached shape."""
+_LONG_S = 0.5  # shapes that took longer are cached between runs
 _NAME = "offload_decode_observed"
 
 _OWN_CODE = (
@@ -48,33 +47,55 @@ _KINDS = {
     "DummyLayer": LayerKind.NONE,
 }
 
-_known: dict[str, ModelShape] = {}
 _pass = threading.local()
+
+
+def claimed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
+    """The shape of a text model in `dtype` (None: the checkpoint's) from its transformers config, without the
+    equivalence check (`hf.verify.shape_of` runs it).
+
+    Refuses what a config says that no tiny model could show: raises `UnsupportedModel` with the reason.
+    """
+    name = config.model_type
+    for rope in rotations(rope_parameters(config)):
+        for field in ("rope_theta", "factor"):
+            if not rope.get(field, 1.0) > 0:
+                raise UnsupportedModel(
+                    f"this '{name}' model has a {field} of {rope[field]}, and only positive ones make "
+                    "positions: mend its config.json"
+                )
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # "vision": images alone
+        raise UnsupportedModel(f"this '{name}' model attends to later tokens too; use a causal model")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < 2:
+        raise UnsupportedModel(
+            f"this '{name}' model has a sliding window of {window}, in which no token sees an earlier one: "
+            "mend its config.json, or use another model"
+        )
+    return observed_shape(config, dtype)
 
 
 def observed_shape(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
     """The shape of the text model of a transformers config, in `dtype` (None: the checkpoint's).
 
-    Observed once for a config and remembered. Raises `UnsupportedModel` with the reason.
+    Observed once for a config and cached. Raises `UnsupportedModel` with the reason.
     """
     text = text_config(config)
     if dtype is not None:
         text.dtype = dtype
     versions = [version(library) for library in ("torch", "transformers")]
     key = json.dumps([_FORM, versions, text.to_dict()], sort_keys=True, default=str)
-    key = "shape " + sha256(key.encode()).hexdigest()
-    shape = _known.get(key) or _parsed(recall(key))
-    if shape is None:
-        began = time.monotonic()
-        shape = _observed(text)
-        if time.monotonic() - began > _LONG_S:
-            keep(key, json.dumps(asdict(shape)))
-    _known[key] = shape
-    return shape
+    return cached(
+        "shape " + sha256(key.encode()).hexdigest(),
+        lambda: _observed(text),
+        asdict,
+        lambda stored: shape_from(stored, FORMAT_VERSION, DTYPES),
+        _LONG_S,
+    )
 
 
 def text_config(config: Any) -> Any:
-    """A copy of the text model's part of a config, as of a checkpoint that is not quantised."""
+    """A copy of the text model's part of a config, without quantization."""
     text = text_of(config)
     if hasattr(text, "quantization_config"):
         del text.quantization_config
@@ -88,13 +109,6 @@ def text_model(config: Any, **arguments: Any) -> Any:
     return class_of(config)._from_config(config, **arguments).eval()
 
 
-def _parsed(text: str | None) -> ModelShape | None:
-    try:
-        return shape_from(json.loads(text or ""), FORMAT_VERSION, DTYPES)
-    except (TypeError, ValueError, RecursionError):
-        return None
-
-
 def _observed(text: Any) -> ModelShape:
     """Run two tokens without data through the model's decoder, behind the cache that transformers makes."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -103,8 +117,7 @@ def _observed(text: Any) -> ModelShape:
 
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, tail_mask)
-    name = text.model_type
-    text._experts_implementation = "batched_mm"  # the one that asks no tensor for its numbers
+    text._experts_implementation = "batched_mm"  # the one that reads no numbers of a tensor
     _pass.updated, _pass.seen = None, {}
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.device("meta"):
@@ -115,20 +128,21 @@ def _observed(text: Any) -> ModelShape:
                 ids = torch.zeros(1, 2, dtype=torch.long)
                 decoder(input_ids=ids, use_cache=True, **with_cache(decoder, cache))
     except Exception as error:
+        name = text.model_type
         if isinstance(error, KeyError) and error.args == (_NAME,):
             raise UnsupportedModel(_OWN_CODE.format(which="", name=name)) from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
         raise UnsupportedModel(
-            f"this '{name}' model does not run behind a cache and an attention function that are given to it "
-            f"({reason}): use a newer release of transformers, or another model"
+            f"this '{name}' model does not run with another cache and attention function ({reason}): use a "
+            "newer release of transformers, or another model"
         ) from error
-    return _shape(name, text, cache, _pass.seen)
+    return _shape(text.model_type, text, cache, _pass.seen)
 
 
 def _attention(
     module: Any, query: Any, key: Any, value: Any, mask: Any = None, *_: Any, **__: Any
 ) -> tuple[Any, None]:
-    """The attention function of an observed pass: notes who called it behind which layer of the cache."""
+    """The attention function of an observed pass: notes which module called it after which cache layer."""
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError("its attention adds numbers to the scores")
     if _pass.updated is not None:
@@ -140,14 +154,12 @@ def _attention(
 
 @cache
 def cache_class(decoder: Any) -> Any:
-    """The class of caches that a decoder of this class asks for: transformers' own, or one of its model's
-    (MiniMax).
-    """
+    """The class of caches that a decoder of this class takes: transformers' own, or its model's (MiniMax)."""
     from transformers import Cache, DynamicCache
 
-    asked = inspect.signature(decoder.forward).parameters.get(cache_name(decoder))
-    stated = [] if asked is None else [asked.annotation, *get_args(asked.annotation)]
-    kinds = [kind for kind in stated if isinstance(kind, type) and issubclass(kind, Cache)]
+    parameter = inspect.signature(decoder.forward).parameters.get(cache_name(decoder))
+    types = [] if parameter is None else [parameter.annotation, *get_args(parameter.annotation)]
+    kinds = [kind for kind in types if isinstance(kind, type) and issubclass(kind, Cache)]
     return next((kind for kind in kinds if hasattr(kind, "get_linear_cache")), DynamicCache)
 
 
@@ -158,7 +170,7 @@ def _cache(text: Any, decoder: Any) -> Any:
     kind = cache_class(type(decoder))  # type: ignore[arg-type]
     cache = DynamicCache(config=text) if kind is DynamicCache else kind()
     if not cache.layers and kind is DynamicCache:
-        # Where no layers share keys, older releases take all of them for sharing ones.
+        # Where no layers share keys, older releases treat all of them as sharing.
         plain = SimpleNamespace(**{k: v for k, v in text.to_dict().items() if k != "num_kv_shared_layers"})
         plain.get_text_config = lambda **_: plain
         cache = DynamicCache(config=plain)
@@ -173,7 +185,7 @@ def _cache(text: Any, decoder: Any) -> Any:
 
 
 class _WithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What a model reads from tensors without data: numbers are zero, conditions hold, nothing is found."""
+    """Values that a model reads from tensors without data: zeros, true conditions, no indices."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -191,18 +203,20 @@ class _WithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = kwargs.get("device")
         if func is aten._to_copy.default and device is not None and device.type != "meta":
             return torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype, device=device)
-        if func is aten.split_with_sizes.default and not any(args[1]):  # as sizes that were read
+        if func is aten.split_with_sizes.default and not any(args[1]):  # sizes that were read as zeros
             return func(first, [first.shape[args[2] if len(args) > 2 else 0], *args[1][1:]], *args[2:])
         return func(*args, **kwargs)
 
 
 def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -> ModelShape:
     types = getattr(text, "layer_types", None) or []
-    layers = [
-        _layer(name, index, layer, seen, _is_chunked(text, types, index))
-        for index, layer in enumerate(cache.layers)
-    ]
-    # Older releases hold nothing for the last layers where these read the keys of others.
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        chunked = getattr(text, "sliding_window", None) is None
+        if types:  # a looped model's cache has more layers
+            chunked = types[index : index + 1] == ["chunked_attention"]
+        layers.append(_layer(name, index, layer, seen, chunked))
+    # Older releases keep nothing for the last layers where these read the keys of others.
     layers += [LayerShape(LayerKind.NONE)] * (len(types) - len(layers))
     for index, state in enumerate(getattr(cache, "linear_cache", ())):
         if isinstance(state, torch.Tensor):
@@ -218,10 +232,10 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
         {(seen[i][1], layers[i].kv_heads, layers[i].key_dim, layers[i].value_dim) for i in searched}
     )
     if len(geometries) > 1:
-        told = " and ".join(f"{q} query and {kv} KV heads of {k} and {v}" for q, kv, k, v in geometries)
+        listed = " and ".join(f"{q} query and {kv} KV heads of {k} and {v}" for q, kv, k, v in geometries)
         raise UnsupportedModel(
-            f"the full-attention layers of this '{name}' model differ ({told} numbers), and a store has one "
-            "geometry for all of them: use another model"
+            f"the full-attention layers of this '{name}' model differ ({listed} numbers), and a store has "
+            "one geometry for all of them: use another model"
         )
     query_heads, kv_heads = geometries[0][:2]
     if query_heads % kv_heads:
@@ -232,14 +246,19 @@ def _shape(name: str, text: Any, cache: Any, seen: dict[int, tuple[Any, int]]) -
 
 
 def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], chunked: bool) -> LayerShape:
-    """What a layer of transformers' cache holds after the pass."""
+    """The shape of a layer of transformers' cache after the pass."""
     kind = _KINDS.get(type(layer).__name__)
     if kind is None:
         raise UnsupportedModel(
             f"layer {index} of this '{name}' model keeps more than keys, values and states "
             f"({type(layer).__name__}), which is not served: use another model"
         )
-    states = _states(layer)
+    states = tuple(
+        _state(f"{sort}{number}", state)
+        for sort in ("conv", "recurrent")
+        for number, state in _numbered(getattr(layer, f"{sort}_states", None))
+        if state is not None
+    )
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None:
         return LayerShape(LayerKind.NONE, states=states)
@@ -255,22 +274,9 @@ def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], 
     return LayerShape(kind, heads, key_dim, value_dim, window, states)
 
 
-def _is_chunked(text: Any, types: list[str], index: int) -> bool:
-    if types:
-        return types[index : index + 1] == ["chunked_attention"]  # a looped model's cache has more layers
-    return getattr(text, "sliding_window", None) is None
-
-
-def _states(layer: Any) -> tuple[StateShape, ...]:
-    """The recurrent states that a cache layer holds, one or several of each sort."""
-    found = []
-    for sort in ("conv", "recurrent"):
-        held = getattr(layer, f"{sort}_states", None)
-        numbered = held.items() if isinstance(held, dict) else [(0, held)]
-        for number, state in numbered:
-            if state is not None:
-                found.append(_state(f"{sort}{number}", state))
-    return tuple(found)
+def _numbered(states: Any) -> Iterable[tuple[int, Any]]:
+    """One or several recurrent states of a sort, by number."""
+    return states.items() if isinstance(states, dict) else [(0, states)]
 
 
 def _state(name: str, state: torch.Tensor) -> StateShape:

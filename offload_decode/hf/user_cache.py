@@ -1,6 +1,4 @@
-"""Fingerprints of large files, kept in the user's cache for as long as these are the same files, and other
-short texts that take long to find.
-"""
+"""The user's cache: fingerprints of large files, and other short values that take long to compute."""
 
 from __future__ import annotations
 
@@ -8,69 +6,93 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from offload_decode.indexes.verified import Identity, cache_folder, identity, settled
 
 KEPT = 256
-"""Values at most; those that nobody asked for longest go first."""
-_FORM = re.compile(r"[0-9a-f:]{1,128}")
+"""Most values; the least recently used go first."""
+_FINGERPRINT = re.compile(r"[0-9a-f:]{1,128}")
 _MOST = 1 << 16  # characters of a value
 
+_known: dict[str, Any] = {}
+T = TypeVar("T")
 
-def remembered(files: Sequence[Path], how: str, compute: Callable[[], str]) -> str:
-    """`compute()`, a fingerprint of `files` that were read as `how` says, or what it was for the same files.
 
-    When a file is the same, `indexes.verified` says. A cache that cannot be read or written is done without.
+def cached(
+    key: str,
+    compute: Callable[[], T],
+    dump: Callable[[T], object],
+    parse: Callable[[Any], T],
+    slow_s: float = 0.0,
+) -> T:
+    """`compute()`, or its value of earlier: from this process, or from the user's cache if `parse` accepts
+    the JSON there (else it raises TypeError or ValueError). Saved by `dump` where it took `slow_s` seconds.
+    """
+    if key not in _known:
+        try:
+            _known[key] = parse(json.loads(load_text(key) or ""))
+        except (TypeError, ValueError, RecursionError):
+            began = time.monotonic()
+            value = compute()
+            if time.monotonic() - began >= slow_s:
+                save_text(key, json.dumps(dump(value)))
+            _known[key] = value
+    return _known[key]  # type: ignore[no-any-return]
+
+
+def cached_fingerprint(files: Sequence[Path], reading: str, compute: Callable[[], str]) -> str:
+    """`compute()`, a fingerprint of `files` read as `reading` says, or its value for the same files.
+
+    `indexes.verified` tells when a file is the same. A cache that cannot be read or written is not used.
     """
     before = _identities(files)
-    key = json.dumps([how, before])
-    if before is not None and (known := recall(key)) and _FORM.fullmatch(known):
+    key = json.dumps([reading, before])
+    if before is not None and (known := load_text(key)) and _FINGERPRINT.fullmatch(known):
         return known
     value = compute()
     if before is not None and before == _identities(files) and all(map(settled, before)):
-        keep(key, value)
+        save_text(key, value)
     return value
 
 
-def recall(key: str) -> str | None:
-    """The text that was kept under `key`; None where there is none that can be read."""
+def load_text(key: str) -> str | None:
+    """The text under `key`; None where there is none that can be read."""
     try:
-        with open(_place(key), encoding="ascii") as file:
+        with open(_path(key), encoding="ascii") as file:
             text = file.read(_MOST + 1)
     except (OSError, ValueError):
         return None
-    with suppress(OSError):  # in a cache that is only read, none goes
-        os.utime(_place(key))
+    with suppress(OSError):  # a read-only cache
+        os.utime(_path(key))
     return text if len(text) <= _MOST else None
 
 
-def keep(key: str, value: str) -> None:
-    """Keep a text of ASCII under `key`, where the cache can be written."""
+def save_text(key: str, value: str) -> None:
+    """Save a text of ASCII under `key`, where the cache can be written."""
+    path = _path(key)
     with suppress(OSError):
-        _write(_place(key), value)
-
-
-def _place(key: str) -> Path:
-    return _folder() / hashlib.sha256(key.encode()).hexdigest()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        saved = sorted(path.parent.iterdir(), key=lambda other: other.stat().st_mtime_ns)
+        for oldest in saved[: max(0, len(saved) - KEPT + 1)]:
+            oldest.unlink(missing_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(value, encoding="ascii")
+        os.replace(temporary, path)
 
 
 def _folder() -> Path:
     return cache_folder() / "fingerprints"
 
 
+def _path(key: str) -> Path:
+    return _folder() / hashlib.sha256(key.encode()).hexdigest()
+
+
 def _identities(files: Sequence[Path]) -> list[Identity] | None:
     found = [one for one in map(identity, files) if one is not None]
     return found if len(found) == len(files) else None
-
-
-def _write(place: Path, value: str) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    kept = sorted(place.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    for path in kept[: max(0, len(kept) - KEPT + 1)]:
-        path.unlink(missing_ok=True)
-    temporary = place.with_name(f"{place.name}.{os.getpid()}")
-    temporary.write_text(value, encoding="ascii")
-    os.replace(temporary, place)

@@ -1,8 +1,9 @@
-"""The equivalence check of a model: a tiny model made from its config, run plain and behind a stored prefix.
+"""The equivalence check: a tiny model made from a model's config, run plain and behind a stored prefix.
 
-The prefix is prefilled in two unequal chunks, longer than any of its windows; behind it come one token, a
-question, a second turn and a padded batch, as the engine runs them. Their logits must be those of one plain
-pass over everything, which must depend on the prefix.
+There is no list of families: models are served whose tiny model passes. The prefix is prefilled in two
+unequal chunks, longer than any window; behind it come one token, a question, a second turn and a padded
+batch, as the engine runs them. Their logits must be those of one plain pass over everything, which must
+depend on the prefix. `PackedTrial` compares packed batches in the same way.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ from offload_decode.hf.compat import with_cache
 from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import PackedCache, Segment, logits_after
 from offload_decode.hf.positions import lengths_of
-from offload_decode.hf.shape import observed_shape, text_config
+from offload_decode.hf.shape import claimed_shape, observed_shape, text_config
 from offload_decode.hf.tiny_model import NoTinyModel, tiny_config_of, tiny_model_of
-from offload_decode.hf.user_cache import keep, recall
+from offload_decode.hf.user_cache import cached
 from offload_decode.kv.generated import GeneratedKV
-from offload_decode.types import AttentionState, LayerKind, LayerShape, ModelShape
+from offload_decode.types import AttentionState, LayerShape, ModelShape
 
 CLOSE = 1e-4
-"""The largest difference of logits that is rounding, in standard deviations of the logits."""
-_APART = 1e-3  # at least so much do logits behind another prefix differ
-_PART = 1e-2  # of that difference is rounding at most: a prefix with little effect must be exact nonetheless
+"""The largest difference of logits that counts as rounding, in standard deviations of the logits."""
+_APART = 1e-3  # the least difference of logits behind another prefix
+_PART = 1e-2  # of that difference may be rounding: a prefix with little effect must be exact nonetheless
 
 _CHUNKS = (41, 28)
 PREFIX, _QUESTION, _SHORT, _TURN = sum(_CHUNKS), 9, 2, 4
+_OTHER_LOGITS = "the logits are other numbers than in one plain pass"
 _SEEDS = (0, 1)  # a tie between two experts may fall either way once
-
-_known: dict[str, EquivalenceCheck] = {}
+# Of four conversations in packed passes: the sequence of the plain pass, and how many tokens of it each pass
+# runs. The first two stand behind one prefix, the third behind another, and the last behind nothing.
+_PACKED_SEQUENCES = (0, 1, 2, 0)
+_PACKED_PASSES = ((9, 2, 1, 5), (1, 1, 8, 1), (1, 1, 1, 1), (2, 1, 3, 12))
 
 
 @dataclass(frozen=True)
@@ -60,18 +64,31 @@ class EquivalenceCheck:
         return not self.reason
 
 
+def shape_of(config: Any, dtype: torch.dtype | None = None) -> ModelShape:
+    """The shape of a text model in `dtype` (None: the checkpoint's) from its transformers config, after the
+    equivalence check; raises `UnsupportedModel` with the reason.
+    """
+    shape, check = claimed_shape(config, dtype), check_equivalence(config)
+    if not check.served:
+        raise UnsupportedModel(
+            f"this '{config.model_type}' model is not served, because it failed the equivalence check with "
+            f"plain generation behind a stored prefix: {check.reason}; use a newer release of "
+            "transformers, or another model"
+        )
+    return shape
+
+
+def packs(config: Any) -> bool:
+    """Whether the packed passes of a transformers config's model passed the check."""
+    return check_equivalence(config, PackedTrial).served
+
+
 def check_equivalence(config: Any, trial: type[Trial] | None = None) -> EquivalenceCheck:
     """The equivalence check of a transformers config by a trial (None: `Trial`): once for each tiny config,
-    then remembered in the user's cache, for the libraries and the code that it ran through.
+    then cached for the libraries and the code that it ran through.
     """
     trial = trial or Trial
-    key = _key("config", text_config(config), trial)
-    check = _known.get(key) or _parsed(recall(key))
-    if check is None:
-        check = _of_tiny(config, trial)
-        keep(key, json.dumps(asdict(check)))
-    _known[key] = check
-    return check
+    return _cached("config", text_config(config), trial, lambda: _of_tiny(config, trial))
 
 
 def _of_tiny(config: Any, trial: type[Trial]) -> EquivalenceCheck:
@@ -79,44 +96,44 @@ def _of_tiny(config: Any, trial: type[Trial]) -> EquivalenceCheck:
         tiny = tiny_config_of(config)
     except NoTinyModel as error:
         return EquivalenceCheck(math.inf, f"no tiny model of it can be built ({error})")
-    key = _key("tiny config", tiny, trial)
-    check = _known.get(key) or _parsed(recall(key))
-    if check is None:
+
+    def check() -> EquivalenceCheck:
         checks = (_tried(tiny, seed, trial) for seed in _SEEDS)
         first = next(checks)
-        check = first if first.served else next((own for own in checks if own.served), first)
-        keep(key, json.dumps(asdict(check)))
-    _known[key] = check
+        return first if first.served else next((other for other in checks if other.served), first)
+
+    return _cached("tiny config", tiny, trial, check)
+
+
+def _cached(
+    of: str, config: Any, trial: type[Trial], check: Callable[[], EquivalenceCheck]
+) -> EquivalenceCheck:
+    fields = json.dumps([_versions(), type(config).__name__, config.to_dict()], sort_keys=True, default=str)
+    key = f"equivalence check of {of} by {trial.__name__} {sha256(fields.encode()).hexdigest()}"
+    return cached(key, check, asdict, _parsed)
+
+
+def _parsed(fields: Any) -> EquivalenceCheck:
+    check = EquivalenceCheck(**fields)
+    if type(check.difference) is not float or type(check.reason) is not str:
+        raise TypeError("not an equivalence check")
     return check
-
-
-def _key(of: str, config: Any, trial: type[Trial]) -> str:
-    stated = json.dumps([_versions(), type(config).__name__, config.to_dict()], sort_keys=True, default=str)
-    return f"equivalence check of {of} by {trial.__name__} {sha256(stated.encode()).hexdigest()}"
-
-
-def _parsed(text: str | None) -> EquivalenceCheck | None:
-    try:
-        check = EquivalenceCheck(**json.loads(text or ""))
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return check if type(check.difference) is float and type(check.reason) is str else None
 
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """What a check holds for: the libraries and the code that it runs through."""
+    """A check is valid for these libraries and for the code that it runs through."""
     code = sha256()
-    for room in ("attention", "kernels", "kv", "models"):
+    for room in ("attention", "hf", "kv"):
         for path in sorted((Path(__file__).parents[1] / room).glob("*.py")):
             code.update(path.read_bytes())
     return (*(version(library) for library in ("torch", "transformers")), code.hexdigest())
 
 
-def _tried(tiny: Any, seed: int, kind: type[Trial]) -> EquivalenceCheck:
+def _tried(tiny: Any, seed: int, trial_class: type[Trial]) -> EquivalenceCheck:
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         try:
-            trial = kind(tiny, seed)
+            trial = trial_class(tiny, seed)
         except UnsupportedModel as error:
             return EquivalenceCheck(math.inf, str(error))
         try:
@@ -124,54 +141,51 @@ def _tried(tiny: Any, seed: int, kind: type[Trial]) -> EquivalenceCheck:
         except _Differs as found:
             return EquivalenceCheck(found.difference, f"in {trial.step}, {found}")
         except Exception as error:  # noqa: BLE001  # any failure is the check's result
-            said = str(error) if isinstance(error, OffloadDecodeError) else f"{type(error).__name__}: {error}"
+            kind = "" if isinstance(error, OffloadDecodeError) else f"{type(error).__name__}: "
             within = f", {trial.mixer}" if trial.mixer else ""
-            return EquivalenceCheck(
-                math.inf, f"in {trial.step}{within}: {' '.join(said.split())[:300].rstrip('.')}"
-            )
+            reason = " ".join(f"{kind}{error}".split())[:300].rstrip(".")
+            return EquivalenceCheck(math.inf, f"in {trial.step}{within}: {reason}")
 
 
 class _Differs(Exception):
     """Logits that are not those of the plain pass."""
 
-    def __init__(self, difference: float, told: str):
-        super().__init__(told)
+    def __init__(self, difference: float, where: str):
+        super().__init__(where)
         self.difference = difference
 
 
-class _HeldPrefix:
-    """A stored prefix (`kv.tail.Prefix`) in memory, all of which is attended to."""
+class _MemoryPrefix:
+    """A stored prefix (`kv.generated.Prefix`) in memory, all of which is attended to."""
 
     remembers = False
     whole_tail = math.inf
 
     def __init__(self, shape: ModelShape) -> None:
         self.length = 0
-        self._held = {
-            layer: _nothing(own) for layer, own in enumerate(shape.layers) if own.kind is LayerKind.FULL
-        }
+        self._kv = {index: _no_kv(shape.layers[index]) for index in shape.full_layers}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Add `[1, Hkv, T, D]` of a full layer."""
-        if layer in self._held:
-            before = self._held[layer]
-            self._held[layer] = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
+        if layer in self._kv:
+            before = self._kv[layer]
+            self._kv[layer] = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
 
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
     ) -> Callable[[], AttentionState]:
         """Dense attention to all of it."""
-        keys, values = (part.expand(len(query), -1, -1, -1) for part in self._held[layer])
+        keys, values = (part.expand(len(query), -1, -1, -1) for part in self._kv[layer])
         return partial(attend_dense, query, keys, values, scaling, None, softcap)
 
     def attend_tail(
         self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
     ) -> None:
-        """All of the tail is attended."""
+        """None: attention to the generated KV is dense."""
 
 
-def _nothing(own: LayerShape) -> tuple[Tensor, Tensor]:
-    keys, values = (torch.zeros(1, own.kv_heads, 0, dim) for dim in (own.key_dim, own.value_dim))
+def _no_kv(layer: LayerShape) -> tuple[Tensor, Tensor]:
+    keys, values = (torch.zeros(1, layer.kv_heads, 0, dim) for dim in (layer.key_dim, layer.value_dim))
     return keys, values
 
 
@@ -180,7 +194,7 @@ class Trial:
 
     def __init__(self, tiny: Any, seed: int) -> None:
         self.step = "a plain pass"
-        self.mixer = ""  # that runs, or ran last
+        self.mixer = ""  # the one that runs, or ran last
         self.worst = 0.0
         self.close = CLOSE
         self.shape = observed_shape(tiny, torch.float32)
@@ -190,7 +204,7 @@ class Trial:
         self.expected: dict[str, Tensor] = {}
 
     def run(self) -> float:
-        """The largest difference that was found; raises what fails, `_Differs` where numbers do."""
+        """The largest difference; raises `_Differs` where it is too large, and whatever else fails."""
         self._watch(self.plain)
         ids = self._ids()
         self.want = self.plain(input_ids=ids).logits
@@ -221,8 +235,8 @@ class Trial:
         first question: `[3, N]`.
         """
         known = self.plain.get_input_embeddings().num_embeddings
-        made = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, known, (3, PREFIX + _QUESTION + _TURN), generator=made)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, known, (3, PREFIX + _QUESTION + _TURN), generator=generator)
         ids[1, :PREFIX] = ids[0, :PREFIX]
         ids[2, PREFIX:] = ids[0, PREFIX:]
         return ids
@@ -232,30 +246,30 @@ class Trial:
         apart = float((asked[0] - asked[2]).abs().max()) / self.spread
         self.close = min(CLOSE, _PART * apart)
         if not apart > _APART:
-            raise _Differs(apart, "the logits of a question do not depend on what stands before it")
+            raise _Differs(apart, "the logits of a question do not depend on the tokens before it")
 
     def prefilled(self, prefix: Tensor) -> PrefixCache:
-        """As prefill does it, and then opened as the engine does; of nothing too."""
-        held = _HeldPrefix(self.shape)
-        windows = {layer: _nothing(self.shape.layers[layer]) for layer in self.shape.local_layers}
+        """Prefilled in chunks, and then opened as the engine does; `prefix` may be empty."""
+        stored = _MemoryPrefix(self.shape)
+        windows = {layer: _no_kv(self.shape.layers[layer]) for layer in self.shape.local_layers}
         positions = self.lengths.chosen(PREFIX, _QUESTION + _TURN)
-        cache = PrefixCache.over(held, self.shape, windows, positions=positions)
+        cache = PrefixCache.over(stored, self.shape, windows, positions=positions)
         for part in torch.split(prefix, list(_CHUNKS), dim=1) if prefix.numel() else ():
             self.model.base_model(input_ids=part, use_cache=True, **with_cache(self.model.base_model, cache))
             for layer in cache.tails:
-                held.append(layer.index, *layer.tail.view())
-            held.length += part.shape[1]
+                stored.append(layer.index, *layer.tail.view())
+            stored.length += part.shape[1]
             cache.rebase()
         windows = {layer: cache.layers[layer].seed for layer in self.shape.local_layers}
         states = {layer: cache.states(layer) for layer in self.shape.state_layers}
         decoder, dtype = self.model.base_model, torch.float32
-        return PrefixCache.over(held, self.shape, windows, decoder, dtype, states, positions)
+        return PrefixCache.over(stored, self.shape, windows, decoder, dtype, states, positions)
 
     def _turn(self, cache: PrefixCache, ids: Tensor, start: int, tokens: int) -> None:
         self._compare(cache, ids[:1, start : start + tokens], [(0, start, tokens)])
 
     def _batch(self, cache: PrefixCache, ids: Tensor) -> None:
-        """Two rows of other lengths, and one token more of each."""
+        """Two sequences of other lengths, and one token more of each."""
         lengths = torch.tensor([_QUESTION, _SHORT])
         asked = torch.zeros(2, _QUESTION, dtype=torch.long)
         for row, length in enumerate(lengths.tolist()):
@@ -269,15 +283,9 @@ class Trial:
         self._compare(cache, further, [(row, start + length, 1) for row, start, length in places], mask)
 
     def _compare(
-        self,
-        cache: PrefixCache,
-        ids: Tensor,
-        places: list[tuple[int, int, int]],
-        mask: Tensor | None = None,
+        self, cache: PrefixCache, ids: Tensor, places: list[tuple[int, int, int]], mask: Tensor | None = None
     ) -> None:
-        """Run `ids [B, T]`; the last tokens of each row are so many of a row of the plain pass from a start
-        on.
-        """
+        """Run `ids [B, T]`, whose last tokens stand at `places` as in `check`."""
         positions = None if mask is None else (mask.long().cumsum(-1) - 1)[:, -ids.shape[1] :]
         logits = self.model(
             input_ids=ids,
@@ -286,39 +294,36 @@ class Trial:
             use_cache=True,
             **with_cache(self.model, cache),
         ).logits
-        own = [logits[row, -tokens:] for row, (_, _, tokens) in enumerate(places)]
-        self.check(own, places, lambda: self._where(places))
+        self.check([logits[row, -tokens:] for row, (_, _, tokens) in enumerate(places)], places)
 
-    def check(
-        self, found: Sequence[Tensor], places: Sequence[tuple[int, int, int]], told: Callable[[], str]
-    ) -> None:
-        """Raise `_Differs` unless `found [T, V]` are the logits at `places`: T tokens of a row of the plain
-        pass from a start on.
+    def check(self, found: Sequence[Tensor], places: Sequence[tuple[int, int, int]]) -> None:
+        """Raise `_Differs` unless `found [T, V]` are the logits at `places`: T tokens of a sequence of the
+        plain pass from a start on.
         """
         worst = max(
-            float((own - self.want[row, start : start + tokens]).abs().max())
-            for own, (row, start, tokens) in zip(found, places, strict=True)
+            float((logits - self.want[row, start : start + tokens]).abs().max())
+            for logits, (row, start, tokens) in zip(found, places, strict=True)
         )
         self.worst = max(self.worst, worst / self.spread)
         if not worst / self.spread <= self.close:
-            raise _Differs(worst / self.spread, told())
+            raise _Differs(worst / self.spread, self.where(places))
 
-    def _where(self, places: list[tuple[int, int, int]]) -> str:
+    def where(self, places: Sequence[tuple[int, int, int]]) -> str:
         """The first mixer whose outputs are not those of the plain pass."""
         for path, whole in self.expected.items():
-            own = self.seen.get(path)
+            found = self.seen.get(path)
             for row, (plain, start, tokens) in enumerate(places):
-                if own is None or own.shape[1] < tokens:
+                if found is None or found.shape[1] < tokens:
                     continue
                 expected = whole[plain, start : start + tokens]
-                if not (own[row, -tokens:] - expected).abs().max() <= CLOSE * expected.std():
+                if not (found[row, -tokens:] - expected).abs().max() <= CLOSE * expected.std():
                     return f"{path} gives other numbers than in one plain pass"
-        return "the logits are other numbers than in one plain pass"
+        return _OTHER_LOGITS
 
     def _watch(self, model: Any) -> None:
-        """Note what each mixer of `model` gives, by its layer and class."""
+        """Note the output of each mixer of `model`, by its layer and class."""
         for module in model.base_model.modules():
-            within = [own for own in module.modules() if isinstance(getattr(own, "layer_idx", None), int)]
+            within = [part for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)]
             if within == [module]:
                 name = f"{type(module).__name__} of layer {module.layer_idx}"
                 module.register_forward_pre_hook(partial(self._enter, name))
@@ -333,32 +338,18 @@ class Trial:
             self.seen[name] = first
 
 
-# The equivalence check of passes that several conversations share: packed passes of the tiny model equal
-# its plain one.
-
-# Of four conversations: the row of the plain pass, and how many tokens of it each pass runs. The first two
-# stand behind one prefix, the third behind another, and the last behind nothing.
-_ROWS = (0, 1, 2, 0)
-_PASSES = ((9, 2, 1, 5), (1, 1, 8, 1), (1, 1, 1, 1), (2, 1, 3, 12))
-
-
-def packs(config: Any) -> bool:
-    """Whether the packed passes of a transformers config's model passed the check."""
-    return check_equivalence(config, Packed).served
-
-
-class Packed(Trial):
-    """Several conversations in joint passes; the last tokens' logits are asked for as the engine does."""
+class PackedTrial(Trial):
+    """Several conversations in packed passes, with the logits of the last tokens, as the engine runs them."""
 
     def run_behind(self, ids: Tensor) -> None:
         """Questions and single tokens, mixed."""
         first, other = (self.prefilled(ids[row : row + 1, :PREFIX]) for row in (0, 2))
         talks = [first.fork(first.prefix), first.fork(first.prefix), other, self.prefilled(ids[:1, :0])]
         starts = [talk.prefix_length for talk in talks]
-        for number, lengths in enumerate(_PASSES):
-            self.step = f"joint pass {number + 1} of several conversations"
-            cache = PackedCache([Segment(*own) for own in zip(talks, lengths, strict=True)])
-            places = list(zip(_ROWS, starts, lengths, strict=True))
+        for number, lengths in enumerate(_PACKED_PASSES):
+            self.step = f"packed pass {number + 1} of several conversations"
+            cache = PackedCache([Segment(*one) for one in zip(talks, lengths, strict=True)])
+            places = list(zip(_PACKED_SEQUENCES, starts, lengths, strict=True))
             packed = [ids[row, start : start + length] for row, start, length in places]
             last = torch.tensor(lengths).cumsum(0) - 1
             output = self.model(
@@ -367,9 +358,10 @@ class Packed(Trial):
                 logits_to_keep=last,
                 **with_cache(self.model, cache),
             )
-            self.check(
-                [own[None] for own in logits_after(output, last)],
-                [(row, start + length - 1, 1) for row, start, length in places],
-                lambda: "the logits are other numbers than in one plain pass",
-            )
+            found = [logits[None] for logits in logits_after(output, last)]
+            self.check(found, [(row, start + length - 1, 1) for row, start, length in places])
             starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+
+    def where(self, places: Sequence[tuple[int, int, int]]) -> str:
+        """Mixers are not compared: their outputs are packed."""
+        return _OTHER_LOGITS

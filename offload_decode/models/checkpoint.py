@@ -15,7 +15,6 @@ from offload_decode import demo_models
 from offload_decode.common.errors import ConfigError, ModelError, OffloadDecodeError
 from offload_decode.common.memory import is_out_of_memory
 from offload_decode.hf.compat import class_of, text_of
-from offload_decode.hf.gate import shape_of
 from offload_decode.models.gguf import SUFFIX, check_gguf
 from offload_decode.models.prompt import panicked
 from offload_decode.models.quantization import GGUF, check_packages, quantization_of
@@ -120,6 +119,8 @@ def read_config(model_id: str) -> tuple[Any, ModelShape]:
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
     config = stated_config(model_id)
+    from offload_decode.hf.verify import shape_of  # which imports transformers
+
     with told(f"cannot read the config of '{model_id}'"):
         return config, shape_of(config)
 

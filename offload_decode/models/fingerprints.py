@@ -1,7 +1,7 @@
 """The fingerprints by which a store knows its model: of the config, of the weights and of the tokenizer.
 
 The first two begin with their version and a colon: a store of a release that hashed less is told apart from
-a store of another model.
+a store of another model. `note` and `noted` keep the result of an equivalence check by a model's fingerprint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload_decode.common.rows import threads
 from offload_decode.hf.positions import DEPENDENT, depends_on_length, rope_parameters, rotations
-from offload_decode.hf.user_cache import keep, recall
+from offload_decode.hf.user_cache import load_text, save_text
 from offload_decode.store.format import FINGERPRINT_VERSION
 
 _BLOCK = 64 << 20  # bytes that one thread hashes at a time, and that a device's weights are copied in
@@ -46,11 +46,11 @@ _CANNOT_MATTER = frozenset(
     ]
 )  # fmt: skip
 
-# What releases of transformers that have no such field compute with.
+# Values that releases of transformers without these fields use.
 _BEFORE_THE_FIELD: dict[str, dict[str, Any]] = {"gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}}
 
 # Fields of the served architectures in transformers 5.5 to 5.24. One that a later release adds counts where
-# it is not what that release takes by default.
+# it differs from that release's default.
 _KNOWN = frozenset(
     [
         "_sliding_window_pattern", "attention_bias", "attention_multiplier", "attn_logit_softcapping",
@@ -68,8 +68,8 @@ _KNOWN = frozenset(
 
 
 def config_hash(config: Any) -> str:
-    """SHA-256 of all of a text model's config but what cannot change its numbers; one for a checkpoint,
-    whichever release of transformers reads it.
+    """SHA-256 of a text model's config without the fields that cannot change its numbers: the same for a
+    checkpoint whichever release of transformers reads it.
     """
     return f"{FINGERPRINT_VERSION}:{hashlib.sha256(_json(_neutral(config)).encode()).hexdigest()}"
 
@@ -87,22 +87,21 @@ def weights_hash(model: Any) -> str:
 
 
 def files_hash(files: Sequence[Path], quantization: dict[str, Any]) -> str:
-    """SHA-256 of every byte of the safetensors of a checkpoint in few bits, with names, shapes and dtypes,
-    and of what its config says of them: one wherever it is read, and however its weights are widened there.
+    """SHA-256 of every byte of the safetensors of a quantized checkpoint, with names, shapes and dtypes, and
+    of its quantization config: the same wherever it is read, and however its weights are widened there.
     """
     from safetensors import safe_open
 
-    with ExitStack() as opened:
-        maps = [
-            opened.enter_context(safe_open(path, "pt")) for path in files if path.suffix == ".safetensors"
-        ]
-        whole = _hashed(sorted((name, one.get_tensor(name)) for one in maps for name in one.keys()))  # noqa: SIM118
+    with ExitStack() as stack:
+        paths = (path for path in files if path.suffix == ".safetensors")
+        opened = [stack.enter_context(safe_open(path, "pt")) for path in paths]
+        whole = _hashed(sorted((name, file.get_tensor(name)) for file in opened for name in file.keys()))  # noqa: SIM118
     whole.update(_json(quantization).encode())
     return f"{FINGERPRINT_VERSION}:{whole.hexdigest()}"
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a GGUF file: its weights, and what it says of them."""
+    """SHA-256 of a GGUF file."""
     whole = _hashed([("", torch.from_numpy(np.memmap(path, np.uint8, "c")))])
     return f"{FINGERPRINT_VERSION}:{whole.hexdigest()}"
 
@@ -209,35 +208,30 @@ def _place(block: Tensor) -> tuple[Any, ...]:
     return block.device, block.data_ptr(), block.numel()
 
 
-# Names of ours, for libraries that are told the name of a model and ask transformers for its tokenizer.
-
-
 def find_tokenizer(name: str, tokenizer: Any) -> None:
-    """From here on `AutoTokenizer.from_pretrained(name)` finds `tokenizer`, whatever the name."""
+    """Let `AutoTokenizer.from_pretrained(name)` find `tokenizer`, for libraries that go by names."""
     from transformers import AutoTokenizer
 
     found = AutoTokenizer.from_pretrained
 
-    def from_pretrained(cls: Any, asked: Any, *more: Any, **how: Any) -> Any:
-        return tokenizer if asked == name else found(asked, *more, **how)
+    def from_pretrained(cls: Any, wanted: Any, *args: Any, **options: Any) -> Any:
+        return tokenizer if wanted == name else found(wanted, *args, **options)
 
     AutoTokenizer.from_pretrained = classmethod(from_pretrained)
 
 
-# What the equivalence check of a model said, for programs that do not load it: kept in the user's cache
-# by the model's fingerprint and the release of transformers.
-
-
 def note(config_hash: str, difference: float) -> None:
-    """Keep the largest difference of a check that holds, in standard deviations of the logits."""
+    """Save the largest difference of a passed equivalence check, in standard deviations of the logits, in the
+    user's cache, for programs that do not load the model.
+    """
     if noted(config_hash) != difference:
-        keep(_key(config_hash), repr(difference))
+        save_text(_key(config_hash), repr(difference))
 
 
 def noted(config_hash: str) -> float | None:
-    """What was kept for a model with the transformers that is installed; None where no check was run."""
+    """The difference that was saved for a model with the installed transformers; None without a check."""
     try:
-        return float(recall(_key(config_hash)) or "")
+        return float(load_text(_key(config_hash)) or "")
     except ValueError:
         return None
 

@@ -1,11 +1,11 @@
-"""Loading a model and its tokenizer."""
+"""Load a model and its tokenizer, and run it: `LoadedModel` takes tokens behind a cache to logits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from offload_decode.common.memory import lifted
 from offload_decode.config import STREAMED
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.compat import DTYPES, cache_name, check_alone, check_dtype, pick_device
-from offload_decode.hf.gate import shape_of
 from offload_decode.hf.hooks import activate
 from offload_decode.hf.packed_batch import PackedCache, logits_after
 from offload_decode.hf.positions import Lengths, Positions, lengths_of, rope_parameters
-from offload_decode.hf.user_cache import remembered
-from offload_decode.hf.verify import check_equivalence, packs
+from offload_decode.hf.user_cache import cached_fingerprint
+from offload_decode.hf.verify import check_equivalence, packs, shape_of
 from offload_decode.models.checkpoint import (
     CONFIG,
     check_rules,
@@ -78,7 +77,7 @@ class LoadedModel:
 
     @cached_property
     def packs(self) -> bool:
-        """Whether several conversations may run in one pass: checked when first asked, then remembered."""
+        """Whether several conversations may run in one pass: checked at first use, then cached."""
         return packs(self.model.config)
 
     def stated(self, positions: Positions) -> dict[str, Any]:
@@ -111,10 +110,8 @@ class LoadedModel:
         """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32, or those
         of `every` one `[B, T, V]`. Raises `ConfigError` where weights are streamed.
         """
-        if self.streamed:
-            self._refuse_answers()
-        kept = 0 if every else 1
-        output = self._run(self.model, tokens, cache, attention_mask, position_ids, logits_to_keep=kept)
+        keep = 0 if every else 1
+        output = self._run(self.model, tokens, cache, attention_mask, position_ids, logits_to_keep=keep)
         logits: Tensor = output.logits
         return (logits if every else logits[:, -1]).float()
 
@@ -122,8 +119,6 @@ class LoadedModel:
         """Run packed `tokens [1, total]`; returns the logits `[n, V]` after those of `rows` (int64 `[n]`, in
         order) in float32. Raises `ConfigError` where weights are streamed.
         """
-        if self.streamed:
-            self._refuse_answers()
         rows = rows.to(self.device)
         output = self._run(self.model, tokens, cache, None, None, logits_to_keep=rows)
         return logits_after(output, rows).float()
@@ -138,12 +133,6 @@ class LoadedModel:
         """Run `tokens [B, T]` for their keys and values alone: no logits are computed."""
         self._run(self.model.base_model, tokens, cache, attention_mask, position_ids)
 
-    def _refuse_answers(self) -> NoReturn:
-        raise ConfigError(
-            "this model's weights are streamed for a prefill, and an answer would read all of them over "
-            "the bus for every token: load it with other weights to ask it"
-        )
-
     def _run(
         self,
         module: Any,
@@ -153,7 +142,12 @@ class LoadedModel:
         position_ids: Tensor | None,
         **more: Any,
     ) -> Any:
-        # Said at every call, because a config may say otherwise of the last two.
+        if self.streamed and module is self.model:
+            raise ConfigError(
+                "this model's weights are streamed for a prefill, and an answer would read all of them over "
+                "the bus for every token: load it with other weights to ask it"
+            )
+        # A config may differ in the last two, so they are passed in every call.
         with torch.inference_mode():
             return module(
                 input_ids=tokens if tokens.device == self.device else to_device(tokens, self.device),
@@ -171,11 +165,10 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
 
     `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
     `float32`. `weights` is `auto` (in that dtype), `streamed` (the same, but for a prefill on a GPU that
-    cannot hold them: `models.streamed`), `int8` or `int4` (`models.quantised`): the model's hash is that of
-    the checkpoint, so that it opens what the checkpoint prefilled. A checkpoint in few bits
-    (`models.formats`) is read as it is published, and takes no `weights`. On the CPU the checkpoint is a map
-    of its files while it is read, copied only where `dtype` is another. Raises `ModelError`,
-    `UnsupportedModel` or `ConfigError`.
+    cannot hold them: `models.layer_streaming`), `int8` or `int4` (`models.quantization`): the model's hash is
+    that of the checkpoint, so that it opens the checkpoint's stores. A quantized checkpoint is read as it is
+    published, and takes no `weights`. On the CPU the checkpoint is memory-mapped while it is read, and copied
+    only where `dtype` is another. Raises `ModelError`, `UnsupportedModel` or `ConfigError`.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -192,7 +185,7 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
         check_packages(quantization["quant_method"])
     where, which = located(source)
     with told(f"cannot load the model '{model_id}'"):
-        logging.disable_progress_bar()  # a bar of its own would tear the one that the caller shows
+        logging.disable_progress_bar()  # it would garble the caller's
         if not which:
             check_rules(source)
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **which)
@@ -213,7 +206,12 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
                 model = quantise(model, weights, chosen_device)
             elif model.device != chosen_device:
                 model = model.to(chosen_device)
-    loaded = wrap(model, tokenizer, _known_as(model_id, source), fingerprint)
+    if model_id not in demo_models.NAMES:  # a name by which a store finds its model from any folder
+        if Path(model_id).is_dir():
+            model_id = str(Path(model_id).resolve())
+        elif source.endswith(SUFFIX):
+            model_id = str(Path(source).absolute())
+    loaded = wrap(model, tokenizer, model_id, fingerprint)
     if weights == STREAMED:  # the numbers are those of `auto`
         return replace(loaded, streamed=True)
     return replace(loaded, weights=weights)
@@ -255,19 +253,9 @@ def _read_weights(source: str, found: list[Path], config: Any, dtype: str) -> tu
     from transformers import __version__
 
     model = whole_model(source, config=config, dtype=DTYPES.get(dtype, "auto"))
-    how = f"weights {FINGERPRINT_VERSION} {config.model_type} {model.dtype} {__version__}"
-    return model, remembered([*found, found[0].with_name(CONFIG)], how, lambda: weights_hash(model))
-
-
-def _known_as(model_id: str, source: str) -> str:
-    """A name by which a store finds its model again from any folder."""
-    if model_id not in demo_models.NAMES and Path(model_id).is_dir():
-        return str(Path(model_id).resolve())
-    return str(Path(source).absolute()) if source.endswith(SUFFIX) else model_id
-
-
-# A long question in several forward passes: each attends to those before it, so that memory grows with a
-# pass and not with the square of the question.
+    reading = f"weights {FINGERPRINT_VERSION} {config.model_type} {model.dtype} {__version__}"
+    files = [*found, found[0].with_name(CONFIG)]
+    return model, cached_fingerprint(files, reading, lambda: weights_hash(model))
 
 
 def run_in_passes(
@@ -280,7 +268,8 @@ def run_in_passes(
     every: bool = False,
 ) -> Tensor:
     """`LoadedModel.forward` for `tokens [B, T]`, about `limit` of them in a pass, in equal parts: the last
-    token's logits `[B, V]`, or those of `every` one `[B, T, V]`.
+    token's logits `[B, V]`, or those of `every` one `[B, T, V]`. Each pass attends to those before it, so
+    that memory grows with a pass and not with the square of the question.
 
     `attention_mask [B, covered + T]`, which shows all stored tokens, and `position_ids [B, T]` are those of
     one forward pass.

@@ -1,9 +1,9 @@
-"""How corpus, question and answer stand in a prompt, so that the corpus can be prefilled before any
-question.
+"""How corpus, question and answer form a prompt, so that the corpus can be prefilled before any question.
 
 Their tokens are those of one encoding of the whole: documents and questions meet at a gap of white space, and
-the seam between what is stored and what follows lies before or after it, where this tokenizer ends a token
-whatever follows.
+the join between the stored tokens and those that follow lies before or after it, where this tokenizer ends a
+token whatever follows. Tokenizers treat the start of a text in their own way (SentencePiece puts a space
+before it), so a piece is encoded behind an anchor, a letter whose tokens are then removed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,19 @@ LONGEST_TEMPLATE = 1 << 20
 """Characters of a chat template: those of models have some tens of thousands at most."""
 LONGEST_WRITTEN = 1 << 16
 """Characters that a template may write beside the messages."""
+ANCHORS = ("a", ".", "0")
+
+# With characters that a template might change in a text.
+_CORPUS = "\x02Corpus\n\n & 'it'\x03"
+_QUESTION, _ANSWER, _NEXT = "\x02question\x03", "\x02answer\x03", "\x02next\x03"
+
+_BLANK = r"\s▁ĠĊĉčċČ"  # as texts, as SentencePiece and as bytes spell white space
+_ENDS = ("end", "end.", "End)", "3", "é", "字", "“…”", "🙂", "x_", "}")
+_STARTS = ("Who", "who", "Question: Who", "Document: a", "12", "(a)", "“it”", "é", "字", "🙂", "_x", "- a")
 
 
 class TemplateRefuses(Exception):
-    """What the template, or Jinja, says is wrong with messages."""
+    """The error that a template, or Jinja, raised for messages."""
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
@@ -57,17 +66,8 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **more: Any)
     return text
 
 
-# Pieces of a text to the tokens that they have in the whole.
-#
-# Tokenizers treat the start of a text in their own way: those in SentencePiece's manner put a space
-# before it, for one. So a piece is encoded behind an anchor, a letter whose tokens are then taken off
-# again.
-
-ANCHORS = ("a", ".", "0")
-
-
 class Piece(NamedTuple):
-    """Text of a template, or of the user: special tokens that a user's text spells out are its letters."""
+    """Text of a template, or of the user: special tokens in a user's text are plain letters."""
 
     text: str
     users: bool = False
@@ -81,34 +81,35 @@ def encode(tokenizer: Any, template: str) -> list[int]:
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a user's text: a special token in it (`</s>`) is its letters, not the token."""
     special = special_tokens(tokenizer)
-    ids = _letters(tokenizer, text)
-    if special is None or not special.search(text) or _special_ids(tokenizer).isdisjoint(ids):
+    ids = _encoded(tokenizer, text, letters=True)
+    if special is None or not special.search(text):
         return ids
-    # The tokenizer's model knows the special token as a word of its own: it must not see it whole.
+    added = tokenizer.added_tokens_decoder.items()
+    special_ids = {number for number, token in added if token.special} - {tokenizer.unk_token_id}
+    if special_ids.isdisjoint(ids):
+        return ids
+    # The tokenizer's model has the special token as a word: it must not see it whole.
     cuts = [0, *(found.start() + 1 for found in special.finditer(text)), len(text)]
-    return [token for start, end in pairwise(cuts) for token in _letters(tokenizer, text[start:end])]
-
-
-def _letters(tokenizer: Any, text: str) -> list[int]:
-    return _encoded(tokenizer, text, letters=True)
+    parts = (text[start:end] for start, end in pairwise(cuts))
+    return [token for part in parts for token in _encoded(tokenizer, part, letters=True)]
 
 
 def _encoded(tokenizer: Any, text: str, letters: bool) -> list[int]:
-    # Said each time: a tokenizer may have been told otherwise for all its texts.
-    how = {"add_special_tokens": False, "split_special_tokens": letters, "verbose": False}
+    # A tokenizer's defaults may differ, so they are passed each time.
+    options = {"add_special_tokens": False, "split_special_tokens": letters, "verbose": False}
     try:
-        return list(tokenizer.encode(text, **how))
+        return list(tokenizer.encode(text, **options))
     except BaseException as error:
         if is_out_of_memory(error) or not (isinstance(error, Exception) or panicked(error)):
             raise
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"the tokenizer gives up on the text ({reason}): fetch the checkpoint again, or take another"
+            f"the tokenizer fails on the text ({reason}): fetch the checkpoint again, or use another"
         ) from error
 
 
 def panicked(error: BaseException) -> bool:
-    """Whether a library in Rust gave up: its error is known by name alone, and no `Exception`."""
+    """Whether a library in Rust panicked: its error is recognised by its name, and is no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
@@ -151,11 +152,6 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     known = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     texts = sorted({text for text in known if text}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts))) if texts else None
-
-
-def _special_ids(tokenizer: Any) -> set[int]:
-    known = tokenizer.added_tokens_decoder.items()
-    return {number for number, token in known if token.special} - {tokenizer.unk_token_id}
 
 
 def _places(special: re.Pattern[str], text: str, start: int = 0) -> list[tuple[int, str]]:
@@ -202,17 +198,8 @@ def _behind_a_special(tokenizer: Any, token: int, text: str) -> list[int]:
     return encode_text(tokenizer, text)
 
 
-# With what a template might change in a text.
-_CORPUS = "\x02Corpus\n\n & 'it'\x03"
-_QUESTION, _ANSWER, _NEXT = "\x02question\x03", "\x02answer\x03", "\x02next\x03"
-
-_BLANK = r"\s▁ĠĊĉčċČ"  # as texts, as SentencePiece and as bytes spell white space
-_ENDS = ("end", "end.", "End)", "3", "é", "字", "“…”", "🙂", "x_", "}")
-_STARTS = ("Who", "who", "Question: Who", "Document: a", "12", "(a)", "“it”", "é", "字", "🙂", "_x", "- a")
-
-
-class Seam(NamedTuple):
-    """What stands between documents, and before a question; whether it is stored with what precedes it."""
+class Join(NamedTuple):
+    """The text between documents and before a question; whether it is stored with the text before it."""
 
     gap: str
     stored: bool
@@ -230,7 +217,7 @@ class Prompt:
     template: str
     opening: tuple[int, ...]
     before: str
-    seam: Seam
+    join: Join
     ask: str
     after: str
     turn: str
@@ -238,7 +225,7 @@ class Prompt:
     trims: bool
 
     def corpus(self, tokenizer: Any, documents: Iterable[str]) -> Iterator[list[int]]:
-        """Token ids of what stands before any question, document by document."""
+        """Token ids of all that comes before any question, document by document."""
         stored, _ = self.gap
         rest = iter(documents)
         for text in itertools.islice(rest, 1):
@@ -268,7 +255,7 @@ class Prompt:
     @property
     def gap(self) -> tuple[str, str]:
         """The gap where it is stored, and where it is not."""
-        return (self.seam.gap, "") if self.seam.stored else ("", self.seam.gap)
+        return (self.join.gap, "") if self.join.stored else ("", self.join.gap)
 
 
 def _begun(after: str, begun: str) -> list[Piece]:
@@ -279,16 +266,16 @@ def _begun(after: str, begun: str) -> list[Piece]:
 
 def prompt_for(tokenizer: Any) -> Prompt:
     """The tokenizer's chat template split around the corpus, or a plain form for models without one."""
-    seam = _seam(tokenizer)
+    join = _join_of(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
-        turn, after = f"{seam.gap}Question: ", "\nAnswer:"
-        return Prompt("plain", opening_of(tokenizer), "", seam, "Question: ", after, turn, after, False)
+        turn, after = f"{join.gap}Question: ", "\nAnswer:"
+        return Prompt("plain", opening_of(tokenizer), "", join, "Question: ", after, turn, after, False)
 
     try:
         try:
-            return _chat(tokenizer, seam, lambda text: text)
+            return _chat(tokenizer, join, lambda text: text)
         except (TemplateRefuses, ValueError, IndexError):
-            return _chat(tokenizer, seam, lambda text: [{"type": "text", "text": text}])
+            return _chat(tokenizer, join, lambda text: [{"type": "text", "text": text}])
     except (TemplateRefuses, ValueError, IndexError) as error:
         raise ModelError(
             "the chat template of this tokenizer fails or changes the user's text, so the corpus cannot "
@@ -296,7 +283,7 @@ def prompt_for(tokenizer: Any) -> Prompt:
         ) from error
 
 
-def _chat(tokenizer: Any, seam: Seam, content: Callable[[str], Any]) -> Prompt:
+def _chat(tokenizer: Any, join: Join, content: Callable[[str], Any]) -> Prompt:
     """A chat template split around the corpus, where `content` is how it takes a text."""
 
     def written(*texts: str) -> str:
@@ -304,16 +291,16 @@ def _chat(tokenizer: Any, seam: Seam, content: Callable[[str], Any]) -> Prompt:
         turns = [{"role": role, "content": content(text)} for role, text in zip(roles, texts, strict=False)]
         return rendered(tokenizer, turns, add_generation_prompt=True)
 
-    asked = _CORPUS + seam.gap + _QUESTION
+    asked = _CORPUS + join.gap + _QUESTION
     before, after = written(asked).split(asked)
     turn, again = written(asked, _ANSWER, _NEXT).split(_ANSWER)[1].split(_NEXT)
     trims = f" \n{asked}" not in written(f" \n{asked}")
-    return Prompt("chat", (), before, seam, "", after, turn, again, trims)
+    return Prompt("chat", (), before, join, "", after, turn, again, trims)
 
 
 def opening_of(tokenizer: Any) -> tuple[int, ...]:
-    """What this tokenizer puts before a text of its own accord: a tokenizer may define a first token and not
-    use it.
+    """The tokens that this tokenizer puts before a text by default: it may define a first token and not use
+    it.
     """
     plain, whole = encode(tokenizer, "a"), list(tokenizer.encode("a"))
     places = range(len(whole) - len(plain) + 1)
@@ -321,25 +308,25 @@ def opening_of(tokenizer: Any) -> tuple[int, ...]:
     return tuple(whole[:start])
 
 
-def _seam(tokenizer: Any) -> Seam:
-    """The first that holds. Where none does, tokens may differ from those of one encoding, at this seam."""
-    natural = Seam("\n\n", stored=False)
+def _join_of(tokenizer: Any) -> Join:
+    """The first join that holds. Where none does, tokens may differ there from those of one encoding."""
+    natural = Join("\n\n", stored=False)
     # Many put full stop and line breaks in one token, some whatever is not a space.
-    candidates = (natural, Seam("\n\n", stored=True), Seam(" \n\n", stored=False))
-    return next((seam for seam in candidates if _holds(tokenizer, seam)), natural)
+    candidates = (natural, Join("\n\n", stored=True), Join(" \n\n", stored=False))
+    return next((join for join in candidates if _holds(tokenizer, join)), natural)
 
 
-def _holds(tokenizer: Any, seam: Seam) -> bool:
-    """Whether no token of the vocabulary, and none of the tokenizer's rules, reaches across the seam."""
-    gap = "[ ▁Ġ]" if seam.gap[0] == " " else "[\nĊ]"
-    across = f"{gap}[^{_BLANK}]" if seam.stored else f"[^{_BLANK}]{gap}"
+def _holds(tokenizer: Any, join: Join) -> bool:
+    """Whether no token of the vocabulary, and none of the tokenizer's rules, reaches across the join."""
+    gap = "[ ▁Ġ]" if join.gap[0] == " " else "[\nĊ]"
+    across = f"{gap}[^{_BLANK}]" if join.stored else f"[^{_BLANK}]{gap}"
     if any(re.search(across, token) for token in tokenizer.get_vocab()):
         return False
     for start in _STARTS:
         following = []
         for end in _ENDS:
-            head = encode(tokenizer, end + seam.gap if seam.stored else end)
-            whole = encode(tokenizer, end + seam.gap + start)
+            head = encode(tokenizer, end + join.gap if join.stored else end)
+            whole = encode(tokenizer, end + join.gap + start)
             if whole[: len(head)] != head:
                 return False
             following.append(whole[len(head) :])

@@ -10,7 +10,7 @@ import torch
 from offload_decode.common.errors import ModelError
 from offload_decode.hf.compat import DTYPES, Names, by_own_names, class_of, names_of, unknown_text
 from offload_decode.hf.meta_device import Unfilled
-from offload_decode.hf.user_cache import remembered
+from offload_decode.hf.user_cache import cached_fingerprint
 from offload_decode.models.checkpoint import CONFIG, located, weight_files, weight_names
 from offload_decode.models.fingerprints import file_hash, files_hash
 from offload_decode.models.quantization import (
@@ -101,7 +101,7 @@ def read_packed(
             run_once(model)
     known = f"files {FINGERPRINT_VERSION} {quantization['quant_method']}"
     files = [*found, found[0].with_name(CONFIG)]
-    return model, remembered(files, known, lambda: files_hash(found, quantization))
+    return model, cached_fingerprint(files, known, lambda: files_hash(found, quantization))
 
 
 def read_gguf(path: Path, config: Any, dtype: str, device: torch.device) -> tuple[Any, str]:
@@ -115,7 +115,7 @@ def read_gguf(path: Path, config: Any, dtype: str, device: torch.device) -> tupl
         wide["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with hushed():
         model = whole_model(str(path), config=config, **wide)
-    return model, remembered([path], f"file {FINGERPRINT_VERSION} {GGUF}", lambda: file_hash(path))
+    return model, cached_fingerprint([path], f"file {FINGERPRINT_VERSION} {GGUF}", lambda: file_hash(path))
 
 
 def _check_blocks(found: list[Path], quantization: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is known of a model without its weights: read from its config, and counted on torch's meta device."""
+"""The size estimate of a model without its weights: read from its config, counted on torch's meta device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload_decode.attention.transfers import power_of_two
 from offload_decode.common.errors import ModelError
 from offload_decode.hf.compat import DTYPES, class_of
 from offload_decode.hf.positions import NO_LENGTHS, Lengths, lengths_of
-from offload_decode.hf.user_cache import keep, recall
+from offload_decode.hf.user_cache import cached
 from offload_decode.models.checkpoint import CONFIG, bounded, read_config, source_of, told
 from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.layer_streaming import layers_of
@@ -25,32 +25,31 @@ from offload_decode.models.quantization import GGUF, quantization_of, replaceabl
 from offload_decode.store.format import FORMAT_VERSION, shape_from
 from offload_decode.types import ModelShape
 
-# How many bytes the weights of a checkpoint in few bits take, counted from its config.
-
+_FORM = 4
+"""Version of a cached outline."""
 _LONGEST = 256  # characters of a pattern
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")
 
 
 def packed_bytes(model: Any, quantization: dict[str, Any], item: int) -> tuple[int, int]:
-    """Bytes of all weights, and of the fused expert weights alone. `model` is that of whole weights, on any
-    device; a number of those that are not packed takes `item` bytes. 0 where none stay packed anywhere.
+    """Bytes of all weights of a quantized checkpoint, and of the fused expert weights alone. `model` has
+    whole weights, on any device; a number that is not packed takes `item` bytes. 0 where none stay packed.
     """
     if quantization.get("linear_class") == "autobitlinear":  # BitNet, unpacked as it is read
         return 0, 0
     total = experts = 0.0
     packed = {id(weight) for weight in _packed(model, quantization)}
     for weight in model.parameters():
-        size = weight.numel() * (
-            _bits(quantization, *weight.shape[-2:]) / 8 if id(weight) in packed else item
-        )
+        each = _bits(quantization, *weight.shape[-2:]) / 8 if id(weight) in packed else item
+        size = weight.numel() * each
         total += size
         experts += size if weight.ndim == 3 else 0
     return round(total), round(experts)
 
 
 def _packed(model: Any, quantization: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The weights that a format takes: of linear layers but the output layer, and of fused experts; of MXFP4
-    the experts alone.
+    """The weights that a format packs: of linear layers but the output layer, and of fused experts (MXFP4:
+    of these alone).
     """
     method, output = quantization["quant_method"], model.get_output_embeddings()
     patterns = [name for field in _SKIPPED for name in quantization.get(field) or () if isinstance(name, str)]
@@ -64,8 +63,8 @@ def _packed(model: Any, quantization: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Whether a pattern names a module, as the formats' libraries read it: a name, the end or the beginning
-    of one, or an expression.
+    """Whether a pattern names a module, as the formats' libraries read it: a name, its start or end, or a
+    regular expression.
     """
     if name == pattern or name.endswith(f".{pattern}") or name.startswith(f"{pattern}."):
         return True
@@ -102,21 +101,17 @@ def _bits(quantization: dict[str, Any], rows: int, columns: int) -> float:
     return bits + (16 + bits) / (group if group > 0 else columns)
 
 
-_FORM = 4
-"""Of a remembered outline: raised when what is counted changes."""
-
-
 @dataclass(frozen=True)
 class Outline:
     """A model's shape and the sizes that memory and speed follow from.
 
     `dtype` is the checkpoint's. `parameters` counts all of them, `linear` those in the linear layers that a
-    weight-only quantisation takes, `linear_rows` these layers' outputs, `embeddings` those of a table that a
+    weight-only quantization packs, `linear_rows` these layers' outputs, `embeddings` those of a table that a
     token reads one row of, `experts` those in fused expert weights, of which a token reads the share
     `active`. `hidden`, `intermediate` and `vocabulary` are widths. Of the decoder layers `layered` counts the
-    parameters, `layer` those of the largest one, and `pinned` as many as pinned memory for each weight has
-    room for, a power of two. `lengths`: of texts, at which it changes.
-    `format`: of a checkpoint in few bits (`models.formats`), else empty; `packed` are the bytes of its
+    parameters, `layer` those of the largest one, and `pinned` those that pinned memory for each weight has
+    room for, a power of two. `lengths`: of texts, at which the rotation changes.
+    `format`: of a quantized checkpoint (`models.quantization`), else empty; `packed` are the bytes of its
     weights (0 where they are always widened), `packed_experts` those of its fused expert weights among them.
     """
 
@@ -146,40 +141,36 @@ class Outline:
         return self.vocabulary * self.hidden if self.embeddings else 0
 
     def runs_packed(self, on_gpu: bool) -> bool:
-        """Whether the weights stay in the few bits of the checkpoint there."""
+        """Whether the weights stay packed there."""
         return self.packed > 0 and runs_packed(self.format, on_gpu)
 
 
 def outline(model_id: str) -> Outline:
     """The outline of a shipped model, a folder, a .gguf file or a transformers id; only the config is read.
 
-    To count parameters takes seconds of imports: the outline of a folder is remembered by its config's bytes.
+    Counting parameters takes seconds of imports: the outline of a folder is cached by its config's bytes.
     Raises `ConfigError`, `ModelError` or `UnsupportedModel`.
     """
     path = Path(source_of(model_id)) / CONFIG
-    if not path.is_file():  # a transformers id, or an error that is told below
+    if not path.is_file():  # a transformers id, or an error that is raised below
         return _counted(model_id)
     versions = [version(library) for library in ("torch", "transformers")]
     key = json.dumps([_FORM, *versions, sha256(bounded(path)).hexdigest()])
-    known = _parsed(model_id, recall(key))
-    if known is None:
-        known = _counted(model_id)
-        keep(key, json.dumps([asdict(known.shape), *astuple(known)[2:]]))
-    return known
+    found = cached(
+        key, lambda: _counted(model_id), lambda own: [asdict(own.shape), *astuple(own)[2:]], _parsed
+    )
+    return replace(found, model_id=model_id)
 
 
-def _parsed(model_id: str, text: str | None) -> Outline | None:
-    """A remembered outline under the name that the model has now; None where it is no such thing."""
-    try:
-        shape, *numbers, (switches, grows, table) = json.loads(text or "")
-        lengths = Lengths(tuple(map(int, switches)), *(one and int(one) for one in (grows, table)))
-        found = Outline(model_id, shape_from(shape, FORMAT_VERSION, DTYPES), *numbers)
-        found = replace(found, lengths=lengths)
-    except (TypeError, ValueError, RecursionError):
-        return None
-    known = {"str": str, "int": int, "float": float, "ModelShape": ModelShape, "Lengths": Lengths}
-    right = all(type(getattr(found, field.name)) is known[str(field.type)] for field in fields(found))
-    return found if right else None
+def _parsed(stored: Any) -> Outline:
+    """A cached outline, without the name of its model; TypeError or ValueError for anything else."""
+    shape, *numbers, (switches, grows, table) = stored
+    lengths = Lengths(tuple(map(int, switches)), *(one and int(one) for one in (grows, table)))
+    found = replace(Outline("", shape_from(shape, FORMAT_VERSION, DTYPES), *numbers), lengths=lengths)
+    types = {"str": str, "int": int, "float": float, "ModelShape": ModelShape, "Lengths": Lengths}
+    if any(type(getattr(found, field.name)) is not types[str(field.type)] for field in fields(found)):
+        raise TypeError("not an outline")
+    return found
 
 
 def _counted(model_id: str) -> Outline:
@@ -211,11 +202,12 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
     tied = output is not None and output.weight is table
     layers = layers_of(model)
     in_layers = list({weight for layer in layers for weight in layer.parameters()})
+    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
     return Outline(
         model_id=model_id,
         shape=shape,
-        dtype=_dtype(config),
+        dtype=_dtype_of(config),
         parameters=sum(weight.numel() for weight in weights),
         linear=sum(layer.weight.numel() for layer in linear),
         linear_rows=sum(layer.out_features for layer in linear),
@@ -223,7 +215,8 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
         experts=sum(weight.numel() for weight in weights if weight.ndim == 3),
         active=min(1.0, getattr(config, "num_experts_per_tok", 1) / count) if count else 1.0,
         hidden=config.hidden_size,
-        intermediate=_intermediate(config),
+        # The widest where layers differ, and what families that do not state it take.
+        intermediate=int(max(intermediate) if isinstance(intermediate, list) else intermediate),
         vocabulary=config.vocab_size,
         layered=sum(weight.numel() for weight in in_layers),
         layer=max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0),
@@ -232,15 +225,7 @@ def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:
     )
 
 
-def _intermediate(config: Any) -> int:
-    """The width between a layer's two projections: the widest where layers differ, and what families that do
-    not state it take.
-    """
-    stated = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return int(max(stated) if isinstance(stated, list) else stated)
-
-
-def _dtype(config: Any) -> str:
+def _dtype_of(config: Any) -> str:
     """As the checkpoint has it; transformers takes float32 where a config does not say."""
     name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     if name not in DTYPES:

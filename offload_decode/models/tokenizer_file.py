@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_decode.common.errors import ModelError
-from offload_decode.hf.user_cache import remembered
+from offload_decode.hf.user_cache import cached_fingerprint
 
 # All several times the largest that are known.
 _MOST_ID = 1 << 22
@@ -44,7 +44,7 @@ def check_tokenizer(path: Path) -> None:
             raise ModelError(f"{path} cannot be used, because {error}: fetch the checkpoint again") from error
         return "1"
 
-    remembered([path], "tokenizer 1", checked)
+    cached_fingerprint([path], "tokenizer 1", checked)
 
 
 def _check(tokenizer: dict[str, Any]) -> None:

@@ -64,13 +64,7 @@ def apply_caps(caps: Caps, device: str = "auto") -> None:
 
 
 def check_ask(
-    outline: Outline,
-    manifest: Manifest,
-    config: EngineConfig,
-    caps: Caps,
-    held: int,
-    *,
-    index: str = "flat",
+    outline: Outline, manifest: Manifest, config: EngineConfig, caps: Caps, held: int, *, index: str = "flat"
 ) -> list[str]:
     """Whether a store can be asked; returns what to know beforehand, as sentences. `held`: bytes of memory
     that the program holds before it loads the model. `index`: the kind that is searched where the options
@@ -129,13 +123,7 @@ def _certain(asked: Plan, place: Medium, caps: Caps) -> bool:
 
 
 def check_prefill(
-    outline: Outline,
-    chunk: int | None,
-    dtype: str,
-    device: str,
-    caps: Caps,
-    held: int,
-    weights: str = "auto",
+    outline: Outline, chunk: int | None, dtype: str, device: str, caps: Caps, held: int, weights: str = "auto"
 ) -> list[str]:
     """Whether a model can prefill at all, in chunks of so many tokens, or of those that are chosen (None);
     returns what to know beforehand, as sentences. Raises `DoesNotFit`, and `ConfigError` for an

@@ -34,7 +34,7 @@ def model(family: str = "llama"):
 
 @pytest.fixture(autouse=True)
 def _plain_passes(monkeypatch):
-    """Bit by bit as on the host: tests/models/test_captured.py has those that are captured."""
+    """Bit by bit as on the host: tests/hf/test_cuda_graphs.py has those that are captured."""
     monkeypatch.setattr(cuda_graphs, "WORTH", 10**9)
 
 

@@ -213,7 +213,7 @@ def test_end_tokens_and_chat_template_of_the_wrapper(tmp_path: Path) -> None:
 
 
 def test_a_multimodal_model_in_memory_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UnsupportedModel, match="'gemma3' model is loaded with what it sees"):
+    with pytest.raises(UnsupportedModel, match="'gemma3' model is loaded with its encoders"):
         wrap(tiny_wrapper("gemma3"))
 
 

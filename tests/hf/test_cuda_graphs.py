@@ -150,7 +150,7 @@ def test_a_pass_that_depends_on_what_is_not_handed_over_is_refused(opened):
 def test_a_pass_that_forgets_its_places_is_refused(opened, monkeypatch, family):
     run = GraphPass.run
     monkeypatch.setattr(
-        GraphPass, "run", lambda self, ids, _, answers: run(self, ids, self._positions, answers)
+        GraphPass, "run", lambda self, ids, _, attend: run(self, ids, self._positions, attend)
     )
     _, engine = opened(family)
     for token in range(5, 10):

@@ -12,11 +12,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama
 
 from offload_decode.common.errors import UnsupportedModel
-from offload_decode.hf import shape, verify
+from offload_decode.hf import user_cache, verify
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.compat import cache_in
-from offload_decode.hf.gate import shape_of
-from offload_decode.hf.verify import CLOSE, EquivalenceCheck, check_equivalence
+from offload_decode.hf.verify import CLOSE, EquivalenceCheck, check_equivalence, shape_of
 from offload_decode.models.checkpoint import read_config
 from offload_decode.models.loading import load, wrap
 from offload_decode.models.size_estimate import outline
@@ -28,8 +27,7 @@ from tests.tiny import tiny_model
 def afresh(tmp_path, monkeypatch):
     """Nothing is remembered of an earlier check, and nothing of this one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(shape, "_known", {})
-    monkeypatch.setattr(verify, "_known", {})
+    monkeypatch.setattr(user_cache, "_known", {})
 
 
 @pytest.fixture
@@ -43,8 +41,7 @@ def tried(afresh, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family",
-    [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    "family", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_what_passes_the_check_is_what_the_exactness_suite_serves(family):
     try:
@@ -147,10 +144,10 @@ def test_what_fails_within_a_pass_is_told_with_the_layer(afresh, monkeypatch):
 def test_a_check_is_remembered_in_the_process_and_between_processes(tried, monkeypatch):
     first = check_equivalence(config_of("llama"))
     assert check_equivalence(config_of("llama")) == first
-    verify._known.clear()
+    user_cache._known.clear()
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0]
-    verify._known.clear()
+    user_cache._known.clear()
     monkeypatch.setattr(verify, "_versions", lambda: ("another release",))
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0, 0]
@@ -173,7 +170,7 @@ def test_an_unreadable_result_is_checked_again(tried, tmp_path, kept):
     first = check_equivalence(config_of("llama"))
     for file in (path for path in tmp_path.rglob("*") if path.is_file()):
         file.write_text(kept)
-    verify._known.clear()
+    user_cache._known.clear()
     assert check_equivalence(config_of("llama")) == first
     assert tried == [0, 0]
 

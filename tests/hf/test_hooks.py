@@ -171,9 +171,9 @@ def test_generate_with_the_questions_ids_and_no_mask_is_refused(engine, ids):
 @pytest.mark.parametrize(
     ("position", "says"),
     [
-        ([range(6)], "stands at position 0, .* its place is 30"),
-        ([range(N + 1, N + 7)], "stands at position 31, .* its place is 30"),
-        ([[*range(N, N + 5), N + 4]], "stands at position 34, .* its place is 35"),
+        ([range(6)], "has position 0, .* it is 30"),
+        ([range(N + 1, N + 7)], "has position 31, .* it is 30"),
+        ([[*range(N, N + 5), N + 4]], "has position 34, .* it is 35"),
         ([range(N, N + 4)], "must be .1, 6."),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_batch_keeps_its_number_of_rows(engine):
     with torch.inference_mode():
         engine.loaded.model(ids, **with_cache(engine.loaded.model, cache))
         for rows in (1, 2, 4):
-            with pytest.raises(ConfigError, match="holds 3 rows, and"):
+            with pytest.raises(ConfigError, match="holds 3 sequences, and"):
                 engine.loaded.model(ids[:1].expand(rows, -1), **with_cache(engine.loaded.model, cache))
     cache.crop(-len(ASKED))
     torch.testing.assert_close(run(engine, NEXT, cache), plain(engine, NEXT), **CLOSE)

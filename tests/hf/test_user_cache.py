@@ -8,7 +8,7 @@ import time
 import pytest
 
 from offload_decode.hf import user_cache as module
-from offload_decode.hf.user_cache import KEPT, remembered
+from offload_decode.hf.user_cache import KEPT, cached_fingerprint
 from offload_decode.indexes import verified
 
 
@@ -23,7 +23,7 @@ def asked(tmp_path, monkeypatch):
         times = 0
 
         def __call__(self, how="as is"):
-            return remembered([file], how, self.compute)
+            return cached_fingerprint([file], how, self.compute)
 
         def compute(self):
             self.times += 1
@@ -87,15 +87,15 @@ def test_what_is_no_fingerprint_is_not_taken_for_one(asked, settled, text):
 
 def test_files_that_are_gone_are_not_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert remembered([tmp_path / "nowhere"], "as is", lambda: "ab") == "ab"
+    assert cached_fingerprint([tmp_path / "nowhere"], "as is", lambda: "ab") == "ab"
     assert not (tmp_path / "cache").exists()
 
 
 def test_what_is_asked_for_again_and_again_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    module.keep("often", "ab")
+    module.save_text("often", "ab")
     for number in range(KEPT + 10):
-        module.keep(f"once {number}", "cd")
-        assert module.recall("often") == "ab"
-    assert module.recall("once 0") is None
+        module.save_text(f"once {number}", "cd")
+        assert module.load_text("often") == "ab"
+    assert module.load_text("once 0") is None
     assert len(list(module._folder().iterdir())) == KEPT

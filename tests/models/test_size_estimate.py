@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from offload_decode.common.errors import ModelError
-from offload_decode.models import size_estimate as outlines
+from offload_decode.hf import user_cache
+from offload_decode.models import size_estimate
 from offload_decode.models.size_estimate import outline
 from tests.tiny import tiny_model
 
@@ -20,6 +21,7 @@ from tests.tiny import tiny_model
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(user_cache, "_known", {})
     tiny_model("gemma2").config.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -27,13 +29,14 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     """How often parameters were counted."""
-    calls, count = [], outlines._counted
-    monkeypatch.setattr(outlines, "_counted", lambda model: calls.append(model) or count(model))
+    calls, count = [], size_estimate._counted
+    monkeypatch.setattr(size_estimate, "_counted", lambda model: calls.append(model) or count(model))
     return calls
 
 
 def test_a_remembered_outline_is_the_counted_one(folder, counted):
     first = outline(str(folder))
+    user_cache._known.clear()
     assert outline(str(folder)) == first
     assert len(counted) == 1
     folder.rename(folder.with_name("renamed"))
@@ -58,6 +61,7 @@ def test_what_is_no_outline_is_counted_anew(folder, counted, tmp_path, kept):
     first = outline(str(folder))
     for file in (path for path in (tmp_path / "cache").rglob("*") if path.is_file()):
         file.write_text(kept)
+    user_cache._known.clear()
     assert outline(str(folder)) == first
     assert len(counted) == 2
 

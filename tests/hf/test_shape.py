@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from offload_decode.common.errors import UnsupportedModel
-from offload_decode.hf import shape as observed
+from offload_decode.hf import shape, user_cache
 from offload_decode.hf.shape import observed_shape
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 from tests.families import SERVED, config_of
@@ -107,7 +107,7 @@ def held(heads, dim):
 def test_full_layers_of_several_geometries_are_refused():
     layers, seen = [held(2, 16), held(1, 24)], {0: (None, 4), 1: (None, 4)}
     with pytest.raises(UnsupportedModel, match=r"1 KV heads of 24 .* and .* 2 KV heads of 16"):
-        observed._shape("twofold", SimpleNamespace(), SimpleNamespace(layers=layers), seen)
+        shape._shape("twofold", SimpleNamespace(), SimpleNamespace(layers=layers), seen)
 
 
 def test_a_cache_layer_that_is_not_known_is_refused():
@@ -115,26 +115,26 @@ def test_a_cache_layer_that_is_not_known_is_refused():
         pass
 
     with pytest.raises(UnsupportedModel, match=r"layer 0 .*Compressed"):
-        observed._shape("other", SimpleNamespace(), SimpleNamespace(layers=[Compressed()]), {})
+        shape._shape("other", SimpleNamespace(), SimpleNamespace(layers=[Compressed()]), {})
 
 
 @STATES
 def test_a_config_is_observed_once_and_what_took_long_is_remembered_between_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(observed, "_known", {})
-    monkeypatch.setattr(observed, "_LONG_S", 0.0)
-    calls, observe = [], observed._observed
-    monkeypatch.setattr(observed, "_observed", lambda text: calls.append(text) or observe(text))
+    monkeypatch.setattr(user_cache, "_known", {})
+    monkeypatch.setattr(shape, "_LONG_S", 0.0)
+    calls, observe = [], shape._observed
+    monkeypatch.setattr(shape, "_observed", lambda text: calls.append(text) or observe(text))
     stated = config_of("qwen3_next")
-    shape = observed_shape(stated)
-    assert observed_shape(stated) == shape
-    observed._known.clear()
-    assert observed_shape(stated) == shape
+    first = observed_shape(stated)
+    assert observed_shape(stated) == first
+    user_cache._known.clear()
+    assert observed_shape(stated) == first
     assert len(calls) == 1
     (kept,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert observed_shape(config_of("qwen3_next", head_dim=32)).head_dim == 32
     assert len(calls) == 2
     kept.write_text(json.dumps({"layers": []}))
-    observed._known.clear()
-    assert observed_shape(stated) == shape
+    user_cache._known.clear()
+    assert observed_shape(stated) == first
     assert len(calls) == 3

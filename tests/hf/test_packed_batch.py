@@ -8,9 +8,9 @@ import torch
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.engine.batching import Turn, join_key, run_turns
 from offload_decode.engine.engine import without_corpus
-from offload_decode.hf import packed_batch, verify
+from offload_decode.hf import packed_batch, user_cache
 from offload_decode.hf.compat import with_cache
-from offload_decode.hf.packed_batch import JointLayer, PackedCache, Segment
+from offload_decode.hf.packed_batch import PackedCache, PackedLayer, Segment
 from offload_decode.hf.shape import observed_shape
 from offload_decode.hf.verify import packs
 from offload_decode.models.loading import wrap
@@ -51,9 +51,9 @@ def lengths(talks):
 
 
 def test_a_model_that_mixes_its_conversations_is_not_packed(tmp_path, monkeypatch):
-    attend = packed_batch._attend_tail
+    attend = packed_batch._attend_generated
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is remembered
-    monkeypatch.setattr(verify, "_known", {})
+    monkeypatch.setattr(user_cache, "_known", {})
     first = []  # the layers of the first conversation
 
     def mixed(layer, *more):
@@ -61,9 +61,9 @@ def test_a_model_that_mixes_its_conversations_is_not_packed(tmp_path, monkeypatc
         return attend(first[0] if layer.index == first[0].index else layer, *more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(packed_batch, "_attend_tail", mixed)
+        patched.setattr(packed_batch, "_attend_generated", mixed)
         assert not packs(config_of("llama"))
-    monkeypatch.setattr(verify, "_known", {})
+    monkeypatch.setattr(user_cache, "_known", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert packs(config_of("llama"))
 
@@ -71,7 +71,7 @@ def test_a_model_that_mixes_its_conversations_is_not_packed(tmp_path, monkeypatc
 def test_a_model_that_is_not_proved_runs_one_by_one(talks, monkeypatch):
     expected = [talk.fork().extend([5, 6]) for talk in talks]
     monkeypatch.setattr(type(talks[0].loaded), "packs", False)
-    monkeypatch.setattr(JointLayer, "update", None)
+    monkeypatch.setattr(PackedLayer, "update", None)
     assert join_key(talks[0]) is None
     for found, own in zip(run_turns([Turn(talk, [5, 6]) for talk in talks]), expected, strict=True):
         torch.testing.assert_close(found, own)
@@ -86,13 +86,13 @@ def test_a_model_that_is_not_proved_runs_one_by_one(talks, monkeypatch):
         ({"output_attentions": True}, "output_attentions"),
     ],
 )
-def test_what_a_joint_pass_cannot_take_is_refused(talks, given, says):
+def test_unsupported_arguments_of_a_packed_pass_are_refused(talks, given, says):
     with pytest.raises(ConfigError, match=says):
         run(talks, cache_of(talks, 1, 2, 3), 6, **given)
     assert lengths(talks) == [{0}] * 3
 
 
-def test_a_joint_cache_is_for_one_pass_over_its_own_tokens(talks):
+def test_a_packed_cache_is_for_one_pass_over_its_own_tokens(talks):
     with pytest.raises(ConfigError, match="one pass"):
         run(talks, cache_of(talks, 1, 2, 3), 7)
     cache = cache_of(talks, 1, 2, 3)
@@ -100,7 +100,7 @@ def test_a_joint_cache_is_for_one_pass_over_its_own_tokens(talks):
     with pytest.raises(ConfigError, match="one pass"):
         run(talks, cache, 6)
     assert lengths(talks) == [{1}, {2}, {3}]
-    with pytest.raises(ConfigError, match="stands twice"):
+    with pytest.raises(ConfigError, match="twice"):
         run(talks, cache_of([talks[0], talks[0]], 1, 1), 2)
 
 
@@ -123,7 +123,7 @@ def test_rows_that_are_padded_and_another_model_are_refused(talks):
 
 def test_an_interrupted_pass_is_taken_back_by_the_next_one(talks, monkeypatch):
     expected = [talk.fork().extend([5, 6]) for talk in talks]
-    attend, calls = JointLayer.attend, []
+    attend, calls = PackedLayer.attend, []
 
     def interrupted(self, *arguments):
         calls.append(self.index)
@@ -132,7 +132,7 @@ def test_an_interrupted_pass_is_taken_back_by_the_next_one(talks, monkeypatch):
         return attend(self, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(JointLayer, "attend", interrupted)
+        patched.setattr(PackedLayer, "attend", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(talks, cache_of(talks, 1, 2, 3), 6)
     assert lengths(talks) != [{0}] * 3
@@ -143,7 +143,7 @@ def test_an_interrupted_pass_is_taken_back_by_the_next_one(talks, monkeypatch):
 
 
 def test_a_model_that_attends_by_itself_is_noticed(talks, monkeypatch):
-    monkeypatch.setattr(JointLayer, "attend", lambda self, query, *_: (talks[0].cache, query))
+    monkeypatch.setattr(PackedLayer, "attend", lambda self, query, *_: (talks[0].cache, query))
     monkeypatch.setattr(
         "offload_decode.hf.attention.reduce",
         lambda merge, states: packed_batch.AttentionState(states[1], states[1][..., 0]),
