@@ -38,7 +38,7 @@ from offload_decode.common.memory import total_memory
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.ruler import ASK
-from offload_decode.hf.attention import NAME, prefix_attention, tail_mask
+from offload_decode.hf.attention import NAME, generated_mask, prefix_attention
 from offload_decode.hf.cache_layers import PrefixLayer
 from offload_decode.hf.compat import generate_name
 from offload_decode.hf.running_pass import RUNNING
@@ -78,7 +78,7 @@ class Clock:
 
     def __enter__(self) -> Clock:
         AttentionInterface.register(NAME, self._attention)
-        AttentionMaskInterface.register(NAME, self._timed(tail_mask))
+        AttentionMaskInterface.register(NAME, self._timed(generated_mask))
         self._hooks = [
             self._model.register_forward_pre_hook(lambda *_: self._begin()),
             self._model.register_forward_hook(lambda *_: self._end()),
@@ -87,7 +87,7 @@ class Clock:
 
     def __exit__(self, *_: object) -> None:
         AttentionInterface.register(NAME, prefix_attention)
-        AttentionMaskInterface.register(NAME, tail_mask)
+        AttentionMaskInterface.register(NAME, generated_mask)
         for hook in self._hooks:
             hook.remove()
 

@@ -53,7 +53,7 @@ from offload_decode.cli.questions import (
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from offload_decode.prefill_jobs.on_ray.workers import Standing
+    from offload_decode.prefill_jobs.on_ray.workers import TaskProgress
     from offload_decode.types import CitedDocument
 
 
@@ -269,7 +269,7 @@ def _answer_on_ray(address: str, workers: int | None, left: dict[str, list[Quest
     ]
     parts = [Part(store, tuple(question.text for question in group)) for store, group in given]
 
-    def watch(standing: Standing) -> None:
+    def watch(standing: TaskProgress) -> None:
         fetching = sum(size > 0 for _, size in standing.values())
         fetch = f", {fetching} of them fetching" if fetching else ""
         at_work = f"{len(standing)} at work{fetch}" if standing else "(waiting for workers)"

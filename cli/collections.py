@@ -17,7 +17,7 @@ from offload_decode.common.errors import ConfigError
 if TYPE_CHECKING:
     from offload_decode.collections.collection import Collection
     from offload_decode.collections.journal import Entry
-    from offload_decode.prefill_jobs.buckets.collections import FarStores, Watching
+    from offload_decode.prefill_jobs.buckets.collections import RemoteStores, Watching
 
 
 TOP = 3
@@ -102,13 +102,13 @@ class AskedCollection:
         """The local path of one of `stores`, kept while it is asked."""
         return self.collection.held(self.stores[store])
 
-    def on_other_machines(self, stores: Iterable[str]) -> FarStores | None:
+    def on_other_machines(self, stores: Iterable[str]) -> RemoteStores | None:
         """What fetches these stores on other machines; None where those have the collection at the same path.
         Raises `StoreDamaged` where one could not be opened.
         """
-        from offload_decode.prefill_jobs.buckets.collections import FarCollection
+        from offload_decode.prefill_jobs.buckets.collections import RemoteCollection
 
-        if isinstance(self.collection, FarCollection):
+        if isinstance(self.collection, RemoteCollection):
             return self.collection.stores
         for store in stores:
             self.collection.store(self.stores[store])
@@ -174,9 +174,9 @@ def open_collection(
     if len(stores) > 1:
         raise ConfigError(f"{url_of(collections[0]) or collections[0]} is a collection: ask it alone")
     if url := url_of(collections[0]):
-        from offload_decode.prefill_jobs.buckets.collections import FarCollection
+        from offload_decode.prefill_jobs.buckets.collections import RemoteCollection
 
-        with FarCollection.opened(url, byte_count(choice.cache or CACHE), watching) as remote:
+        with RemoteCollection.opened(url, byte_count(choice.cache or CACHE), watching) as remote:
             yield AskedCollection(remote, choice)
         return
     if choice.cache is not None:
@@ -190,6 +190,6 @@ def open_collection(
 def _is_remote(store: Path) -> bool:
     if (url := url_of(store)) is None:
         return False
-    from offload_decode.prefill_jobs.buckets.collections import lies_at
+    from offload_decode.prefill_jobs.buckets.collections import is_collection_at
 
-    return lies_at(url)
+    return is_collection_at(url)

@@ -93,10 +93,10 @@ def pull(
     Needs pip install 'offload-decode[buckets]'; credentials and endpoints come from AWS_... and GOOGLE_...
     variables.
     """
-    from offload_decode.prefill_jobs.buckets.collections import lies_at, pull_collection
+    from offload_decode.prefill_jobs.buckets.collections import is_collection_at, pull_collection
 
     moved: Transfer | Moved
-    if lies_at(url):
+    if is_collection_at(url):
         kind = "collection"
         with Progress(quiet) as progress:
             moved = pull_collection(url, store, progress)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload_decode.attention.dense import attend_blocks, serves_half
+from offload_decode.attention.dense import attend_blocks, serves_bf16
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import Rows, tensor_view
 from offload_decode.attention.transfers import to_device
@@ -89,7 +89,7 @@ class WrittenPrefix:
     """
 
     remembers = False
-    whole_tail = math.inf
+    whole_generated = math.inf
 
     def __init__(self, writer: KVStoreWriter, method: Method, output: ChunkWriter, device: torch.device):
         self.writer = writer
@@ -149,7 +149,7 @@ class WrittenPrefix:
             self._append(layer)
         return state
 
-    def attend_tail(self, *_: object) -> None:
+    def attend_generated(self, *_: object) -> None:
         """None: all of the chunk is attended to."""
 
     def keys(self, layer: int, head: int) -> Rows:
@@ -189,7 +189,7 @@ class WrittenPrefix:
         # Fused attention on a GPU, and half-precision products on a CPU, need keys of the queries' dtype;
         # everything else on a CPU is computed in float32.
         stored = self.keys(layer, 0).dtype, self.values(layer, 0).dtype
-        dtype = query.dtype if query.is_cuda or serves_half(query, *stored) else torch.float32
+        dtype = query.dtype if query.is_cuda or serves_bf16(query, *stored) else torch.float32
 
         def stacked(read: Callable[[int, int], Rows]) -> Tensor:
             rows = [read(layer, head).read(part, query.device, dtype) for head, part in enumerate(parts)]

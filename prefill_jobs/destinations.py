@@ -68,7 +68,7 @@ class Place(ABC):
         """Bring the complete store from the path of `opened` to its place; what was sent, if anything."""
 
 
-def place_of(out: str | Path, staging: Path | None = None) -> Place:
+def destination_of(out: str | Path, staging: Path | None = None) -> Place:
     """The place that `--out` names; stores for URLs are written below `staging` first."""
     if "://" in str(out):
         return InBucket(str(out), staging or default_staging())

@@ -21,7 +21,7 @@ from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, TOKENIZING_BYT
 from offload_decode.prefill_jobs.buckets import Transfer
 from offload_decode.prefill_jobs.chunks import prefill_chunks
 from offload_decode.prefill_jobs.corpus import TextDocument, encode_corpus, read_corpus
-from offload_decode.prefill_jobs.destinations import Found, Place, Progress, place_of, same_store
+from offload_decode.prefill_jobs.destinations import Found, Place, Progress, destination_of, same_store
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules, Skipped
 from offload_decode.prefill_jobs.methods.base import Method
 from offload_decode.prefill_jobs.methods.registry import create, get, parse
@@ -143,7 +143,7 @@ def prefill(
     An interrupted prefill is resumed by the same call; an existing store of the same tokens, model and
     settings is kept. Raises `CorpusError`, `ModelError`, `StoreError`, `BucketError`, `ConfigError`.
     """
-    place = place_of(out, staging)
+    place = destination_of(out, staging)
     place.admit()
     texts, skipped = read_corpus(corpus, rules)
     loaded = load(model, device, dtype, weights)
@@ -211,7 +211,7 @@ def make(loaded: LoadedModel, work: Work, place: Place, progress: Progress) -> P
     Raises `StoreError`, `BucketError`, and `DoesNotFit` where memory runs out.
     """
     with place.opened() as path:
-        written = place_of(path).found()
+        written = destination_of(path).found()
         with memory_errors():
             report = _write(loaded, work, path, progress) if written is None else _kept(written, work, path)
         pushed = place.deliver(progress)

@@ -29,7 +29,7 @@ from offload_decode.common.errors import (
 )
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.prefill_jobs.corpus import TextDocument, read_corpus
-from offload_decode.prefill_jobs.destinations import Place, place_of
+from offload_decode.prefill_jobs.destinations import Place, destination_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, STDIN, Rules, Skipped
 from offload_decode.prefill_jobs.indexing import build_indexes
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, Work, make, prepare, settled
@@ -131,7 +131,7 @@ def prefill_many(
     todo: list[tuple[Job, Work, Place]] = []
     for number, own in enumerate(texts):
         progress("tokenize", number, len(texts), own.job.corpus)
-        place = place_of(own.job.store, staging)
+        place = destination_of(own.job.store, staging)
         try:
             work = prepare(loaded, own.documents, settings, own.skipped)
             if found := settled(work, place):
@@ -161,7 +161,7 @@ def read_all(jobs: Sequence[Job], staging: Path | None, rules: Rules) -> tuple[R
     texts = []
     for job in jobs:
         try:
-            place_of(job.store, staging).admit()
+            destination_of(job.store, staging).admit()
             documents, skipped = read_corpus(job.corpus, rules)
             texts.append(Texts(job, documents, tuple(skipped)))
         except (CorpusError, StoreError) as error:
@@ -183,7 +183,7 @@ TRY_S = 5.0  # and whether it was killed, for which the text is tokenized again
 _WARNED: set[Path] = set()  # folders: one warning for hundreds of stores
 
 
-def kept_name(loaded: LoadedModel, settings: Settings, *of: object) -> str:
+def cached_store_name(loaded: LoadedModel, settings: Settings, *of: object) -> str:
     """The file name of a kept store: a digest of the model, the settings, and what it is `of` (plain JSON
     values: a text or tokens, and whatever else shapes what is stored of them).
     """

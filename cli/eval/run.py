@@ -399,11 +399,11 @@ class PrefilledStores:
     @contextmanager
     def __call__(self, text: str, report: Callable[[int], None]) -> Iterator[KVStore]:
         """The store of a text; `report` is told the tokens that are prefilled."""
-        from offload_decode.prefill_jobs.many import kept_name
+        from offload_decode.prefill_jobs.many import cached_store_name
 
         if self._keep is not None:
             self._keep.mkdir(parents=True, exist_ok=True)
-            path = self._keep / kept_name(self._loaded, self._settings, text, self._name)
+            path = self._keep / cached_store_name(self._loaded, self._settings, text, self._name)
             yield self._made(text, path, report)
             return
         with TemporaryDirectory(prefix="offload-decode-eval-") as folder:

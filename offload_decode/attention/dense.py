@@ -168,18 +168,18 @@ _ABOVE = 4.0  # nats by which a score may surpass its row's reference before tha
 
 
 @cache
-def has_half_products() -> bool:
+def has_bf16_products() -> bool:
     """Whether this processor multiplies matrices of bfloat16; elsewhere it is emulated, and slow."""
     return not features().isdisjoint({"avx512bf16", "amx-bf16"})
 
 
-def serves_half(query: Tensor, keys: torch.dtype, values: torch.dtype) -> bool:
+def serves_bf16(query: Tensor, keys: torch.dtype, values: torch.dtype) -> bool:
     """Whether `query [B, H, T, D]` meets keys and values of those dtypes in such products."""
     halves = query.dtype == keys == values == torch.bfloat16 and query.device.type == "cpu"
-    return halves and query.shape[2] >= LEAST_ROWS and has_half_products()
+    return halves and query.shape[2] >= LEAST_ROWS and has_bf16_products()
 
 
-def attend_half(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> AttentionState:
+def attend_bf16(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> AttentionState:
     """`state.attend` for `query [B, H, T, D]`, `key [B, Hkv, S, D]` and `value [B, Hkv, S, Dv]` of
     bfloat16, where all rows see all of at least one key: float32, off by what rounding weights and parts of
     sums to bfloat16 costs (some 2^-8 of the largest number).
@@ -254,8 +254,8 @@ def attend_dense(
             state = attend_fused(query, key, value, scaling, places)
             if state is not None:
                 return state
-        if places is None and key.shape[2] and serves_half(query, key.dtype, value.dtype):
-            return attend_half(query, key, value, scaling)
+        if places is None and key.shape[2] and serves_bf16(query, key.dtype, value.dtype):
+            return attend_bf16(query, key, value, scaling)
     if places is not None:
         return _placed(query, key, value, scaling, places, softcap)
     if not on_cpu or softcap is not None or key.shape[2] == 0:

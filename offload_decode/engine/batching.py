@@ -39,7 +39,7 @@ class Turn(NamedTuple):
     every: bool = False
 
 
-def join_key(conversation: Conversation) -> Hashable | None:
+def packing_key(conversation: Conversation) -> Hashable | None:
     """Conversations with equal keys may share a pass; None for one that runs alone.
 
     Alone run recurrent layers, selectors that remember or that judge a question as a whole, conversations so
@@ -49,7 +49,7 @@ def join_key(conversation: Conversation) -> Hashable | None:
     cache, prefix = conversation.cache, conversation.prefix
     if cache.recurrent or cache.shown is not None or cache.tails[0].tail.batch not in (None, 1):
         return None
-    if prefix.remembers or prefix.chosen.one_question or cache.tail_length >= prefix.selector.whole_tail:
+    if prefix.remembers or prefix.chosen.one_question or cache.tail_length >= prefix.selector.whole_generated:
         return None
     if not conversation.loaded.packs:
         return None
@@ -105,7 +105,8 @@ class _Run:
     @property
     def key(self) -> Hashable | None:
         longest = self.conversation.cache.tail_length + len(self.ids)
-        return None if longest > self.conversation.selector.whole_tail else join_key(self.conversation)
+        conversation = self.conversation
+        return None if longest > conversation.selector.whole_generated else packing_key(conversation)
 
     def wanted(self) -> Tensor:
         """The logits that were asked for."""

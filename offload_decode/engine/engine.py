@@ -137,7 +137,7 @@ class Engine(Conversation):
 
     def _may_outgrow(self, questions: Sequence[str], max_new_tokens: int) -> bool:
         """Whether some answer may end in a conversation of which the selector chooses a part."""
-        room = self.selector.whole_tail - self.cache.tail_length - len(self.pending) - max_new_tokens
+        room = self.selector.whole_generated - self.cache.tail_length - len(self.pending) - max_new_tokens
         if room == math.inf:
             return False
         return any(len(self.question_tokens(question)) > room for question in questions)

@@ -69,9 +69,9 @@ class StoredPrefix:
         return self.selector.remembers
 
     @property
-    def whole_tail(self) -> float:
+    def whole_generated(self) -> float:
         """As its selector says."""
-        return self.chosen.selector.whole_tail
+        return self.chosen.selector.whole_generated
 
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None
@@ -100,13 +100,13 @@ class StoredPrefix:
         out, lse = (torch.cat(own, dim=1) for own in zip(*states, strict=True))
         return _by_head(AttentionState(out, lse), queries)
 
-    def attend_tail(
+    def attend_generated(
         self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
         """Attend to the pages of the conversation that the selector chooses, if it does."""
         queries = self._queries(query, scaling, softcap)
         with self.host.lock:
-            selection = self.selector.select_tail(layer, queries, tail)
+            selection = self.selector.select_generated(layer, queries, tail)
         if selection is None:
             return None
         keys, values = tail.view()

@@ -51,7 +51,7 @@ def prefix_attention(
     layer: GeneratedLayer | PackedLayer | GraphLayer | None = run.layer_of(key)
     latent = None if layer is not None else latent_of(module)
     if latent is not None:  # the keys were made of what came from the cache
-        layer = run.layer_before(module.layer_idx)  # type: ignore[arg-type]
+        layer = run.layer_before(module.layer_idx)
     if isinstance(layer, GraphLayer):
         _refuse_unknown(module, others)
         return layer.attend(module, query, key, value, scaling, softcap, s_aux), None
@@ -69,8 +69,9 @@ def prefix_attention(
         states = layer.attend(stored_query, scaling, softcap)
         state = reduce(merge_states, states if heads is None else map(heads.expand, states))
         return _finished(state, s_aux, query, served=True)
-    # Where the mask has the one entry of `tail_mask`, the position alone says what a token sees. Some models
-    # cut the keys to the last ones, and the mask with them. Keys from no layer are those of the tokens.
+    # Where the mask has the one entry of `generated_mask`, the position alone says what a token sees. Some
+    # models cut the keys to the last ones, and the mask with them. Keys from no layer are those of the
+    # tokens.
     places: Places | None = None
     if (
         attention_mask is not None
@@ -86,11 +87,11 @@ def prefix_attention(
     state = None
     if (
         isinstance(layer, PrefixLayer)
-        and layer.tail.length > layer.prefix.whole_tail
+        and layer.tail.length > layer.prefix.whole_generated
         and (places is None or query.shape[2] == 1)
         and run.sees_all(attention_mask)
     ):
-        state = layer.prefix.attend_tail(layer.index, stored_query, layer.tail, scaling, softcap)
+        state = layer.prefix.attend_generated(layer.index, stored_query, layer.tail, scaling, softcap)
     if state is not None and heads is not None:
         state = heads.expand(state)
     if state is None:
@@ -114,7 +115,9 @@ def _temperature_at(module: Any, query: Tensor, positions: Tensor, first: int) -
         return query
 
     def scale(at: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((at.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        steps = torch.floor((at.float() + 1.0) / module.floor_scale)
+        scale: Tensor = torch.log1p(steps) * module.attn_scale + 1.0
+        return scale
 
     counted = torch.arange(first, first + query.shape[2], device=positions.device)
     factor = scale(positions) / scale(counted)
@@ -160,7 +163,7 @@ class _WithoutGradients(torch.autograd.Function):
         )
 
 
-def tail_mask(
+def generated_mask(
     *,
     kv_length: int,
     kv_offset: int = 0,
@@ -197,6 +200,7 @@ def tail_mask(
         position = kv_offset + own[:, kv_offset:].long().cumsum(-1) - 1
         keys, queries = position[:, None, None, :], position[:, None, -mask.shape[2] :, None]
         if chunked:
-            return mask & (queries // local_size == keys // local_size)
-        mask = mask & (queries - keys < local_size)
+            mask = mask & (queries // local_size == keys // local_size)
+        else:
+            mask = mask & (queries - keys < local_size)
     return mask

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.attention import NAME, prefix_attention, tail_mask
+from offload_decode.hf.attention import NAME, generated_mask, prefix_attention
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.compat import cache_in, cache_name, in_its_name
 from offload_decode.hf.cuda_graphs import capture
@@ -32,7 +32,7 @@ from offload_decode.hf.shape import cache_class
 def activate(model: Any) -> None:
     """Let `model` attend through `prefix_attention`, and check its passes."""
     AttentionInterface.register(NAME, prefix_attention)
-    AttentionMaskInterface.register(NAME, tail_mask)
+    AttentionMaskInterface.register(NAME, generated_mask)
     model.set_attn_implementation(NAME)
     decoder = model.base_model
     if _before not in decoder._forward_pre_hooks.values():

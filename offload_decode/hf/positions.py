@@ -57,9 +57,7 @@ class Positions:
         if self.most is not None and tokens > self.most:
             why = "the model has no more positions"
             if self.length is not None:
-                why = (
-                    f"its keys are rotated for {self.length:,} tokens: prefill again with a larger --context"
-                )
+                why = f"its keys are those of {self.length:,} tokens: prefill again with a larger --context"
             raise ConfigError(
                 f"the stored tokens and those behind them would be {tokens:,}, and this store serves at most "
                 f"{self.most:,}, because {why}"

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import KeylessLayer, States
+from offload_decode.hf.cache_layers import KeylessLayer
 from offload_decode.hf.compat import with_cache
+from offload_decode.hf.recurrent import States
 
 Forward = Callable[..., Any]
 _PROBE_TOKENS = 3

@@ -113,10 +113,10 @@ def _observed(text: Any) -> ModelShape:
     """Run two tokens without data through the model's decoder, behind the cache that transformers makes."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from offload_decode.hf.attention import tail_mask
+    from offload_decode.hf.attention import generated_mask
 
     AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, tail_mask)
+    AttentionMaskInterface.register(_NAME, generated_mask)
     text._experts_implementation = "batched_mm"  # the one that reads no numbers of a tensor
     _pass.updated, _pass.seen = None, {}
     try:

@@ -159,7 +159,7 @@ class _MemoryPrefix:
     """A stored prefix (`kv.generated.Prefix`) in memory, all of which is attended to."""
 
     remembers = False
-    whole_tail = math.inf
+    whole_generated = math.inf
 
     def __init__(self, shape: ModelShape) -> None:
         self.length = 0
@@ -178,7 +178,7 @@ class _MemoryPrefix:
         keys, values = (part.expand(len(query), -1, -1, -1) for part in self._kv[layer])
         return partial(attend_dense, query, keys, values, scaling, None, softcap)
 
-    def attend_tail(
+    def attend_generated(
         self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
     ) -> None:
         """None: attention to the generated KV is dense."""

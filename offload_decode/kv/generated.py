@@ -139,7 +139,7 @@ class Prefix(Protocol):
         ...
 
     @property
-    def whole_tail(self) -> float:
+    def whole_generated(self) -> float:
         """Tokens of the generated KV up to which all of it is attended."""
         ...
 
@@ -152,7 +152,7 @@ class Prefix(Protocol):
         """
         ...
 
-    def attend_tail(
+    def attend_generated(
         self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
     ) -> AttentionState | None:
         """Attend to a part of the generated KV; None where all of it is to be attended."""

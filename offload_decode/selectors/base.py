@@ -72,11 +72,11 @@ class Selector(ABC):
         """Sees the queries of every layer before any token is chosen for it, dense layers included."""
 
     @property
-    def whole_tail(self) -> float:
-        """Tokens of a conversation up to which `select_tail` takes all of it."""
+    def whole_generated(self) -> float:
+        """Tokens of a conversation up to which `select_generated` takes all of it."""
         return math.inf
 
-    def select_tail(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
+    def select_generated(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
         """Pages of the conversation itself for the rows of `queries`; None, as here, is all of it."""
         return None
 

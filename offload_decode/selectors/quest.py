@@ -24,7 +24,7 @@ from offload_decode.selectors.budgets import Budgets
 from offload_decode.types import PAGE_METADATA, ModelShape, PageSelection, Selection
 
 SCORES = 1 << 24  # in memory at once: a long question is taken in parts
-WHOLE_TAIL = 4096  # tokens of a conversation that are attended to without choosing
+WHOLE_GENERATED = 4096  # tokens of a conversation that are attended to without choosing
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Quest(Selector):
         self._bounds: dict[int, PageBounds] = {}
 
     @property
-    def whole_tail(self) -> float:
-        """See `Selector.whole_tail`."""
-        return WHOLE_TAIL
+    def whole_generated(self) -> float:
+        """See `Selector.whole_generated`."""
+        return WHOLE_GENERATED
 
     def choose(self, layer: int, queries: Queries, k: int) -> PageSelection | Selection:
         """The best pages of each list, with room for `k` tokens."""
         return self.best_pages(self.bounds(layer), self.host.length, self.lists(queries), k)
 
-    def select_tail(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
+    def select_generated(self, layer: int, queries: Queries, tail: GeneratedKV) -> PageSelection | None:
         """Pages of the conversation, once it is so long that choosing among them pays: a step's cost stays
         bounded however much is written. Their bounds grow with it. Its last page is the one being filled,
         full or not, for the query's own token is there. Attended whole are several conversations at once, a
@@ -80,7 +80,7 @@ class Quest(Selector):
         own = self.budgets[layer]
         if own is None or own.largest >= self.host.length or queries.batch * queries.tokens > 1:
             return None
-        wanted, before = max(own.largest, WHOLE_TAIL), (tail.length - 1) // self.page_size
+        wanted, before = max(own.largest, WHOLE_GENERATED), (tail.length - 1) // self.page_size
         if tail.length <= wanted or tail.length - before * self.page_size > wanted:
             return None
         bounds = tail.page_bounds(self.page_size, self.metadata).first(before)

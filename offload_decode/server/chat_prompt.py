@@ -569,7 +569,7 @@ def _behind(prompt: Prompt, template: Template, turns: list[Message], known: Kno
     """As the template puts turns behind a corpus that the user's first message begins with."""
     if turns[0].role != "user":
         turns = [_USER, *turns]
-    asked = replace(turns[0], text=_CORPUS + prompt.seam.gap + turns[0].text.strip())
+    asked = replace(turns[0], text=_CORPUS + prompt.join.gap + turns[0].text.strip())
     head = template.rendered([asked]).split(_CORPUS)[0] + _CORPUS
     first, *parts = templated(template, [asked, *turns[1:]], known, None)
     if not isinstance(first, Piece) or not first.text.startswith(head):
@@ -579,4 +579,4 @@ def _behind(prompt: Prompt, template: Template, turns: list[Message], known: Kno
             "messages",
         )
     _, kept = prompt.gap
-    return [Piece(kept + first.text.removeprefix(head).removeprefix(prompt.seam.gap)), *parts]
+    return [Piece(kept + first.text.removeprefix(head).removeprefix(prompt.join.gap)), *parts]

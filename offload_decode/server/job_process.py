@@ -88,7 +88,7 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
     from offload_decode.planning.caps import Caps, check_prefill
     from offload_decode.prefill_jobs.append import append_texts, method_of, opened
     from offload_decode.prefill_jobs.corpus import TextDocument
-    from offload_decode.prefill_jobs.destinations import place_of
+    from offload_decode.prefill_jobs.destinations import destination_of
     from offload_decode.prefill_jobs.job import Settings, make, prepare, settled
 
     texts = [TextDocument(*each) for each in documents]
@@ -107,7 +107,7 @@ def run(folder: Path, device: str, progress: Progress) -> dict[str, Any]:
         report = asdict(append_texts(loaded, texts, store, progress=progress))
         kept = ("n_tokens", "added_tokens", "documents", "added", "known", "bytes", "seconds")
         return {name: report[name] for name in kept}
-    place = place_of(store)
+    place = destination_of(store)
     prepared = prepare(loaded, texts, settings, ())
     made = asdict(settled(prepared, place) or make(loaded, prepared, place, progress))
     result = {name: made[name] for name in ("n_tokens", "documents", "bytes", "seconds")}

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.common.memory import give_back
-from offload_decode.engine.batching import join_key, run_turns
+from offload_decode.engine.batching import packing_key, run_turns
 from offload_decode.engine.citations import cite
 from offload_decode.selectors.budgets import PASS_TOKENS
 from offload_decode.server.loaded_models import Resident
@@ -168,7 +168,7 @@ class Scheduler:
         for answering in self._running:
             if answering in whole[1:]:
                 continue  # of questions that run whole, one in a step
-            key = join_key(answering.conversation)
+            key = packing_key(answering.conversation)
             groups[answering if key is None else key].append(answering)
         asking = sum(any(one.prompting for one in group) for group in groups.values())
         for group in groups.values():

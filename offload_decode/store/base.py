@@ -79,7 +79,7 @@ def ranges(n_tokens: int, parts: int, page_size: int) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-class PartOfStore:
+class StoreRange:
     """Implements `Store` by views of the tokens `start:end` of another, for one of several machines. `start`
     begins a page. The sampled queries, windows and states are those of the whole store, whose indexes do not
     apply.

@@ -263,7 +263,7 @@ def _remove(bucket: Bucket, item: Item, meter: Meter) -> bool:
     return True
 
 
-def lies_at(url: str) -> bool:
+def is_collection_at(url: str) -> bool:
     """Whether a collection is at `url`. Raises `BucketError`, `ConfigError`."""
     bucket = Bucket(url)
     return bucket.found(f"{bucket.name}/{HEADER}") is not None
@@ -303,7 +303,7 @@ def cache_of(limit: int, patience: float = 0.0) -> Cache:
 
 
 @dataclass(frozen=True)
-class FarStores:
+class RemoteStores:
     """The stores of a collection in a bucket, as any machine gets them. `url`: the collection's; `header`:
     its collection.json; `limit`: bytes of a machine's cache.
     """
@@ -347,7 +347,7 @@ class FarStores:
         return f"{store} {self.header}"
 
 
-class FarCollection(Collection):
+class RemoteCollection(Collection):
     """A collection that is asked in its bucket, with a cache of `limit` bytes for its lists and the stores
     asked lately; `stores`: how any machine gets them.
     """
@@ -355,12 +355,12 @@ class FarCollection(Collection):
     def __init__(self, url: str, lists: Path, limit: int, watching: Watching):
         super().__init__(lists)
         self.name = url
-        self.stores = FarStores(url, (lists / HEADER).read_text(), limit)
+        self.stores = RemoteStores(url, (lists / HEADER).read_text(), limit)
         self._watching = watching
 
     @classmethod
     @contextmanager
-    def opened(cls, url: str, limit: int, watching: Watching) -> Iterator[FarCollection]:
+    def opened(cls, url: str, limit: int, watching: Watching) -> Iterator[RemoteCollection]:
         """The collection at `url` as it is now. Raises `StoreNotFound`, `StoreIncomplete` during its first
         push, `DoesNotFit`, `BucketError`, `ConfigError`.
         """

@@ -25,7 +25,7 @@ from offload_decode.kv.indexes import AUTO
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.processors import Processors
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
-from offload_decode.prefill_jobs.many import kept, kept_name
+from offload_decode.prefill_jobs.many import cached_store_name, kept
 from offload_decode.store.format import token_hash
 from offload_decode.types import Document
 
@@ -286,4 +286,4 @@ class Stores:
     def _name(self, prefix: Tokens, following: int) -> str:
         """A store depends on the length of what follows as far as the model's rotation does."""
         rotation = self.loaded.lengths.chosen(len(prefix), following).noted
-        return kept_name(self.loaded, self.settings, token_hash(prefix), rotation)
+        return cached_store_name(self.loaded, self.settings, token_hash(prefix), rotation)

@@ -23,9 +23,16 @@ from offload_decode.kv.indexes import default_kind
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
-from offload_decode.prefill_jobs.buckets.collections import FarStores
+from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.on_ray.store_workers import StoreWorker, routed
-from offload_decode.prefill_jobs.on_ray.workers import Cluster, Pool, Standing, connected, installed, shares
+from offload_decode.prefill_jobs.on_ray.workers import (
+    Cluster,
+    Pool,
+    TaskProgress,
+    connected,
+    installed,
+    shares,
+)
 from offload_decode.store.reader import KVStore
 from offload_decode.types import CitedDocument, StepStats
 
@@ -40,7 +47,7 @@ class How:
     """
 
     stores: tuple[str, ...]
-    far: FarStores | None
+    far: RemoteStores | None
     config: EngineConfig
     caps: Caps
     max_new_tokens: int
@@ -139,8 +146,8 @@ def answer_on_ray(
     config: EngineConfig,
     max_new_tokens: int,
     cites: bool = False,
-    far: FarStores | None = None,
-    watch: Callable[[Standing], None] = lambda standing: None,
+    far: RemoteStores | None = None,
+    watch: Callable[[TaskProgress], None] = lambda standing: None,
 ) -> Iterator[tuple[int, Answered]]:
     """The number of each part with its answers or an error, in order of completion. With `far`, stores are
     URLs; else paths on the workers' machines. `watch` gets the fetched bytes of the stores of the parts at

@@ -22,7 +22,7 @@ from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
 from offload_decode.planning.caps import Caps, apply_caps
 from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, connected, installed, shares
-from offload_decode.store.base import PartOfStore, ranges
+from offload_decode.store.base import StoreRange, ranges
 from offload_decode.store.reader import KVStore
 from offload_decode.types import AttentionState, StepStats
 
@@ -60,7 +60,7 @@ class Attender:
                 raise StoreMismatch(
                     f"{how.store} is another store on one of the machines: copy it there, or share it."
                 )
-            host = HostKV(PartOfStore(store, how.start, how.end), torch.device("cpu"))
+            host = HostKV(StoreRange(store, how.start, how.end), torch.device("cpu"))
             shape, config = store.manifest.shape, how.config
             self.prefix = StoredPrefix.over(host, shape, config.selector, config.options)
         except OffloadDecodeError as error:

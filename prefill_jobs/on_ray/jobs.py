@@ -18,7 +18,7 @@ from offload_decode.indexes import registry
 from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, apply_caps, check_prefill
-from offload_decode.prefill_jobs.destinations import place_of
+from offload_decode.prefill_jobs.destinations import destination_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
@@ -28,7 +28,7 @@ from offload_decode.prefill_jobs.on_ray.workers import (
     Cluster,
     Lost,
     Pool,
-    Standing,
+    TaskProgress,
     Waiting,
     Worker,
     after_the_lost,
@@ -87,7 +87,7 @@ class Prefiller(Worker):
     def _prefill(self, texts: Texts) -> PrefillReport:
         assert self.loaded is not None
         work = prepare(self.loaded, texts.documents, self.how.settings, texts.skipped)
-        place = place_of(texts.job.store, self.how.staging)
+        place = destination_of(texts.job.store, self.how.staging)
         return settled(work, place) or make(self.loaded, work, place, self._note)
 
     def _note(self, stage: str, done: int, total: int) -> None:
@@ -131,7 +131,7 @@ def prefilled(pool: Pool, texts: Sequence[Texts], progress: Watch) -> Results:
     """The result of every corpus. Raises errors that concern all of them."""
     results: Results = {}
 
-    def watch(standing: Standing) -> None:
+    def watch(standing: TaskProgress) -> None:
         progress(*_progress(texts, results, standing))
 
     for number, result in pool.run(texts, watch, Waiting(range(len(texts)), anywhere=True)):
@@ -143,7 +143,7 @@ def prefilled(pool: Pool, texts: Sequence[Texts], progress: Watch) -> Results:
     return results
 
 
-def _progress(texts: Sequence[Texts], results: Results, standing: Standing) -> tuple[str, int, int, str]:
+def _progress(texts: Sequence[Texts], results: Results, standing: TaskProgress) -> tuple[str, int, int, str]:
     """Tokens done, and of how many; those of corpora that are not begun are estimated by length."""
     length = {own.job: own.characters for own in texts}
     made = {job: found.n_tokens for job, found in results.items() if isinstance(found, PrefillReport)}
@@ -157,7 +157,7 @@ def _progress(texts: Sequence[Texts], results: Results, standing: Standing) -> t
 
 
 @dataclass(frozen=True)
-class IndexHow:
+class IndexSetup:
     """What all workers get. `stores`: the absolute paths of all stores to index."""
 
     stores: tuple[str, ...]
@@ -176,7 +176,7 @@ class Whole:
 class Indexer(StoreWorker):
     """Indexes one store after another; it stands at so many heads."""
 
-    def __init__(self, how: IndexHow) -> None:
+    def __init__(self, how: IndexSetup) -> None:
         super().__init__(how.stores)
         self.how = how
 
@@ -213,7 +213,7 @@ def index_on_ray(
     """
     ray = installed("--workers ray")
     tasks = [Whole(os.path.abspath(store)) for store in stores]
-    how = IndexHow(tuple(task.store for task in tasks), kind, recall, k)
+    how = IndexSetup(tuple(task.store for task in tasks), kind, recall, k)
     with connected(ray, cluster.address):
         count, share = shares(ray, cluster.workers, "cpu", grows=True)
         built = indexed(Pool(ray, Indexer, how, min(count, len(tasks)), share), tasks, progress)
@@ -226,7 +226,7 @@ def indexed(
     """`index_on_ray` by the workers of a pool; results by number."""
     results: dict[int, BuildReport | OffloadDecodeError] = {}
 
-    def watch(standing: Standing) -> None:
+    def watch(standing: TaskProgress) -> None:
         heads = [found.heads for found in results.values() if isinstance(found, BuildReport)]
         known = heads + [total for _, total in standing.values() if total]
         each = sum(known) / len(known) if known else 0  # estimates those that are not begun

@@ -16,15 +16,15 @@ from offload_decode.common.errors import (
     StoreError,
     StoreNotFound,
 )
-from offload_decode.prefill_jobs.buckets.collections import FarStores
+from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.buckets.transfer import Progress
 from offload_decode.prefill_jobs.on_ray.workers import (
     TRIES,
-    Again,
     Lost,
     Pool,
-    Standing,
+    TaskProgress,
     Told,
+    TryAgain,
     Waiting,
     Worker,
     all_lost,
@@ -40,7 +40,7 @@ class StoreWorker(Worker):
     worker in place of a lost one looks again before its first task.
     """
 
-    def __init__(self, stores: Sequence[str], far: FarStores | None = None) -> None:
+    def __init__(self, stores: Sequence[str], far: RemoteStores | None = None) -> None:
         super().__init__()
         self.stores = stores
         self.far = far
@@ -64,7 +64,7 @@ class StoreWorker(Worker):
 
     @contextmanager
     def held(self, store: str) -> Iterator[str]:
-        """The path of a store while it is used. Raises `Again` where this machine cannot fetch it now."""
+        """The path of a store while it is used. Raises `TryAgain` where this machine cannot fetch it now."""
         if self.far is None:
             yield store
             return
@@ -76,7 +76,7 @@ class StoreWorker(Worker):
                 if isinstance(error, StoreError) and type(error) is not StoreError:
                     raise  # the store itself is wrong, on every machine
                 self._failed += 1
-                raise Again(_on_this_machine(error)) from error
+                raise TryAgain(_on_this_machine(error)) from error
             self._failed = 0
             yield str(path)
 
@@ -97,12 +97,12 @@ class StoreWorker(Worker):
         return self.here()
 
     def do(self, task: Any) -> Any:
-        """A task's result: `Again` where a store could not be fetched; `Told` where stores are fetched, as
+        """A task's result: `TryAgain` where a store could not be fetched; `Told` where stores are fetched, as
         they come and go, and from a worker in place of a lost one.
         """
         here = None if self.ready else self.load()
         if isinstance(here, OffloadDecodeError):
-            return Again(here) if isinstance(here, BucketError) else here
+            return TryAgain(here) if isinstance(here, BucketError) else here
         if self.far is not None:
             result = self._returned(task)
             return Told(self.here(), result)
@@ -118,7 +118,7 @@ class StoreWorker(Worker):
     def _returned(self, task: Any) -> Any:
         try:
             return self.done(task)
-        except (OffloadDecodeError, Again) as problem:
+        except (OffloadDecodeError, TryAgain) as problem:
             return problem
 
 
@@ -134,7 +134,11 @@ class StoreTask(Protocol):
 
 
 def routed(
-    pool: Pool, tasks: Sequence[StoreTask], watch: Callable[[Standing], None], verb: str, far: bool = False
+    pool: Pool,
+    tasks: Sequence[StoreTask],
+    watch: Callable[[TaskProgress], None],
+    verb: str,
+    far: bool = False,
 ) -> Iterator[tuple[int, Any]]:
     """The number of every task with its result, in order of completion; an `OffloadDecodeError` for those
     whose workers were all lost while they `verb` (in the past tense), and at the end `StoreNotFound` for

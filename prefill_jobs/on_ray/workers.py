@@ -34,7 +34,7 @@ _ENVIRONMENT = {
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-Standing = dict[int, tuple[int, int]]
+TaskProgress = dict[int, tuple[int, int]]
 """Of the running tasks, by number: how much is done, and of how much; (0, 0) before that is known."""
 
 
@@ -122,14 +122,14 @@ class Worker(ABC):
     @abstractmethod
     def load(self) -> Any:
         """Get ready for tasks. Returns an error, or the stores on its machine, if it has any. A worker in
-        place of a lost one is not asked to; one that answered `Again` is, and is dismissed where it returns
-        an error.
+        place of a lost one is not asked to; one that answered `TryAgain` is, and is dismissed where it
+        returns an error.
         """
 
     @abstractmethod
     def do(self, task: Any) -> Any:
         """Do a task, with which another worker may have been lost. The answer may be `Told`, its result
-        `Again`.
+        `TryAgain`.
         """
 
     def standing(self) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class Told:
     result: Any
 
 
-class Again(Exception):
+class TryAgain(Exception):
     """The result of a task that cannot be done here and now: it is tried again, as if its worker had been
     lost, and after `TRIES` workers `error` is its result.
     """
@@ -229,10 +229,10 @@ class Pool:
         self.workers: list[Any] = []
         self._asked: dict[Any, int] = {}
         self._asked_at = -POLL_S
-        self._standing: Standing = {}
+        self._standing: TaskProgress = {}
 
     def run(
-        self, tasks: Sequence[Task], watch: Callable[[Standing], None], waiting: Waiting
+        self, tasks: Sequence[Task], watch: Callable[[TaskProgress], None], waiting: Waiting
     ) -> Iterator[tuple[int, Any]]:
         """The number of each task with its result, in order of completion: what `do` returned, or `Lost`.
         Tasks that no worker takes stay in `waiting`.
@@ -252,7 +252,7 @@ class Pool:
                     here[own], result = result.here, result.result
                 if number is not None:
                     self._standing.pop(number, None)
-                    if again := isinstance(result, Again):
+                    if again := isinstance(result, TryAgain):
                         tries[number] += 1
                         result = result.error if tries[number] == TRIES else None
                     if result is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload_decode.attention import dense
 from offload_decode.attention import dense as half_products
-from offload_decode.attention.dense import LEAST_ROWS, attend_half
+from offload_decode.attention.dense import LEAST_ROWS, attend_bf16
 from offload_decode.attention.state import attend
 
 ROUNDING = 2**-8  # of a number in bfloat16
@@ -23,7 +23,7 @@ def drawn(tokens: int, keys: int, sharp: float, dim: int = 64, value_dim: int = 
 
 
 def compare(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
-    found = attend_half(query, key, value, scaling)
+    found = attend_bf16(query, key, value, scaling)
     wanted = attend(query.float(), key.float(), value.float(), scaling)
     assert found.out.dtype == found.lse.dtype == torch.float32
     torch.testing.assert_close(found.out, wanted.out, rtol=0, atol=TOLERANCE * float(value.abs().max()))
@@ -61,10 +61,10 @@ def test_dense_attention_takes_it_where_the_processor_has_such_products(
 
     def noted(*given: Tensor | float) -> object:
         taken.append(1)
-        return attend_half(*given)  # type: ignore[arg-type]
+        return attend_bf16(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(dense, "attend_half", noted)
-    monkeypatch.setattr(half_products, "has_half_products", lambda: True)
+    monkeypatch.setattr(dense, "attend_bf16", noted)
+    monkeypatch.setattr(half_products, "has_bf16_products", lambda: True)
     many, few = drawn(LEAST_ROWS, 30, 1.0), drawn(LEAST_ROWS - 1, 30, 1.0)
     dense.attend_dense(*many, 0.125)
     assert taken == [1]
@@ -75,6 +75,6 @@ def test_dense_attention_takes_it_where_the_processor_has_such_products(
     dense.attend_dense(*many, 0.125, softcap=20.0)
     dense.attend_dense(many[0], many[1][:, :, :0], many[2][:, :, :0], 0.125)
     assert taken == [1]
-    monkeypatch.setattr(half_products, "has_half_products", lambda: False)
+    monkeypatch.setattr(half_products, "has_bf16_products", lambda: False)
     dense.attend_dense(*many, 0.125)
     assert taken == [1]

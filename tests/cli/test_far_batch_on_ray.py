@@ -21,10 +21,10 @@ from offload_decode.common.errors import BucketError, DoesNotFit, OffloadDecodeE
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.buckets.cache import user_cache
-from offload_decode.prefill_jobs.buckets.collections import FarStores
+from offload_decode.prefill_jobs.buckets.collections import RemoteStores
 from offload_decode.prefill_jobs.on_ray import asking, store_workers
 from offload_decode.prefill_jobs.on_ray.asking import Asker, How, Part
-from offload_decode.prefill_jobs.on_ray.workers import TRIES, Again, Cluster, Told
+from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, Told, TryAgain
 from tests.cli.conftest import Ran, refused, run
 from tests.cli.test_batch_on_ray import lines_of
 from tests.prefill_jobs.test_ray import descendants
@@ -54,7 +54,9 @@ def stores_at(url: str) -> list[str]:
 
 def asker(url: str, limit: int = 1 << 30) -> Asker:
     header = Path(url.removeprefix("file://"), "collection.json").read_text()
-    return Asker(How(tuple(stores_at(url)), FarStores(url, header, limit), EngineConfig(), Caps(), 4, False))
+    return Asker(
+        How(tuple(stores_at(url)), RemoteStores(url, header, limit), EngineConfig(), Caps(), 4, False)
+    )
 
 
 def kept() -> dict[Path, bool]:
@@ -103,7 +105,7 @@ def test_two_workers_of_a_machine_keep_within_its_bound(url: str, monkeypatch: p
     small = asker(url, limit=min(sizes) // 2)
     small.load()
     again = small.do(Part(stores[0], ("Why?",)))
-    assert isinstance(again.result, Again)
+    assert isinstance(again.result, TryAgain)
     assert isinstance(again.result.error, DoesNotFit), "another machine may have room for it"
 
 
@@ -120,13 +122,13 @@ def test_what_cannot_be_fetched_now_is_given_back(url: str, tmp_path: Path, monk
         for _ in range(TRIES):
             assert not isinstance(worker.load(), OffloadDecodeError)
             told = worker.do(Part(stores[0], ("Why?",)))
-            assert isinstance(told.result, Again)
+            assert isinstance(told.result, TryAgain)
             assert str(told.result.error) == f"on the machine {platform.node()}: away"
         assert isinstance(worker.load(), OffloadDecodeError), "its machine is of no use"
         broken.setattr("offload_decode.prefill_jobs.buckets.collections.Bucket", refuse)
         assert str(asker(url).load()) == f"on the machine {platform.node()}: away"
         fresh = asker(url).do(Part(stores[0], ("Why?",)))
-        assert isinstance(fresh, Again), "one in place of a lost worker gives its task back too"
+        assert isinstance(fresh, TryAgain), "one in place of a lost worker gives its task back too"
     assert isinstance(worker.do(Part(stores[0], ("Why?",))).result, list)
     assert not isinstance(worker.load(), OffloadDecodeError), "it counts those in a row"
 
@@ -136,7 +138,7 @@ def test_a_cache_that_cannot_be_written_is_a_machines_own_trouble(url: str, tmp_
     worker = asker(url)
     assert worker.load() == frozenset()
     again = worker.do(Part(stores_at(url)[0], ("Why?",))).result
-    assert isinstance(again, Again)
+    assert isinstance(again, TryAgain)
     assert "cannot be written (Not a directory)" in str(again.error)
 
 
@@ -158,7 +160,7 @@ def by_one_worker(
     config: EngineConfig,
     most: int,
     cites: bool = False,
-    far: FarStores | None = None,
+    far: RemoteStores | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """What a cluster of one machine, this one, returns: the last part first."""
     worker = Asker(How(tuple(part.store for part in parts), far, config, cluster.caps, most, cites))

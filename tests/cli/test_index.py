@@ -17,8 +17,8 @@ import pytest
 from offload_decode.common.errors import OffloadDecodeError, StoreNotFound, UnknownIndex
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.on_ray import workers
-from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexHow, Whole, indexed
-from offload_decode.prefill_jobs.on_ray.workers import Standing, Told
+from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexSetup, Whole, indexed
+from offload_decode.prefill_jobs.on_ray.workers import TaskProgress, Told
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.test_ray import descendants
@@ -87,7 +87,7 @@ def test_options_that_do_not_go_together_are_refused(store: Path) -> None:
 
 
 def indexer(*stores: Path, kind: str = "clusters") -> Indexer:
-    return Indexer(IndexHow(tuple(map(str, stores)), kind, 0.98, 10))
+    return Indexer(IndexSetup(tuple(map(str, stores)), kind, 0.98, 10))
 
 
 def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy: Copy) -> None:
@@ -135,7 +135,7 @@ def test_progress_is_in_heads_and_estimated_for_stores_that_are_not_begun() -> N
     report = BuildReport("flat", Path("a"), 4, 4, 0, 1.0, 1, None, 1.0, 1.0, {}, 0)
 
     class MadeUp:
-        def run(self, tasks: list[Whole], watch: Callable[[Standing], None], choose: object) -> Any:
+        def run(self, tasks: list[Whole], watch: Callable[[TaskProgress], None], choose: object) -> Any:
             watch({})
             watch({0: (2, 4)})
             yield 0, report

@@ -10,7 +10,7 @@ import torch
 
 from offload_decode.common.errors import ConfigError, StoreDamaged
 from offload_decode.engine import batching, step
-from offload_decode.engine.batching import Turn, join_key, run_turns
+from offload_decode.engine.batching import Turn, packing_key, run_turns
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine
 from offload_decode.engine.step import StoredPrefix
@@ -115,7 +115,7 @@ def test_every_selector_chooses_as_for_one_conversation(opened, passes, selector
     for tokens in (5, 1, 1, 3):
         check_equal([Turn(talk, made(tokens + place, place)) for place, talk in enumerate(talks)], alone)
     packed = selector in PACKED
-    assert (join_key(engine) is not None) == packed
+    assert (packing_key(engine) is not None) == packed
     assert passes == ([3] * 4 if packed else [])
 
 
@@ -143,19 +143,19 @@ def test_selectors_and_budgets_meet_in_one_pass(opened, passes):
 )
 def test_what_looks_at_a_whole_question_runs_alone(opened, passes, selector, options):
     engine = opened(0, selector, **options)
-    assert join_key(engine) is None
+    assert packing_key(engine) is None
     talks = [engine.fork(), engine.fork(), opened(0), opened(1)]
     check_equal([Turn(talk, made(4)) for talk in talks], [talk.fork() for talk in talks])
     assert passes == [2]
 
 
 def test_a_conversation_of_which_quest_chooses_pages_runs_alone(opened, monkeypatch):
-    monkeypatch.setattr("offload_decode.selectors.quest.WHOLE_TAIL", 20)
+    monkeypatch.setattr("offload_decode.selectors.quest.WHOLE_GENERATED", 20)
     engine = opened(0, "quest", budget="16", page_size=4)
     talk = engine.fork()
     talk.extend(made(30))
-    assert join_key(engine) is not None
-    assert join_key(talk) is None
+    assert packing_key(engine) is not None
+    assert packing_key(talk) is None
     talks = [engine.fork(), talk, engine.fork()]
     for _ in range(2):  # the second of them would choose in its question's own tokens
         check_equal([Turn(own, made(12)) for own in talks], [own.fork() for own in talks])

@@ -17,7 +17,7 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.distributed import Promised, ScatteredPrefix
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.kv.host_cache import HostKV
-from offload_decode.store.base import PartOfStore, ranges
+from offload_decode.store.base import StoreRange, ranges
 from offload_decode.store.memory import MemoryStore
 from offload_decode.types import LayerKind, ModelShape
 from tests.tiny import text_model, tiny_tokenizer
@@ -35,7 +35,7 @@ def store_of(tokens: int) -> MemoryStore:
 def scattered(store: Any, parts: int, selector: str, options: dict[str, Any], **on: Any) -> ScatteredPrefix:
     """In parts that lie in this process."""
     prefixes = [
-        StoredPrefix.over(HostKV(PartOfStore(store, *part), CPU), SHAPE, selector, options)
+        StoredPrefix.over(HostKV(StoreRange(store, *part), CPU), SHAPE, selector, options)
         for part in ranges(store.manifest.n_tokens, parts, store.manifest.page_size)
     ]
 
@@ -100,12 +100,12 @@ def test_a_part_begins_with_a_page_of_the_store() -> None:
     store = store_of(96)
     for start, end in ((8, 96), (0, 97), (16, 16), (-16, 16)):
         with pytest.raises(ConfigError, match="are no part of"):
-            PartOfStore(store, start, end)
+            StoreRange(store, start, end)
 
 
 def test_parts_of_a_store_have_names_and_indexes_of_their_own() -> None:
     store = store_of(96)
-    first, second = (PartOfStore(store, *part) for part in ranges(96, 2, 16))
+    first, second = (StoreRange(store, *part) for part in ranges(96, 2, 16))
     assert len({own.path for own in (store, first, second)}) == 3
     assert len({own.digest(0, 0) for own in (store, first, second)}) == 3
     assert len({own.store_digest for own in (store, first, second)}) == 3

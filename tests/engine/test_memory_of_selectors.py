@@ -188,7 +188,7 @@ def test_a_cache_of_ones_own_is_not_cropped(engine):
 
 
 def test_a_conversation_that_may_be_paged_is_asked_one_by_one(folder, monkeypatch):
-    monkeypatch.setattr(quest, "WHOLE_TAIL", 20)
+    monkeypatch.setattr(quest, "WHOLE_GENERATED", 20)
     engine = Engine.open(
         folder / "store", selector="quest", options={"budget": "6", "dense_layers": "", "page_size": 4}
     )

@@ -166,7 +166,7 @@ def test_conversations_in_one_pass_give_the_hosts_logits(card, opened, family):
 
 
 def test_pages_of_a_long_conversation_are_chosen_on_the_device(card, opened, monkeypatch):
-    monkeypatch.setattr(quest, "WHOLE_TAIL", 8)
+    monkeypatch.setattr(quest, "WHOLE_GENERATED", 8)
     on_host, on_device = opened("quest", budget="8", page_size="4")
     for tokens in (list(range(3, 20)), [8], [9]):
         before = len(card.waits)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.engine.batching import Turn, join_key, run_turns
+from offload_decode.engine.batching import Turn, packing_key, run_turns
 from offload_decode.engine.engine import without_corpus
 from offload_decode.models.loading import wrap
 from tests.families import SERVED, VOCAB
@@ -92,7 +92,7 @@ def test_several_of_them_share_a_pass_where_the_model_allows_it(family, ids):
         for talk, own in zip(talks, logits, strict=True):
             expected = plain_logits(plain, torch.tensor([talk.tokens]))[-1]
             torch.testing.assert_close(own, expected, atol=1e-4, rtol=0)
-    assert (join_key(root) is not None) == root.loaded.packs
+    assert (packing_key(root) is not None) == root.loaded.packs
 
 
 def test_a_model_that_rotates_by_length_is_told_how_long_it_may_become(ids):

@@ -108,8 +108,8 @@ def test_a_long_conversation_is_attended_to_by_pages(tmp_path, plain, monkeypatc
         pages = torch.arange(-(-tail.length // 4)).expand(1, 1, -1)
         return PageSelection(pages, 4, torch.tensor([tail.length + 4]), shared=True)
 
-    monkeypatch.setattr(quest, "WHOLE_TAIL", 0)
-    monkeypatch.setattr(quest.Quest, "select_tail", every_page)
+    monkeypatch.setattr(quest, "WHOLE_GENERATED", 0)
+    monkeypatch.setattr(quest.Quest, "select_generated", every_page)
     served = engine_over(tmp_path).loaded
     engine = Engine.open(tmp_path / "store", served, selector="quest", options={"budget": "100%"})
     cache = engine.new_cache()

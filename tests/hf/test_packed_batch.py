@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.engine.batching import Turn, join_key, run_turns
+from offload_decode.engine.batching import Turn, packing_key, run_turns
 from offload_decode.engine.engine import without_corpus
 from offload_decode.hf import packed_batch, user_cache
 from offload_decode.hf.compat import with_cache
@@ -72,7 +72,7 @@ def test_a_model_that_is_not_proved_runs_one_by_one(talks, monkeypatch):
     expected = [talk.fork().extend([5, 6]) for talk in talks]
     monkeypatch.setattr(type(talks[0].loaded), "packs", False)
     monkeypatch.setattr(PackedLayer, "update", None)
-    assert join_key(talks[0]) is None
+    assert packing_key(talks[0]) is None
     for found, own in zip(run_turns([Turn(talk, [5, 6]) for talk in talks]), expected, strict=True):
         torch.testing.assert_close(found, own)
 
@@ -112,13 +112,13 @@ def test_rows_that_are_padded_and_another_model_are_refused(talks):
         padded.loaded.model(
             torch.tensor([[0, 5, 6], [5, 6, 7]]), **with_cache(padded.loaded.model, padded.cache), **given
         )
-    assert join_key(padded) is None
+    assert packing_key(padded) is None
     with pytest.raises(ConfigError, match="padded"):
         run(talks, cache_of([talks[0], padded], 1, 1), 2)
     other = without_corpus(wrap(tiny_model("gpt-oss", seed=1)))
     with pytest.raises(ConfigError, match="another model"):
         run(talks, cache_of([talks[0], other], 1, 1), 2)
-    assert join_key(other) != join_key(talks[0])
+    assert packing_key(other) != packing_key(talks[0])
 
 
 def test_an_interrupted_pass_is_taken_back_by_the_next_one(talks, monkeypatch):

@@ -7,7 +7,8 @@ import torch
 
 from offload_decode.common.errors import ConfigError
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import KeylessLayer, States
+from offload_decode.hf.cache_layers import KeylessLayer
+from offload_decode.hf.recurrent import States
 from offload_decode.hf.recurrent_steps import _in_sequence, _takes_one_token
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 

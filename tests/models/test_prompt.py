@@ -57,11 +57,11 @@ def whole(tokenizer, prompt, documents, question):
     texts = [text.rstrip() for text in documents]
     if len(texts) > 1:
         texts = [f"Document: d\n{text}".rstrip() for text in texts]
-    corpus = prompt.seam.gap.join(texts)
+    corpus = prompt.join.gap.join(texts)
     if prompt.template == "chat":
-        text = rendered(tokenizer, corpus + prompt.seam.gap + question.strip())
+        text = rendered(tokenizer, corpus + prompt.join.gap + question.strip())
         return encode(tokenizer, text)
-    ids = tokenizer.encode(f"{corpus}{prompt.seam.gap}Question: {question.strip()}\nAnswer:")
+    ids = tokenizer.encode(f"{corpus}{prompt.join.gap}Question: {question.strip()}\nAnswer:")
     return ids[:-1] if tokenizer.encode("a")[-1] == tokenizer.eos_token_id else ids
 
 

@@ -15,7 +15,7 @@ from offload_decode.models.loading import wrap
 from offload_decode.models.size_estimate import outline_of
 from offload_decode.planning.sizes import CARD_CHUNKS, CPU_CHUNK, prefill_bytes
 from offload_decode.prefill_jobs import job
-from offload_decode.prefill_jobs.destinations import place_of
+from offload_decode.prefill_jobs.destinations import destination_of
 from offload_decode.prefill_jobs.job import Settings, chunk_for, prefill_tokens
 from offload_decode.store.reader import KVStore
 from offload_decode.types import Document
@@ -100,6 +100,6 @@ def test_begun_and_finished_stores_keep_their_chunk_though_another_fits_now(tmp_
     assert tree(path) == tree(tmp_path / "told")
     work = job._planned(loaded, TOKENS, DOCUMENTS, Settings(), "plain", ())
     assert work.method.options.chunk == 32
-    assert job.settled(work, place_of(path)).kept
+    assert job.settled(work, destination_of(path)).kept
     with pytest.raises(StoreMismatch):
-        job.settled(replace(work, chosen=False), place_of(path))
+        job.settled(replace(work, chosen=False), destination_of(path))

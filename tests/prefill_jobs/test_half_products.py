@@ -10,7 +10,7 @@ import torch
 
 from offload_decode.attention import dense
 from offload_decode.attention import dense as half_products
-from offload_decode.attention.dense import attend_half
+from offload_decode.attention.dense import attend_bf16
 from offload_decode.models.loading import wrap
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.store.reader import KVStore
@@ -42,19 +42,19 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noted(*given: torch.Tensor) -> object:
         met.append(given[1].shape[2])
-        return attend_half(*given)  # type: ignore[arg-type]
+        return attend_bf16(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(dense, "attend_half", noted)
+    monkeypatch.setattr(dense, "attend_bf16", noted)
     return met
 
 
 def test_the_store_is_that_of_float32_products_but_for_rounding(
     taken: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(half_products, "has_half_products", lambda: False)
+    monkeypatch.setattr(half_products, "has_bf16_products", lambda: False)
     wanted = last_values(prefilled(tmp_path / "without"))
     assert not taken
-    monkeypatch.setattr(half_products, "has_half_products", lambda: True)
+    monkeypatch.setattr(half_products, "has_bf16_products", lambda: True)
     found = last_values(prefilled(tmp_path / "with"))
     assert set(taken) == {64, 128, 192}, "a last chunk of 44 rows is too short"
     off = np.abs(found - wanted).max() / np.abs(wanted).max()
@@ -64,6 +64,6 @@ def test_the_store_is_that_of_float32_products_but_for_rounding(
 def test_rows_in_fewer_bits_are_met_in_float32(
     taken: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(half_products, "has_half_products", lambda: True)
+    monkeypatch.setattr(half_products, "has_bf16_products", lambda: True)
     prefilled(tmp_path / "store", kv="int4-values")
     assert not taken

@@ -16,7 +16,7 @@ from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
 from offload_decode.prefill_jobs.on_ray.store_workers import routed
-from offload_decode.prefill_jobs.on_ray.workers import TRIES, Again, Pool
+from offload_decode.prefill_jobs.on_ray.workers import TRIES, Pool, TryAgain
 from offload_decode.types import StepStats
 
 HOW = How((), None, EngineConfig(), Caps(), 4, False)
@@ -151,7 +151,7 @@ class Unlucky(OnAMachine):
 
     def done(self, task: Part) -> list[Given]:
         if self.machine.isupper():
-            raise Again(BucketError("out of reach"))
+            raise TryAgain(BucketError("out of reach"))
         return super().done(task)
 
     def load(self) -> Any:

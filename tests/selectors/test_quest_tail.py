@@ -73,24 +73,24 @@ def test_bounds_grow_with_the_conversation_and_forget_what_is_taken_back(metadat
 
 def test_a_short_conversation_a_question_and_a_dense_layer_are_attended_whole(folder, monkeypatch):
     row = Queries(query().reshape(KV_HEADS, -1, DIM), 0.3, group=2)
-    assert selector(folder, budget="8").selector.select_tail(LAYER, row, written(100)) is None
-    monkeypatch.setattr(quest, "WHOLE_TAIL", 8)
-    assert selector(folder, budget="8").selector.select_tail(LAYER, row, written(100)) is not None
-    assert selector(folder, budget="8").selector.select_tail(LAYER, row, written(8)) is None
+    assert selector(folder, budget="8").selector.select_generated(LAYER, row, written(100)) is None
+    monkeypatch.setattr(quest, "WHOLE_GENERATED", 8)
+    assert selector(folder, budget="8").selector.select_generated(LAYER, row, written(100)) is not None
+    assert selector(folder, budget="8").selector.select_generated(LAYER, row, written(8)) is None
     dense = selector(folder, budget="8", dense_layers="1")
-    assert dense.selector.select_tail(LAYER, row, written(100)) is None
+    assert dense.selector.select_generated(LAYER, row, written(100)) is None
     question = Queries(torch.randn(KV_HEADS, 6, DIM), 0.3, group=2, tokens=3)
-    assert selector(folder, budget="8").selector.select_tail(LAYER, question, written(100)) is None
+    assert selector(folder, budget="8").selector.select_generated(LAYER, question, written(100)) is None
 
 
 @pytest.mark.parametrize("length", [24, 27])
 def test_a_step_attends_to_the_best_pages_and_the_one_being_filled(folder, monkeypatch, length):
-    monkeypatch.setattr(quest, "WHOLE_TAIL", 8)
+    monkeypatch.setattr(quest, "WHOLE_GENERATED", 8)
     chosen, tail = selector(folder, budget="3"), written(length)
     rows = Queries(query().reshape(KV_HEADS, -1, DIM), 0.3, group=2)
-    selection = chosen.selector.select_tail(LAYER, rows, tail)
+    selection = chosen.selector.select_generated(LAYER, rows, tail)
     ids = page_tokens(selection.pages, 4, length, selection.limit)
-    assert ((ids >= 0).sum(-1) == 8).all()  # the larger of the budget and WHOLE_TAIL
+    assert ((ids >= 0).sum(-1) == 8).all()  # the larger of the budget and WHOLE_GENERATED
     filled = (length - 1) // 4  # the last page, whether it is full or not: the query's own token is there
     scores = page_scores(rows.by_list(), tail.page_bounds(4, "fp16"))[:, 0, :filled]
     for head in range(KV_HEADS):
@@ -99,7 +99,7 @@ def test_a_step_attends_to_the_best_pages_and_the_one_being_filled(folder, monke
         best = scores[head].topk(len(pages)).indices.tolist()
         assert pages == best
 
-    state = StoredPrefix(chosen.selector.host, chosen).attend_tail(LAYER, query(), tail, 0.3, None)
+    state = StoredPrefix(chosen.selector.host, chosen).attend_generated(LAYER, query(), tail, 0.3, None)
     keys, values = tail.view()
     seen = torch.zeros(1, HEADS, 1, length, dtype=torch.bool)
     for head in range(HEADS):
@@ -117,7 +117,7 @@ def test_the_engine_takes_long_conversations_through_their_pages(folder, monkeyp
     tokens = torch.randint(3, VOCAB, (30,), generator=torch.Generator().manual_seed(2))
 
     def last_logits(whole, budget, asked):
-        monkeypatch.setattr(quest, "WHOLE_TAIL", whole)
+        monkeypatch.setattr(quest, "WHOLE_GENERATED", whole)
         options = {"budget": budget, "dense_layers": "", "page_size": 1}
         engine = Engine.open(folder / "store", wrap(model), selector="quest", options=options)
         engine.extend(asked)
@@ -132,18 +132,21 @@ def test_the_engine_takes_long_conversations_through_their_pages(folder, monkeyp
 
 
 def test_a_budget_of_everything_and_masked_tokens_leave_the_conversation_whole(folder, monkeypatch):
-    monkeypatch.setattr(quest, "WHOLE_TAIL", 8)
+    monkeypatch.setattr(quest, "WHOLE_GENERATED", 8)
     row = Queries(query().reshape(KV_HEADS, -1, DIM), 0.3, group=2)
-    assert selector(folder, budget="100%").selector.select_tail(LAYER, row, written(100)) is None
-    assert selector(folder, budget="mass=0.9").selector.select_tail(LAYER, row, written(100)) is None
-    assert selector(folder, budget="8", page_size=30).selector.select_tail(LAYER, row, written(59)) is None
+    assert selector(folder, budget="100%").selector.select_generated(LAYER, row, written(100)) is None
+    assert selector(folder, budget="mass=0.9").selector.select_generated(LAYER, row, written(100)) is None
     assert (
-        selector(folder, budget="8", page_size=30).selector.select_tail(LAYER, row, written(65)) is not None
+        selector(folder, budget="8", page_size=30).selector.select_generated(LAYER, row, written(59)) is None
+    )
+    assert (
+        selector(folder, budget="8", page_size=30).selector.select_generated(LAYER, row, written(65))
+        is not None
     )
 
 
 def test_padding_in_a_long_conversation_is_not_attended(folder, monkeypatch):
-    monkeypatch.setattr(quest, "WHOLE_TAIL", 8)
+    monkeypatch.setattr(quest, "WHOLE_GENERATED", 8)
     model = tiny_model(
         "llama", hidden_size=32, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, num_hidden_layers=2
     )

@@ -110,12 +110,12 @@ def test_turns_that_are_not_known_are_encoded_as_one(kind, template, corpus, que
     stored, _ = encode_corpus(tokenizer, prompt, [TextDocument("d", corpus)])
     tail = chat_tokens(loaded, True, [user(question), said(answer), user(following)])
     if template:
-        corpus = corpus.rstrip() + prompt.seam.gap
+        corpus = corpus.rstrip() + prompt.join.gap
         turns = [user(corpus + question), said(answer), user(following)]
         whole = encode(tokenizer, rendered(tokenizer, turns))
     else:
-        turns = f"{question}\nAnswer: {answer}{prompt.seam.gap}Question: {following}\nAnswer:"
-        text = f"{corpus.rstrip()}{prompt.seam.gap}Question: {turns}"
+        turns = f"{question}\nAnswer: {answer}{prompt.join.gap}Question: {following}\nAnswer:"
+        text = f"{corpus.rstrip()}{prompt.join.gap}Question: {turns}"
         whole = text_tokens(loaded, text)
     assert [*stored.tolist(), *tail] == whole
 
@@ -136,7 +136,7 @@ def test_without_a_store_the_template_puts_the_messages(kind):
 def test_without_a_template_the_form_is_plain(kind):
     loaded = Fake(kind)
     tokens = chat_tokens(loaded, False, [user("Who? "), said("The keeper."), user("Why?")])
-    gap = loaded.prompt.seam.gap
+    gap = loaded.prompt.join.gap
     text = f"Question: Who?\nAnswer: The keeper.{gap}Question: Why?\nAnswer:"
     assert tokens == text_tokens(loaded, text)
 
@@ -204,7 +204,7 @@ def test_what_the_system_says(stored, role):
     loaded = Fake(template=CHAT)
     tokens = chat_tokens(loaded, stored, [{"role": role, "content": "Be brief."}, user("Who?")])
     text = loaded.text(tokens)
-    gap = "" if loaded.prompt.seam.stored else loaded.prompt.seam.gap
+    gap = "" if loaded.prompt.join.stored else loaded.prompt.join.gap
     if stored:
         assert text == f"{gap}Be brief.\n\nWho?[assistant]"
     else:
@@ -369,8 +369,8 @@ def test_a_raw_prompt_goes_on_with_the_text(kind):
     loaded = Fake(kind)
     tokenizer = loaded.known_tokenizer
     stored, _ = encode_corpus(tokenizer, loaded.prompt, [TextDocument("d", "The lamp burns.")])
-    gap = loaded.prompt.seam.gap
-    prompt = "Who wrote it? </s> a" if loaded.prompt.seam.stored else f"{gap}Who wrote it? </s> a"
+    gap = loaded.prompt.join.gap
+    prompt = "Who wrote it? </s> a" if loaded.prompt.join.stored else f"{gap}Who wrote it? </s> a"
     tail = completion_tokens(loaded, True, prompt)
     assert tokenizer.eos_token_id in tail
     assert [*stored.tolist(), *tail] == text_tokens(loaded, f"The lamp burns.{gap}Who wrote it? </s> a")
