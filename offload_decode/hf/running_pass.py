@@ -60,7 +60,7 @@ class _Running(threading.local):
     """
 
     def __init__(self) -> None:
-        self.own = Pass()
+        self.current = Pass()
 
 
 RUNNING = _Running()
