@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from offload_decode import attention as index_pages
+from offload_decode import attention
 from offload_decode.attention import dense, device_tokens, pages_reference
 from offload_decode.attention import pages as dispatch
 from offload_decode.attention.rows import Rows
@@ -31,11 +31,11 @@ def references() -> Iterator[None]:
     known = sys.modules.get(_DEVICE)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(dense, "_fused", attend))
-        stack.enter_context(mock.patch.object(dispatch, "host_pages", pages))
+        stack.enter_context(mock.patch.object(dispatch, "pages_host", pages))
         stack.enter_context(mock.patch.object(device_tokens, "_by_program", device_tokens.reference))
         # Where it was imported, and where it is imported for the first time. (`mock.patch.dict` would also
         # forget what else is imported meanwhile.)
-        stack.enter_context(mock.patch.object(index_pages, "device", pages, create=True))
+        stack.enter_context(mock.patch.object(attention, "pages_device", pages, create=True))
         sys.modules[_DEVICE] = pages  # type: ignore[assignment]
         try:
             yield
