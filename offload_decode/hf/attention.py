@@ -51,7 +51,7 @@ def prefix_attention(
     layer: GeneratedLayer | PackedLayer | GraphLayer | None = run.layer_of(key)
     latent = None if layer is not None else latent_of(module)
     if latent is not None:  # the keys were made of what came from the cache
-        layer = run.layer_before(module.layer_idx)
+        layer = run.layer_before(module.layer_idx)  # type: ignore[arg-type]
     if isinstance(layer, GraphLayer):
         _refuse_unknown(module, others)
         return layer.attend(module, query, key, value, scaling, softcap, s_aux), None
