@@ -1,4 +1,4 @@
-"""A million tokens on a small machine (tier T1): `python benchmarks/million.py TEXT`.
+"""A million tokens on a small machine: `python benchmarks/million.py TEXT`.
 
 Ten needles are hidden in TEXT, at depths from 5 % to 95 %. It is prefilled with QuoKA by the command line,
 and so is TEXT as it is, the control. Every needle is then asked for in both stores, with attention to ten
