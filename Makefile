@@ -58,7 +58,6 @@ audit: .venv/ready-dev
 # About a quarter of an hour on two cores that have nothing else to do.
 bench: .venv/ready-dev .bench/docs.kv
 	$(BIN)/python -m benchmarks.step --baseline-heads 1 --seconds 1
-	$(BIN)/python -m benchmarks.growth --heads 1 --seconds 1 --ours clusters,flat
 	$(BIN)/python -m benchmarks.decode --store .bench/docs.kv
 	$(BIN)/python -m benchmarks.store --store .bench/docs.kv
 	$(BIN)/python -m benchmarks.history --last 3

@@ -1,5 +1,5 @@
 """Our own ways of a decoding step in one layer, through the engine's code: search, then attention where the
-rows lie. A way is made ready for a `k` and then timed by `step.py` and `growth.py`.
+rows lie. A way is made ready for a `k` and then timed by `step.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`benchmarks/step.py` and `growth.py` from end to end, on tiny sizes."""
+"""`benchmarks/step.py` from end to end, on tiny sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import growth, step
+from benchmarks import step
 
 
 def rows(path: Path) -> dict[str, dict[str, Any]]:
@@ -43,12 +43,3 @@ def test_questions_at_once_are_judged_as_one_by_one(tmp_path: Path) -> None:
     judged = {(row["k"], row["batch"]): row["fidelity"] for row in report["rows"]}
     assert {batch for _, batch in judged} == {1, 4}
     assert all(judged[k, 1] == judged[k, batch] for k, batch in judged)
-
-
-def test_growth_has_a_slope_for_each_way(tmp_path: Path) -> None:
-    saved = tmp_path / "growth.json"
-    growth.main(["--quick", "--ours", "flat", "--json", str(saved), "--results", str(tmp_path)])
-    report = json.loads(saved.read_text())
-    assert "flat/slope" in report["figures"]
-    assert "torch dense, matmul, float32/growth" in report["figures"]
-    assert {row["tokens"] for row in report["rows"]} == {1024, 4096}
