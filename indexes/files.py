@@ -38,22 +38,12 @@ _LARGEST_METADATA = 1 << 20  # bytes
 _NUMBER = (int, float)
 
 
-def _between(kinds: tuple[type, ...], least: float, most: float) -> Callable[[Any], bool]:
-    return lambda value: type(value) in kinds and least <= value <= most
-
-
-def _positive(value: Any) -> bool:
-    return type(value) in _NUMBER and 0 < value <= MAX_KEYS
-
-
 _RECALL: dict[str, Callable[[Any], bool]] = {
-    "target": _between(_NUMBER, 0, 1),
-    "k": _between((int,), 1, MAX_KEYS),
-    "measured": _between(_NUMBER, 0, 1),
-    "queries": _between((int,), 1, MAX_KEYS),
+    **dict.fromkeys(("target", "measured"), lambda value: type(value) in _NUMBER and 0 <= value <= 1),
+    **dict.fromkeys(("k", "queries"), lambda value: type(value) is int and 1 <= value <= MAX_KEYS),
     "source": lambda value: value in SOURCES,
     "parameter": lambda value: isinstance(value, str),
-    "value": _positive,
+    "value": lambda value: type(value) in _NUMBER and 0 < value <= MAX_KEYS,
     "full_scan": lambda value: isinstance(value, bool),
 }
 
@@ -159,26 +149,18 @@ def recall_of(path: StrPath, body: dict[str, Any], field: str = "recall") -> Rec
     return RecallRecord(**found)
 
 
-def load(path: StrPath, expected: dict[str, Any], suffix: str = "") -> tuple[dict[str, Any], Path | None]:
+def load(
+    path: StrPath, expected: dict[str, Any], suffix: str = "", anew: bool = False
+) -> tuple[dict[str, Any], Path | None]:
     """As `check`, and the bytes of the native file are those that were written: they are read, unless they
-    were before and the file has not changed since (`offload_decode.indexes.verified`).
+    were before and the file has not changed since (`offload_decode.indexes.verified`), or in any case `anew`.
     """
     body, file = check(path, expected, suffix)
     if file is not None:
-        _compare(file, body["native"]["sha256"])
+        sha256 = body["native"]["sha256"]
+        if not verified.holds(file, f"sha256 {sha256}", lambda: _has_bytes(file, sha256), anew):
+            raise IndexDamaged(f"The bytes of {file} are not those that were written; {_REBUILD}.")
     return body, file
-
-
-def read_whole(path: StrPath, expected: dict[str, Any], suffix: str = "") -> None:
-    """As `load`, but every byte is read, whatever is known."""
-    body, file = check(path, expected, suffix)
-    if file is not None:
-        _compare(file, body["native"]["sha256"], anew=True)
-
-
-def _compare(file: Path, sha256: str, anew: bool = False) -> None:
-    if not verified.holds(file, f"sha256 {sha256}", lambda: _has_bytes(file, sha256), anew):
-        raise _changed(file)
 
 
 @contextmanager
@@ -245,10 +227,6 @@ def _has_bytes(file: Path, sha256: str) -> bool:
         raise IndexDamaged(f"{file} cannot be read ({error.strerror}); {_REBUILD}.") from error
 
 
-def _changed(file: Path) -> IndexDamaged:
-    return IndexDamaged(f"The bytes of {file} are not those that were written; {_REBUILD}.")
-
-
 def _file_sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -270,15 +248,7 @@ class Mapped:
     """A file that is mapped into memory: the system ends whoever reads beyond the end of one that was cut."""
 
     file: str
-    device: int
-    inode: int
-    size: int
-
-    @classmethod
-    def of(cls, file: str) -> Mapped:
-        """The file as it is now."""
-        about = os.stat(file)
-        return cls(file, about.st_dev, about.st_ino, about.st_size)
+    then: os.stat_result
 
     @property
     def shrank(self) -> bool:
@@ -287,7 +257,7 @@ class Mapped:
             now = os.stat(self.file)
         except FileNotFoundError:
             return False
-        return (now.st_dev, now.st_ino) == (self.device, self.inode) and now.st_size < self.size
+        return os.path.samestat(now, self.then) and now.st_size < self.then.st_size
 
 
 def aligned(array: Array) -> Array:

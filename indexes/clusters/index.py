@@ -8,6 +8,7 @@ bytes a key beyond the store.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from math import ceil, log
 from pathlib import Path
@@ -185,7 +186,7 @@ class ClusteredIndex(ApproximateIndex):
             return True
 
         verified.holds(Path(file), f"{_CHECKED} of {len(self)} keys", sound)
-        return _Searchable(cells, self.keys, files.Mapped.of(file))
+        return _Searchable(cells, self.keys, files.Mapped(file, os.stat(file)))
 
     @property
     def cells(self) -> Cells:

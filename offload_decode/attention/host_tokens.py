@@ -101,6 +101,11 @@ class State(NamedTuple):
     out: npt.NDArray[np.float32]
     lse: npt.NDArray[np.float32]
 
+    @classmethod
+    def empty(cls, *shape: int) -> State:
+        """Of `out` in this shape."""
+        return cls(np.zeros(shape, np.float32), np.full(shape[:-1], -np.inf, np.float32))
+
 
 class Pairs(NamedTuple):
     """Pairs of a query row and a token, all `[n]`: int32 `row`, int64 `token`, and int32 `place` among all
@@ -131,9 +136,7 @@ def attend_tokens(
     heads, rows, k = ids.shape
     queries, named = query.float().contiguous().numpy(), ids.contiguous().numpy()
     known = np.empty((heads, rows, 0), np.float32) if scores is None else scores.contiguous().numpy()
-    state = State(
-        np.zeros((heads, rows, values[0].dim), np.float32), np.full((heads, rows), -np.inf, np.float32)
-    )
+    state = State.empty(heads, rows, values[0].dim)
     read = np.zeros((heads, rows), np.int64)  # at the first row of a task
     if k and rows:
         # The rows of a head share what they read, unless threads would be without work.

@@ -17,7 +17,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from offload_decode.attention.host_tokens import Logits, divide, weigh
+from offload_decode.attention.host_tokens import Logits, State, divide, weigh
 from offload_decode.attention.pages_reference import SCALE_PAGES, PageBounds
 from offload_decode.attention.rows import LayerRows, Rows, head_bits, numpy_view
 from offload_decode.common.rows import threads
@@ -65,13 +65,6 @@ class Listed(NamedTuple):
     pages: npt.NDArray[np.int64]
     size: int
     limit: npt.NDArray[np.int64]
-
-
-class State(NamedTuple):
-    """Where attention goes: out float32 `[Hkv, Q, G, Dv]`, all zeros, and lse float32 `[Hkv, Q, G]`."""
-
-    out: npt.NDArray[np.float32]
-    lse: npt.NDArray[np.float32]
 
 
 @njit(nogil=True, cache=True)
@@ -339,10 +332,7 @@ def attend_pages(
     own = LayerRows.of(keys), LayerRows.of(values)
     queries, listed = _padded(query), _listed(pages, page_size, limit)
     logits = Logits.of(scaling, softcap)
-    state = State(
-        np.zeros((heads, lists, group, values[0].dim), np.float32),
-        np.full((heads, lists, group), -np.inf, np.float32),
-    )
+    state = State.empty(heads, lists, group, values[0].dim)
     if pages.numel():
         _spread(lambda share: attend_lists(queries, dim, *own, listed, logits, share, state), heads * lists)
     return AttentionState(*map(torch.from_numpy, state))

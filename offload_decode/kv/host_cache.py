@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import isqrt
 
@@ -24,6 +24,7 @@ from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kv.device_cache import DeviceRows
 from offload_decode.kv.placement import DEVICE, HOST, PINNED, Placement, Request
 from offload_decode.store.base import Store
+from offload_decode.store.format import Array
 from offload_decode.types import AttentionState, PageSelection, Selection, StepStats
 
 BLOCK_TOKENS = 8192
@@ -62,8 +63,7 @@ class HostKV:
     def layer_keys(self, layer: int) -> HeadRows:
         """The keys of every KV head of a layer."""
         if layer not in self._keys:
-            heads = range(self.store.manifest.shape.kv_heads)
-            self._keys[layer] = HeadRows(Rows(self.store.keys(layer, head)) for head in heads)
+            self._keys[layer] = self._layer(self.store.keys, layer)
         return self._keys[layer]
 
     def layer_values(self, layer: int) -> HeadRows:
@@ -71,9 +71,11 @@ class HostKV:
         if self._latent:
             return self.layer_keys(layer)
         if layer not in self._values:
-            heads = range(self.store.manifest.shape.kv_heads)
-            self._values[layer] = HeadRows(Rows(self.store.values(layer, head)) for head in heads)
+            self._values[layer] = self._layer(self.store.values, layer)
         return self._values[layer]
+
+    def _layer(self, of: Callable[[int, int], Array], layer: int) -> HeadRows:
+        return HeadRows(Rows(of(layer, head)) for head in range(self.store.manifest.shape.kv_heads))
 
     def key_norms(self, layer: int, head: int) -> Tensor:
         """Lengths of the keys, float32 `[N]` on the host."""
@@ -117,7 +119,8 @@ class HostKV:
             stats.attend_s += time.perf_counter() - began
         else:
             copied = copied or self._copied or self._device_rows(layer)
-            staged = place == PINNED and self._plain(layer)
+            encoded = self.keys(layer, 0).encoded or self.values(layer, 0).encoded
+            staged = place == PINNED and not encoded
             state = self._attend_there(layer, queries, selection, stats, copied, staged)
         if not away:
             return state
@@ -129,24 +132,15 @@ class HostKV:
     def _fastest(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> str:
         """Where requests like this one are served fastest: measured with the first of them."""
         request = Request.of(queries.rows.shape[1], selection)
-        if not self.placement.decided(request):
-            # Without the cache, which would answer every repetition after the first.
-            uncached = DeviceRows(self.device)
+        named = isinstance(selection, Selection) and selection.ids is not None
+        if request not in self.placement.seconds:
+            uncached = DeviceRows(self.device)  # a cache would answer every repetition after the first
             self.placement.measure(
                 request,
-                self._places(selection),
+                [HOST, DEVICE, PINNED] if named and not self.cache_bytes else [HOST, DEVICE],
                 lambda place: self.attend(layer, queries, selection, StepStats(), place, uncached),
             )
         return self.placement.best(request)
-
-    def _places(self, selection: Selection | PageSelection) -> list[str]:
-        """Where a selection may be attended to."""
-        named = isinstance(selection, Selection) and selection.ids is not None
-        return [HOST, DEVICE, PINNED] if named and not self.cache_bytes else [HOST, DEVICE]
-
-    def _plain(self, layer: int) -> bool:
-        """Whether rows are stored as floats, and need no decoding."""
-        return not (self.keys(layer, 0).encoded or self.values(layer, 0).encoded)
 
     def _attend_there(
         self,

@@ -293,7 +293,7 @@ def verify(
         try:
             if not _is_left_out(path, chosen.suffix):
                 keys, digest = store.keys(layer, head), store.digest(layer, head)
-                files.read_whole(path, files.identity(kind, keys, digest), chosen.suffix)
+                files.load(path, files.identity(kind, keys, digest), chosen.suffix, anew=True)
                 chosen.load(path, keys, digest=digest)
         except VectorIndexError as error:
             yield error

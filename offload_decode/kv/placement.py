@@ -56,18 +56,12 @@ class Placement:
         """Where everything is attended to; None where that is measured."""
         return None if self.attend == "auto" else self.attend
 
-    def decided(self, request: Request) -> bool:
-        """Whether `best` has an answer."""
-        return self.attend != "auto" or request in self.seconds
-
     def measure(self, request: Request, places: Sequence[str], attempt: Callable[[str], object]) -> None:
         """Times `attempt(place)`, which serves the request there."""
         self.seconds[request] = {place: self._fastest(place, attempt) for place in places}
 
     def best(self, request: Request) -> str:
-        """`host`, `device` or `pinned`."""
-        if self.attend != "auto":
-            return self.attend
+        """Where a request that was measured is served fastest."""
         measured = self.seconds[request]
         return min(measured, key=measured.__getitem__)
 

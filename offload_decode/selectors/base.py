@@ -63,6 +63,10 @@ class Selector(ABC):
         self.host = host
         self.shape = shape
         self.budgets = budgets
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027 (most need nothing)
+        """Check the options, and make what all questions share. Raises `ConfigError`."""
 
     @abstractmethod
     def choose(self, layer: int, queries: Queries, k: int) -> Selection | PageSelection:
@@ -101,13 +105,13 @@ class Memory(Selector, Generic[StateT]):
     one_question = True
     remembers = True
 
-    def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
-        if options.tail != SelectorOptions.tail:
+    def prepare(self) -> None:
+        """Raises `ConfigError` for a tail, and for budgets that differ between the heads of a layer."""
+        if self.options.tail != SelectorOptions.tail:
             raise ConfigError(
-                f"selector '{self.name}' gives up what it does not keep: leave tail={options.tail} out"
+                f"selector '{self.name}' gives up what it does not keep: leave tail={self.options.tail} out"
             )
-        if any(own.by_mass or own.uneven for own in budgets.values() if own):
+        if any(own.by_mass or own.uneven for own in self.budgets.values() if own):
             raise ConfigError(
                 f"selector '{self.name}' keeps equally many tokens in all heads of a layer: "
                 "give it a budget like 1024, 2% or 64,128, without mass= and /"
@@ -123,11 +127,9 @@ class Memory(Selector, Generic[StateT]):
             )
 
     def reset(self) -> None:
-        """Forget the conversation."""
         self.state = {}
 
     def fork(self) -> Self:
-        """A selector with the same memory that goes its own way from here."""
         forked = copy.copy(self)
         forked.state = dict(self.state)
         return forked

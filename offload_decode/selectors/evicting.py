@@ -25,10 +25,8 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import tensor_view
 from offload_decode.attention.state import softmax
-from offload_decode.kv.host_cache import HostKV
-from offload_decode.selectors.base import EVERYTHING, Memory, SelectorOptions
-from offload_decode.selectors.budgets import Budgets
-from offload_decode.types import ModelShape, Selection
+from offload_decode.selectors.base import EVERYTHING, Memory
+from offload_decode.types import Selection
 
 
 class Kept(NamedTuple):
@@ -45,8 +43,8 @@ class Evicting(Memory[Kept]):
     reads = "the at most k keys that are kept (every key once, when the prefill is replayed)"
     holds = "k ids and their merits"
 
-    def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
+    def prepare(self) -> None:
+        super().prepare()
         # Shared by all forks: what is left of the corpus before a question is put.
         self.replays: dict[tuple[int, int, float, float | None], Kept] = {}
 

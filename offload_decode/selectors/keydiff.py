@@ -12,11 +12,9 @@ from torch.nn.functional import normalize
 
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import Rows
-from offload_decode.kv.host_cache import HostKV
-from offload_decode.selectors.base import Selector, SelectorOptions
-from offload_decode.selectors.budgets import Budgets
+from offload_decode.selectors.base import Selector
 from offload_decode.selectors.scores import blocks, top_tokens
-from offload_decode.types import ModelShape, Selection
+from offload_decode.types import Selection
 
 
 class KeyDiff(Selector):
@@ -27,8 +25,7 @@ class KeyDiff(Selector):
     reads = "nothing (every key at a layer's first use)"
     holds = "k ids"
 
-    def __init__(self, options: SelectorOptions, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
+    def prepare(self) -> None:
         self._ranked: dict[int, Tensor] = {}  # int64 [Hkv, k] for the largest k so far
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:

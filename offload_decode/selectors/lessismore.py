@@ -22,11 +22,10 @@ from torch import Tensor
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.transfers import to_host
 from offload_decode.common.errors import ConfigError
-from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.base import EVERYTHING, Selector, SelectorOptions
 from offload_decode.selectors.budgets import Budgets, any_by_mass
 from offload_decode.selectors.scores import blocks, inner_products, top_tokens
-from offload_decode.types import ModelShape, Selection
+from offload_decode.types import Selection
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,16 @@ class LessIsMore(Selector):
     reads = "every key, twice, on the selecting layers; nothing on the others"
     holds = "k ids for every token of the forward pass"
     options_type = Options
+    options: Options
     per_row = False
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
-        if any_by_mass(budgets):
+    def prepare(self) -> None:
+        if any_by_mass(self.budgets):
             raise ConfigError(
                 "selector 'lessismore' has one list for all heads and layers: "
                 "give it a budget like 1024 or 2%, without mass="
             )
-        self.select_layers = _select_layers(options.select_layers, budgets)
+        self.select_layers = _select_layers(self.options.select_layers, self.budgets)
         self._ranked: tuple[int, Tensor] | None = None  # the layer it is of, and int64 [batch · tokens, k]
 
     def observe(self, layer: int, queries: Queries) -> None:
@@ -79,11 +78,9 @@ class LessIsMore(Selector):
         return Selection(shared.reshape(1, rows, k).expand(heads, -1, -1))
 
     def reset(self) -> None:
-        """Forget the list of the last forward pass."""
         self._ranked = None
 
     def fork(self) -> Self:
-        """A selector whose forward passes are its own."""
         return copy.copy(self)
 
     def _source(self, layer: int) -> int | None:

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import Rows, numpy_view
-from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.base import Selector, SelectorOptions
-from offload_decode.selectors.budgets import Budgets
 from offload_decode.selectors.scores import blocks, channels, top_inner_products
-from offload_decode.types import ModelShape, Selection
+from offload_decode.types import Selection
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,10 @@ class Loki(Selector):
     reads = "dims of D numbers of every key"
     holds = "dims of D numbers of every key, as floats, from a layer's first use on"
     options_type = Options
+    options: Options
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
-        self.dims = channels(options.dims, shape.head_dim, "dims")
+    def prepare(self) -> None:
+        self.dims = channels(self.options.dims, self.shape.head_dim, "dims")
         self._rotated: dict[int, tuple[Tensor, list[Rows]]] = {}
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:

@@ -17,11 +17,9 @@ from offload_decode.attention.pages_reference import PageBounds, places
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
 from offload_decode.kv.generated import GeneratedKV
-from offload_decode.kv.host_cache import HostKV
 from offload_decode.kv.page_bounds import stored_bounds
 from offload_decode.selectors.base import Selector, SelectorOptions
-from offload_decode.selectors.budgets import Budgets
-from offload_decode.types import PAGE_METADATA, ModelShape, PageSelection, Selection
+from offload_decode.types import PAGE_METADATA, PageSelection, Selection
 
 SCORES = 1 << 24  # in memory at once: a long question is taken in parts
 WHOLE_GENERATED = 4096  # tokens of a conversation that are attended to without choosing
@@ -47,24 +45,22 @@ class Quest(Selector):
     reads = "two bounds of every page: 2·N/S rows of fp16, or half of that in int8"
     holds = "these bounds on the device, built when a layer is first searched"
     options_type = Options
+    options: Options
     per_row = False  # the rows of a group choose together
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
-        if options.page_size < 1:
-            raise ConfigError(f"a page holds at least one token: page_size={options.page_size} cannot be")
-        if options.metadata not in PAGE_METADATA:
+    def prepare(self) -> None:
+        size, self.metadata = self.options.page_size, self.options.metadata
+        if size < 1:
+            raise ConfigError(f"a page holds at least one token: page_size={size} cannot be")
+        if self.metadata not in PAGE_METADATA:
             raise ConfigError(
-                f"unknown metadata '{options.metadata}'; choose one of: {', '.join(PAGE_METADATA)}"
+                f"unknown metadata '{self.metadata}'; choose one of: {', '.join(PAGE_METADATA)}"
             )
-        self.page_size = min(options.page_size, host.length)
-        self.metadata = options.metadata
-        self.per_head = options.per_head
+        self.page_size, self.per_head = min(size, self.host.length), self.options.per_head
         self._bounds: dict[int, PageBounds] = {}
 
     @property
     def whole_generated(self) -> float:
-        """See `Selector.whole_generated`."""
         return WHOLE_GENERATED
 
     def choose(self, layer: int, queries: Queries, k: int) -> PageSelection | Selection:

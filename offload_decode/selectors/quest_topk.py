@@ -12,11 +12,9 @@ from torch import Tensor
 from offload_decode.attention.pages_host import top_pages
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
-from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors import quest
-from offload_decode.selectors.budgets import Budgets
 from offload_decode.selectors.scores import page_token_scores
-from offload_decode.types import ModelShape, Selection
+from offload_decode.types import Selection
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,13 @@ class QuestTopK(quest.Quest):
     reads = "two bounds of every page, and the keys of the pages they lead to"
     holds = "the bounds on the device, built when a layer is first searched"
     options_type = Options
+    options: Options
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
-        if options.coarse < 1:
-            raise ConfigError(f"coarse={options.coarse} leaves too few tokens: it must be 1 or more")
-        self.coarse = options.coarse
+    def prepare(self) -> None:
+        super().prepare()
+        self.coarse = self.options.coarse
+        if self.coarse < 1:
+            raise ConfigError(f"coarse={self.coarse} leaves too few tokens: it must be 1 or more")
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The k best of the pages' tokens with their exact scores."""

@@ -11,10 +11,8 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
-from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.base import Selector, SelectorOptions
-from offload_decode.selectors.budgets import Budgets
-from offload_decode.types import ModelShape, Selection
+from offload_decode.types import Selection
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,7 @@ class Random(Selector):
     options: Options
     one_question = True  # whose rows draw one after the other
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
+    def prepare(self) -> None:
         self.draws = 0
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
@@ -59,9 +56,7 @@ class Random(Selector):
         return Selection(torch.from_numpy(ids).reshape(heads, rows, k))
 
     def reset(self) -> None:
-        """Draw as at the beginning."""
         self.draws = 0
 
     def fork(self) -> Self:
-        """A selector that goes on from here with the same draws, on its own count."""
         return copy.copy(self)

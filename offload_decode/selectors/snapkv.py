@@ -17,11 +17,10 @@ from torch import Tensor
 
 from offload_decode.attention.queries import Queries
 from offload_decode.common.errors import ConfigError
-from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.base import EVERYTHING, Memory, SelectorOptions
-from offload_decode.selectors.budgets import WHOLE_QUESTION, Budgets
+from offload_decode.selectors.budgets import WHOLE_QUESTION
 from offload_decode.selectors.scores import blocks, inner_products
-from offload_decode.types import ModelShape, Selection
+from offload_decode.types import Selection
 
 LARGEST = 1 << 16  # window or kernel
 
@@ -48,11 +47,12 @@ class SnapKV(Memory[Tensor]):
     options: Options
     pass_tokens = WHOLE_QUESTION
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
-        if not (1 <= options.window <= LARGEST and 1 <= options.kernel <= LARGEST and options.kernel % 2):
+    def prepare(self) -> None:
+        super().prepare()
+        window, kernel = self.options.window, self.options.kernel
+        if not (1 <= window <= LARGEST and 1 <= kernel <= LARGEST and kernel % 2):
             raise ConfigError(
-                f"snapkv: window={options.window}, kernel={options.kernel} will not do: "
+                f"snapkv: window={window}, kernel={kernel} will not do: "
                 f"the window is from 1 to {LARGEST:,}, and the kernel an odd number in that range"
             )
 

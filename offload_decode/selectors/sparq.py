@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from offload_decode.attention.queries import Queries
-from offload_decode.kv.host_cache import HostKV
 from offload_decode.selectors.base import Selector, SelectorOptions
-from offload_decode.selectors.budgets import Budgets
 from offload_decode.selectors.scores import channels, top_inner_products
-from offload_decode.types import ModelShape, Selection
+from offload_decode.types import Selection
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,10 @@ class SparQ(Selector):
     reads = "r of D channels of every key (stored row by row, so that all D pass through memory)"
     holds = "nothing"
     options_type = Options
+    options: Options
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
-        self.r = channels(options.r, shape.head_dim, "r")
+    def prepare(self) -> None:
+        self.r = channels(self.options.r, self.shape.head_dim, "r")
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:
         """The k best by approximate scores; each row has channels of its own."""

@@ -11,11 +11,9 @@ import torch
 
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import numpy_view
-from offload_decode.kv.host_cache import HostKV
 from offload_decode.kv.indexes import HeadIndexes
 from offload_decode.selectors.base import Selector, SelectorOptions
-from offload_decode.selectors.budgets import Budgets
-from offload_decode.types import ModelShape, Selection
+from offload_decode.types import Selection
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,12 @@ class TopK(Selector):
     reads = "codes of the clusters that may matter, all keys (flat), or what the index probes"
     holds = "the index (clusters: mapped); nothing with flat"
     options_type = Options
+    options: Options
 
-    def __init__(self, options: Options, host: HostKV, shape: ModelShape, budgets: Budgets):
-        super().__init__(options, host, shape, budgets)
-        self.indexes = HeadIndexes(host.store, options.index)
+    def prepare(self) -> None:
+        self.indexes = HeadIndexes(self.host.store, self.options.index)
 
     def report(self) -> dict[str, object]:
-        """The index that is searched."""
         return {"index": self.indexes.describe()}
 
     def choose(self, layer: int, queries: Queries, k: int) -> Selection:

@@ -18,135 +18,73 @@ from offload_decode.common.errors import ConfigError, StoreForeign
 from offload_decode.common.rows import encodings
 from offload_decode.types import LayerKind, LayerShape, ModelShape, StateShape
 
-# Checks of a manifest's values, text from outside: before any is used. Each raises `ValueError` with its
-# name.
-
 TEXT = 4096
-
-
-def text(name: str, value: Any) -> None:
-    """A text that is not too long."""
-    if not isinstance(value, str) or len(value) > TEXT:
-        raise ValueError(f"{name} is not a text of at most {TEXT:,} letters")
-
-
-def count(name: str, value: Any, most: int, least: int = 1) -> None:
-    """A whole number in a range."""
-    if type(value) is not int or not least <= value <= most:  # True is an int to isinstance
-        raise ValueError(f"{name} is not a whole number from {least} to {most:,}")
-
-
-def one_of(name: str, value: Any, known: Collection[str]) -> None:
-    """One of some known texts."""
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} is none of {', '.join(known)}")
-
-
-def plain_object(name: str, value: Any) -> None:
-    """A JSON object."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is not an object")
-
-
-def just_names(name: str, value: dict[str, Any], wanted: Collection[str]) -> None:
-    """An object with just these names."""
-    if odd := sorted({*value} ^ {*wanted}):
-        raise ValueError(
-            f"{name} should have just {', '.join(wanted)}, and {odd[0]!r} is too many or missing"
-        )
-
-
-def plain_values(name: str, value: Any, depth: int) -> None:
-    """Values of JSON, nested no deeper than options and RoPE parameters are."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if inner and not depth:
-        raise ValueError(f"{name} is nested too deeply")
-    for each in inner:
-        plain_values(name, each, depth - 1)
-
-
 MOST_TOKENS = 2**31 - 1
 """Tokens of a store: indexes number them with int32."""
-
 MOST_SAMPLES = 1 << 20
 """Queries of a KV head in a store: a thousand times what tuning takes; their places are held in memory."""
-
-_DEPTH = 8
-
-
-def check_fields(data: Mapping[str, Any], dtypes: Collection[str], encodings: Collection[str]) -> None:
-    """`ValueError` names the field of a manifest that has not the type or the range that it must have."""
-    for name in ("model_id", "model_config_hash", "weights_hash", "tokenizer_hash", "token_hash", "software"):
-        text(name, data[name])
-    for name in ("n_tokens", "page_size"):
-        count(name, data[name], MOST_TOKENS)
-    count("query_samples", data["query_samples"], 2**63 - 1)
-    if data["format_version"] != 2 or data["seam"] is not None:
-        count("seam", data["seam"], data["n_tokens"], least=0)
-    one_of("dtype", data["dtype"], dtypes)
-    one_of("template", data["template"], ("chat", "plain"))
-    for name in ("rope", "prefill"):
-        plain_object(name, data[name])
-        plain_values(name, data[name], _DEPTH)
-    text("prefill.method", data["prefill"].get("method"))
-    if "weights" in data["prefill"]:
-        one_of("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
-    plain_object("kv", data["kv"])
-    just_names("kv", data["kv"], ("keys", "values"))
-    for kind, form in data["kv"].items():
-        one_of(f"kv.{kind}", form, (data["dtype"], *encodings))
-
-
-def check_errors(data: Mapping[str, Any], shape: ModelShape, encodings: Collection[str]) -> None:
-    """`ValueError` unless `kv_error` is empty, or has an entry a full layer of all that is encoded."""
-    found, full = data["kv_error"], shape.full_layers
-    kinds = ("keys",) if shape.latent else ("keys", "values")
-    encoded = [kind for kind in kinds if data["kv"][kind] in encodings]
-    plain_object("kv_error", found)
-    if not found:
-        return
-    just_names("kv_error", found, encoded)
-    for kind, entries in found.items():
-        name = f"kv_error.{kind}"
-        if not isinstance(entries, list) or len(entries) != len(full):
-            raise ValueError(f"{name} is not a list with an entry a full-attention layer")
-        for entry, layer in zip(entries, full, strict=True):
-            plain_object(name, entry)
-            sums = () if data["seam"] is None else ("sums",)
-            just_names(name, entry, ("layer", "relative_rms", "largest", *sums))
-            if type(entry["layer"]) is not int or entry["layer"] != layer:
-                raise ValueError(f"{name} has no entry of layer {layer} in its place")
-            for part in ("relative_rms", "largest"):
-                if not _is_size(entry[part]):
-                    raise ValueError(f"{name} has a {part} that is no number of 0 or more")
-            for part in sums:
-                if (
-                    not isinstance(entry[part], list)
-                    or len(entry[part]) != 3
-                    or not all(map(_is_size, entry[part]))
-                ):
-                    raise ValueError(f"{name} has {part} that are not three numbers of 0 or more")
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < float("inf")
-
-
-_LAYERS, _HEADS, _CHANNELS, _STATES, _AXES = 4096, 65_536, 65_536, 64, 8
+_LAYERS, _HEADS, _CHANNELS, _STATES, _AXES, _DEPTH = 4096, 65_536, 65_536, 64, 8, 8
 _MOST_NUMBERS = 1 << 32  # of a recurrent state; the largest that are known have a thousandth
+
+
+def check(name: str, value: Any, wanted: Any) -> None:
+    """`ValueError` with the `name` of a value from outside that is not as `wanted`, one of these: a range of
+    whole numbers; a tuple of texts; a dict of fields, just these; a list of what each entry is and a range of
+    lengths; `str`, `bool`, None; `float`, 0 or more; `dict`, of JSON values.
+    """
+    told = {str: f"a text of at most {TEXT:,} letters", bool: "true or false", None: "null"}
+    told |= {float: "a number of 0 or more", dict: f"an object, nested at most {_DEPTH} deep"}
+    if isinstance(wanted, range):
+        fits = type(value) is int and value in wanted  # True is an int to isinstance
+        what = f"a whole number from {wanted[0]:,} to {wanted[-1]:,}"
+    elif isinstance(wanted, tuple):
+        fits, what = isinstance(value, str) and value in wanted, f"one of {', '.join(wanted)}"
+    elif isinstance(wanted, dict):
+        fits, what = isinstance(value, dict), "an object"
+    elif isinstance(wanted, list):
+        fits = isinstance(value, list) and len(value) in wanted[1]
+        what = f"a list of {wanted[1][0]:,} to {wanted[1][-1]:,} entries"
+    elif wanted is float:
+        fits, what = type(value) in (int, float) and 0 <= value < float("inf"), told[float]
+    elif wanted is dict:
+        fits, what = isinstance(value, dict) and _is_shallow(value, _DEPTH), told[dict]
+    else:
+        fits, what = value is None if wanted is None else type(value) is wanted, told[wanted]
+        fits = fits and (wanted is not str or len(value) <= TEXT)
+    if not fits:
+        raise ValueError(f"{name} is not {what}")
+    if isinstance(wanted, dict):
+        check_names(name, value, wanted)
+        for field_name, inner in wanted.items():
+            check(f"{name}.{field_name}", value[field_name], inner)
+    elif isinstance(wanted, list):
+        for each in value:
+            check(f"an entry of {name}", each, wanted[0])
+
+
+def check_names(name: str, value: Mapping[str, Any], wanted: Collection[str]) -> None:
+    """`ValueError` unless an object has just these names."""
+    if unknown := sorted({*value} - {*wanted}):
+        raise ValueError(f"{name} has a field {unknown[0]!r} that this release does not know")
+    if missing := sorted({*wanted} - {*value}):
+        raise ValueError(f"{name} lacks the field {missing[0]!r}")
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not inner or (depth > 0 and all(_is_shallow(each, depth - 1) for each in inner))
 
 
 def shape_from(data: Any, version: int, dtypes: Collection[str]) -> ModelShape:
     """The shape in a manifest of that format version; `ValueError` names what it cannot be."""
-    plain_object("shape", data)
-    layers = data.get("layers")
+    layers = data.get("layers") if isinstance(data, dict) else None
     if not isinstance(layers, list) or not 0 < len(layers) <= _LAYERS:
         raise ValueError(f"shape.layers is not a list of 1 to {_LAYERS:,} layers")
     if version == 2:
         data = _of_version_2(data, layers)
-    just_names("shape", data, ("layers", "query_heads"))
-    count("shape.query_heads", data["query_heads"], _HEADS)
-    shapes = tuple(_layer(own, dtypes) for own in data["layers"])
+    check_names("shape", data, ("layers", "query_heads"))
+    check("shape.query_heads", data["query_heads"], range(1, _HEADS + 1))
+    shapes = tuple(_layer(own, tuple(dtypes)) for own in data["layers"])
     full = [own for own in shapes if own.kind is LayerKind.FULL] or [own for own in shapes if own.local][:1]
     if len({(own.kv_heads, own.key_dim, own.value_dim, own.latent) for own in full}) != 1:
         raise ValueError("shape.layers has no full layers of one geometry")
@@ -155,66 +93,47 @@ def shape_from(data: Any, version: int, dtypes: Collection[str]) -> ModelShape:
     return ModelShape(shapes, data["query_heads"])
 
 
-def _layer(data: Any, dtypes: Collection[str]) -> LayerShape:
-    name = "a layer of shape.layers"
-    plain_object(name, data)
-    just_names(name, data, ("kind", "kv_heads", "key_dim", "value_dim", "window", "states", "latent"))
-    one_of(f"the kind of {name}", data["kind"], [*LayerKind])
-    kind = LayerKind(data["kind"])
-    keeps, local = kind is not LayerKind.NONE, kind in (LayerKind.SLIDING, LayerKind.CHUNKED)
-    for extent, most in (("kv_heads", _HEADS), ("key_dim", _CHANNELS), ("value_dim", _CHANNELS)):
-        count(f"{extent} of {name}", data[extent], most if keeps else 0, least=int(keeps))
-    if local:
-        count(f"the window of {name}", data["window"], 2**63 - 1, least=2)
-    elif data["window"] is not None:
-        raise ValueError(f"{name} has a window and does not slide")
-    if type(data["latent"]) is not bool or (data["latent"] and data["key_dim"] != data["value_dim"]):
+def _layer(data: Any, dtypes: tuple[str, ...]) -> LayerShape:
+    name, kind = "a layer of shape.layers", data.get("kind") if isinstance(data, dict) else None
+    heads, channels = (range(1, _HEADS + 1), range(1, _CHANNELS + 1)) if kind != "none" else (range(1),) * 2
+    state = {
+        "name": str,
+        "shape": [range(1, _MOST_NUMBERS + 1), range(1, _AXES + 1)],
+        "dtype": dtypes,
+    }
+    wanted = {
+        "kind": tuple(LayerKind),
+        "kv_heads": heads,
+        "key_dim": channels,
+        "value_dim": channels,
+        "window": range(2, 2**63) if kind in ("sliding", "chunked") else None,
+        "states": [state, range(_STATES + 1)],
+        "latent": bool,
+    }
+    check(name, data, wanted)
+    if data["latent"] and data["key_dim"] != data["value_dim"]:
         raise ValueError(f"latent of {name} is not what its widths say")
-    states = data["states"]
-    if not isinstance(states, list) or len(states) > _STATES:
-        raise ValueError(f"the states of {name} are no list of at most {_STATES}")
-    found = tuple(_state(own, dtypes) for own in states)
-    if len({own.name for own in found}) != len(found):
+    states = tuple(StateShape(own["name"], tuple(own["shape"]), own["dtype"]) for own in data["states"])
+    for own in states:
+        if not own.name.isalnum() or not own.name.isascii():
+            raise ValueError(f"the name of a state of {name} is not of letters and digits")
+        if prod(own.shape) > _MOST_NUMBERS:
+            raise ValueError(f"a state of {name} has more than {_MOST_NUMBERS:,} numbers")
+    if len({own.name for own in states}) != len(states):
         raise ValueError(f"the states of {name} have one name twice")
-    return LayerShape(**{**data, "kind": kind, "states": found})
-
-
-def _state(data: Any, dtypes: Collection[str]) -> StateShape:
-    name = "a state of shape.layers"
-    plain_object(name, data)
-    just_names(name, data, ("name", "shape", "dtype"))
-    text(f"the name of {name}", data["name"])
-    if not data["name"].isalnum() or not data["name"].isascii():
-        raise ValueError(f"the name of {name} is not of letters and digits")
-    one_of(f"the dtype of {name}", data["dtype"], dtypes)
-    sizes = data["shape"]
-    if not isinstance(sizes, list) or not 0 < len(sizes) <= _AXES:
-        raise ValueError(f"the shape of {name} is no list of 1 to {_AXES} sizes")
-    for size in sizes:
-        count(f"a size of {name}", size, _MOST_NUMBERS)
-    if prod(sizes) > _MOST_NUMBERS:
-        raise ValueError(f"{name} has more than {_MOST_NUMBERS:,} numbers")
-    return StateShape(data["name"], tuple(sizes), data["dtype"])
+    return LayerShape(**{**data, "kind": LayerKind(kind), "states": states})
 
 
 def _of_version_2(data: dict[str, Any], kinds: list[Any]) -> dict[str, Any]:
     """Version 2 states the heads once, for layers that are full or slide."""
-    just_names("shape", data, ("layers", "query_heads", "kv_heads", "head_dim", "sliding_window"))
-    return {
-        "query_heads": data["query_heads"],
-        "layers": [
-            {
-                "kind": kind,
-                "kv_heads": data["kv_heads"],
-                "key_dim": data["head_dim"],
-                "value_dim": data["head_dim"],
-                "window": data["sliding_window"] if kind == "sliding" else None,
-                "states": [],
-                "latent": False,
-            }
-            for kind in kinds
-        ],
-    }
+    check_names("shape", data, ("layers", "query_heads", "kv_heads", "head_dim", "sliding_window"))
+    every = {"kv_heads": data["kv_heads"], "key_dim": data["head_dim"], "value_dim": data["head_dim"]}
+    every |= {"states": [], "latent": False}
+    layers = [
+        {**every, "kind": kind, "window": data["sliding_window"] if kind == "sliding" else None}
+        for kind in kinds
+    ]
+    return {"query_heads": data["query_heads"], "layers": layers}
 
 
 FORMAT_VERSION = 3
@@ -390,20 +309,12 @@ class Manifest:
         check_version(data)
         if data["format_version"] == 2:
             data = {"seam": None, **data}
-        _same_names("manifest", data, {f.name for f in fields(cls)})
         try:
-            check_fields(data, _DTYPES, _ENCODED)
-            shape = shape_from(data["shape"], data["format_version"], _DTYPES)
-            if encodings.INT4 in data["kv"].values() and shape.value_dim % 2:
-                raise ValueError("int4 rows have an even number of channels")
-            if shape.latent and data["kv"]["keys"] != data["kv"]["values"]:
-                raise ValueError("the values of its latents are not stored as their keys")
-            if min(data["query_samples"], data["n_tokens"] * shape.group) > MOST_SAMPLES:
-                raise ValueError(f"it keeps more than {MOST_SAMPLES:,} queries of a KV head")
-            check_errors(data, shape, _ENCODED)
+            shape = _checked(data, [own.name for own in fields(cls)])
         except ValueError as error:
             raise StoreForeign(
-                f"The store's manifest cannot be used, because {error}: prefill again."
+                f"The store's manifest cannot be used, because {error}: use the release that made the store, "
+                "or prefill again."
             ) from error
         return cls(**{**data, "shape": shape, "format_version": FORMAT_VERSION})
 
@@ -418,11 +329,39 @@ def check_version(data: Mapping[str, Any]) -> None:
         )
 
 
-def _same_names(what: str, data: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := sorted(set(data) - known):
-        raise StoreForeign(
-            f"The store's {what} has a field {unknown[0]!r} that this release does not know: "
-            "use the release that made the store, or prefill again."
-        )
-    if missing := sorted(known - set(data)):
-        raise StoreForeign(f"The store's {what} lacks the field {missing[0]!r}: prefill again.")
+def _checked(data: Mapping[str, Any], names: Collection[str]) -> ModelShape:
+    """The shape in a manifest; `ValueError` names a field that has not the type or range it must have."""
+    check_names("it", data, names)
+    for name in ("model_id", "model_config_hash", "weights_hash", "tokenizer_hash", "token_hash", "software"):
+        check(name, data[name], str)
+    for name in ("n_tokens", "page_size"):
+        check(name, data[name], range(1, MOST_TOKENS + 1))
+    check("query_samples", data["query_samples"], range(1, 2**63))
+    if data["format_version"] != 2 or data["seam"] is not None:
+        check("seam", data["seam"], range(data["n_tokens"] + 1))
+    check("dtype", data["dtype"], tuple(_DTYPES))
+    check("template", data["template"], ("chat", "plain"))
+    check("rope", data["rope"], dict)
+    check("prefill", data["prefill"], dict)
+    check("prefill.method", data["prefill"].get("method"), str)
+    if "weights" in data["prefill"]:
+        check("prefill.weights", data["prefill"]["weights"], ("int8", "int4"))
+    kinds = (data["dtype"], *_ENCODED)
+    check("kv", data["kv"], {"keys": kinds, "values": kinds})
+    shape = shape_from(data["shape"], data["format_version"], _DTYPES)
+    if encodings.INT4 in data["kv"].values() and shape.value_dim % 2:
+        raise ValueError("int4 rows have an even number of channels")
+    if shape.latent and data["kv"]["keys"] != data["kv"]["values"]:
+        raise ValueError("the values of its latents are not stored as their keys")
+    if min(data["query_samples"], data["n_tokens"] * shape.group) > MOST_SAMPLES:
+        raise ValueError(f"it keeps more than {MOST_SAMPLES:,} queries of a KV head")
+    if data["kv_error"] != {}:  # an entry a full layer of all that is encoded
+        full, sums = shape.full_layers, {} if data["seam"] is None else {"sums": [float, range(3, 4)]}
+        encoded = [kind for kind in ("keys", "values")[: 2 - shape.latent] if data["kv"][kind] in _ENCODED]
+        entry = {"layer": range(_LAYERS), "relative_rms": float, "largest": float, **sums}
+        wanted = [entry, range(len(full), len(full) + 1)]
+        check("kv_error", data["kv_error"], dict.fromkeys(encoded, wanted))
+        for kind, found in data["kv_error"].items():
+            if [own["layer"] for own in found] != [*full]:
+                raise ValueError(f"kv_error.{kind} has not an entry for each full-attention layer, in order")
+    return shape

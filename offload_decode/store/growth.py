@@ -194,8 +194,7 @@ class Growth:
     def _windows(self, folder: Path, manifest: Manifest, seam: int) -> dict[str, list[Segment]]:
         logs = {}
         for layer in manifest.shape.local_layers:
-            own = manifest.shape.layers[layer]
-            log = WindowLog(folder, layer, manifest.kept_window(own), own, manifest.numpy_dtype)
+            log = WindowLog(folder, layer, manifest)
             keys, values = self.earlier.window_at_seam(layer)
             log.append(keys, values, start=seam - keys.shape[1])
             logs[str(layer)] = log.segments

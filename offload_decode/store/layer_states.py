@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from offload_decode.common.errors import StoreDamaged
 from offload_decode.store.files import check_sizes, open_regular
-from offload_decode.store.format import Array, numpy_dtype
+from offload_decode.store.format import Array, Manifest, numpy_dtype
 from offload_decode.store.staging import Segment
 from offload_decode.store.streams import as_bytes
-from offload_decode.types import LayerShape, StateShape
+from offload_decode.types import StateShape
 
 
 class _Log:
@@ -117,13 +116,12 @@ class StateLog(_Log):
 class WindowLog(_Log):
     """The newest KV of one local layer: a file an append, removed once the window has moved past it."""
 
-    def __init__(
-        self, folder: Path, layer: int, window: int, shape: LayerShape, dtype: np.dtype[Any]
-    ) -> None:
+    def __init__(self, folder: Path, layer: int, manifest: Manifest) -> None:
         super().__init__(folder, layer)
         self.segments: list[Segment] = []
-        self._window, self._shape, self._dtype = window, shape, dtype
-        self._width = shape.key_dim + shape.value_dim
+        self._shape, self._dtype = manifest.shape.layers[layer], manifest.numpy_dtype
+        self._window = manifest.kept_window(self._shape)
+        self._width = self._shape.key_dim + self._shape.value_dim
 
     @property
     def rows(self) -> int:

@@ -24,8 +24,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 
 class MemoryStore:
-    """Implements `offload_decode.store.base.Store` over arrays. It has no tokens and no documents, and no
-    indexes lie beside it: `topk` searches all keys.
+    """Implements `offload_decode.store.base.Store` over arrays: its methods are those of `KVStore`. It has no
+    tokens, documents and recurrent states, and no indexes lie beside it: `topk` searches all keys.
 
     keys, values: `keys[layer][head]` is `[N, D]` in float16, bfloat16 (`ml_dtypes`) or float32, or `[N]` as
     `common.rows.encodings` encode it, for every layer and KV head of `shape`: nested lists, or one array
@@ -113,20 +113,16 @@ class MemoryStore:
         return whole.hexdigest()
 
     def keys(self, layer: int, kv_head: int) -> Array:
-        """Keys `[N, D]` of a full-attention layer, or encoded `[N]`."""
         return self._heads[layer, kv_head].keys
 
     def values(self, layer: int, kv_head: int) -> Array:
-        """Values `[N, Dv]` of a full-attention layer, or encoded `[N]`; of latents their keys."""
         head = self._heads[layer, kv_head]
         return head.keys if self.manifest.shape.latent else head.values
 
     def key_norms(self, layer: int, kv_head: int) -> Array:
-        """Lengths of the keys, float32 `[N]`."""
         return self._heads[layer, kv_head].key_norms
 
     def pages(self, layer: int, kv_head: int) -> tuple[Array, Array]:
-        """Channel-wise minimum and maximum `[ceil(N / page_size), D]` of the keys of each page."""
         return self._heads[layer, kv_head].pages
 
     def queries(self, layer: int, kv_head: int) -> Array:
@@ -135,7 +131,6 @@ class MemoryStore:
         return _read_only(np.ascontiguousarray(self._sampled()[layer][kv_head]))
 
     def window(self, layer: int) -> tuple[Array, Array]:
-        """Keys and values `[Hkv, w, …]` of the last `w = min(N, window - 1)` tokens of a local layer."""
         if not (own := self.manifest.shape.layers[layer]).local:
             raise KeyError(layer)
         keys, values = (
@@ -145,11 +140,9 @@ class MemoryStore:
         return keys, values
 
     def states(self, layer: int) -> tuple[Array, ...]:
-        """None: these layers are not recurrent."""
         return ()
 
     def digest(self, layer: int, kv_head: int) -> str:
-        """SHA-256 of one head's keys, as they are stored."""
         return self._heads[layer, kv_head].digest
 
     def check_mapped(self, layer: int) -> None:

@@ -19,7 +19,7 @@ from offload_decode.store.files import LARGEST_MANIFEST, check_sizes, open_regul
 from offload_decode.store.format import Array, Manifest
 from offload_decode.store.growth import Growth
 from offload_decode.store.layer_states import StateLog, WindowLog
-from offload_decode.store.layout import ArraySpec, array_name, array_specs
+from offload_decode.store.layout import ArraySpec, array_name, array_specs, sample_plan
 from offload_decode.store.pages import OpenPage, fold_pages
 from offload_decode.store.staging import PROGRESS, STORE, WINDOWS, Committed, staging_damaged
 from offload_decode.store.streams import (
@@ -39,7 +39,8 @@ from offload_decode.types import Document
 @dataclass(frozen=True)
 class Begun:
     """What is written of a store, as its last commit left it: arrays by name, and `open_pages` (of full
-    layers), `windows` (of local ones) and `states` (of recurrent ones) by layer; `done`: tokens.
+    layers), `windows` (of local ones) and `states` (of recurrent ones) by layer; `samples`: as of
+    `sample_plan`; `done`: tokens.
     """
 
     specs: dict[str, ArraySpec]
@@ -48,6 +49,7 @@ class Begun:
     windows: dict[int, WindowLog]
     states: dict[int, StateLog]
     encoder: Encoder
+    samples: tuple[Array, Array]
     done: int
 
 
@@ -56,26 +58,21 @@ def begin(
     manifest: Manifest,
     tokens: Array,
     documents: Sequence[Document],
-    positions: Array,
     growth: Growth | None,
 ) -> Begun:
-    """The store in the staging folder `partial`, which is held: made, or as it was left. `positions` are
-    those of the sampled queries.
+    """The store in the staging folder `partial`, which is held: made, or as it was left.
 
     StoreMismatch where something else was begun there; StoreDamaged where what was begun has changed.
     """
     offsets = np.array([*(d.start for d in documents[:1]), *(d.end for d in documents)] or [0], "<i8")
     names = np.frombuffer(json.dumps([d.name for d in documents]).encode(), np.uint8)
-    given = {
-        "tokens": tokens,
-        "documents/offsets": offsets,
-        "documents/names": names,
-        "query_positions": positions,
-    }
+    samples = sample_plan(manifest.n_tokens, manifest.shape.group, manifest.query_samples)
+    given = {"tokens": tokens, "documents/offsets": offsets, "documents/names": names}
+    given["query_positions"] = samples[0]
     if not ((partial / PROGRESS).exists() and (partial / STORE).exists()):
         _create(partial, manifest, given, growth)
     _refuse_other_job(partial, manifest, given, growth)
-    return _resumed(partial, manifest, positions)
+    return _resumed(partial, manifest, samples)
 
 
 def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growth: Growth | None) -> None:
@@ -109,20 +106,15 @@ def _create(partial: Path, manifest: Manifest, given: Mapping[str, Array], growt
     committed.save(partial)
 
 
-def _resumed(partial: Path, manifest: Manifest, positions: Array) -> Begun:
+def _resumed(partial: Path, manifest: Manifest, samples: tuple[Array, Array]) -> Begun:
     progress = Committed.load(partial)
     specs = layout.read_specs(partial / STORE, manifest)
     _check_sizes(partial, manifest, specs)
     streams = {name: RowStream(partial / STORE, spec) for name, spec in specs.items() if kind_of(spec)}
-    shape, folder, dtype = manifest.shape, partial / WINDOWS, manifest.numpy_dtype
-    windows: dict[int, WindowLog] = {}
-    states: dict[int, StateLog] = {}
-    for layer, own in enumerate(shape.layers):
-        if own.local:
-            windows[layer] = WindowLog(folder, layer, manifest.kept_window(own), own, dtype)
-        if own.states:
-            states[layer] = StateLog(folder, layer, own.states)
-    for name, rows in rows_of(streams, manifest, positions, progress.tokens).items():
+    shape, folder = manifest.shape, partial / WINDOWS
+    windows = {layer: WindowLog(folder, layer, manifest) for layer in shape.local_layers}
+    states = {layer: StateLog(folder, layer, shape.layers[layer].states) for layer in shape.state_layers}
+    for name, rows in rows_of(streams, manifest, samples[0], progress.tokens).items():
         if not streams[name].restore(rows, progress.crcs.get(name, [])):
             raise staging_damaged(partial, name)
     for layer, window in windows.items():
@@ -139,7 +131,7 @@ def _resumed(partial: Path, manifest: Manifest, positions: Array) -> Begun:
     open_pages = {
         layer: _reopened_page(manifest, streams[array_name(layer, "keys")]) for layer in shape.full_layers
     }
-    return Begun(specs, streams, open_pages, windows, states, encoder, progress.tokens)
+    return Begun(specs, streams, open_pages, windows, states, encoder, samples, progress.tokens)
 
 
 def _check_sizes(partial: Path, manifest: Manifest, specs: Mapping[str, ArraySpec]) -> None:

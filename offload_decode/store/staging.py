@@ -24,7 +24,7 @@ from offload_decode.common import files
 from offload_decode.common.errors import StoreBusy, StoreDamaged, StoreError, StoreForeign
 from offload_decode.common.files import lock
 from offload_decode.store.files import read_regular, require_posix
-from offload_decode.store.format import MOST_TOKENS, count
+from offload_decode.store.format import MOST_TOKENS, check
 
 LOCK, PROGRESS, STORE, WINDOWS, REPLACED = "lock", "progress.json", "store", "windows", "replaced"
 
@@ -112,30 +112,24 @@ class Committed:
             data = files.parse(read_regular(partial / PROGRESS))
             if data.pop("crc") != _crc(data):
                 raise ValueError("it has changed")
-            count("tokens", data["tokens"], MOST_TOKENS, least=0)
+            check("tokens", data["tokens"], range(MOST_TOKENS + 1))
             segments = {layer: [_segment(s) for s in found] for layer, found in data.pop("segments").items()}
             states, at_seam = (
                 {layer: _segment(found) for layer, found in data.pop(name).items()}
                 for name in ("states", "seam_states")
             )
             for crcs in data["crcs"].values():
-                _numbers("checksums", crcs, len(crcs))
+                check("checksums", crcs, [range(2**32), range(MOST_TOKENS)])
             for sums in (*data["errors"].values(), *data["seam_errors"].values()):
-                _numbers("errors", sums, 3)
+                check("errors", sums, [float, range(3, 4)])
             return cls(**data, segments=segments, states=states, seam_states=at_seam)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise staging_damaged(partial, PROGRESS) from error
 
 
 def _segment(found: Any) -> Segment:
-    for number in found:
-        count("a segment", number, 2**32 - 1, least=0)
+    check("a segment", found, [range(2**32), range(3, 4)])
     return Segment(*found)
-
-
-def _numbers(name: str, found: Any, length: int) -> None:
-    if len(found) != length or not all(type(each) in (int, float) and each >= 0 for each in found):
-        raise ValueError(f"{name} are no numbers")
 
 
 def _crc(body: dict[str, Any]) -> int:

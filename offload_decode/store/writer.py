@@ -23,9 +23,8 @@ from offload_decode.store import layout
 from offload_decode.store.files import SEAL, SUMS, Report, hash_files, render, seal_of
 from offload_decode.store.format import Array, Manifest, token_hash
 from offload_decode.store.growth import Growth
-from offload_decode.store.layer_states import StateLog, WindowLog
-from offload_decode.store.layout import SEAM, ArraySpec, array_name, row_norms, sample_plan
-from offload_decode.store.pages import OpenPage, fold_pages, rounded_outward
+from offload_decode.store.layout import SEAM, array_name, row_norms
+from offload_decode.store.pages import fold_pages, rounded_outward
 from offload_decode.store.resuming import Begun, begin
 from offload_decode.store.staging import (
     LOCK,
@@ -38,7 +37,7 @@ from offload_decode.store.staging import (
     partial_path,
     surfaced,
 )
-from offload_decode.store.streams import Encoder, RowStream, no_errors, rows_of, write_array
+from offload_decode.store.streams import RowStream, rows_of, write_array
 from offload_decode.types import Document
 
 _HERE, _EXCHANGE, _SWAP = -100, 2, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
@@ -144,24 +143,18 @@ class KVStoreWriter:
     from `done`, the tokens of its last commit, and ends with the same bytes.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, growth: Growth | None = None) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.growth = growth
-        self.done = 0
+    def __init__(self, path: Path, manifest: Manifest, growth: Growth | None, begun: Begun) -> None:
+        self.path, self.manifest, self.growth = path, manifest, growth
+        self.done = begun.done
         self._sealed = False
         self._stack = ExitStack()
         self._partial = partial_path(path)
         self._root = self._partial / STORE
-        self._samples = sample_plan(manifest.n_tokens, manifest.shape.group, manifest.query_samples)
-        self._specs: dict[str, ArraySpec] = {}
-        self._streams: dict[str, RowStream] = {}
-        self._open_pages: dict[int, OpenPage | None] = {}
-        self._windows: dict[int, WindowLog] = {}
-        self._states: dict[int, StateLog] = {}
+        self._samples = begun.samples
+        self._specs, self._streams, self._open_pages = begun.specs, begun.streams, begun.open_pages
+        self._windows, self._states, self._encoder = begun.windows, begun.states, begun.encoder
         self._next_states: dict[int, Sequence[Array]] = {}
         self._latent = manifest.shape.latent
-        self._encoder = Encoder(manifest, no_errors(manifest))
 
     @classmethod
     def open(
@@ -184,18 +177,17 @@ class KVStoreWriter:
         assert tokens.shape == (manifest.n_tokens,), "the manifest counts the tokens"
         assert token_hash(tokens) == manifest.token_hash, "the manifest is of these tokens"
         assert all(a.end == b.start for a, b in pairwise(documents)), "documents follow each other"
+        partial = partial_path(path)
         with ExitStack() as stack:
             if growth is None:
                 refuse_existing(path)
-            writer = cls(path, manifest, growth)
-            with writer._surfaced():
-                stack.enter_context(locked(partial_path(path)))
+            with _surfaced(partial, 0, growth):
+                stack.enter_context(locked(partial))
                 if growth is None:
                     refuse_existing(path)  # it may have been published while the lock was waited for
                 else:
-                    growth.begin(partial_path(path))
-                begun = begin(partial_path(path), manifest, tokens, documents, writer._samples[0], growth)
-                writer._take(begun)
+                    growth.begin(partial)
+                writer = cls(path, manifest, growth, begin(partial, manifest, tokens, documents, growth))
             writer._stack = stack.pop_all()
         return writer
 
@@ -292,8 +284,8 @@ class KVStoreWriter:
             if tokens == self.manifest.seam:
                 self._encoder.at_seam = dict(self._encoder.errors)
                 if self.manifest.keeps_seam:
-                    for log in self._states.values():
-                        log.keep()
+                    for state in self._states.values():
+                        state.keep()
             self._sync()
             Committed(
                 tokens=tokens,
@@ -305,10 +297,8 @@ class KVStoreWriter:
                 seam_errors=self._encoder.at_seam,
             ).save(self._partial)
             self.done = tokens
-            for window in self._windows.values():
-                window.trim()
-            for state in self._states.values():
-                state.trim()
+            for log in (*self._windows.values(), *self._states.values()):
+                log.trim()
 
     def publish(self, progress: Report | None = None) -> None:
         """Checksum everything, flush it to the disk, and give the store its name; then close."""
@@ -359,21 +349,16 @@ class KVStoreWriter:
 
     def _sync(self) -> None:
         """Flush what is committed next to the disk."""
-        written = [stream.take_written() for stream in self._streams.values()]
-        written += [window.take_written() for window in self._windows.values()]
-        written += [state.take_written() for state in self._states.values()]
-        files.sync_files(set[Path]().union(*written))
+        changed = (*self._streams.values(), *self._windows.values(), *self._states.values())
+        files.sync_files(set[Path]().union(*(each.take_written() for each in changed)))
         files.sync_folders([self._partial / WINDOWS])
-
-    def _take(self, begun: Begun) -> None:
-        """Continue from the last commit."""
-        self._specs, self._streams, self._open_pages = begun.specs, begun.streams, begun.open_pages
-        self._windows, self._states, self._encoder = begun.windows, begun.states, begun.encoder
-        self.done = begun.done
 
     def _stream(self, layer: int, kind: str) -> RowStream:
         return self._streams[array_name(layer, kind)]
 
     def _surfaced(self) -> AbstractContextManager[None]:
-        command = "append" if self.growth else "prefill"
-        return surfaced(self._partial, f"its first {self.done:,} tokens", command)
+        return _surfaced(self._partial, self.done, self.growth)
+
+
+def _surfaced(partial: Path, done: int, growth: Growth | None) -> AbstractContextManager[None]:
+    return surfaced(partial, f"its first {done:,} tokens", "append" if growth else "prefill")

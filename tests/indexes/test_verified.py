@@ -175,17 +175,14 @@ def test_an_index_is_read_whole_and_checked_once(
     query = np.ones((1, 16), np.float32)
     np.testing.assert_array_equal(first.search(query, 5).ids, second.search(query, 5).ids)
     identity = files.identity("clusters", keys, "d")
-    files.read_whole(path, identity, ".cells")
+    files.load(path, identity, ".cells", anew=True)
     assert done[2:] == ["_file_sha256"]
 
     native = path.with_name("i.cells")
     damage(native)
-    for read in (
-        lambda: files.read_whole(path, identity, ".cells"),
-        lambda: files.load(path, identity, ".cells"),
-    ):
+    for anew in (True, False):
         with pytest.raises(IndexDamaged, match="not those that were written"):
-            read()
+            files.load(path, identity, ".cells", anew)
 
 
 def test_who_reads_all_relies_on_nothing_that_is_known(
@@ -201,4 +198,4 @@ def test_who_reads_all_relies_on_nothing_that_is_known(
     damage(native)
     files.load(path, identity, ".cells")
     with pytest.raises(IndexDamaged, match="not those that were written"):
-        files.read_whole(path, identity, ".cells")
+        files.load(path, identity, ".cells", anew=True)

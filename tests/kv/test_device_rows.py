@@ -163,12 +163,11 @@ def test_auto_keeps_the_faster_way_of_each_kind_of_request(monkeypatch):
 
     few, many = (Request.of(4, Selection(torch.zeros(1, 4, k))) for k in (60, 500))
     for request, seconds, best in ((few, (1, 2), "host"), (many, (3, 2), "device")):
-        assert not placement.decided(request)
+        assert request not in placement.seconds
         placement.measure(request, ("host", "device"), attempt(*seconds))
-        assert placement.decided(request)
         assert placement.best(request) == best
     assert tried.count("host") == tried.count("device")
-    assert placement.decided(Request.of(4, Selection(torch.zeros(1, 4, 64)))), "sizes are rounded up"
+    assert Request.of(4, Selection(torch.zeros(1, 4, 64))) in placement.seconds, "sizes are rounded up"
     assert placement.report()["measured"] == [
         {"kind": "tokens", "rows": 4, "chosen": 64, "scored": False, "host": 1, "device": 2},
         {"kind": "tokens", "rows": 4, "chosen": 512, "scored": False, "host": 3, "device": 2},
@@ -187,7 +186,7 @@ def test_measuring_leaves_the_cache_and_the_statistics_alone(monkeypatch):
 
 @pytest.mark.parametrize("attend", ["auto", "host"])
 def test_a_device_that_is_the_host_leaves_nothing_to_choose(attend):
-    assert Placement(attend, CPU).best(Request("tokens", 4, 64, True)) == "host"
+    assert Placement(attend, CPU).fixed == "host"
 
 
 def test_an_unknown_placement_is_refused():

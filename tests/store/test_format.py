@@ -43,7 +43,7 @@ def test_a_manifest_of_version_2_is_read() -> None:
     assert Manifest.from_json(then) == now
     with pytest.raises(StoreForeign, match="window"):
         Manifest.from_json(then | {"shape": of_then | {"sliding_window": 1, "layers": ["sliding", "full"]}})
-    with pytest.raises(StoreForeign, match="missing"):
+    with pytest.raises(StoreForeign, match="lacks"):
         Manifest.from_json(then | {"shape": {"layers": ["full"], "query_heads": 1}})
 
 

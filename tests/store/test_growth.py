@@ -107,6 +107,10 @@ class Corpus:
             writer.publish()
         return growth
 
+    def check_whole(self, folder: Path, tokens: int) -> None:
+        """The store there that grew has the bytes of one that was written at once."""
+        assert tree(folder / "s.kv") == tree(self.write(folder / "whole.kv", tokens).path)
+
 
 def growth_of(path: Path) -> Growth:
     return Growth(KVStore.open(path), lambda stage, done, total: None)
@@ -142,23 +146,22 @@ def test_a_store_that_grew_is_one_that_was_written_at_once(
     KVStore.open(tmp_path / "grown.kv").verify()
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4-values"])
-def test_encoded_rows_and_what_they_cost(tmp_path: Path, kv: str) -> None:
-    corpus = Corpus(kv=kv, dtype="bfloat16")
-    corpus.write(tmp_path / "grown.kv", 330)
-    corpus.grow(tmp_path / "grown.kv", 345)
-    corpus.grow(tmp_path / "grown.kv", 800)
-    corpus.write(tmp_path / "whole.kv", 800)
-    assert tree(tmp_path / "grown.kv") == tree(tmp_path / "whole.kv")
-
-
-@pytest.mark.parametrize("samples", [1, 24, 1000, 5000])
-def test_any_number_of_samples(tmp_path: Path, samples: int) -> None:
-    corpus = Corpus(query_samples=samples)
-    corpus.write(tmp_path / "grown.kv", 330)
-    corpus.grow(tmp_path / "grown.kv", 700)
-    corpus.write(tmp_path / "whole.kv", 700)
-    assert tree(tmp_path / "grown.kv") == tree(tmp_path / "whole.kv")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"kv": kv, "dtype": "bfloat16"} for kv in ("int8", "int4-values")),
+        *({"query_samples": samples} for samples in (1, 24, 1000, 5000)),
+    ],
+    ids=str,
+)
+def test_encoded_rows_with_their_errors_and_any_number_of_samples(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    corpus = Corpus(**fields)
+    corpus.write(tmp_path / "s.kv", 330)
+    corpus.grow(tmp_path / "s.kv", 345)
+    corpus.grow(tmp_path / "s.kv", 800)
+    corpus.check_whole(tmp_path, 800)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -199,7 +202,6 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clo
         return clones
 
     monkeypatch.setattr(sharing, "link", lambda source, target: False)
-    monkeypatch.setattr("offload_decode.store.growth.link", lambda source, target: False)
     monkeypatch.setattr(sharing, "_cloned", cloned)
     corpus = Corpus()
     corpus.write(tmp_path / "s.kv", 1300)
@@ -226,8 +228,7 @@ def test_the_earlier_store_answers_until_the_end(tmp_path: Path) -> None:
         with pytest.raises(StoreBusy):
             corpus.open(tmp_path / "s.kv", 600, growth_of(tmp_path / "s.kv"))
         writer.publish()
-    corpus.write(tmp_path / "whole.kv", 600)
-    assert tree(tmp_path / "s.kv") == tree(tmp_path / "whole.kv")
+    corpus.check_whole(tmp_path, 600)
 
 
 def test_a_reader_of_the_earlier_store_is_told(tmp_path: Path) -> None:
@@ -276,8 +277,7 @@ def test_what_a_kill_after_the_exchange_leaves(tmp_path: Path) -> None:
     exchange.exchange(partial / STORE, tmp_path / "s.kv", partial / REPLACED)
     assert (partial / PROGRESS).exists()
     corpus.grow(tmp_path / "s.kv", 800)
-    corpus.write(tmp_path / "whole.kv", 800)
-    assert tree(tmp_path / "s.kv") == tree(tmp_path / "whole.kv")
+    corpus.check_whole(tmp_path, 800)
     assert not partial.exists()
 
 
@@ -286,8 +286,7 @@ def test_names_that_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.Monk
     corpus = Corpus()
     corpus.write(tmp_path / "s.kv", 330)
     corpus.grow(tmp_path / "s.kv", 600)
-    corpus.write(tmp_path / "whole.kv", 600)
-    assert tree(tmp_path / "s.kv") == tree(tmp_path / "whole.kv")
+    corpus.check_whole(tmp_path, 600)
     assert not partial_path(tmp_path / "s.kv").exists()
     (tmp_path / "aside").mkdir()
     exchange.restore(tmp_path / "gone", tmp_path / "aside")
@@ -322,8 +321,7 @@ def test_a_full_disk_leaves_the_earlier_store_and_no_rubbish(
     assert tree(tmp_path / "s.kv") == before
     assert not (partial_path(tmp_path / "s.kv") / STORE).exists()
     corpus.grow(tmp_path / "s.kv", 600)
-    corpus.write(tmp_path / "whole.kv", 600)
-    assert tree(tmp_path / "s.kv") == tree(tmp_path / "whole.kv")
+    corpus.check_whole(tmp_path, 600)
 
 
 @pytest.mark.parametrize("seam", [-1, 331, 1.5, True, "3", None])

@@ -19,23 +19,24 @@ from offload_decode.store.staging import LOCK, REPLACED, STORE, WINDOWS, partial
 from tests.store.jobs import FULL, SLIDING, Job, make_job
 
 
+def named(store: Path, sums: str) -> None:
+    """Make this the store's list of checksums, with a seal that fits."""
+    (store / files.SUMS).write_text(sums)
+    (store / files.SEAL).write_bytes(files.seal_of(sums.encode()))
+
+
 @pytest.mark.parametrize(
     "name", ["../{}/zarr.json", "/etc/zarr.json", "a\0b/zarr.json", "./zarr.json", "tokens/c.0"]
 )
 def test_checksums_name_files_of_the_store_once(store: Path, name: str) -> None:
-    text = (store / files.SUMS).read_text()
-    text += f"{'0' * 64}  {name.format(store.name)}\n"
-    (store / files.SUMS).write_text(text)
-    (store / files.SEAL).write_bytes(files.seal_of(text.encode()))
+    named(store, (store / files.SUMS).read_text() + f"{'0' * 64}  {name.format(store.name)}\n")
     with pytest.raises(StoreDamaged, match="not a list of the files of a store"):
         KVStore.open(store)
 
 
 def test_verify_takes_no_path_without_end(store: Path) -> None:
     deep = "/".join(["a"] * 200_000)
-    text = (store / files.SUMS).read_text() + f"{'0' * 64}  {deep}\n"
-    (store / files.SUMS).write_text(text)
-    (store / files.SEAL).write_bytes(files.seal_of(text.encode()))
+    named(store, (store / files.SUMS).read_text() + f"{'0' * 64}  {deep}\n")
     with pytest.raises(StoreDamaged, match="names what is no file of a store") as caught:
         verify_store(store)
     assert len(str(caught.value)) < 1000
@@ -75,9 +76,7 @@ def test_a_pipe_beside_indexes_is_removed(store: Path, kind: str) -> None:
 
 def test_a_sentence_does_not_name_a_hundred_thousand_files(store: Path) -> None:
     sums = files.read_sums(store) | {f"more/{n}": "0" * 64 for n in range(100_000)}
-    text = files.render(sums)
-    (store / files.SUMS).write_bytes(text)
-    (store / files.SEAL).write_bytes(files.seal_of(text))
+    named(store, files.render(sums).decode())
     with pytest.raises(StoreDamaged, match=r"and 99,950 more\)") as caught:
         KVStore.open(store)
     assert len(str(caught.value)) < 2000
