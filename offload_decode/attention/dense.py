@@ -4,7 +4,7 @@ long prefixes block by block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload_decode.attention.queries import Places
-from offload_decode.attention.state import attend, empty_state, merge_states
+from offload_decode.attention.state import attend, empty_state, joined, merge_states
 from offload_decode.common.rows.compiled import features
 from offload_decode.types import AttentionState
 
@@ -298,7 +298,7 @@ def _placed(
         seen, mask = places.seen(rows, tokens, keys), places.mask(rows, tokens, keys, query.device)
         own = query[:, :, rows], key[:, :, seen], value[:, :, seen]
         parts.append(attend_dense(*own, scaling, mask, softcap))
-    return _joined(parts)
+    return joined(parts, 2)
 
 
 def _in_parts(
@@ -316,13 +316,7 @@ def _in_parts(
         rows = slice(start, start + step)
         seen = None if mask is None else mask.expand(-1, -1, tokens, -1)[:, :, rows]
         parts.append(attend_rows(query[:, :, rows], seen))
-    return _joined(parts)
-
-
-def _joined(parts: Sequence[AttentionState]) -> AttentionState:
-    """The state of all rows."""
-    out, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
-    return AttentionState(out, lse)
+    return joined(parts, 2)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> AttentionState:

@@ -16,7 +16,7 @@ from numba import njit
 from torch import Tensor
 
 from offload_decode.attention.rows import Rows
-from offload_decode.attention.state import empty_state, merge_states
+from offload_decode.attention.state import empty_state, joined, merge_states
 from offload_decode.common.rows import threads
 from offload_decode.common.rows.compiled import exponential
 from offload_decode.common.rows.loops import prefetch_row
@@ -44,8 +44,7 @@ def attend_all(
         _attend_rows(query[:, start : start + TOGETHER], keys, values, scaling, softcap or 0.0)
         for start in range(0, rows, TOGETHER)
     ]
-    out, lse = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-    return AttentionState(out, lse)
+    return joined(parts, 1)
 
 
 def _attend_rows(

@@ -7,6 +7,8 @@ queries and keys, `Dv` of values. Everything is computed in float32 whatever the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,12 @@ def merge_states(first: AttentionState, second: AttentionState) -> AttentionStat
     out = first.out * torch.exp(first.lse - weigh).unsqueeze(-1) + second.out * torch.exp(
         second.lse - weigh
     ).unsqueeze(-1)
+    return AttentionState(out, lse)
+
+
+def joined(parts: Sequence[AttentionState], dim: int) -> AttentionState:
+    """The states of rows that stand behind each other in a dimension."""
+    out, lse = (torch.cat(part, dim) for part in zip(*parts, strict=True))
     return AttentionState(out, lse)
 
 

@@ -19,7 +19,7 @@ from offload_decode.attention.host_tokens import attend_tokens
 from offload_decode.attention.pages import attend_pages, loaded_tokens
 from offload_decode.attention.queries import Queries
 from offload_decode.attention.rows import HeadRows, Rows, tensor_view
-from offload_decode.attention.state import empty_state
+from offload_decode.attention.state import empty_state, joined
 from offload_decode.attention.transfers import to_device, to_host
 from offload_decode.kv.device_cache import DeviceRows
 from offload_decode.kv.placement import DEVICE, HOST, PINNED, Placement, Request
@@ -185,7 +185,7 @@ class HostKV:
                 copied.read()
             stats.gather_s += gathered - began
             stats.attend_s += time.perf_counter() - gathered
-        return AttentionState(*(torch.cat(part, dim=1) for part in zip(*states, strict=True)))
+        return joined(states, 1)
 
     def _device_rows(self, layer: int) -> DeviceRows:
         row_bytes = max(self.keys(layer, 0).row_bytes, self.values(layer, 0).row_bytes)
@@ -211,7 +211,7 @@ class HostKV:
                 )
                 for h in heads
             ]
-            state = AttentionState(*(torch.cat(part, dim=1)[0] for part in zip(*states, strict=True)))
+            state = AttentionState(*(part[0] for part in joined(states, 1)))
         self._count(len(heads) * self.length, layer, queries, stats)
         stats.attend_s += time.perf_counter() - began
         return state

@@ -107,8 +107,8 @@ class Budget:
     def _dense(self, layers: Sequence[int]) -> set[int]:
         head, first, number = self.dense_layers.strip().partition("first:")
         try:
-            if first and not head:
-                return {layer for layer in layers if layer < _natural(number)}
+            if first and not head and int(number) >= 0:
+                return {layer for layer in layers if layer < int(number)}
             dense = {int(part) for part in self.dense_layers.split(",") if part.strip()}
         except ValueError as error:
             raise ConfigError(
@@ -157,13 +157,6 @@ def _amount(amount: str, n_tokens: int) -> HeadBudget:
     if count < 0:
         raise ConfigError(f"budget '{amount}' is out of range: a count is 0 or more")
     return HeadBudget(round(count))
-
-
-def _natural(number: str) -> int:
-    value = int(number)
-    if value < 0:
-        raise ValueError(number)
-    return value
 
 
 def _limited(heads: list[HeadBudget], n_tokens: int) -> LayerBudget | None:

@@ -67,6 +67,14 @@ class Tail(ABC):
     def __init__(self, host: HostKV, size: int):
         self.host = host
         self.size = size
+        self._clusters: dict[tuple[int, int], Clusters] = {}
+        self._derived: dict[tuple[int, int], Tensor] = {}  # what a kind makes of the clusters
+
+    def clusters(self, layer: int, head: int) -> Clusters:
+        """The clusters of one KV head's keys, built when first asked for and kept."""
+        if (layer, head) not in self._clusters:
+            self._clusters[layer, head] = build(self.host.keys(layer, head).array, self.cluster_size)
+        return self._clusters[layer, head]
 
     def estimate(self, layer: int, queries: Queries, selection: Selection | PageSelection) -> Estimate:
         """The state of what `selection`, which is not everything, leaves out for each of the rows
@@ -96,9 +104,14 @@ class Tail(ABC):
         return [slice(start, start + step) for start in range(0, rows, step)]
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of memory held beyond the store, so far."""
+        return sum(part.nbytes for part in (*self._clusters.values(), *self._derived.values()))
+
+    @property
+    @abstractmethod
+    def cluster_size(self) -> int:
+        """Keys of a cluster, on average."""
 
     @abstractmethod
     def width(self, layer: int, head: int) -> int:
@@ -126,26 +139,6 @@ def selected_lists(
     return lists, sequence * queries.tokens + token
 
 
-class HeadClusters:
-    """The clusters of every (layer, KV head), built when first asked for and kept."""
-
-    def __init__(self, host: HostKV, size: int):
-        self.host = host
-        self.size = size
-        self._built: dict[tuple[int, int], Clusters] = {}
-
-    def get(self, layer: int, head: int) -> Clusters:
-        """The clusters of one KV head's keys."""
-        if (layer, head) not in self._built:
-            self._built[layer, head] = build(self.host.keys(layer, head).array, self.size)
-        return self._built[layer, head]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of those that were built."""
-        return sum(built.nbytes for built in self._built.values())
-
-
 class ClusterEstimate(Tail):
     """`clusters:16`: clusters of 16 keys on average, each standing for its unselected tokens at their mean.
 
@@ -157,25 +150,19 @@ class ClusterEstimate(Tail):
     name = "clusters"
     default_size = 16
 
-    def __init__(self, host: HostKV, size: int):
-        super().__init__(host, size)
-        self.clusters = HeadClusters(host, size)
-        self._values: dict[tuple[int, int], Tensor] = {}
-
     @property
-    def nbytes(self) -> int:
-        """The clusters with their values' sums."""
-        return self.clusters.nbytes + sum(sums.nbytes for sums in self._values.values())
+    def cluster_size(self) -> int:
+        return self.size
 
     def width(self, layer: int, head: int) -> int:
         """A handful of numbers for each cluster."""
-        return len(self.clusters.get(layer, head).sizes)
+        return len(self.clusters(layer, head).sizes)
 
     def estimate_rows(
         self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Selected
     ) -> Estimate:
         """Attention to what is left of the clusters."""
-        clusters = self.clusters.get(layer, head)
+        clusters = self.clusters(layer, head)
         union, place = torch.unique(selected.ids.clamp(min=0), return_inverse=True)
         scores = selected.scores
         if scores is None:
@@ -197,10 +184,10 @@ class ClusterEstimate(Tail):
         return Estimate(out, lse)
 
     def _value_sums(self, layer: int, head: int) -> Tensor:
-        if (layer, head) not in self._values:
+        if (layer, head) not in self._derived:
             values = self.host.values(layer, head).array
-            self._values[layer, head] = torch.from_numpy(self.clusters.get(layer, head).sum_of(values))
-        return self._values[layer, head]
+            self._derived[layer, head] = torch.from_numpy(self.clusters(layer, head).sum_of(values))
+        return self._derived[layer, head]
 
 
 CLUSTER_SIZE = 16
@@ -230,18 +217,15 @@ class SampleEstimate(Tail):
     def __init__(self, host: HostKV, size: int, seed: int = 0):
         super().__init__(host, size)
         self.seed = seed
-        self.clusters = HeadClusters(host, CLUSTER_SIZE)
-        self._places: dict[tuple[int, int], Tensor] = {}
 
     @property
-    def nbytes(self) -> int:
-        """The clusters that draws go through, and each token's place in them."""
-        return self.clusters.nbytes + sum(places.nbytes for places in self._places.values())
+    def cluster_size(self) -> int:
+        return CLUSTER_SIZE
 
     def width(self, layer: int, head: int) -> int:
         """A handful of numbers for each cluster, and the keys and values of the draws."""
         widest = max(self.host.keys(layer, head).dim, self.host.values(layer, head).dim)
-        return max(len(self.clusters.get(layer, head).sizes), self.size * widest)
+        return max(len(self.clusters(layer, head).sizes), self.size * widest)
 
     def estimate_rows(
         self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Selected
@@ -264,7 +248,7 @@ class SampleEstimate(Tail):
         self, layer: int, head: int, queries: Queries, rows: Tensor, selected: Selected
     ) -> tuple[Tensor, Tensor]:
         """Tokens `[r, m]` and the log of their probability in a draw, infinite where a row left none."""
-        clusters = self.clusters.get(layer, head)
+        clusters = self.clusters(layer, head)
         sizes = torch.from_numpy(clusters.sizes).double()
         owner = torch.from_numpy(clusters.labels)[selected.ids.clamp(min=0)].long()
         left = sizes.expand(len(rows), -1).scatter_add(1, owner, selected.padding.double() - 1)
@@ -293,11 +277,11 @@ class SampleEstimate(Tail):
 
     def _place_of(self, layer: int, head: int) -> Tensor:
         """Where each token stands among the members of all clusters: int32 `[N]`."""
-        if (layer, head) not in self._places:
-            members = torch.from_numpy(self.clusters.get(layer, head).members)
+        if (layer, head) not in self._derived:
+            members = torch.from_numpy(self.clusters(layer, head).members)
             order = torch.arange(len(members), dtype=torch.int32)
-            self._places[layer, head] = torch.empty_like(members).scatter_(0, members.long(), order)
-        return self._places[layer, head]
+            self._derived[layer, head] = torch.empty_like(members).scatter_(0, members.long(), order)
+        return self._derived[layer, head]
 
 
 def _unselected(places: Tensor, padding: Tensor, rank: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,28 +47,13 @@ _KINDS = {
 }
 
 
-def bytes_by_kind(root: Path, specs: Mapping[str, ArraySpec], names: Iterable[str]) -> dict[str, int]:
-    """Bytes of the store at `root` by kind of array. `names`: all its files."""
-    cost: dict[str, int] = {}
-    for spec in specs.values():
-        name = spec.name.rpartition("/")[2].removesuffix(SEAM)
-        kind = _KINDS.get(name, "states" if name.rstrip("0123456789") in _STATES else name)
-        cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * sum(1 for _ in spec.files())
-    small = [name for name in names if name.endswith("zarr.json")] + [files.SUMS, files.SEAL]
-    cost["metadata and checksums"] = sum(os.path.getsize(root / name) for name in small)
-    return cost
-
-
 class KVStore:
     """A published store. All arrays are read-only; those of a head are zero-copy views of its files."""
 
     def __init__(
         self, path: Path, manifest: Manifest, specs: dict[str, ArraySpec], sums: dict[str, str]
     ) -> None:
-        self.path = path
-        self.manifest = manifest
-        self._specs = specs
-        self._sums = sums
+        self.path, self.manifest, self.specs, self._sums = path, manifest, specs, sums
         self._identity = identity(path)
         self._views: dict[tuple[str, int], Array] = {}
         self._mapped: dict[int, list[tuple[str, int]]] = {}  # files of each layer, with their sizes
@@ -119,11 +104,6 @@ class KVStore:
             return np.arange(own.n_samples) % group
         return sample_plan(own.n_tokens, group, own.n_samples)[1]
 
-    @property
-    def specs(self) -> Mapping[str, ArraySpec]:
-        """Its arrays, by name."""
-        return self._specs
-
     def keys(self, layer: int, kv_head: int) -> Array:
         """Post-RoPE keys `[N, D]` of a full-attention layer, or encoded `[N]` (`common.rows.encodings`)."""
         return self._rows(layer, "keys", kv_head)
@@ -148,12 +128,7 @@ class KVStore:
         """Keys and values `[Hkv, w, …]` of the last `w = min(N, window - 1)` tokens of a local layer."""
         if not (own := self.manifest.shape.layers[layer]).local:
             raise KeyError(layer)
-        seen = self.manifest.window(own)
-        keys, values = (
-            np.stack([self._rows(layer, name, head)[-seen:] for head in range(own.kv_heads)])
-            for name in ("window_keys", "window_values")
-        )
-        return keys, values
+        return self._window(layer, slice(-self.manifest.window(own), None))
 
     def states(self, layer: int) -> tuple[Array, ...]:
         """The recurrent states of a layer after the last token, in the order of its shape."""
@@ -162,12 +137,7 @@ class KVStore:
     def window_at_seam(self, layer: int) -> tuple[Array, Array]:
         """As `window`, of the last tokens before the seam (`Manifest.seam`), as copies."""
         own, seam = self.manifest.shape.layers[layer], self.manifest.seam or 0
-        begin = self.manifest.n_tokens - self.manifest.kept_window(own)
-        keys, values = (
-            np.stack([self._rows(layer, name, head)[: seam - begin] for head in range(own.kv_heads)])
-            for name in ("window_keys", "window_values")
-        )
-        return keys, values
+        return self._window(layer, slice(seam - self.manifest.n_tokens + self.manifest.kept_window(own)))
 
     def states_at_seam(self, layer: int) -> tuple[Array, ...]:
         """As `states`, at the seam."""
@@ -179,11 +149,8 @@ class KVStore:
 
         A microsecond a file. One that shrinks while it is being read is still fatal.
         """
-        try:
+        with self._of_this():
             check_sizes(self._mapped.get(layer, ()))
-        except StoreDamaged:  # perhaps another store has replaced this one
-            self.check_same()
-            raise
 
     def check_same(self) -> None:
         """StoreMismatch where another store has replaced this one, as an append does."""
@@ -197,7 +164,7 @@ class KVStore:
 
     def digest(self, layer: int, kv_head: int) -> str:
         """SHA-256 over the checksums of one head's key files: names the keys without reading them."""
-        names = self._specs[array_name(layer, "keys")].head_files(kv_head)
+        names = self.specs[array_name(layer, "keys")].head_files(kv_head)
         return hashlib.sha256(files.render({name: self._sums[name] for name in names})).hexdigest()
 
     @cached_property
@@ -207,7 +174,14 @@ class KVStore:
 
     def cost(self) -> dict[str, int]:
         """Bytes on disk by kind of array."""
-        return bytes_by_kind(self.path, self._specs, self._sums)
+        cost: dict[str, int] = {}
+        for spec in self.specs.values():
+            name = spec.name.rpartition("/")[2].removesuffix(SEAM)
+            kind = _KINDS.get(name, "states" if name.rstrip("0123456789") in _STATES else name)
+            cost[kind] = cost.get(kind, 0) + spec.chunk_bytes * spec.file_count
+        small = [name for name in self._sums if name.endswith("zarr.json")] + [files.SUMS, files.SEAL]
+        cost["metadata and checksums"] = sum(os.path.getsize(self.path / name) for name in small)
+        return cost
 
     def check_model(
         self,
@@ -244,18 +218,25 @@ class KVStore:
 
     def _rows(self, layer: int, kind: str, kv_head: int) -> Array:
         name = array_name(layer, kind)
-        spec = self._specs[name]
+        spec = self.specs[name]
         sizes = [(os.path.join(self.path, file), spec.chunk_bytes) for file in spec.head_files(kv_head)]
-        if (name, kv_head) in self._views:
-            with self._of_this():
+        with self._of_this():
+            if (name, kv_head) in self._views:
                 check_sizes(sizes)
-        else:
-            with self._of_this():
-                view = head_view(self.path, spec, kv_head)
-            self.check_same()
-            self._views[name, kv_head] = view
-            self._mapped.setdefault(layer, []).extend(sizes)
-        return self._views[name, kv_head]
+                return self._views[name, kv_head]
+            view = head_view(self.path, spec, kv_head)
+        self.check_same()
+        self._views[name, kv_head] = view
+        self._mapped.setdefault(layer, []).extend(sizes)
+        return view
+
+    def _window(self, layer: int, rows: slice) -> tuple[Array, Array]:
+        heads = range(self.manifest.shape.layers[layer].kv_heads)
+        keys, values = (
+            np.stack([self._rows(layer, name, head)[rows] for head in heads])
+            for name in ("window_keys", "window_values")
+        )
+        return keys, values
 
     def _states(self, layer: int, suffix: str) -> tuple[Array, ...]:
         return tuple(
@@ -265,7 +246,7 @@ class KVStore:
 
     def _small(self, name: str) -> Array:
         with self._of_this():
-            found = list_view(self.path, self._specs[name])
+            found = list_view(self.path, self.specs[name])
         self.check_same()
         return found
 

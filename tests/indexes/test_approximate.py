@@ -14,9 +14,7 @@ from offload_decode.indexes.approximate import ApproximateIndex, geometric, reca
 from offload_decode.indexes.base import Hits
 from offload_decode.indexes.flat import FlatIndex
 from offload_decode.testing.index_contract import (
-    DTYPES,
     IndexContract,
-    assert_truthful,
     assert_well_formed,
     clustered_keys,
     foreign_queries,
@@ -50,18 +48,6 @@ def without_scan(index: ApproximateIndex, monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError("the exact scan was asked")
 
     monkeypatch.setattr(index.flat, "search", fail)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_library_itself_scores_exactly(kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, queries = clustered_keys(4000, dtype), near_queries(100, seed=9)
-    index = build(kind, keys, k=8)
-    without_scan(index, monkeypatch)
-    hits = index.search(queries, 8)
-    assert_well_formed(hits, 100, 8, 4000)
-    assert_truthful(hits, queries, keys)
-    assert recall_of(hits, queries, keys, 8) >= 0.9
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -79,10 +79,12 @@ def assert_exact_and_not_scanned(kind: str, dtype: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("rounds", [False, True])
 def test_a_library_that_rounds_is_neither_believed_nor_given_up(
-    kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: Any, rounds: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if rounds:
+        request.getfixturevalue("rounding")
     assert_exact_and_not_scanned(kind, dtype, monkeypatch)
 
 

@@ -104,44 +104,29 @@ def test_linear_keeps_each_heads_total_and_grows(amounts, layers):
         assert column[0] == pytest.approx(2 * amount / (layers + 1), abs=1)
 
 
+MEANINGLESS = {
+    "none of these": ["many", "", "dense", "2.5", "mass", "mass=", "xmass=0.5", "mass=99%", "1/"],
+    "more than 0 and at most 1": ["mass=0", "mass=1.01", "mass=-0.5", "mass=nan"],
+    "0 or more": ["-1", "8,-1,8"],
+    "lists 2 layers, but 3": ["1,2"],
+    "mixes a mass with counts": ["mass=0.5/2%", "8/mass=0.5"],
+    "lists 3 heads, but a layer has 2": ["1/2/3", "1,2/3/4,5"],
+    "from 0% to 100%": ["150%", "100.1%", "-1%", "nan%", "1e400%"],
+}
+REFUSED = [(Budget(amount), because) for because, amounts in MEANINGLESS.items() for amount in amounts]
+REFUSED += [(Budget(own, "linear"), "leave 'schedule' out") for own in ("1,2,3", "mass=0.5", "mass=1")]
+REFUSED += [
+    (Budget("8", dense_layers=own), "like 0,1 nor first:2")
+    for own in ("first", "first:", "first:-1", "first:2,5", "5,first:2")
+]
+
+
 @pytest.mark.parametrize(
     ("budget", "because"),
     [
-        (Budget("many"), "none of these"),
-        (Budget(""), "none of these"),
-        (Budget("dense"), "none of these"),
-        (Budget("2.5"), "none of these"),
-        (Budget("mass"), "none of these"),
-        (Budget("mass="), "none of these"),
-        (Budget("xmass=0.5"), "none of these"),
-        (Budget("mass=99%"), "none of these"),
-        (Budget("mass=0"), "more than 0 and at most 1"),
-        (Budget("mass=1.01"), "more than 0 and at most 1"),
-        (Budget("mass=-0.5"), "more than 0 and at most 1"),
-        (Budget("mass=nan"), "more than 0 and at most 1"),
-        (Budget("-1"), "0 or more"),
-        (Budget("1,2"), "lists 2 layers, but 3"),
-        (Budget("mass=0.5/2%"), "mixes a mass with counts"),
-        (Budget("1/2/3"), "lists 3 heads, but a layer has 2"),
-        (Budget("150%"), "from 0% to 100%"),
-        (Budget("100.1%"), "from 0% to 100%"),
-        (Budget("-1%"), "from 0% to 100%"),
-        (Budget("nan%"), "from 0% to 100%"),
-        (Budget("1e400%"), "from 0% to 100%"),
-        (Budget("8,-1,8"), "0 or more"),
-        (Budget("1/"), "none of these"),
-        (Budget("1,2/3/4,5"), "lists 3 heads"),
-        (Budget("1,2,3", schedule="linear"), "leave 'schedule' out"),
-        (Budget("mass=0.5", schedule="linear"), "leave 'schedule' out"),
-        (Budget("mass=1", schedule="linear"), "leave 'schedule' out"),
-        (Budget("8/mass=0.5"), "mixes a mass with counts"),
+        *REFUSED,
         (Budget("8", schedule="cosine"), "uniform, linear"),
         (Budget("8", dense_layers="1"), "searched layers are 0, 2, 5"),
-        (Budget("8", dense_layers="first"), "like 0,1 nor first:2"),
-        (Budget("8", dense_layers="first:"), "like 0,1 nor first:2"),
-        (Budget("8", dense_layers="first:-1"), "like 0,1 nor first:2"),
-        (Budget("8", dense_layers="first:2,5"), "like 0,1 nor first:2"),
-        (Budget("8", dense_layers="5,first:2"), "like 0,1 nor first:2"),
     ],
 )
 def test_what_makes_no_sense_is_refused(budget, because):

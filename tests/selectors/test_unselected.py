@@ -106,7 +106,7 @@ def test_clusters_stand_for_their_unselected_members(scored):
     scores = exact_scores(host, queries, ids) if scored else None
     estimate = tail.estimate(0, queries, Selection(ids, scores))
     for head in range(HKV):
-        labels = tail.clusters.get(0, head).labels
+        labels = tail.clusters(0, head).labels
         keys, values = (read(0, head).array for read in (host.keys, host.values))
         for row in range(ids.shape[1]):
             left = np.setdiff1d(np.arange(host.length), ids[head, row].numpy())
