@@ -39,9 +39,8 @@ from offload_decode.engine.engine import Engine
 from offload_decode.evals.tasks import words
 from offload_decode.evals.tasks.ruler import ASK
 from offload_decode.hf.attention import NAME, generated_mask, prefix_attention
-from offload_decode.hf.cache_layers import PrefixLayer
+from offload_decode.hf.cache_layers import RUNNING, PrefixLayer
 from offload_decode.hf.compat import generate_name
-from offload_decode.hf.running_pass import RUNNING
 from offload_decode.indexes import registry
 from offload_decode.kv.indexes import indexes_folder
 from offload_decode.models.loading import LoadedModel, load

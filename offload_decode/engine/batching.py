@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from torch import Tensor
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import Watch, cite
 from offload_decode.engine.conversation import Conversation
+from offload_decode.engine.sampler import Processors
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.packed_batch import Block, PackedCache, Segment
-from offload_decode.models.loading import run_in_passes
-from offload_decode.models.processors import Processors
+from offload_decode.models.loading import Padding, run_in_passes
 from offload_decode.types import Answer, CitedDocument, StepStats
 
 LOGITS = 1 << 24
@@ -68,11 +67,10 @@ def run_turns(turns: Sequence[Turn]) -> list[Tensor]:
     with ExitStack() as held:
         for turn in turns:
             held.enter_context(turn.conversation.step())
-        runs = [_Run.of(turn) for turn in turns]
+        runs = [_Run(turn) for turn in turns]
         together: dict[Hashable, list[_Run]] = {}
-        for place, run in enumerate(runs):
-            key = run.key
-            together.setdefault(("alone", place) if key is None else key, []).append(run)
+        for run in runs:
+            together.setdefault(id(run) if run.key is None else run.key, []).append(run)
         for group in together.values():
             if len(group) > 1:
                 _run_joined(group)
@@ -82,38 +80,21 @@ def run_turns(turns: Sequence[Turn]) -> list[Tensor]:
     return [run.wanted() for run in runs]
 
 
-@dataclass(eq=False)
 class _Run:
-    """A turn on its way: `done` of its `ids` are run, of which the last `asked` are the turn's own, and their
-    `logits` are there as far as wanted.
-    """
+    """A turn on its way: `done` of its `ids` are run, and their `logits` are there as far as wanted."""
 
-    conversation: Conversation
-    every: bool
-    ids: list[int]
-    asked: int
-    done: int = 0
-    logits: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, turn: Turn) -> Self:
-        """Nothing of it is run yet."""
-        own = turn.conversation
-        ids = own.to_run(turn.tokens)
-        return cls(own, turn.every, ids, len(ids) - len(own.pending))
-
-    @property
-    def key(self) -> Hashable | None:
+    def __init__(self, turn: Turn):
+        self.conversation, self.every = turn.conversation, turn.every
+        self.ids = self.conversation.to_run(turn.tokens)
+        self.asked = len(self.ids) - len(self.conversation.pending)  # the last ones, the turn's own
         longest = self.conversation.cache.tail_length + len(self.ids)
-        conversation = self.conversation
-        return None if longest > conversation.selector.whole_generated else packing_key(conversation)
+        fits = longest <= self.conversation.selector.whole_generated
+        self.key = packing_key(self.conversation) if fits else None
+        self.done, self.logits = 0, list[Tensor]()
 
     def wanted(self) -> Tensor:
         """The logits that were asked for."""
-        if not self.every:
-            return self.logits[-1]
-        whole = torch.cat(self.logits)
-        return whole[len(whole) - self.asked :]
+        return torch.cat(self.logits)[-self.asked :] if self.every else self.logits[-1]
 
 
 class _Part(NamedTuple):
@@ -245,7 +226,7 @@ def answer_batch(
     for step in range(max_new_tokens):
         began = time.perf_counter()
         seen = mask[:, : stored + longest + step]
-        logits = run_in_passes(engine.loaded, ids, forked.cache, limit, seen, position)
+        logits = run_in_passes(engine.loaded, ids, forked.cache, limit, Padding(seen, position))
         stats.tokens += ids.numel()
         stats.total_s += time.perf_counter() - began
         sampled = torch.stack(

@@ -14,12 +14,11 @@ from torch import Tensor
 from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import Watch
-from offload_decode.engine.sampler import Pieces, Sampler, decode
+from offload_decode.engine.sampler import Pieces, Processors, Sampler, decode
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.compat import DTYPES
 from offload_decode.models.loading import LoadedModel, run_in_passes
-from offload_decode.models.processors import Processors
 from offload_decode.models.prompt import Prompt
 from offload_decode.selectors.base import Selector
 from offload_decode.store.base import Store

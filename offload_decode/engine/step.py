@@ -37,6 +37,7 @@ class StoredPrefix:
         self.length = host.length  # stored tokens
         self.chosen = chosen
         self.tail = tail
+        self.whole_generated = chosen.selector.whole_generated
         self._kv_heads = chosen.selector.shape.kv_heads
         self.stats = StepStats()
         self.watches: tuple[Watch, ...] = ()
@@ -67,11 +68,6 @@ class StoredPrefix:
     def remembers(self) -> bool:
         """As its selector does."""
         return self.selector.remembers
-
-    @property
-    def whole_generated(self) -> float:
-        """As its selector says."""
-        return self.chosen.selector.whole_generated
 
     def begin(
         self, layer: int, query: Tensor, scaling: float, softcap: float | None

@@ -18,10 +18,9 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.attention.queries import Places
 from offload_decode.attention.state import merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache_layers import GeneratedLayer, GraphLayer, LatentLayer, PrefixLayer
+from offload_decode.hf.cache_layers import RUNNING, GeneratedLayer, GraphLayer, LatentLayer, PrefixLayer
 from offload_decode.hf.mla import LatentHeads, latent_of
 from offload_decode.hf.packed_batch import PackedLayer
-from offload_decode.hf.running_pass import RUNNING
 from offload_decode.types import AttentionState
 
 NAME = "offload_decode"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class PrefixCache(RecurrentCache):
     ):
         super().__init__(list(layers))
         self.tails = [layer for layer in layers if isinstance(layer, GeneratedLayer)]
+        # In place of a layer without keys the first full one, as in transformers.
+        first = next((tail for tail in self.tails if not tail.is_sliding), next(iter(self.tails), None))
+        self._keyed: list[Any] = [layer if isinstance(layer, GeneratedLayer) else first for layer in layers]
         self.windows = {layer.sliding_window for layer in self.tails if isinstance(layer, WindowLayer)}
         self.decoder = decoder
         self.dtype = dtype
@@ -115,17 +118,13 @@ class PrefixCache(RecurrentCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Stored and generated tokens."""
-        return self._with_keys(layer_idx).get_seq_length()
+        layer = self._keyed[layer_idx]
+        return int(layer.prefix.length) + layer.tail.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Of the layer; of the first full one in place of a layer without keys, as in transformers."""
-        return self._with_keys(layer_idx).get_mask_sizes(query_length)
-
-    def _with_keys(self, layer_idx: int) -> GeneratedLayer:
-        layer = self.layers[layer_idx]
-        if isinstance(layer, GeneratedLayer):
-            return layer
-        return next((tail for tail in self.tails if not tail.is_sliding), self.tails[0])
+        """The keys that a mask covers, and where they begin: every query may see the rest of the prefix."""
+        layer = self._keyed[layer_idx]
+        return layer.seeded + layer.tail.length + query_length, int(layer.prefix.length) - layer.seeded
 
     def crop(self, tokens: int) -> None:
         """Remove the last `-tokens` tokens; transformers' older meaning of positive numbers is refused."""

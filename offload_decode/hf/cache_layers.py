@@ -1,23 +1,79 @@
-"""Cache layers of transformers whose stored prefix lies elsewhere: only what follows it is kept in them.
+"""Cache layers of transformers whose stored prefix lies elsewhere, and `Pass`, by which attention finds them.
 
 Layers of full attention, of latents, of a window, without keys; and `GraphLayer`, where a CUDA graph is cut.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from copy import copy
-from typing import NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from offload_decode.attention.queries import Places
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.recurrent import States
-from offload_decode.hf.running_pass import RUNNING
 from offload_decode.kv.generated import GeneratedKV, Prefix
+
+
+@dataclass(eq=False)
+class Pass:
+    """What masks, rotations and attention calls of a decoder's run need to know, and transformers hands to
+    none of them; `hf.hooks` makes one for every run.
+
+    rotated_for: the length of text that keys are rotated for; None: as transformers does. mask: the 2-D mask
+    that the run was given, over the prefix too. unpadded: what a token sees follows from its place alone.
+    positions: where the new tokens stand, int64 `[B, T]`; None where no padding stands before them.
+    """
+
+    rotated_for: int | None = None
+    mask: Tensor | None = None
+    unpadded: bool = False
+    positions: Tensor | None = None
+    _by_key: dict[int, tuple[ref[Tensor], Any]] = field(default_factory=dict, init=False)
+    _updated: Any = field(default=None, init=False)
+    _whole: tuple[Tensor, bool] | None = field(default=None, init=False)
+
+    def updated(self, layer: Any, keys: Tensor) -> None:
+        """`layer` was appended to, and gave these keys to the attention call."""
+        self._by_key[id(keys)] = ref(keys), layer
+        self._updated = layer
+
+    def layer_of(self, keys: Tensor) -> Any:
+        """The layer that gave these keys; None of others."""
+        found = self._by_key.get(id(keys))
+        return found[1] if found is not None and found[0]() is keys else None
+
+    def layer_before(self, index: int) -> Any:
+        """The layer that was appended to last, if it has that index, for a model that makes keys of what it
+        cached; asked once.
+        """
+        layer, self._updated = self._updated, None
+        return layer if layer is not None and layer.index == index else None
+
+    def sees_all(self, mask: Tensor | None) -> bool:
+        """Whether a mask hides nothing. One on a device is read once for the layers that share it."""
+        if mask is None:
+            return True
+        if self._whole is None or self._whole[0] is not mask:
+            self._whole = mask, bool(mask.all())
+        return self._whole[1]
+
+
+class _Running(threading.local):
+    """The run of this thread, for functions that transformers calls without a word of each other."""
+
+    def __init__(self) -> None:
+        self.current = Pass()
+
+
+RUNNING = _Running()
 
 
 class _Layer:
@@ -49,22 +105,17 @@ class _Layer:
         return -1
 
 
-class GeneratedLayer(_Layer, CacheLayerMixin):  # type: ignore[misc]
+class GeneratedLayer(_Layer):
     """A layer that keeps the KV of the tokens that follow `prefix.length` stored ones."""
 
     seeded = 0  # tokens of the prefix that come to the attention call with the generated ones
 
     def __init__(self, index: int, prefix: Prefix, states: States | None = None):
-        super().__init__()
         self.index = index
         self.prefix = prefix
         self.states = states
         self.tail = GeneratedKV()
-        self.is_initialized = True
         self.unattended = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the generated KV takes the shape of what is appended first."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -88,10 +139,6 @@ class GeneratedLayer(_Layer, CacheLayerMixin):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         """Stored and generated tokens."""
         return self.prefix.length + self.tail.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers the generated KV and what is seeded: every query may see the rest of the prefix."""
-        return self.seeded + self.tail.length + query_length, self.prefix.length - self.seeded
 
     def reset(self) -> None:
         """Forget the generated KV."""

@@ -23,11 +23,10 @@ from torch import Tensor
 from offload_decode.common.errors import UnsupportedModel
 from offload_decode.hf.attention import prefix_attention
 from offload_decode.hf.cache import PrefixCache
-from offload_decode.hf.cache_layers import AttentionCall, GraphCache, LatentLayer, WindowLayer
+from offload_decode.hf.cache_layers import RUNNING, AttentionCall, GraphCache, LatentLayer, WindowLayer
 from offload_decode.hf.compat import CACHE_NAMES, cache_in, cache_name, with_cache
 from offload_decode.hf.packed_batch import PackedCache
 from offload_decode.hf.positions import depends_on_length
-from offload_decode.hf.running_pass import RUNNING
 
 WORTH = 8
 """Passes of a shape before it is recorded: a question comes once, an answer's tokens by the hundred."""

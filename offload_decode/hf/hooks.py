@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.attention import NAME, generated_mask, prefix_attention
 from offload_decode.hf.cache import PrefixCache
+from offload_decode.hf.cache_layers import RUNNING, Pass
 from offload_decode.hf.compat import cache_in, cache_name, in_its_name
 from offload_decode.hf.cuda_graphs import capture
 from offload_decode.hf.linear_bf16 import read_in_place
 from offload_decode.hf.packed_batch import PackedCache
-from offload_decode.hf.positions import UNSAID, depends_on_length, hold_rotations
+from offload_decode.hf.positions import UNSAID, depends_on_length
 from offload_decode.hf.recurrent_steps import run_rows_apart
-from offload_decode.hf.running_pass import RUNNING, Pass
 from offload_decode.hf.shape import cache_class
 
 
@@ -45,7 +46,7 @@ def activate(model: Any) -> None:
 
 
 def _before(
-    decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]] | None:
     names = inspect.signature(decoder.forward).parameters if args else ()
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -68,7 +69,7 @@ def _before(
     return (), given
 
 
-def _begin(decoder: torch.nn.Module, given: dict[str, Any], cache: PrefixCache) -> Pass:
+def _begin(decoder: nn.Module, given: dict[str, Any], cache: PrefixCache) -> Pass:
     """A pass behind one prefix: the cache, the mask and the positions agree on where its tokens stand."""
     if cache.begun is not None:
         cache.take_back()
@@ -105,7 +106,7 @@ def _begin(decoder: torch.nn.Module, given: dict[str, Any], cache: PrefixCache) 
         cache.show(tokens, shown)
     if given.get("position_ids") is None and _takes_positions(type(decoder)):  # type: ignore[arg-type]
         # Some models would begin at 0.
-        first = cache.prefix_length + cache.tail_length
+        first = cache.get_seq_length()
         given["position_ids"] = torch.arange(first, first + tokens, device=new.device)[None]
     cache.begin(rows, tokens)
     return Pass(
@@ -116,7 +117,7 @@ def _begin(decoder: torch.nn.Module, given: dict[str, Any], cache: PrefixCache) 
     )
 
 
-def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     RUNNING.current = Pass()
     cache = kwargs.get(cache_name(type(decoder)))  # type: ignore[arg-type]  # as `_before` passes it on
     if isinstance(cache, PrefixCache):
@@ -127,7 +128,7 @@ def _after(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         cache.check_attended()
 
 
-def _begin_packed(decoder: torch.nn.Module, given: dict[str, Any], cache: PackedCache) -> Pass:
+def _begin_packed(decoder: nn.Module, given: dict[str, Any], cache: PackedCache) -> Pass:
     """A packed pass: the cache knows the positions of its tokens, and what each of them sees."""
     ids: Tensor | None = given.get("input_ids")
     if ids is None or ids.ndim != 2 or len(ids) != 1:
@@ -142,7 +143,7 @@ def _begin_packed(decoder: torch.nn.Module, given: dict[str, Any], cache: Packed
     return Pass(rotated_for=cache.rotated_for or UNSAID, positions=positions)
 
 
-def _check_kept(decoder: torch.nn.Module, given: dict[str, Any]) -> None:
+def _check_kept(decoder: nn.Module, given: dict[str, Any]) -> None:
     """Phi-3's own `generate` drops a cache where its rotation would change within the answer."""
     ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if ids is None or cache_in(given) is not None or not any(map(depends_on_length, decoder.modules())):
@@ -300,3 +301,57 @@ def _check_positions(
             f"is {wanted}: pass an attention mask that covers all of them, and position_ids that do not "
             "count the padding"
         )
+
+
+def hold_rotations(decoder: nn.Module) -> None:
+    """Let the rotary embeddings of `decoder` obey `Pass.rotated_for`."""
+    for module in decoder.modules():
+        if depends_on_length(module):
+            module.register_forward_hook(_FixedLength(), with_kwargs=True)
+
+
+class _FixedLength:
+    """A forward hook with a copy of its module for each length: modules remember the longest text they saw,
+    and several threads may run stores of other lengths.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        length = RUNNING.current.rotated_for
+        if length is None:
+            return output
+        if length == UNSAID:
+            raise ConfigError(
+                "this model rotates keys by the length of the whole text, and its cache does not state it: "
+                "take a cache from an engine (Engine.new_cache)"
+            )
+        # Buffers that are made in inference mode cannot be changed in place outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            if length not in self.modules:
+                self.modules[length] = _unused(module)
+            given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+            positions: Tensor = given.pop("position_ids")
+            if positions.ndim != 2:
+                raise UnsupportedModel(
+                    "this model rotates by the length of its text, and by more than one position a token, "
+                    "which is not served"
+                )
+            last = torch.full_like(positions[:, :1], length - 1)
+            given["position_ids"] = torch.cat([positions, last], dim=1)
+            rotated = self.modules[length](given.pop("x"), **given)
+            return tuple(part[:, :-1] for part in rotated) if isinstance(rotated, tuple) else rotated[:, :-1]
+
+
+def _unused(module: nn.Module) -> nn.Module:
+    """A copy of a rotary embedding as it was before it saw any text."""
+    config = getattr(module, "config", None)
+    copy = deepcopy(module, {id(config): config})
+    copy._forward_hooks.clear()
+    for name, original in list(copy.named_buffers(recurse=False)):
+        if name.endswith("original_inv_freq"):
+            setattr(copy, name.removesuffix("original_inv_freq") + "inv_freq", original.clone())
+    for name in [name for name in vars(copy) if name.endswith("max_seq_len_cached")]:
+        setattr(copy, name, copy.original_max_seq_len)
+    return copy

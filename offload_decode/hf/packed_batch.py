@@ -19,13 +19,13 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.cache_layers import (
+    RUNNING,
     GeneratedLayer,
     KeylessLayer,
     LatentLayer,
     PassLayer,
     WindowLayer,
 )
-from offload_decode.hf.running_pass import RUNNING
 from offload_decode.kv.generated import Prefix
 from offload_decode.types import AttentionState
 

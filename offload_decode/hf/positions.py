@@ -15,15 +15,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload_decode.common.errors import ConfigError, StoreMismatch, UnsupportedModel
-from offload_decode.hf.running_pass import RUNNING
 
 CONTEXT = 4096
 """Tokens that are expected to follow a prefix, by default."""
@@ -207,57 +204,3 @@ def depends_on_length(module: nn.Module) -> bool:
     """Whether it is a rotary embedding that changes with the length of a text."""
     kinds = getattr(module, "rope_type", None)
     return any(kind in DEPENDENT for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
-
-
-def hold_rotations(decoder: nn.Module) -> None:
-    """Let the rotary embeddings of `decoder` obey `Pass.rotated_for`."""
-    for module in decoder.modules():
-        if depends_on_length(module):
-            module.register_forward_hook(_FixedLength(), with_kwargs=True)
-
-
-class _FixedLength:
-    """A forward hook with a copy of its module for each length: modules remember the longest text they saw,
-    and several threads may run stores of other lengths.
-    """
-
-    def __init__(self) -> None:
-        self.modules: dict[int, nn.Module] = {}
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        length = RUNNING.current.rotated_for
-        if length is None:
-            return output
-        if length == UNSAID:
-            raise ConfigError(
-                "this model rotates keys by the length of the whole text, and its cache does not state it: "
-                "take a cache from an engine (Engine.new_cache)"
-            )
-        # Buffers that are made in inference mode cannot be changed in place outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            if length not in self.modules:
-                self.modules[length] = _unused(module)
-            given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-            positions: Tensor = given.pop("position_ids")
-            if positions.ndim != 2:
-                raise UnsupportedModel(
-                    "this model rotates by the length of its text, and by more than one position a token, "
-                    "which is not served"
-                )
-            last = torch.full_like(positions[:, :1], length - 1)
-            given["position_ids"] = torch.cat([positions, last], dim=1)
-            rotated = self.modules[length](given.pop("x"), **given)
-            return tuple(part[:, :-1] for part in rotated) if isinstance(rotated, tuple) else rotated[:, :-1]
-
-
-def _unused(module: nn.Module) -> nn.Module:
-    """A copy of a rotary embedding as it was before it saw any text."""
-    config = getattr(module, "config", None)
-    copy = deepcopy(module, {id(config): config})
-    copy._forward_hooks.clear()
-    for name, original in list(copy.named_buffers(recurse=False)):
-        if name.endswith("original_inv_freq"):
-            setattr(copy, name.removesuffix("original_inv_freq") + "inv_freq", original.clone())
-    for name in [name for name in vars(copy) if name.endswith("max_seq_len_cached")]:
-        setattr(copy, name, copy.original_max_seq_len)
-    return copy

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ from offload_decode.models.checkpoint import (
     weight_files,
 )
 from offload_decode.models.fingerprints import config_hash, note, tokenizer_hash, weights_hash
-from offload_decode.models.gguf import SUFFIX
 from offload_decode.models.layer_streaming import check_card, stream
 from offload_decode.models.prompt import Prompt, prompt_for
 from offload_decode.models.quantization import (
@@ -47,6 +47,17 @@ from offload_decode.models.quantized_loading import read_gguf, read_packed, whol
 from offload_decode.selectors.budgets import pass_tokens
 from offload_decode.store.format import FINGERPRINT_VERSION
 from offload_decode.types import ModelShape
+
+AnyCache = PrefixCache | PackedCache
+
+
+class Padding(NamedTuple):
+    """Of a padded batch of `[B, T]` tokens: a mask `[B, covered + T]`, which shows all stored tokens, and
+    their positions `[B, T]`.
+    """
+
+    mask: Tensor
+    positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -100,19 +111,12 @@ class LoadedModel:
         return self.tokenizer
 
     def forward(
-        self,
-        tokens: Tensor,
-        cache: PrefixCache,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        every: bool = False,
+        self, tokens: Tensor, cache: PrefixCache, padding: Padding | None = None, every: bool = False
     ) -> Tensor:
         """Run `tokens [B, T]` behind the cache; returns the last token's logits `[B, V]` in float32, or those
         of `every` one `[B, T, V]`. Raises `ConfigError` where weights are streamed.
         """
-        keep = 0 if every else 1
-        output = self._run(self.model, tokens, cache, attention_mask, position_ids, logits_to_keep=keep)
-        logits: Tensor = output.logits
+        logits: Tensor = self._run(self.model, tokens, cache, padding, logits_to_keep=int(not every)).logits
         return (logits if every else logits[:, -1]).float()
 
     def forward_rows(self, tokens: Tensor, cache: PackedCache, rows: Tensor) -> Tensor:
@@ -120,27 +124,15 @@ class LoadedModel:
         order) in float32. Raises `ConfigError` where weights are streamed.
         """
         rows = rows.to(self.device)
-        output = self._run(self.model, tokens, cache, None, None, logits_to_keep=rows)
+        output = self._run(self.model, tokens, cache, logits_to_keep=rows)
         return logits_after(output, rows).float()
 
-    def encode(
-        self,
-        tokens: Tensor,
-        cache: PrefixCache | PackedCache,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> None:
+    def encode(self, tokens: Tensor, cache: AnyCache, padding: Padding | None = None) -> None:
         """Run `tokens [B, T]` for their keys and values alone: no logits are computed."""
-        self._run(self.model.base_model, tokens, cache, attention_mask, position_ids)
+        self._run(self.model.base_model, tokens, cache, padding)
 
     def _run(
-        self,
-        module: Any,
-        tokens: Tensor,
-        cache: PrefixCache | PackedCache,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        **more: Any,
+        self, module: Any, tokens: Tensor, cache: AnyCache, padding: Padding | None = None, **more: Any
     ) -> Any:
         if self.streamed and module is self.model:
             raise ConfigError(
@@ -151,8 +143,8 @@ class LoadedModel:
         with torch.inference_mode():
             return module(
                 input_ids=tokens if tokens.device == self.device else to_device(tokens, self.device),
-                attention_mask=attention_mask,
-                position_ids=position_ids,
+                attention_mask=padding and padding.mask,
+                position_ids=padding and padding.positions,
                 use_cache=True,
                 output_attentions=False,
                 **{cache_name(type(module)): cache},  # type: ignore[arg-type]
@@ -206,15 +198,14 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
                 model = quantise(model, weights, chosen_device)
             elif model.device != chosen_device:
                 model = model.to(chosen_device)
-    if model_id not in demo_models.NAMES:  # a name by which a store finds its model from any folder
-        if Path(model_id).is_dir():
-            model_id = str(Path(model_id).resolve())
-        elif source.endswith(SUFFIX):
-            model_id = str(Path(source).absolute())
+    # A name by which a store finds its model from any folder.
+    if Path(model_id).is_dir() and model_id not in demo_models.NAMES:
+        model_id = str(Path(model_id).resolve())
+    elif which:
+        model_id = str(Path(source).absolute())
     loaded = wrap(model, tokenizer, model_id, fingerprint)
-    if weights == STREAMED:  # the numbers are those of `auto`
-        return replace(loaded, streamed=True)
-    return replace(loaded, weights=weights)
+    streamed = weights == STREAMED  # whose numbers are those of `auto`
+    return replace(loaded, streamed=streamed, weights="auto" if streamed else weights)
 
 
 def wrap(
@@ -263,32 +254,24 @@ def run_in_passes(
     tokens: Tensor,
     cache: PrefixCache,
     limit: int,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
+    padding: Padding | None = None,
     every: bool = False,
 ) -> Tensor:
     """`LoadedModel.forward` for `tokens [B, T]`, about `limit` of them in a pass, in equal parts: the last
     token's logits `[B, V]`, or those of `every` one `[B, T, V]`. Each pass attends to those before it, so
-    that memory grows with a pass and not with the square of the question.
-
-    `attention_mask [B, covered + T]`, which shows all stored tokens, and `position_ids [B, T]` are those of
-    one forward pass.
+    that memory grows with a pass and not with the square of the question. `padding` is that of one pass.
     """
     batch, length = tokens.shape
     passes = -(-length // pass_tokens(limit, batch))
-    covered = 0 if attention_mask is None else attention_mask.shape[1] - length
-    before = cache.tail_length
-    logits = []
-    ends = [length * (one + 1) // passes for one in range(passes)]
-    for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        seen = None
-        if attention_mask is not None:
-            seen = attention_mask[:, : covered + end]
-            cache.shows_prefix = seen
-        positions = None if position_ids is None else position_ids[:, start:end]
+    before, logits = cache.tail_length, []
+    for start, end in pairwise(length * one // passes for one in range(passes + 1)):
+        own = None
+        if padding is not None:
+            seen = cache.shows_prefix = padding.mask[:, : padding.mask.shape[1] - length + end]
+            own = Padding(seen, padding.positions[:, start:end])
         if every or end == length:
-            logits.append(loaded.forward(tokens[:, start:end], cache, seen, positions, every))
+            logits.append(loaded.forward(tokens[:, start:end], cache, own, every))
         else:
-            loaded.encode(tokens[:, start:end], cache, seen, positions)
+            loaded.encode(tokens[:, start:end], cache, own)
     cache.join(before)
     return torch.cat(logits, dim=1) if every else logits[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,11 @@ def test_latents_where_the_release_caches_them_and_heads_where_it_does_not():
     assert shape.query_heads == 4
 
 
+def test_a_thread_that_has_run_no_pass_observes_a_shape():
+    with ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(observed_shape, config_of("cohere2", vocab_size=97)).result().layers) == 3
+
+
 def test_what_is_published_in_few_bits_is_observed_without_them():
     stated = config_of("llama")
     expected = observed_shape(stated)
@@ -90,7 +96,7 @@ def test_what_asks_its_tensors_for_numbers_is_observed_too(family):
         ("falcon", {}, "code of its own"),
         ("bloom", {}, "layer 0 .* code of its own"),
         ("gemma", {"num_attention_heads": 3}, "3 query heads for 2 KV heads"),
-        ("longcat_flash", {"head_dim": 16}, "does not run behind a cache"),
+        ("longcat_flash", {"head_dim": 16}, "does not run with another cache"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_with_the_reason(family, changes, reason):

@@ -126,7 +126,7 @@ def test_a_model_that_looks_at_no_earlier_token_fails_the_check(afresh, monkeypa
         return out * 0, weights
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", blind)
-    refused("llama", "do not depend on what stands before")
+    refused("llama", "do not depend on the tokens before")
 
 
 def test_what_fails_within_a_pass_is_told_with_the_layer(afresh, monkeypatch):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError, ModelError, UnsupportedModel
+from offload_decode.engine.sampler import Processors
 from offload_decode.models.checkpoint import CONFIG, INDEX, WEIGHTS
 from offload_decode.models.loading import load
-from offload_decode.models.processors import Processors
 from offload_decode.models.size_estimate import outline
 from tests.tiny import text_model, tiny_tokenizer
 
@@ -217,7 +217,7 @@ def test_a_tokenizer_that_knows_no_unknown_word_is_a_sentence(folder):
         "max_input_chars_per_word": 9,
     }
     (folder / "tokenizer.json").write_text(json.dumps(held))
-    with pytest.raises(ModelError, match="gives up on the text"):
+    with pytest.raises(ModelError, match="fails on the text"):
         _ = load(str(folder), "cpu").prompt
 
 

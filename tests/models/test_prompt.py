@@ -231,5 +231,5 @@ def test_a_tokenizer_that_gives_up_is_told() -> None:
 
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
-    with pytest.raises(ModelError, match="the tokenizer gives up on the text"):
+    with pytest.raises(ModelError, match="the tokenizer fails on the text"):
         encode(tokenizer, "x" * 60)
