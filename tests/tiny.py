@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from offload_decode.testing.tiny import with_random_weights
@@ -42,3 +43,20 @@ def tiny_tokenizer() -> Any:
 def text_model(seed: int = 0, family: str = "llama", **changes: Any) -> Any:
     """A tiny model whose vocabulary is that of `tiny_tokenizer`."""
     return tiny_model(family, seed, vocab_size=259, **changes)
+
+
+def saved_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+    """A checkpoint of `text_model` with its tokenizer."""
+    text_model(seed, family).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def text_store(folder: Path, text: str, family: str = "llama", chunk: int = 64, **settings: Any) -> Path:
+    """`folder`, with a checkpoint in `model`, a text in `corpus.txt` and its `store`."""
+    from offload_decode.prefill_jobs.job import Settings, prefill
+
+    (folder / "corpus.txt").write_text(text)
+    model, how = saved_model(folder / "model", family), Settings(options={"chunk": chunk}, **settings)
+    prefill(str(folder / "corpus.txt"), model=str(model), out=folder / "store", settings=how)
+    return folder

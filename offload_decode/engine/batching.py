@@ -18,11 +18,10 @@ from torch import Tensor
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import Watch, cite
 from offload_decode.engine.conversation import Conversation
-from offload_decode.engine.sampler import Processors
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.packed_batch import Block, PackedCache, Segment
-from offload_decode.models.loading import Padding, run_in_passes
-from offload_decode.types import Answer, CitedDocument, StepStats
+from offload_decode.models.loading import Padding, Processors, run_in_passes
+from offload_decode.types import Answer, StepStats
 
 LOGITS = 1 << 24
 """Logits that a pass makes at most, where all of a question are wanted."""
@@ -167,7 +166,7 @@ def _shared(parts: list[_Part]) -> StoredPrefix:
     return prefix
 
 
-_WHOLE = ("rows", "selected", "bytes_moved", "bus_bytes", "cache_hits", "cache_misses")
+_WHOLE = ("rows", "selected", "bytes_moved", "bus_bytes", "cache_hits", "cache_misses", "tail_rows")
 
 
 def _share(prefix: StoredPrefix, parts: list[_Part], seconds: float) -> None:
@@ -178,6 +177,7 @@ def _share(prefix: StoredPrefix, parts: list[_Part], seconds: float) -> None:
     for part in parts:
         tokens = len(part.ids)
         share = StepStats(tokens=tokens, total_s=seconds * tokens, attended=stats.attended)
+        share.tail_error = stats.tail_error
         for name in ("search_s", "gather_s", "attend_s"):
             setattr(share, name, getattr(stats, name) * tokens / total)
 
@@ -187,7 +187,6 @@ def _share(prefix: StoredPrefix, parts: list[_Part], seconds: float) -> None:
         for name in _WHOLE:
             setattr(share, name, of(getattr(stats, name)))
         share.by_layer = {layer: of(number) for layer, number in stats.by_layer.items()}
-        share.tail_rows, share.tail_error = of(stats.tail_rows), stats.tail_error
         part.run.conversation.prefix.stats.add(share)
         start += tokens
 
@@ -250,9 +249,8 @@ def answer_batch(
             mask[: len(kept), stored : stored + longest] = mask[rows, stored : stored + longest]
             mask, ids, position = mask[: len(kept)], ids[rows], position[rows]
     stats.add(forked.prefix.take_stats())
-    cited: list[tuple[CitedDocument, ...] | None] = [None] * len(asked)
-    if cites:
-        cited = [cite(watch, engine.store, engine.tokenizer) for watch in watches]
+    found = [cite(watch, engine.store, engine.tokenizer) for watch in watches]
+    cited = found if cites else [None for _ in asked]
     return [
         Answer(engine.decode(own).strip(), tuple(own), stats, "length" if len(own) == end else "stop", seen)
         for own, end, seen in zip(tokens, most, cited, strict=True)

@@ -199,5 +199,4 @@ def _nearest(pieces: Sequence[str], places: range) -> int | None:
     def line(at: int) -> bool:
         return bool(_LINE.search(pieces[at - 1]))
 
-    found = (next(filter(ends, places), None) for ends in (whole, line))
-    return next((at for at in found if at is not None), None)
+    return next((at for ends in (whole, line) for at in places if ends(at)), None)

@@ -14,11 +14,11 @@ from torch import Tensor
 from offload_decode.attention.rows import tensor_view
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.citations import Watch
-from offload_decode.engine.sampler import Pieces, Processors, Sampler, decode
+from offload_decode.engine.sampler import Pieces, Sampler, decode
 from offload_decode.engine.step import StoredPrefix
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.compat import DTYPES
-from offload_decode.models.loading import LoadedModel, run_in_passes
+from offload_decode.models.loading import LoadedModel, Processors, run_in_passes
 from offload_decode.models.prompt import Prompt
 from offload_decode.selectors.base import Selector
 from offload_decode.store.base import Store
@@ -102,16 +102,13 @@ class Conversation:
         raise ConfigError("there are no tokens to extend with")
 
     def run(self, run: list[int], every: bool = False) -> Tensor:
-        """`extend` within a `step`: the logits `[V]` after the last one of `run`,
-        or `[T, V]` after `every` one.
-        """
+        """`extend` within a `step`: the logits `[V]` after the last one of `run`, or `[T, V]` of all."""
         began = time.perf_counter()
         ids = torch.tensor([run])
         if len(run) == 1:
             logits = self.loaded.forward(ids, self.cache, every=every)[0]
         else:
-            limit = self.admitted(len(run))
-            logits = run_in_passes(self.loaded, ids, self.cache, limit, every=every)[0]
+            logits = run_in_passes(self.loaded, ids, self.cache, self.admitted(len(run)), every=every)[0]
         self.has_run(run)
         self.prefix.stats.tokens += len(run)
         self.prefix.stats.total_s += time.perf_counter() - began
@@ -212,11 +209,9 @@ class Conversation:
     @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        configured = self.loaded.model.generation_config.eos_token_id
-        if configured is None:
-            configured = self.loaded.model.config.eos_token_id
-        if configured is None:
-            return frozenset()
+        model = self.loaded.model
+        stated = (one.eos_token_id for one in (model.generation_config, model.config))
+        configured = next((one for one in stated if one is not None), ())
         return frozenset([configured] if isinstance(configured, int) else configured)
 
     @contextmanager
@@ -243,20 +238,18 @@ class Conversation:
             self._lock.release()
 
     def _cache_behind(self, prefix: StoredPrefix) -> PrefixCache:
-        shape = self.loaded.shape
-        windows = {layer: self._window(layer) for layer in shape.local_layers}
-        states = {layer: self._states(layer) for layer in shape.state_layers}
+        def sent(array: Any) -> Tensor:
+            return tensor_view(array)[None].to(self.loaded.device)
+
+        shape, store = self.loaded.shape, self.store
+        windows = {
+            layer: (sent(keys), sent(values))
+            for layer in shape.local_layers
+            for keys, values in [store.window(layer)]
+        }
+        states = {layer: [sent(one.copy()) for one in store.states(layer)] for layer in shape.state_layers}
         decoder, dtype = self.loaded.model.base_model, DTYPES[self.loaded.dtype]
         return PrefixCache.over(prefix, shape, windows, decoder, dtype, states, self.positions)
-
-    def _window(self, layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.store.window(layer)
-        device = self.loaded.device
-        return tensor_view(keys)[None].to(device), tensor_view(values)[None].to(device)
-
-    def _states(self, layer: int) -> list[Tensor]:
-        held = self.store.states(layer)
-        return [tensor_view(state.copy())[None].to(self.loaded.device) for state in held]
 
 
 def _ids(tokens: Sequence[int] | Tensor) -> list[int]:

@@ -35,9 +35,8 @@ class Engine(Conversation):
 
     Answers obey the model's `generation_config` as `model.generate` does: repetition penalties, n-grams that
     must not come again, forbidden, suppressed and forced tokens, least lengths and stop strings. These count
-    the conversation, that is, every token after the stored ones; the stored ones are not counted. How a
-    token is picked is said by a `Sampler` alone: `do_sample`, `temperature`, `top_k`, `top_p`, `num_beams`
-    and `max_time` of the `generation_config` are not looked at.
+    every token after the stored ones. How a token is picked is said by a `Sampler` alone: `do_sample`,
+    `temperature`, `top_k`, `top_p`, `num_beams` and `max_time` of the `generation_config` are ignored.
     """
 
     @classmethod
@@ -89,12 +88,8 @@ class Engine(Conversation):
         ids = torch.tensor([self.prompt.first(self.tokenizer, question)], device=self.loaded.device)
         mask = torch.ones(1, self.prefix.length + ids.shape[1], dtype=torch.bool, device=self.loaded.device)
         # A config may say otherwise, and every step would run all tokens again.
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            generate_name(): self.new_cache(),
-            "use_cache": True,
-        }
+        given = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+        return {**given, generate_name(): self.new_cache()}
 
     def stream(
         self, question: str, max_new_tokens: int = 128, sampler: Sampler | None = None
@@ -128,19 +123,14 @@ class Engine(Conversation):
             raise ConfigError("answer_many takes a list of questions, and this is one: use answer")
         if batch_size < 1:
             raise ConfigError(f"a batch of {batch_size} questions answers none: batch_size must be 1 or more")
-        if self.prefix.chosen.one_question or self._may_outgrow(questions, max_new_tokens):
+        room = self.selector.whole_generated - self.cache.tail_length - len(self.pending) - max_new_tokens
+        outgrown = room < math.inf and any(len(self.question_tokens(one)) > room for one in questions)
+        if self.prefix.chosen.one_question or outgrown:
             return [self.answer(question, max_new_tokens, cites=cites) for question in questions]
         answers: list[Answer] = []
         for start in range(0, len(questions), batch_size):
             answers += answer_batch(self, questions[start : start + batch_size], max_new_tokens, cites)
         return answers
-
-    def _may_outgrow(self, questions: Sequence[str], max_new_tokens: int) -> bool:
-        """Whether some answer may end in a conversation of which the selector chooses a part."""
-        room = self.selector.whole_generated - self.cache.tail_length - len(self.pending) - max_new_tokens
-        if room == math.inf:
-            return False
-        return any(len(self.question_tokens(question)) > room for question in questions)
 
 
 # A conversation with the bare model, through the engine that answers from a corpus.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -91,8 +91,12 @@ class StoredPrefix:
         with self.host.lock:  # of several threads one searches at a time, on all cores
             if step >= rows:
                 return _by_head(self._attend_rows(layer, queries, watched), queries)
-            parts = self._parts(queries, int(step), watched)
-            states = [self._attend_rows(layer, *part) for part in parts]
+            states = []
+            # In parts whose selections fit in memory; the rows of a group share a search.
+            for start in range(0, rows, int(step)):
+                end = start + int(step)
+                own = [seen[(seen >= start) & (seen < end)] - start for seen in watched]
+                states.append(self._attend_rows(layer, queries.part(start, end), own))
         out, lse = (torch.cat(own, dim=1) for own in zip(*states, strict=True))
         return _by_head(AttentionState(out, lse), queries)
 
@@ -121,17 +125,6 @@ class StoredPrefix:
         if self.ends:
             return [last_rows(queries, 0, end) for end in self.ends]
         return [last_rows(queries, sequence) for sequence in range(len(self.watches))]
-
-    def _parts(
-        self, queries: Queries, step: int, watched: Sequence[Tensor]
-    ) -> Iterator[tuple[Queries, list[Tensor]]]:
-        """The queries in parts whose selections fit in memory, with the rows of each that each watch is to
-        see; the rows of a group share a search.
-        """
-        for start in range(0, queries.rows.shape[1], step):
-            end = start + step
-            own = [rows[(rows >= start) & (rows < end)] - start for rows in watched]
-            yield queries.part(start, end), own
 
     def _attend_rows(self, layer: int, queries: Queries, watched: Sequence[Tensor]) -> AttentionState:
         """Select, attend, estimate the tail, merge."""

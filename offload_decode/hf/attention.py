@@ -18,12 +18,20 @@ from offload_decode.attention.dense import attend_dense
 from offload_decode.attention.queries import Places
 from offload_decode.attention.state import merge_states, sink_state
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.cache_layers import RUNNING, GeneratedLayer, GraphLayer, LatentLayer, PrefixLayer
+from offload_decode.hf.cache_layers import (
+    RUNNING,
+    AttentionCall,
+    GeneratedLayer,
+    GraphLayer,
+    LatentLayer,
+    PrefixLayer,
+)
 from offload_decode.hf.mla import LatentHeads, latent_of
 from offload_decode.hf.packed_batch import PackedLayer
 from offload_decode.types import AttentionState
 
 NAME = "offload_decode"
+NOT_BOOL = "a prepared 4-D attention mask must be bool, True where a token may be seen"
 _WITHOUT_EFFECT = frozenset(["cache_position", "position_ids"])
 
 
@@ -45,7 +53,7 @@ def prefix_attention(
     """
     assert scaling is not None, "every served architecture states its scaling"
     if attention_mask is not None and attention_mask.dtype != torch.bool:
-        raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
+        raise ConfigError(NOT_BOOL)
     run = RUNNING.current
     layer: GeneratedLayer | PackedLayer | GraphLayer | None = run.layer_of(key)
     latent = None if layer is not None else latent_of(module)
@@ -53,7 +61,8 @@ def prefix_attention(
         layer = run.layer_before(module.layer_idx)  # type: ignore[arg-type]
     if isinstance(layer, GraphLayer):
         _refuse_unknown(module, others)
-        return layer.attend(module, query, key, value, scaling, softcap, s_aux), None
+        call = AttentionCall(module, layer.index, query, key, value, scaling, softcap, s_aux)
+        return layer.attend(call), None
     if layer is not None:
         if latent is not None:
             others.pop("indices", None)  # tokens that a model's own indexer chose
@@ -69,37 +78,28 @@ def prefix_attention(
         state = reduce(merge_states, states if heads is None else map(heads.expand, states))
         return _finished(state, s_aux, query, served=True)
     # Where the mask has the one entry of `generated_mask`, the position alone says what a token sees. Some
-    # models cut the keys to the last ones, and the mask with them. Keys from no layer are those of the
-    # tokens.
+    # models cut the keys, and the mask with them. Keys from no layer are those of the tokens.
     places: Places | None = None
-    if (
-        attention_mask is not None
-        and max(query.shape[2], key.shape[2]) > 1
-        and attention_mask.shape[2:] == (1, 1)
-    ):
-        places = layer.places if layer is not None else Places()
-        attention_mask = None
-    # Between these two the generated KV is attended to, so that a device works while the host searches.
-    finish: Callable[[], AttentionState] | None = None
-    if isinstance(layer, PrefixLayer):
-        finish = layer.prefix.begin(layer.index, stored_query, scaling, softcap)
-    state = None
-    if (
-        isinstance(layer, PrefixLayer)
-        and layer.tail.length > layer.prefix.whole_generated
-        and (places is None or query.shape[2] == 1)
-        and run.sees_all(attention_mask)
-    ):
-        state = layer.prefix.attend_generated(layer.index, stored_query, layer.tail, scaling, softcap)
-    if state is not None and heads is not None:
-        state = heads.expand(state)
-    if state is None:
+    more_than_one = max(query.shape[2], key.shape[2]) > 1
+    if attention_mask is not None and more_than_one and attention_mask.shape[2:] == (1, 1):
+        places, attention_mask = layer.places if layer is not None else Places(), None
+    if not isinstance(layer, PrefixLayer):
         state = attend_dense(query, key, value, scaling, attention_mask, softcap, places)
+    else:
+        # The generated KV is attended to between these two, so that a device works while the host searches.
+        finish = layer.prefix.begin(layer.index, stored_query, scaling, softcap)
+        part: AttentionState | None = None
+        free = places is None or query.shape[2] == 1
+        if free and layer.tail.length > layer.prefix.whole_generated and run.sees_all(attention_mask):
+            part = layer.prefix.attend_generated(layer.index, stored_query, layer.tail, scaling, softcap)
+        if part is None:
+            generated = attend_dense(query, key, value, scaling, attention_mask, softcap, places)
+        else:
+            generated = part if heads is None else heads.expand(part)
+        stored = finish()
+        state = merge_states(generated, stored if heads is None else heads.expand(stored))
     if layer is not None:
         layer.unattended = False
-    if finish is not None:
-        stored = finish()
-        state = merge_states(state, stored if heads is None else heads.expand(stored))
     return _finished(state, s_aux, query, served=layer is not None)
 
 
@@ -113,13 +113,11 @@ def _temperature_at(module: Any, query: Tensor, positions: Tensor, first: int) -
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
 
-    def scale(at: Tensor) -> Tensor:
-        steps = torch.floor((at.float() + 1.0) / module.floor_scale)
-        scale: Tensor = torch.log1p(steps) * module.attn_scale + 1.0
-        return scale
+    def scale(at: Tensor) -> Any:
+        return torch.log1p(torch.floor((at.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
     counted = torch.arange(first, first + query.shape[2], device=positions.device)
-    factor = scale(positions) / scale(counted)
+    factor: Tensor = scale(positions) / scale(counted)
     return query * factor[:, None, :, None].to(query)
 
 

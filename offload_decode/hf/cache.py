@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
 from offload_decode.hf.cache_layers import GeneratedLayer, KeylessLayer, LatentLayer, PrefixLayer, WindowLayer
@@ -83,17 +82,12 @@ class PrefixCache(RecurrentCache):
         """Layers."""
         return len(self.layers)
 
-    def be(self, kind: type[Cache]) -> None:
-        """Also be a cache of the class that a decoder insists on."""
-        if not isinstance(self, kind):
-            self.__class__ = type(PrefixCache.__name__, (PrefixCache, kind), {})
-
     def fork(self, prefix: Prefix) -> PrefixCache:
         """An independent copy that shares the stored parts."""
         layers = [layer.fork(prefix) for layer in self.layers]
         copy = PrefixCache(layers, self.decoder, self.dtype, self.positions)
         copy.shown = self.shown
-        copy.share_marks(self)
+        copy.marks, copy._last = dict(self.marks), dict(self._last)
         return copy
 
     def __deepcopy__(self, memo: dict[int, object]) -> PrefixCache:
@@ -119,7 +113,7 @@ class PrefixCache(RecurrentCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Stored and generated tokens."""
         layer = self._keyed[layer_idx]
-        return int(layer.prefix.length) + layer.tail.length
+        return int(layer.prefix.length + layer.tail.length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The keys that a mask covers, and where they begin: every query may see the rest of the prefix."""
@@ -144,10 +138,6 @@ class PrefixCache(RecurrentCache):
         """Forget the generated tokens, as `crop` does."""
         self.crop(-self.tail_length)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Pick sequences, for beam search."""
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these sequences."""
         for layer in self.tails:
@@ -156,6 +146,8 @@ class PrefixCache(RecurrentCache):
             self.pick_states(indices)
         if self.shown is not None:
             self._hide(self.shown[indices.to(self.shown.device)])
+
+    reorder_cache = batch_select_indices  # of beam search
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
@@ -213,11 +205,9 @@ class PrefixCache(RecurrentCache):
             layer.rebase()
         self.marks, self._last = {}, {}
 
-    def padded_positions(self, tokens: int) -> Tensor | None:
-        """Positions of the last `tokens`, int64 `[B, T]`; None where no padding stands before them."""
-        if self.shown is None:
-            return None
-        return (self.prefix_length + self.shown.long().cumsum(-1) - 1)[:, -tokens:]
+    def positions_of(self, shown: Tensor, tokens: int) -> Tensor:
+        """Of the last `tokens`, int64 `[B, T]`, where `shown [B, S]` after the prefix are no padding."""
+        return (self.prefix_length + shown.long().cumsum(-1) - 1)[:, -tokens:]
 
     def hidden(self, tokens: int) -> Tensor | None:
         """How much of the last `tokens` is padding in each sequence, int64 `[B]`; None where nothing is."""

@@ -335,21 +335,12 @@ class GraphLayer(PassLayer):
         RUNNING.current.updated(self, tagged)
         return tagged, value_states
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """`[B, T, H, D]`. Raises `UnsupportedModel` for a model that makes something else of its keys."""
-        if self._given is None or key is not self._given[0] or value is not self._given[1]:
+        if self._given is None or call.key is not self._given[0] or call.value is not self._given[1]:
             raise UnsupportedModel("this model's attention receives other keys than those put in its cache")
         self._given = None
-        return self._attend(AttentionCall(module, self.index, query, key, value, scaling, softcap, sinks))
+        return self._attend(call)
 
     def get_seq_length(self) -> int:
         """The tokens that are reported."""

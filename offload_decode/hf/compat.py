@@ -180,11 +180,9 @@ def by_own_names(quantization: dict[str, Any], names: Names) -> dict[str, Any]:
             listed = re.sub(pattern, name, f"{listed}.").removesuffix(".")
         return listed
 
-    return {
-        name: [own(one) if isinstance(one, str) else one for one in value]
-        if isinstance(value, list)
-        else value
-        for name, value in quantization.items()
+    lists = {name: value for name, value in quantization.items() if isinstance(value, list)}
+    return quantization | {
+        name: [own(one) if isinstance(one, str) else one for one in value] for name, value in lists.items()
     }
 
 
@@ -198,12 +196,11 @@ def unknown_text(
     found = []
     for name in unexpected:
         own = name.removeprefix(base)
-        part, _, rest = own.partition(".")
-        if part in parts or (names.base not in ("", base) and names.base + own in there):
-            # Layers beyond the last predict further tokens, which are not used here.
-            number = rest.partition(".")[0] if part == "layers" else ""
-            if not number.isdecimal() or int(number) < layers:
-                found.append(name)
+        # Layers beyond the last predict further tokens, which are not used here.
+        further = (number := re.match(r"layers\.(\d+)(\.|$)", own)) and int(number[1]) >= layers
+        known = own.partition(".")[0] in parts or (names.base not in ("", base) and names.base + own in there)
+        if known and not further:
+            found.append(name)
     return sorted(found)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from offload_decode.common.errors import ConfigError, UnsupportedModel
-from offload_decode.hf.attention import NAME, generated_mask, prefix_attention
+from offload_decode.hf.attention import NAME, NOT_BOOL, generated_mask, prefix_attention
 from offload_decode.hf.cache import PrefixCache
 from offload_decode.hf.cache_layers import RUNNING, Pass
 from offload_decode.hf.compat import cache_in, cache_name, in_its_name
@@ -28,6 +28,8 @@ from offload_decode.hf.packed_batch import PackedCache
 from offload_decode.hf.positions import UNSAID, depends_on_length
 from offload_decode.hf.recurrent_steps import run_rows_apart
 from offload_decode.hf.shape import cache_class
+
+_HIDES = "the attention mask hides stored tokens: only tokens after the prefix can be masked"
 
 
 def activate(model: Any) -> None:
@@ -59,13 +61,10 @@ def _before(
         _check_kept(decoder, given)
         return None
     if not isinstance(cache, wanted := cache_class(kind)):
-        cache.be(wanted)
-    if isinstance(cache, PackedCache):
-        _check_model(decoder, given, [segment.cache for segment in cache.segments])
-        RUNNING.current = _begin_packed(decoder, given, cache)
-    else:
-        _check_model(decoder, given, [cache])
-        RUNNING.current = _begin(decoder, given, cache)
+        cache.__class__ = _both(PackedCache if isinstance(cache, PackedCache) else PrefixCache, wanted)
+    packed = isinstance(cache, PackedCache)
+    _check_model(decoder, given, [segment.cache for segment in cache.segments] if packed else [cache])
+    RUNNING.current = (_begin_packed if packed else _begin)(decoder, given, cache)
     return (), given
 
 
@@ -80,8 +79,8 @@ def _begin(decoder: nn.Module, given: dict[str, Any], cache: PrefixCache) -> Pas
     rows, tokens = new.shape[:2]
     if not tokens:
         raise ConfigError(
-            "no tokens are left to run: generate takes ids without a mask for the whole sequence and removes "
-            "the stored tokens from them; pass the mask over stored and new tokens too, as Engine.inputs does"
+            "no tokens are left to run, because generate removes the stored tokens from ids without a mask: "
+            "pass the mask over stored and new tokens too, as Engine.inputs does"
         )
     if ids is not None:
         check_ids(ids, decoder)
@@ -113,7 +112,7 @@ def _begin(decoder: nn.Module, given: dict[str, Any], cache: PrefixCache) -> Pas
         rotated_for=cache.positions.length or UNSAID,
         mask=mask if mask is not None and mask.ndim == 2 else None,
         unpadded=mask is None and cache.shown is None,
-        positions=None if cache.shown is None else cache.padded_positions(tokens),
+        positions=None if cache.shown is None else cache.positions_of(cache.shown, tokens),
     )
 
 
@@ -155,6 +154,12 @@ def _check_kept(decoder: nn.Module, given: dict[str, Any]) -> None:
             "this model's own generate drops the stored prefix here, because its rotation would change: use "
             "Engine.answer, which keeps the rotation of the store"
         )
+
+
+@lru_cache(maxsize=64)
+def _both(ours: type, kind: type) -> Any:
+    """A cache of ours that is also of the class that a decoder insists on."""
+    return type(ours.__name__, (ours, kind), {})
 
 
 @lru_cache(maxsize=64)
@@ -226,9 +231,7 @@ def _shown(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tensor:
     # The engine's own masks are known to; reading a million entries at every step would be slow.
     known, cache.shows_prefix = cache.shows_prefix is mask, None
     if not known and not bool((mask[:, :prefix] != 0).all()):
-        raise ConfigError(
-            "the attention mask hides stored tokens: only tokens after the prefix can be masked"
-        )
+        raise ConfigError(_HIDES)
     shown = mask[:, prefix:] != 0  # a copy: the caller's mask may change
     earlier = cache.shown
     before = shown[:, :tail]
@@ -244,7 +247,7 @@ def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tenso
     """A 4-D mask without its columns of the prefix."""
     prefix, tail = cache.prefix_length, cache.tail_length
     if mask.dtype != torch.bool:
-        raise ConfigError("a prepared 4-D attention mask must be bool, True where a token may be seen")
+        raise ConfigError(NOT_BOOL)
     if any(cache.is_sliding):
         raise ConfigError(
             "this model has sliding-window layers, which need another mask than the others: "
@@ -257,9 +260,7 @@ def _prepared(mask: Tensor, cache: PrefixCache, rows: int, tokens: int) -> Tenso
         )
     if mask.shape[-1] == prefix + tail + tokens:
         if not bool(mask[..., :prefix].all()):
-            raise ConfigError(
-                "the attention mask hides stored tokens: only tokens after the prefix can be masked"
-            )
+            raise ConfigError(_HIDES)
         return mask[..., prefix:]
     if mask.shape[-1] != tail + tokens:
         raise ConfigError(
@@ -277,7 +278,7 @@ def _check_positions(
         raise ConfigError(
             "earlier tokens of this cache are padding: pass an attention mask that hides them here too"
         )
-    first = cache.prefix_length + cache.tail_length
+    first = cache.get_seq_length()
     device = shown.device if positions is None else positions.device  # type: ignore[union-attr]
     unpadded = torch.arange(first, first + tokens, device=device)[None]
     positions = unpadded if positions is None else positions
@@ -286,12 +287,11 @@ def _check_positions(
             f"position_ids must be [{rows}, {tokens}], one for each new token, and not "
             f"{list(positions.shape)}"
         )
-    if shown is None:
-        expected = unpadded
-        right = positions == expected
-    else:
+    expected = unpadded
+    right = positions == unpadded
+    if shown is not None:
         shown = shown.to(device)
-        expected = (cache.prefix_length + shown.long().cumsum(-1) - 1)[:, -tokens:]
+        expected = cache.positions_of(shown, tokens)
         right = (positions == expected) | ~shown[:, -tokens:]
     if not bool(right.all()):
         wrong = (~right).nonzero()[0].tolist()

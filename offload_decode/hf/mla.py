@@ -63,14 +63,11 @@ def tell_of_indexer(config: Any, tokens: int) -> None:
     """
     most = getattr(config, "index_topk", None)
     if isinstance(most, int) and tokens > most:
-        warnings.warn(
-            OffloadDecodeWarning(
-                f"This model learned to attend to the {most:,} tokens that an indexer of its own chooses. "
-                "Here it is not asked: a prefill attends to all tokens, and an answer to those that the "
-                "selector chooses."
-            ),
-            stacklevel=3,
+        told = (
+            f"This model learned to attend to the {most:,} tokens that an indexer of its own chooses. Here "
+            "it is not asked: a prefill attends to all tokens, an answer to those that the selector chooses."
         )
+        warnings.warn(OffloadDecodeWarning(told), stacklevel=3)
 
 
 class LatentHeads:

@@ -8,8 +8,8 @@ token sees of its segment follows from its position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,11 +71,6 @@ class PackedCache(Cache):  # type: ignore[misc]
         """The length of text that all of the conversations are rotated for."""
         return self.segments[0].cache.positions.length
 
-    def be(self, kind: type[Cache]) -> None:
-        """Also be a cache of the class that a decoder insists on."""
-        if not isinstance(self, kind):
-            self.__class__ = _packed_class(kind)  # type: ignore[arg-type]
-
     def begin(self, tokens: int) -> None:
         """A pass of so many tokens begins. Raises where one of the conversations could not run its part."""
         if self._begun or tokens != sum(segment.tokens for segment in self.segments):
@@ -123,12 +118,11 @@ class PackedCache(Cache):  # type: ignore[misc]
             own.begun = None
 
 
-def logits_after(output: Any, rows: Tensor) -> Tensor:
-    """The logits `[n, V]` after the packed tokens `rows`, of a pass with `logits_to_keep=rows`, which some
-    models ignore: they return those of all tokens.
+def logits_after(logits: Tensor, rows: Tensor) -> Tensor:
+    """The logits `[n, V]` after the packed tokens `rows`, of those `[1, T, V]` of a pass with
+    `logits_to_keep=rows`, which some models ignore: they return those of all tokens.
     """
-    logits: Tensor = output.logits[0]
-    return logits if len(logits) == len(rows) else logits[rows]
+    return logits[0] if logits.shape[1] == len(rows) else logits[0, rows]
 
 
 class PackedLayer(PassLayer):
@@ -229,8 +223,3 @@ def _concatenated(states: Sequence[AttentionState]) -> AttentionState:
         return states[0]
     out, lse = zip(*states, strict=True)
     return AttentionState(torch.cat(out, dim=2), torch.cat(lse, dim=2))
-
-
-@cache
-def _packed_class(kind: type[Cache]) -> type[PackedCache]:
-    return type(PackedCache.__name__, (PackedCache, kind), {})

@@ -171,14 +171,8 @@ class RecurrentCache(Cache):  # type: ignore[misc]
         """Keep these batch rows, also of what is marked; what is stored is of no row."""
         self._replace_states({i: states.rows(rows) for i, states in self._held().items()})
         for marks in (self.marks, self._last):
-            later = {length: held for length, held in marks.items() if length}
-            marks |= {
-                length: {i: states.rows(rows) for i, states in held.items()} for length, held in later.items()
-            }
-
-    def share_marks(self, other: RecurrentCache) -> None:
-        """Those of the cache that this one is a fork of."""
-        self.marks, self._last = dict(other.marks), dict(other._last)
+            for length, held in marks.items():
+                marks[length] = {i: states.rows(rows) if length else states for i, states in held.items()}
 
     def join(self, tail_length: int) -> None:
         """The passes since `tail_length` were one turn: forget where the later ones began."""

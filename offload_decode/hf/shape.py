@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
@@ -195,9 +195,7 @@ class _WithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(first, torch.Tensor) or not first.is_meta:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
-            return (
-                True if first.dtype == torch.bool else torch.zeros((), dtype=first.dtype, device="cpu").item()
-            )
+            return first.dtype == torch.bool or torch.zeros((), dtype=first.dtype, device="cpu").item()
         if func is aten.nonzero.default:
             return first.new_empty(0, first.ndim, dtype=torch.int64)
         device = kwargs.get("device")
@@ -253,10 +251,11 @@ def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], 
             f"layer {index} of this '{name}' model keeps more than keys, values and states "
             f"({type(layer).__name__}), which is not served: use another model"
         )
+    kept = {sort: getattr(layer, f"{sort}_states", None) for sort in ("conv", "recurrent")}
     states = tuple(
         _state(f"{sort}{number}", state)
-        for sort in ("conv", "recurrent")
-        for number, state in _numbered(getattr(layer, f"{sort}_states", None))
+        for sort, own in kept.items()
+        for number, state in (own if isinstance(own, dict) else {0: own}).items()
         if state is not None
     )
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -272,11 +271,6 @@ def _layer(name: str, index: int, layer: Any, seen: dict[int, tuple[Any, int]], 
         return LayerShape(kind, 1, latent.dim, latent.dim, None, states, latent=True)
     window = None if kind is LayerKind.FULL else layer.sliding_window
     return LayerShape(kind, heads, key_dim, value_dim, window, states)
-
-
-def _numbered(states: Any) -> Iterable[tuple[int, Any]]:
-    """One or several recurrent states of a sort, by number."""
-    return states.items() if isinstance(states, dict) else [(0, states)]
 
 
 def _state(name: str, state: torch.Tensor) -> StateShape:

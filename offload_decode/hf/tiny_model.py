@@ -31,11 +31,12 @@ _KV_HEADS = re.compile(r"(swa_)?num_key_value_heads|num_(global_)?(key_value|kv)
 _HEAD_DIMS = re.compile(
     r"((swa_|global_|attention_|v_|qk_|qk_nope_|qk_rope_|index_|swa_v_)?head_dim|kv_channels|rotary_dim)"
 )
-_MAMBA_HEADS = re.compile(r"mamba_n_heads|mamba_num_heads|n_mamba_heads")
 _MAMBA_DIMS = re.compile(r"mamba_d_head|mamba_head_dim|mamba_headdim")
-_WINDOWS = re.compile(r"sliding_window(_size)?|window_size|attention_window_size")
 # Names, and the most that such a size may be.
 _MOST: tuple[tuple[str, int], ...] = (
+    (r"sliding_window(_size)?|(attention_)?window_size", WINDOW),
+    (r"attention_chunk_size", CHUNK),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
     (r".*(token_id|token_index)", 2),
     (r".*vocab_size.*", VOCABULARY),
     (r".*(moe|expert).*(intermediate|ffn|hidden).*size.*", 24),
@@ -53,10 +54,7 @@ _MOST: tuple[tuple[str, int], ...] = (
     (r"local_attention", 2 * WINDOW),
 )
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_layers_per_stack")
-
-
 _PLACES = re.compile(r"idx|index|layer_id|^_")  # of a layer, and what torch keeps of every module
-
 Kind = tuple[Any, ...]
 
 
@@ -148,9 +146,7 @@ def _parts(layer: Any) -> Iterator[tuple[Any, ...]]:
     for path, module in layer.named_modules():
         if re.search(r"experts\.\d", path):
             continue
-        held = {
-            name: own for name, own in vars(module).items() if not re.search(r"idx|index|layer_id|^_", name)
-        }
+        held = {name: own for name, own in vars(module).items() if not _PLACES.search(name)}
         switches = tuple((name, own) for name, own in held.items() if isinstance(own, bool | str | None))
         sizes = [tuple(weight.shape) for weight in module.parameters(recurse=False)]
         sizes += [(name, own) for name, own in held.items() if type(own) is int]
@@ -164,9 +160,11 @@ def _switches(kind: Kind) -> Kind:
 
 def _shrunk(text: Any, layers: list[int], total: int, width: int) -> Any:
     """The config with small numbers, and heads of about `width`."""
-    fields, sizes = _stated(text.to_dict()), _Sizes(text, width)
-    fields = {name: sizes.field(name, value) for name, value in fields.items()}
-    fields = {name: _cut(name, value, layers, total) for name, value in fields.items()}
+    sizes = _Sizes(text, width)
+    fields = {
+        name: _cut(name, sizes.field(name, value), layers, total)
+        for name, value in _stated(text.to_dict()).items()
+    }
     for name in _LAYER_COUNTS:
         if isinstance(held := fields.get(name), int) and held % total == 0:
             fields[name] = held // total * len(layers)
@@ -229,8 +227,6 @@ class _Sizes:
             return self._kv(value)
         if _HEAD_DIMS.fullmatch(name):
             return self._dim(value)
-        if _MAMBA_HEADS.fullmatch(name):
-            return min(value, 8)
         if _MAMBA_DIMS.fullmatch(name):
             return self.expand * self.few_hidden // 8
         if name == "mamba_d_ssm":
@@ -239,19 +235,12 @@ class _Sizes:
             return min(value, 2 * self.values_per_key)
         if re.fullmatch(r"linear_(key_|value_)?head_dim", name):
             return max(1, value // self.linear_divisor)
-        if _WINDOWS.fullmatch(name):
-            return min(value, WINDOW)
-        if name == "attention_chunk_size":
-            return min(value, CHUNK)
         # A model's own indexer is not asked behind a prefix, and in the plain pass it leaves nothing out.
         if re.fullmatch(r"max_position_embeddings|n_positions|max_seq_len|index_topk", name):
             return min(max(value, _POSITIONS), _MOST_POSITIONS)
         if value in (self.hidden, 2 * self.hidden) and re.search(r"hidden|dim|^size|width|embd|model", name):
             return value // self.hidden * self.few_hidden
-        for pattern, most in _MOST:
-            if re.fullmatch(pattern, name):
-                return min(value, most)
-        return value
+        return min(value, next((most for pattern, most in _MOST if re.fullmatch(pattern, name)), value))
 
     def _kv(self, value: int) -> int:
         if value == 1:

@@ -31,7 +31,6 @@ from offload_decode.hf.positions import lengths_of
 from offload_decode.hf.shape import claimed_shape, observed_shape, text_config
 from offload_decode.hf.tiny_model import NoTinyModel, tiny_config_of, tiny_model_of
 from offload_decode.hf.user_cache import cached
-from offload_decode.kv.generated import GeneratedKV
 from offload_decode.types import AttentionState, LayerShape, ModelShape
 
 CLOSE = 1e-4
@@ -156,7 +155,7 @@ class _Differs(Exception):
 
 
 class _MemoryPrefix:
-    """A stored prefix (`kv.generated.Prefix`) in memory, all of which is attended to."""
+    """A stored prefix (`kv.generated.Prefix`) in memory: all of it, and of the generated KV, is seen."""
 
     remembers = False
     whole_generated = math.inf
@@ -178,10 +177,8 @@ class _MemoryPrefix:
         keys, values = (part.expand(len(query), -1, -1, -1) for part in self._kv[layer])
         return partial(attend_dense, query, keys, values, scaling, None, softcap)
 
-    def attend_generated(
-        self, layer: int, query: Tensor, tail: GeneratedKV, scaling: float, softcap: float | None
-    ) -> None:
-        """None: attention to the generated KV is dense."""
+    def attend_generated(self, *_: object) -> None:
+        """Never called: see `whole_generated`."""
 
 
 def _no_kv(layer: LayerShape) -> tuple[Tensor, Tensor]:
@@ -220,13 +217,10 @@ class Trial:
     def run_behind(self, ids: Tensor) -> None:
         """The passes that are compared."""
         behind = self.prefilled(ids[:1, :PREFIX])
-        self.step = "one token"
-        self._turn(behind.fork(behind.prefix), ids, PREFIX, 1)
-        self.step = "a question of several tokens"
+        self._turn("one token", behind.fork(behind.prefix), ids, PREFIX, 1)
         talk = behind.fork(behind.prefix)
-        self._turn(talk, ids, PREFIX, _QUESTION)
-        self.step = "a second turn"
-        self._turn(talk, ids, PREFIX + _QUESTION, _TURN)
+        self._turn("a question of several tokens", talk, ids, PREFIX, _QUESTION)
+        self._turn("a second turn", talk, ids, PREFIX + _QUESTION, _TURN)
         self.step = "a padded batch"
         self._batch(behind.fork(behind.prefix), ids)
 
@@ -265,7 +259,8 @@ class Trial:
         decoder, dtype = self.model.base_model, torch.float32
         return PrefixCache.over(stored, self.shape, windows, decoder, dtype, states, positions)
 
-    def _turn(self, cache: PrefixCache, ids: Tensor, start: int, tokens: int) -> None:
+    def _turn(self, step: str, cache: PrefixCache, ids: Tensor, start: int, tokens: int) -> None:
+        self.step = step
         self._compare(cache, ids[:1, start : start + tokens], [(0, start, tokens)])
 
     def _batch(self, cache: PrefixCache, ids: Tensor) -> None:
@@ -287,14 +282,11 @@ class Trial:
     ) -> None:
         """Run `ids [B, T]`, whose last tokens stand at `places` as in `check`."""
         positions = None if mask is None else (mask.long().cumsum(-1) - 1)[:, -ids.shape[1] :]
-        logits = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            **with_cache(self.model, cache),
-        ).logits
+        logits = self._logits(ids, cache, attention_mask=mask, position_ids=positions)
         self.check([logits[row, -tokens:] for row, (_, _, tokens) in enumerate(places)], places)
+
+    def _logits(self, ids: Tensor, cache: Any, **more: Any) -> Any:
+        return self.model(input_ids=ids, use_cache=True, **with_cache(self.model, cache), **more).logits
 
     def check(self, found: Sequence[Tensor], places: Sequence[tuple[int, int, int]]) -> None:
         """Raise `_Differs` unless `found [T, V]` are the logits at `places`: T tokens of a sequence of the
@@ -352,14 +344,8 @@ class PackedTrial(Trial):
             places = list(zip(_PACKED_SEQUENCES, starts, lengths, strict=True))
             packed = [ids[row, start : start + length] for row, start, length in places]
             last = torch.tensor(lengths).cumsum(0) - 1
-            output = self.model(
-                input_ids=torch.cat(packed)[None],
-                use_cache=True,
-                logits_to_keep=last,
-                **with_cache(self.model, cache),
-            )
-            found = [logits[None] for logits in logits_after(output, last)]
-            self.check(found, [(row, start + length - 1, 1) for row, start, length in places])
+            logits = logits_after(self._logits(torch.cat(packed)[None], cache, logits_to_keep=last), last)
+            self.check(list(logits[:, None]), [(row, start + n - 1, 1) for row, start, n in places])
             starts = [start + length for start, length in zip(starts, lengths, strict=True)]
 
     def where(self, places: Sequence[tuple[int, int, int]]) -> str:

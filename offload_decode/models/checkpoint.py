@@ -29,52 +29,27 @@ TOKENIZER, TEMPLATE, TEMPLATES = "tokenizer.json", "chat_template.json", "additi
 _MIB = 1 << 20
 # The largest that are known have a tenth of it.
 _SMALL, _LARGE = 16 * _MIB, 512 * _MIB
-_MOST_BYTES = {
-    CONFIG: _SMALL,
-    "generation_config.json": _SMALL,
-    "tokenizer_config.json": _SMALL,
-    "special_tokens_map.json": _SMALL,
-    "added_tokens.json": _SMALL,
-    "chat_template.jinja": _SMALL,
-    TEMPLATE: _SMALL,
-    INDEX: _LARGE,
-    TOKENIZER: _LARGE,
-    "tokenizer.model": _LARGE,
-    "vocab.json": _LARGE,
-    "merges.txt": _LARGE,
-}
+_TABLES = [INDEX, TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt"]
+_SETTINGS = ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"]
+_SETTINGS += ["added_tokens.json", CONFIG, TEMPLATE, "chat_template.jinja"]
+_MOST_BYTES = dict.fromkeys(_SETTINGS, _SMALL) | dict.fromkeys(_TABLES, _LARGE)
 
 # Beyond these a config is a mistake: building such a model, even without weights, would not end.
-_MOST = {
+_OPTIONAL = {
+    "moe_intermediate_size": 1 << 22,
+    **dict.fromkeys(["num_key_value_heads", "head_dim", "num_experts", "num_local_experts"], 1 << 14),
+    **dict.fromkeys(["num_experts_per_tok", "num_labels"], 1 << 14),
+}
+_MOST = _OPTIONAL | {
     "num_hidden_layers": 512,
     "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 14,
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 22,
-    "moe_intermediate_size": 1 << 22,
     "vocab_size": 1 << 26,
-    "num_experts": 1 << 14,
-    "num_local_experts": 1 << 14,
-    "num_experts_per_tok": 1 << 14,
-    "num_labels": 1 << 14,
 }
+_BY_LAYER = ("intermediate_size", "num_key_value_heads")
 _MOST_LISTED = 1 << 15
 """Entries of a list or an object in a config: they are copied and compared many times."""
-_OPTIONAL = frozenset(
-    [
-        "num_key_value_heads",
-        "head_dim",
-        "moe_intermediate_size",
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "num_labels",
-    ]
-)
-
-
-_BY_LAYER = frozenset(["intermediate_size", "num_key_value_heads"])
 
 
 def source_of(model_id: str) -> str:

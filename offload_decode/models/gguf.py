@@ -15,33 +15,17 @@ from offload_decode.common.files import NotPlain, open_plain
 
 SUFFIX = ".gguf"
 _STRING, _ARRAY = 8, 9
-_NUMBERS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+_NUMBERS = dict(enumerate(["<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"])) | {10: "<Q", 11: "<q", 12: "<d"}
 _MOST_PAIRS, _MOST_TENSORS = 1 << 16, 1 << 20
 _MOST_TEXT, _MOST_LISTED, _MOST_BYTES = 1 << 26, 1 << 24, 1 << 29  # of a text, a list, all that is said
 _MOST_SIZE = {
     "block_count": 512,
     "embedding_length": 1 << 20,
-    "feed_forward_length": 1 << 22,
-    "expert_feed_forward_length": 1 << 22,
-    "attention.head_count": 1 << 14,
-    "attention.head_count_kv": 1 << 14,
-    "attention.key_length": 1 << 14,
-    "attention.value_length": 1 << 14,
+    **dict.fromkeys(["feed_forward_length", "expert_feed_forward_length"], 1 << 22),
+    **dict.fromkeys(["attention.head_count", "attention.head_count_kv"], 1 << 14),
+    **dict.fromkeys(["attention.key_length", "attention.value_length"], 1 << 14),
     "vocab_size": 1 << 26,
-    "expert_count": 1 << 14,
-    "expert_used_count": 1 << 14,
+    **dict.fromkeys(["expert_count", "expert_used_count"], 1 << 14),
 }
 
 

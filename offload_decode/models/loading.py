@@ -1,7 +1,11 @@
-"""Load a model and its tokenizer, and run it: `LoadedModel` takes tokens behind a cache to logits."""
+"""Load a model and its tokenizer, and run it: `LoadedModel` takes tokens behind a cache to logits, and
+`Processors` change these as the model's `generation_config` says.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -124,8 +128,7 @@ class LoadedModel:
         order) in float32. Raises `ConfigError` where weights are streamed.
         """
         rows = rows.to(self.device)
-        output = self._run(self.model, tokens, cache, logits_to_keep=rows)
-        return logits_after(output, rows).float()
+        return logits_after(self._run(self.model, tokens, cache, logits_to_keep=rows).logits, rows).float()
 
     def encode(self, tokens: Tensor, cache: AnyCache, padding: Padding | None = None) -> None:
         """Run `tokens [B, T]` for their keys and values alone: no logits are computed."""
@@ -156,11 +159,11 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
     """Load a shipped model, such as `demo`, a folder, a .gguf file or a transformers id, with its tokenizer.
 
     `device` is `auto`, `cpu` or `cuda[:n]`; `dtype` is `auto` (the checkpoint's), `float16`, `bfloat16` or
-    `float32`. `weights` is `auto` (in that dtype), `streamed` (the same, but for a prefill on a GPU that
-    cannot hold them: `models.layer_streaming`), `int8` or `int4` (`models.quantization`): the model's hash is
-    that of the checkpoint, so that it opens the checkpoint's stores. A quantized checkpoint is read as it is
-    published, and takes no `weights`. On the CPU the checkpoint is memory-mapped while it is read, and copied
-    only where `dtype` is another. Raises `ModelError`, `UnsupportedModel` or `ConfigError`.
+    `float32`. `weights` is `auto` (in that dtype), `streamed` (`models.layer_streaming`), `int8` or `int4`
+    (`models.quantization`): the model's hash is that of the checkpoint, so that it opens the checkpoint's
+    stores. A quantized checkpoint is read as it is published, and takes no `weights`. On the CPU weights are
+    memory-mapped, and copied only for another `dtype`. Raises `ModelError`, `UnsupportedModel` or
+    `ConfigError`.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -189,7 +192,7 @@ def load(model_id: str, device: str = "auto", dtype: str = "auto", weights: str 
                 first = chosen_device if weights == "auto" else torch.device("cpu")
                 model, fingerprint = read_gguf(found[0], config, dtype, first)
             elif quantization is not None:
-                model, fingerprint = read_packed(source, found, config, quantization, dtype, chosen_device)
+                model, fingerprint = read_packed(source, found, config, dtype, chosen_device)
             else:
                 model, fingerprint = _read_weights(source, found, config, dtype)
             if weights == STREAMED:
@@ -275,3 +278,76 @@ def run_in_passes(
             loaded.encode(tokens[:, start:end], cache, own)
     cache.join(before)
     return torch.cat(logits, dim=1) if every else logits[-1]
+
+
+_NOT_OBEYED = "the model's generation_config cannot be obeyed"
+
+
+class Processors:
+    """The logits processors of one answer, those that `model.generate` itself makes: penalties for
+    repetition, forbidden and forced tokens, least lengths.
+
+    They see `tokens`, the conversation after the stored ones, and what is generated; `ends` are the tokens
+    that end the answer, which has at `most` so many. Sampling and beams are left out, unless `asked` has
+    keyword arguments of `model.generate`: `samples` then says whether a token is to be drawn. Raises
+    `ConfigError` for arguments that are none, and for beams.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        tokens: Sequence[int],
+        ends: frozenset[int],
+        most: int,
+        asked: Mapping[str, Any] | None = None,
+    ):
+        if most < 1:
+            raise ConfigError(f"an answer of {most} tokens is none: max_new_tokens must be 1 or more")
+        if asked is None:
+            config = copy.deepcopy(model.generation_config)
+            config.do_sample = False
+        else:
+            config = _generation_config(model, asked)
+        self.samples = bool(config.do_sample)
+        self._ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
+        self._stop = None
+        with told(_NOT_OBEYED):
+            config.eos_token_id = sorted(ends) or None
+            config.pad_token_id = 0  # nothing is padded, and without one there is a warning
+            config.max_length = len(tokens) + most
+            model._prepare_special_tokens(config, device=model.device)
+            self._processors = model._get_logits_processor(
+                config, len(tokens), self._ids, device=model.device, model_kwargs={}
+            )
+            if config.stop_strings:
+                from transformers import StopStringCriteria
+
+                self._stop = StopStringCriteria(tokenizer, config.stop_strings)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """`logits [V]` of the next token, changed."""
+        if not self._processors:
+            return logits
+        with told(_NOT_OBEYED):  # some look at their tokens only now
+            changed: Tensor = self._processors(self._ids, logits[None].clone())
+        return changed[0]
+
+    def append(self, token: int) -> bool:
+        """Take note of a generated token; whether the answer ends with it."""
+        if self._processors or self._stop is not None:
+            self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=1)
+        return self._stop is not None and bool(self._stop(self._ids, None)[0])
+
+
+def _generation_config(model: Any, asked: Mapping[str, Any]) -> Any:
+    """The `generation_config` of `model.generate(**asked)`."""
+    try:
+        config, unknown = model._prepare_generation_config(None, **asked)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"these arguments of a generation cannot be used: {error}") from error
+    if unknown:
+        raise ConfigError(f"a generation has no argument '{next(iter(unknown))}': leave it out")
+    if (mode := config.get_generation_mode()) not in ("greedy_search", "sample"):
+        raise ConfigError(f"{mode.value} is not done here: leave it out, for greedy decoding or sampling")
+    return config

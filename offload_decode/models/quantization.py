@@ -192,23 +192,28 @@ def quantise(model: Any, weights: str, device: torch.device) -> Any:
     Layer by layer, so that the device never holds a whole unquantized model; nor does the host, where the
     weights are memory-mapped.
     """
-    nn = _library().nn
     for parent, name, layer in list(replaceable(model)):
-        shape = layer.in_features, layer.out_features, layer.bias is not None
-        weight = layer.weight.detach()
-        if weights == "int8":
-            with torch.device("meta"):
-                packed = nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=_OUTLIER)
-            packed.weight = nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-        else:
-            nf4 = {"quant_type": "nf4", "compress_statistics": True}
-            with torch.device("meta"):
-                packed = nn.Linear4bit(*shape, compute_dtype=weight.dtype, **nf4)
-            packed.weight = nn.Params4bit(weight, requires_grad=False, module=packed, **nf4)
-        packed.bias = layer.bias
-        setattr(parent, name, packed.requires_grad_(False).to(device))
+        setattr(parent, name, packed(layer, weights).to(device))
     give_back()
     return model.to(device)
+
+
+def packed(layer: Any, weights: str) -> Any:
+    """A linear layer on the CPU that is quantized once it is sent to its device."""
+    nn, weight = _library().nn, layer.weight.detach()
+    shape = layer.in_features, layer.out_features, layer.bias is not None
+    nf4 = {"quant_type": "nf4", "compress_statistics": True}
+    with torch.device("meta"):
+        if weights == "int8":
+            made = nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=_OUTLIER)
+        else:
+            made = nn.Linear4bit(*shape, compute_dtype=weight.dtype, **nf4)
+    if weights == "int8":
+        made.weight = nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    else:
+        made.weight = nn.Params4bit(weight, requires_grad=False, module=made, **nf4)
+    made.bias = layer.bias
+    return made.requires_grad_(False)
 
 
 def _library() -> Any:

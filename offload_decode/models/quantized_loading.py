@@ -37,15 +37,8 @@ def whole_model(source: str, config: Any, **told: Any) -> Any:
     if names is not None and quantization is not None:
         config.quantization_config = by_own_names(quantization, names)
     with hushed(), Unfilled():  # what sees and hears is no news
-        model, report = class_of(config).from_pretrained(
-            where,
-            config=config,
-            key_mapping=mapping,
-            use_safetensors=True,
-            output_loading_info=True,
-            **which,
-            **told,
-        )
+        told |= {"config": config, "key_mapping": mapping, "use_safetensors": True, **which}
+        model, report = class_of(config).from_pretrained(where, output_loading_info=True, **told)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"the weights of {source} lack {len(missing)} of those that its config.json asks for, "
@@ -82,14 +75,10 @@ def _check_held(found: list[Path], parameters: int) -> None:
 
 
 def read_packed(
-    source: str,
-    found: list[Path],
-    config: Any,
-    quantization: dict[str, Any],
-    dtype: str,
-    device: torch.device,
+    source: str, found: list[Path], config: Any, dtype: str, device: torch.device
 ) -> tuple[Any, str]:
     """A checkpoint in few bits on its device, and its fingerprint, which is that of its files."""
+    quantization = quantization_of(config) or {}
     with hushed():
         how = reading(quantization, device)
         if quantization["quant_method"] == "fp8" and "quantization_config" in how:
@@ -109,9 +98,7 @@ def read_gguf(path: Path, config: Any, dtype: str, device: torch.device) -> tupl
     import transformers
 
     wide: dict[str, Any] = {"dtype": DTYPES.get(dtype, torch.float32), "device_map": {"": device}}
-    if hasattr(
-        transformers, "GgufConfig"
-    ):  # later releases would keep the blocks, and fetch kernels for them
+    if hasattr(transformers, "GgufConfig"):  # later releases would keep the blocks, and fetch kernels
         wide["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with hushed():
         model = whole_model(str(path), config=config, **wide)

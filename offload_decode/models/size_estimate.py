@@ -182,14 +182,8 @@ def _counted(model_id: str) -> Outline:
         return replace(found, format=GGUF) if source_of(model_id).endswith(SUFFIX) else found
     with told(f"cannot read the config of '{model_id}'"):
         packed = packed_bytes(model, quantization, DTYPES[found.dtype].itemsize)
-    return replace(
-        found,
-        linear=0,
-        linear_rows=0,
-        format=quantization["quant_method"],
-        packed=packed[0],
-        packed_experts=packed[1],
-    )
+    method = quantization["quant_method"]
+    return replace(found, linear=0, linear_rows=0, format=method, packed=packed[0], packed_experts=packed[1])
 
 
 def outline_of(model: Any, model_id: str, shape: ModelShape) -> Outline:

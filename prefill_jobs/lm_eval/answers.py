@@ -21,9 +21,8 @@ from offload_decode.config import EngineConfig
 from offload_decode.engine.batching import LOGITS, Turn, run_turns
 from offload_decode.engine.conversation import Conversation
 from offload_decode.engine.engine import Engine, without_corpus
-from offload_decode.engine.sampler import Processors
 from offload_decode.kv.indexes import AUTO
-from offload_decode.models.loading import LoadedModel
+from offload_decode.models.loading import LoadedModel, Processors
 from offload_decode.prefill_jobs.job import Settings, prefill_tokens
 from offload_decode.prefill_jobs.many import cached_store_name, kept
 from offload_decode.store.format import token_hash

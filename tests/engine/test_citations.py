@@ -16,7 +16,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.types import AttentionState, Selection
 from tests.store.test_refusals import reseal
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import saved_model
 
 QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?", "Why"]
 SELECTORS = [
@@ -39,17 +39,11 @@ DOCUMENTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("citations")
-    text_model(0, "gemma2").save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
     (folder / "corpus").mkdir()
     for name, text in DOCUMENTS.items():
         (folder / "corpus" / name).write_text(text)
-    prefill(
-        str(folder / "corpus"),
-        model=str(folder / "model"),
-        out=folder / "store",
-        settings=Settings(options={"chunk": 64}),
-    )
+    model, settings = str(saved_model(folder / "model", "gemma2")), Settings(options={"chunk": 64})
+    prefill(str(folder / "corpus"), model=model, out=folder / "store", settings=settings)
     return folder
 
 

@@ -19,7 +19,7 @@ from offload_decode.engine.engine import Engine
 from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selectors import registry
 from offload_decode.selectors.budgets import LEAST_PASS, PASS_TOKENS, WHOLE_QUESTION, pass_tokens
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import text_store
 
 QUESTION = [(7 * place) % 50 + 3 for place in range(150)]
 AS_A_WHOLE = {"quoka", "snapkv"}
@@ -29,17 +29,8 @@ DRAWN_IN_ORDER = {"random"}
 # One has windows and caps its scores, the other enough layers for each selector to choose.
 @pytest.fixture(scope="module", params=["gemma2", "llama"])
 def store(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("long")
-    text_model(0, request.param).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    (folder / "corpus.txt").write_text("The quick brown fox jumps over the lazy dog. " * 6)
-    prefill(
-        str(folder / "corpus.txt"),
-        model=str(folder / "model"),
-        out=folder / "store",
-        settings=Settings(options={"chunk": 32}),
-    )
-    return folder / "store"
+    text = "The quick brown fox jumps over the lazy dog. " * 6
+    return text_store(tmp_path_factory.mktemp("long"), text, request.param, chunk=32) / "store"
 
 
 GROWTH = """

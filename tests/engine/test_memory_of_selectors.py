@@ -11,10 +11,8 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine import batching
 from offload_decode.engine.engine import Engine
 from offload_decode.hf.compat import cache_in
-from offload_decode.models.loading import LoadedModel
-from offload_decode.prefill_jobs.job import Settings, prefill
 from offload_decode.selectors import quest
-from tests.tiny import text_model, tiny_tokenizer
+from tests.tiny import text_store
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?"]
@@ -22,17 +20,7 @@ QUESTIONS = ["Who jumps?", "Over what does it jump, and how often?"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("memory")
-    text_model().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    (folder / "corpus.txt").write_text(TEXT)
-    prefill(
-        str(folder / "corpus.txt"),
-        model=str(folder / "model"),
-        out=folder / "store",
-        settings=Settings(options={"chunk": 64}, query_samples=40),
-    )
-    return folder
+    return text_store(tmp_path_factory.mktemp("memory"), TEXT, query_samples=40)
 
 
 @pytest.fixture(params=["h2o", "tova", "snapkv"])
@@ -87,8 +75,9 @@ def test_a_fork_goes_its_own_way(engine):
     torch.testing.assert_close(engine.extend([9]), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_an_interrupted_step_leaves_the_memory_as_it_was(engine, monkeypatch, fails_at):
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+@pytest.mark.parametrize("run", ["extend", "ask"])
+def test_an_interrupted_step_leaves_the_memory_as_it_was(engine, monkeypatch, fails_at, run):
     engine.ask(QUESTIONS[0])
     before, expected = remembered(engine), engine.fork().extend([8, 9])
     begin, calls = engine.prefix.begin, []
@@ -101,7 +90,7 @@ def test_an_interrupted_step_leaves_the_memory_as_it_was(engine, monkeypatch, fa
 
     monkeypatch.setattr(engine.prefix, "begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        engine.extend([8, 9])
+        engine.extend([8, 9]) if run == "extend" else engine.ask(QUESTIONS[1])
     monkeypatch.undo()
     assert remembered(engine) == before
     torch.testing.assert_close(engine.extend([8, 9]), expected, atol=1e-6, rtol=0)
@@ -163,21 +152,6 @@ def test_many_questions_are_answered_as_each_alone(folder, name, options):
     engine = Engine.open(folder / "store", selector=name, options=options)
     alone = [engine.answer(question, max_new_tokens=8).tokens for question in QUESTIONS]
     assert [answer.tokens for answer in engine.answer_many(QUESTIONS, max_new_tokens=8)] == alone
-
-
-def test_an_interrupted_question_leaves_the_conversation_as_it_was(engine, monkeypatch):
-    engine.ask(QUESTIONS[0])
-    twin = engine.fork()
-    monkeypatch.setattr(LoadedModel, "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.ask(QUESTIONS[1])
-    monkeypatch.undo()
-    assert remembered(engine) == remembered(twin)
-    assert torch.equal(engine.extend([5]), twin.extend([5]))
-
-
-def interrupted(*_):
-    raise KeyboardInterrupt
 
 
 def test_a_cache_of_ones_own_is_not_cropped(engine):

@@ -48,6 +48,12 @@ def passes(engine: Engine) -> dict:
     return engine.loaded.model.base_model.forward.passes
 
 
+def write(engine: Engine, first: int, end: int) -> None:
+    """Run tokens one by one."""
+    for token in range(first, end):
+        engine.extend([token])
+
+
 def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
     """But for rounding: a window's keys are masked there, and left out here."""
     torch.testing.assert_close(one, other.cpu(), rtol=1e-4, atol=1e-5)
@@ -67,8 +73,7 @@ def test_tokens_of_an_answer_are_captured_and_give_the_hosts_logits(opened, fami
 def test_half_precision_is_captured(opened):
     _, engine = opened("llama", lambda model: model.bfloat16())
     plain = engine.fork()
-    for token in range(5, 9):
-        engine.extend([token])
+    write(engine, 5, 9)
     with_graphs = engine.extend([9])
     engine.loaded.model.base_model.forward.refused = "compared"
     assert_same(plain.extend([5, 6, 7, 8, 9])[None].argmax(-1).cpu(), with_graphs[None].argmax(-1))
@@ -78,8 +83,7 @@ def test_half_precision_is_captured(opened):
 
 def test_a_replayed_graph_runs_nothing_of_the_decoder(opened, monkeypatch):
     _, engine = opened("llama")
-    for token in range(5, 9):
-        engine.extend([token])
+    write(engine, 5, 9)
     monkeypatch.setattr(engine.loaded.model.base_model.norm, "forward", None)
     engine.extend([9])
     with pytest.raises(TypeError):
@@ -140,8 +144,7 @@ def test_a_pass_that_depends_on_what_is_not_handed_over_is_refused(opened):
         decoder.layers[0].forward = forward
 
     _, engine = opened("llama", counts)
-    for token in range(5, 10):
-        engine.extend([token])
+    write(engine, 5, 10)
     assert not passes(engine)
     assert "apart from a plain one" in report(engine.loaded.model.base_model)["refused"]
 
@@ -153,8 +156,7 @@ def test_a_pass_that_forgets_its_places_is_refused(opened, monkeypatch, family):
         GraphPass, "run", lambda self, ids, _, attend: run(self, ids, self._positions, attend)
     )
     _, engine = opened(family)
-    for token in range(5, 10):
-        engine.extend([token])
+    write(engine, 5, 10)
     assert "apart from a plain one" in report(engine.loaded.model.base_model)["refused"]
 
 
@@ -190,8 +192,7 @@ def test_what_changes_in_a_model_is_not_served_from_graphs_of_before(opened, cha
 @pytest.mark.parametrize("asked", [{"output_hidden_states": True}, {"return_dict": False}])
 def test_what_is_asked_for_besides_is_given(opened, asked):
     _, engine = opened("llama")
-    for token in range(5, 9):
-        engine.extend([token])
+    write(engine, 5, 9)
     decoder, cache = engine.loaded.model.base_model, engine.new_cache()
     with torch.no_grad():
         given = decoder(torch.tensor([[7]]).to("cuda"), **with_cache(decoder, cache), use_cache=True, **asked)
@@ -208,8 +209,7 @@ def test_what_a_listener_keeps_of_a_token_stays(opened):
         return begin(layer, query, *rest)
 
     engine.prefix.begin = listening
-    for token in range(5, 12):
-        engine.extend([token])
+    write(engine, 5, 12)
     assert passes(engine)
     assert all(torch.equal(kept.cpu(), then.cpu()) for kept, then in heard)
 
@@ -217,8 +217,7 @@ def test_what_a_listener_keeps_of_a_token_stays(opened):
 def test_the_last_places_of_a_table_are_captured(opened):
     """Nothing of a check stands beyond what a model has positions for."""
     _, engine = opened("gpt2", n_positions=N + 6)
-    for token in range(5, 11):
-        engine.extend([token])
+    write(engine, 5, 11)
     assert report(engine.loaded.model.base_model) == {"passes": [[1, 1]], "refused": None}
 
 
@@ -235,8 +234,7 @@ def test_what_a_pass_waits_for_is_as_before(card, opened):
 
 def test_a_copy_of_a_model_captures_its_own_weights(opened):
     _, engine = opened("llama")
-    for token in range(5, 9):
-        engine.extend([token])
+    write(engine, 5, 9)
     decoder = engine.loaded.model.base_model
     other = copy.deepcopy(decoder)
     assert other.forward.decoder is other
@@ -246,8 +244,7 @@ def test_a_copy_of_a_model_captures_its_own_weights(opened):
 
 def test_a_second_thread_does_not_wait(opened):
     on_host, on_device = opened("llama")
-    for token in range(5, 9):
-        on_device.extend([token])
+    write(on_device, 5, 9)
     fork = on_device.fork()
     decoder = on_device.loaded.model.base_model
     with decoder.forward._busy:

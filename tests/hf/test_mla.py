@@ -101,10 +101,10 @@ def test_a_projection_that_is_no_plain_layer_is_asked_for_its_weight():
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_projection_in_few_bits_is_its_own_weight(weights):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from offload_decode.models.quantization import _library, _taken
+    from offload_decode.models.quantization import packed
 
     module = attention_of("deepseek_v3", kv_lora_rank=64)
-    module.kv_b_proj = _taken(_library(), module.kv_b_proj, weights).to("cpu")
+    module.kv_b_proj = packed(module.kv_b_proj, weights).to("cpu")
     # int8 rounds the latents of the tokens that the module expands, and nothing where queries are absorbed.
     check(module, 0.02 if weights == "int8" else 1e-4)
 

@@ -155,7 +155,7 @@ def test_the_mask_of_a_layer_without_keys_is_that_of_full_attention() -> None:
 
 def test_padding_behind_tokens_is_refused() -> None:
     cache = stored()
-    with pytest.raises(ConfigError, match="pad rows on the left"):
+    with pytest.raises(ConfigError, match="need padding on the left"):
         cache.show(3, torch.tensor([[True, True, False]]))
 
 

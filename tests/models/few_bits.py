@@ -50,8 +50,6 @@ def fp8(folder: Path) -> Path:
     """Fine-grained: a scale for each block of 32 by 32."""
 
     def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-        if "proj" not in name:
-            return {name: weight}
         rows, columns = (size // GROUP for size in weight.shape)
         blocks = weight.float().view(rows, GROUP, columns, GROUP)
         scales = blocks.abs().amax((1, 3)) / 448
@@ -66,8 +64,6 @@ def mxfp4(folder: Path) -> Path:
     """gpt-oss: the experts in blocks of 32 with a power of two for each."""
 
     def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            return {name: weight}
         blocks = weight.float().transpose(1, 2).unflatten(-1, (-1, GROUP))
         powers = blocks.abs().amax(-1).log2().floor() - 2
         codes = ((blocks / powers.exp2()[..., None])[..., None] - _FP4).abs().argmin(-1).to(torch.uint8)
@@ -76,15 +72,13 @@ def mxfp4(folder: Path) -> Path:
 
     whole = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     stated = {"quant_method": "mxfp4", "modules_to_not_convert": whole}
-    return _packed(plain(folder, "gpt-oss", torch.bfloat16), pack, stated)
+    return _packed(plain(folder, "gpt-oss", torch.bfloat16), pack, stated, ("gate_up_proj", "down_proj"))
 
 
 def compressed(folder: Path) -> Path:
     """compressed-tensors in 4 bits, packed, with a scale for each group of 32."""
 
     def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-        if "proj" not in name:
-            return {name: weight}
         codes, scales = _codes(weight)
         of = name.removesuffix("weight")
         return {
@@ -109,8 +103,6 @@ def gptq(folder: Path) -> Path:
     """In 4 bits with a scale for each group of 32 inputs."""
 
     def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-        if "proj" not in name:
-            return {name: weight}
         codes, scales = _codes(weight)
         of, zeros = name.removesuffix("weight"), torch.full_like(scales, 7, dtype=torch.int64)
         return {
@@ -129,8 +121,6 @@ def awq(folder: Path) -> Path:
     order = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-        if "proj" not in name:
-            return {name: weight}
         codes, scales = _codes(weight)
         of, zeros = name.removesuffix("weight"), torch.full_like(scales, 8, dtype=torch.int64)
         return {
@@ -147,8 +137,6 @@ def bitnet(folder: Path, linear: str = "bitlinear") -> Path:
     """Weights of -1, 0 and 1, four in a byte, with a scale for each matrix."""
 
     def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-        if "proj" not in name:
-            return {name: weight}
         scale = weight.float().abs().mean()
         codes = (weight.float() / scale).round().clamp(-1, 1).to(torch.uint8) + 1
         first, second, third, fourth = codes.chunk(4)
@@ -180,26 +168,19 @@ def gguf(folder: Path) -> Path:
     vocabulary = [word for word, _ in words] + [merge.replace(" ", "") for merge in merges]
     folder.mkdir(parents=True)
     file = GGUFWriter(folder / "tiny-Q8_0.gguf", "llama")
-    file.add_vocab_size(len(vocabulary))
-    file.add_context_length(4096)
-    file.add_embedding_length(64)
-    file.add_block_count(3)
-    file.add_feed_forward_length(64)
-    file.add_head_count(4)
-    file.add_head_count_kv(2)
-    file.add_key_length(16)
-    file.add_value_length(16)
-    file.add_rope_dimension_count(16)
-    file.add_layer_norm_rms_eps(1e-6)
-    file.add_rope_freq_base(1e4)
-    file.add_tokenizer_model("gpt2")
-    file.add_tokenizer_pre("default")
-    file.add_token_list(vocabulary)
-    file.add_token_types([3] * 3 + [1] * (len(vocabulary) - 3))
-    file.add_token_merges(merges)
-    file.add_bos_token_id(1)
-    file.add_eos_token_id(2)
-    file.add_pad_token_id(0)
+    stated: dict[str, Any] = {"context_length": 4096, "embedding_length": 64, "block_count": 3}
+    stated |= {"vocab_size": len(vocabulary), "feed_forward_length": 64, "head_count": 4, "head_count_kv": 2}
+    stated |= {"key_length": 16, "value_length": 16, "rope_dimension_count": 16, "rope_freq_base": 1e4}
+    stated |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tokenizer_model": "gpt2"}
+    stated |= {
+        "tokenizer_pre": "default",
+        "layer_norm_rms_eps": 1e-6,
+        "token_list": vocabulary,
+        "token_merges": merges,
+    }
+    stated |= {"token_list": vocabulary, "token_types": [3] * 3 + [1] * (len(vocabulary) - 3)}
+    for field, value in stated.items():
+        getattr(file, f"add_{field}")(value)
     for name, weight in model.state_dict().items():
         array, form = _as_gguf(name, weight), GGMLQuantizationType.Q8_0
         if array.ndim == 2:
@@ -213,12 +194,19 @@ def gguf(folder: Path) -> Path:
     return folder / "tiny-Q8_0.gguf"
 
 
-def _packed(folder: Path, pack: Callable[[str, Tensor], dict[str, Tensor]], stated: dict[str, Any]) -> Path:
-    """Replace a checkpoint's weights by what `pack` makes of each, and its config says so."""
+def _packed(
+    folder: Path,
+    pack: Callable[[str, Tensor], dict[str, Tensor]],
+    stated: dict[str, Any],
+    ends: tuple[str, ...] = ("proj.weight",),
+) -> Path:
+    """Replace a checkpoint's weights with these ends by what `pack` makes of each, and its config says so."""
     file = folder / "model.safetensors"
     whole = {name: weight.clone() for name, weight in load_file(file).items()}
     shutil.move(file, folder / "whole")
-    tensors = {name: one for own, weight in whole.items() for name, one in pack(own, weight).items()}
+    tensors = {}
+    for name, weight in whole.items():
+        tensors |= pack(name, weight) if name.endswith(ends) else {name: weight}
     save_file(tensors, file, metadata={"format": "pt"})
     (folder / "whole").unlink()
     config = json.loads((folder / "config.json").read_text())

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from offload_decode.common.errors import ConfigError, ModelError, UnsupportedModel
-from offload_decode.engine.sampler import Processors
 from offload_decode.models.checkpoint import CONFIG, INDEX, WEIGHTS
-from offload_decode.models.loading import load
+from offload_decode.models.loading import Processors, load
 from offload_decode.models.size_estimate import outline
 from tests.tiny import text_model, tiny_tokenizer
 

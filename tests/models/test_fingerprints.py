@@ -54,6 +54,7 @@ SHAPING = [
     ("gemma2", "hidden_activation", "silu"),
     ("gemma3", "hidden_activation", "silu"),
     ("gemma2", "final_logit_softcapping", 7.0),
+    ("gemma2", "query_pre_attn_scalar", 11),
     ("gpt-oss", "swiglu_limit", 3.0),
     ("gpt-oss", "swiglu_alpha", 1.5),
     ("granite", "logits_scaling", 3.0),
@@ -113,6 +114,15 @@ def test_a_field_that_cannot_matter_does_not_count(name, value):
     before = config_hash(config)
     setattr(config, name, value)
     assert config_hash(config) == before
+
+
+def test_weights_of_any_size_are_told_apart():
+    """float32 positions would overflow beyond 2**24 elements."""
+    large = torch.nn.Linear(4096, 8193, bias=False, dtype=torch.bfloat16)
+    before = weights_hash(large)
+    with torch.no_grad():
+        large.weight[-1, -1] += 1
+    assert weights_hash(large) != before
 
 
 def test_whole_numbers_are_the_same_however_they_are_spelled():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,16 @@ from tests.models import few_bits
 
 QUESTION = "What is the colour of thing 7?"
 CORPUS = "".join(f"Thing {n} has the colour {n * n}.\n" for n in range(12))
+_BITS = {
+    "4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "4-twice": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "8": {"load_in_8bit": True},
+}
 MADE: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
-    "bitsandbytes-4": (
-        lambda folder: few_bits.bitsandbytes(folder, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-        ("accelerate", "bitsandbytes"),
-    ),
-    "bitsandbytes-4-twice": (
-        lambda folder: few_bits.bitsandbytes(
-            folder, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-        ),
-        ("accelerate", "bitsandbytes"),
-    ),
-    "bitsandbytes-8": (
-        lambda folder: few_bits.bitsandbytes(folder, load_in_8bit=True),
-        ("accelerate", "bitsandbytes"),
-    ),
+    **{
+        f"bitsandbytes-{bits}": (partial(few_bits.bitsandbytes, **how), ("accelerate", "bitsandbytes"))
+        for bits, how in _BITS.items()
+    },
     "fp8": (few_bits.fp8, ("accelerate",)),
     "mxfp4": (few_bits.mxfp4, ("accelerate",)),
     "compressed-tensors": (few_bits.compressed, ("accelerate", "compressed_tensors")),
@@ -63,13 +59,8 @@ ROUNDED = {"bitsandbytes-8": 0.1, "bitnet": 0.1, **IN_BF16}
 """They round their inputs too, to 8 bits or, on processors that multiply in bf16, to that; what is near then
 turns either way. By how much, of the length of the logits.
 """
-PACKED = (
-    "v_proj.weight",
-    "v_proj.qweight",
-    "v_proj.weight_packed",
-    "v_proj._weight_qdata",
-    "down_proj_blocks",
-)
+_NAMES = ("v_proj.weight", "v_proj.qweight", "v_proj.weight_packed", "v_proj._weight_qdata")
+PACKED = (*_NAMES, "down_proj_blocks")
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +118,7 @@ def transformers_own(path: Path) -> Any:
     if path.suffix == ".gguf":
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(path, device_map={"": "cpu"})
-    widened = getattr(model.config, "quantization_config", None) is None
-    if widened:
+    if getattr(model.config, "quantization_config", None) is None:  # widened
         return model.float()
     return AutoModelForCausalLM.from_pretrained(path, device_map={"": "cpu"}, dtype=torch.float32)
 
@@ -190,10 +180,9 @@ def test_its_bytes_are_counted_from_its_config(made: Callable[[str], Path], kind
     found = outline(str(folder))
     whole = outline(str(few_bits.plain(folder.with_name(f"{kind}-counted"), found_family(kind))))
     assert (found.parameters, found.shape) == (whole.parameters, whole.shape)
-    held = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
-    tables = (
-        4 * (16 + 256) * sum(name.endswith("quant_map") for name in load_file(folder / "model.safetensors"))
-    )
+    weights = load_file(folder / "model.safetensors")
+    held = sum(tensor.nbytes for tensor in weights.values())
+    tables = 4 * (16 + 256) * sum(name.endswith("quant_map") for name in weights)
     assert found.packed == pytest.approx(held - tables / 2, rel=0.06)
     in_bits = found.runs_packed(on_gpu=False)
     assert in_bits == (kind.partition("-")[0] not in ("fp8", "mxfp4", "compressed"))
@@ -254,10 +243,9 @@ def test_a_format_that_is_not_served_is_refused_by_name(tmp_path: Path, method: 
 
 @pytest.mark.parametrize("stated", [7, "fp8", [], ["fp8"]])
 def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path, stated: Any) -> None:
-    folder = few_bits.plain(tmp_path / "model")
-    _state(folder, stated)
+    _state(few_bits.plain(tmp_path / "model"), stated)
     with pytest.raises(ModelError):
-        load(str(folder), "cpu")
+        load(str(tmp_path / "model"), "cpu")
 
 
 def test_whole_weights_that_are_said_to_be_fp8_are_refused(
