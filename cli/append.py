@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload_decode.cli import index, output
-from offload_decode.cli.limits import admit_prefill
 from offload_decode.cli.options import (
     Device,
-    Exclude,
-    FollowLinks,
-    Glob,
+    Folders,
     GpuMemory,
     Json,
     Model,
@@ -22,25 +19,26 @@ from offload_decode.cli.options import (
     Ram,
     Store,
     option,
-    rules_of,
+    with_groups,
 )
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import skipped_files
+from offload_decode.cli.prefill_options import RunOptions
 from offload_decode.common import files
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.append import AppendReport
 
 
+@with_groups
 def append(
     store: Store,
     corpus: Annotated[
         str, typer.Argument(metavar="CORPUS", help="A text file, a folder of them, or - for standard input.")
     ],
+    *,
     model: Model = None,
-    glob: Glob = None,
-    exclude: Exclude = None,
-    follow_links: FollowLinks = False,
+    folders: Folders,
     device: Device = "auto",
     weights: Annotated[
         str, option("W", "Weights of the model: auto (as in the store), or streamed to a GPU layer by layer.")
@@ -62,7 +60,7 @@ def append(
     """
     from offload_decode.prefill_jobs.folders import check_corpus
 
-    rules = rules_of(glob, exclude, follow_links, [corpus])
+    rules = folders.rules([corpus])
     check_corpus(corpus)
 
     from offload_decode.cli.bus_error import exit_on_bus_error
@@ -75,7 +73,7 @@ def append(
     chunk = method_of(earlier).options.chunk
     named = manifest.model_id if model is None else model
     wanted = manifest.weights if weights == "auto" else weights
-    admit_prefill(named, chunk, device, manifest.dtype, wanted, gpu_memory, ram)
+    RunOptions(device, manifest.dtype, wanted, gpu_memory, ram).admit(named, chunk)
     del earlier
     with Progress(quiet) as progress, files.synced(not no_sync):
         report = run(

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload_decode.cli import output
-from offload_decode.cli.client import (
-    AnswerOptions,
-    Server,
-    ServerAddress,
-    ServerAnswer,
-    check_server_options,
-    conversation,
-    report,
-    server_address,
-)
-from offload_decode.cli.collections import AskedCollection, DocumentChoice, document_choice, open_collection
+from offload_decode.cli import client, output
+from offload_decode.cli.client import AnswerOptions, ServerAddress
+from offload_decode.cli.collections import AskedCollection, DocumentChoice, open_collection
 from offload_decode.cli.errors import exit_code, sentence
-from offload_decode.cli.limits import AskOptions, ask_options, check_options, engine_opener, open_engine
+from offload_decode.cli.limits import AskOptions, check_options, cluster_of, engine_opener, open_engine
 from offload_decode.cli.options import (
     OUTPUT,
     Cite,
@@ -36,7 +26,6 @@ from offload_decode.cli.options import (
     Temperature,
     TopP,
     WorkerCount,
-    check_workers,
     option,
     question_from,
     with_groups,
@@ -48,9 +37,12 @@ from offload_decode.common.errors import ConfigError, OffloadDecodeError
 if TYPE_CHECKING:
     from offload_decode.collections.journal import Entry
     from offload_decode.engine.engine import Engine
+    from offload_decode.prefill_jobs.on_ray.asking import Given
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
     from offload_decode.store.format import Manifest
-    from offload_decode.types import CitedDocument, StepStats
+    from offload_decode.types import Answer, CitedDocument, StepStats
+
+    DocumentAnswers = Iterator[tuple[Entry, Answer | Given | OffloadDecodeError, str]]
 
 
 @with_groups
@@ -59,9 +51,9 @@ def ask(
     question: Annotated[
         str, typer.Argument(metavar="QUESTION", help="The question; - reads standard input.")
     ],
-    options: Annotated[AskOptions, From(ask_options)],
-    address: Annotated[ServerAddress | None, From(server_address)],
-    choice: Annotated[DocumentChoice, From(document_choice)],
+    options: AskOptions,
+    address: Annotated[ServerAddress | None, From(client.server_address)],
+    choice: DocumentChoice,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -88,10 +80,8 @@ def ask(
     With --workers ray, a store may be larger than the memory of one machine; every worker applies the budget
     to its own tokens. Answers from a collection are printed as they arrive.
     """
-    check_workers(workers, worker_count)
-    if workers is not None and address is not None:
-        raise ConfigError("--workers and --server do not go together: leave one of them out")
-    cluster = _cluster(workers, worker_count, options)
+    limits = options.gpu_memory, options.ram
+    cluster = cluster_of(workers, worker_count, *limits, server=address is not None)
     text = question_from(question)
     config = options.config
     wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed, cites)
@@ -102,55 +92,39 @@ def ask(
     if cluster is not None and cites:
         raise ConfigError("--workers and --cite do not go together for one store: leave one of them out")
     if address is not None:
-        check_server_options(options)
+        client.check_server_options(options)
         _ask_server(address, str(store), text, wanted, as_json, stats)
         return
-    with _opened(store, options, cluster) as engine:
-        _ask_engine(engine, store, text, wanted, as_json, stats)
-
-
-def _cluster(workers: str | None, count: int | None, options: AskOptions) -> Cluster | None:
-    if workers is None:
-        return None
-
-    from offload_decode.prefill_jobs.on_ray.workers import Cluster
-
-    return Cluster(workers, count, options.caps)
-
-
-@contextmanager
-def _opened(store: Path, options: AskOptions, cluster: Cluster | None) -> Iterator[Engine]:
+    engine, given = open_engine(store, options), (str(store), text, wanted, as_json, stats)
     if cluster is None:
-        yield open_engine(store, options)
+        _ask_engine(engine, *given)
         return
 
     from offload_decode.prefill_jobs.on_ray.attending import scattered
 
-    with scattered(open_engine(store, options), cluster, options.config) as engine:
-        yield engine
+    with scattered(engine, cluster, config) as on_workers:
+        _ask_engine(on_workers, *given)
 
 
 def _ask_engine(
-    engine: Engine, store: Path, question: str, wanted: AnswerOptions, as_json: bool, stats: bool
+    engine: Engine, store: str, question: str, wanted: AnswerOptions, as_json: bool, stats: bool
 ) -> None:
     from offload_decode.engine.citations import cite
-    from offload_decode.engine.sampler import Sampler
     from offload_decode.hf import cuda_graphs
 
-    sampler = Sampler(wanted.temperature, wanted.top_p, wanted.seed)
     if as_json:
-        given = engine.answer(question, wanted.max_new_tokens, sampler, wanted.cite)
+        given = engine.answer(question, wanted.max_new_tokens, wanted.sampler, wanted.cite)
         cost = given.stats
         output.answer_json(
             {
                 "question": question,
-                **_answer_fields(given.text, len(given.tokens), given.finish, given.citations),
+                **answer_fields(given),
                 "selector": engine.selector.name,
                 "options": asdict(engine.selector.options),
                 "search": engine.selector.report(),
                 "placement": engine.prefix.host.placement.report(),
                 "graphs": cuda_graphs.report(engine.loaded.model.base_model),
-                "store": str(store),
+                "store": store,
                 "model": engine.loaded.model_id,
                 "stored_tokens": engine.prefix.length,
                 "prefill": engine.store.manifest.prefill,
@@ -161,7 +135,7 @@ def _ask_engine(
         )
     else:
         with engine.watched() if wanted.cite else nullcontext() as watch:
-            show(engine.stream(question, wanted.max_new_tokens, sampler))
+            show(engine.stream(question, wanted.max_new_tokens, wanted.sampler))
         cost = engine.prefix.take_stats()
         if watch is not None:
             output.note(cited_text(cite(watch, engine.store, engine.tokenizer)))
@@ -181,14 +155,14 @@ def _ask_engine(
 def _ask_server(
     address: ServerAddress, store: str, question: str, wanted: AnswerOptions, as_json: bool, stats: bool
 ) -> None:
-    began, answer = time.monotonic(), ServerAnswer()
-    with Server(address) as server:
+    began, answer = time.monotonic(), client.ServerAnswer()
+    with client.Server(address) as server:
         served = server.served(store)
-        pieces = server.stream(served.name, conversation(question), wanted, answer)
+        pieces = server.stream(served.name, client.conversation(question), wanted, answer)
         if as_json:
             for _ in pieces:
                 pass
-            output.answer_json(report(server, served, question, wanted, answer))
+            output.answer_json(client.report(server, served, question, wanted, answer))
         else:
             show(pieces)
     if wanted.cite and not as_json:
@@ -197,12 +171,11 @@ def _ask_server(
         output.note(answer.describe(time.monotonic() - began))
 
 
-def _answer_fields(
-    text: str, tokens: int, finish: str, citations: Sequence[CitedDocument] | None
-) -> dict[str, object]:
+def answer_fields(given: Answer | Given) -> dict[str, object]:
     """The fields of an answer in JSON."""
-    cited = {} if citations is None else {"citations": list(map(asdict, citations))}
-    return {"answer": text, "tokens": tokens, "finish": finish, **cited}
+    tokens = given.tokens if isinstance(given.tokens, int) else len(given.tokens)
+    cited = {} if given.citations is None else {"citations": list(map(asdict, given.citations))}
+    return {"answer": given.text, "tokens": tokens, "finish": given.finish, **cited}
 
 
 def approximations(manifest: Manifest) -> str:
@@ -275,20 +248,6 @@ def describe(cost: StepStats, engine: Engine) -> str:
     )
 
 
-class DocumentAnswer(NamedTuple):
-    """The answer of a document in a collection; `described`: its cost as text, where the engine was here."""
-
-    text: str
-    tokens: int
-    finish: str
-    citations: Sequence[CitedDocument] | None
-    stats: StepStats
-    described: str = ""
-
-
-DocumentAnswers = Iterator[tuple["Entry", DocumentAnswer | OffloadDecodeError]]
-
-
 def _ask_collection(
     asked: AskedCollection,
     question: str,
@@ -314,7 +273,7 @@ def _ask_collection(
         results = _answers_of_cluster(asked, documents, question, options, cluster, wanted)
     answers: dict[str, dict[str, object]] = {}
     failed: dict[str, OffloadDecodeError] = {}
-    for entry, result in results:
+    for entry, result, described in results:
         if isinstance(result, OffloadDecodeError):
             failed[entry.name] = result
             output.note(f"error: {output.one_line(entry.name)}: {sentence(result)}")
@@ -323,7 +282,7 @@ def _ask_collection(
             answers[entry.name] = {
                 "document": entry.name,
                 "store": asked.collection.address(entry),
-                **_answer_fields(result.text, result.tokens, result.finish, result.citations),
+                **answer_fields(result),
                 "stats": asdict(result.stats),
             }
         else:
@@ -332,7 +291,7 @@ def _ask_collection(
             if result.citations is not None:
                 output.note(cited_text(result.citations))
         if stats:
-            output.note(result.described)
+            output.note(described)
     if as_json:
         names = [entry.name for entry in documents]
         output.answer_json(
@@ -356,20 +315,16 @@ def _answers_here(
     options: AskOptions,
     wanted: AnswerOptions,
 ) -> DocumentAnswers:
-    from offload_decode.engine.sampler import Sampler
-
     open_engine = engine_opener(options)
     for entry in documents:
         try:
             with asked.collection.held(entry) as store:
                 engine = open_engine(str(store))
-                sampler = Sampler(wanted.temperature, wanted.top_p, wanted.seed)
-                one = engine.answer(question, wanted.max_new_tokens, sampler, wanted.cite)
+                one = engine.answer(question, wanted.max_new_tokens, wanted.sampler, wanted.cite)
         except OffloadDecodeError as error:
-            yield entry, error
-            continue
-        cost = describe(one.stats, engine)
-        yield entry, DocumentAnswer(one.text, len(one.tokens), one.finish, one.citations, one.stats, cost)
+            yield entry, error, ""
+        else:
+            yield entry, one, describe(one.stats, engine)
 
 
 def _answers_of_cluster(
@@ -387,11 +342,4 @@ def _answers_of_cluster(
     parts = [Part(store, (question,)) for store in stores]
     results = answer_on_ray(parts, cluster, options.config, wanted.max_new_tokens, wanted.cite, remote)
     for number, result in results:
-        if isinstance(result, OffloadDecodeError):
-            yield documents[number], result
-        else:
-            (one,) = result
-            yield (
-                documents[number],
-                DocumentAnswer(one.text, one.tokens, one.finish, one.citations, one.stats),
-            )
+        yield documents[number], result if isinstance(result, OffloadDecodeError) else result[0], ""

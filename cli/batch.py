@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offload_decode.cli import client, output
 from offload_decode.cli import options as completion
-from offload_decode.cli import output
-from offload_decode.cli.client import (
-    AnswerOptions,
-    Server,
-    ServerAddress,
-    ServerAnswer,
-    check_server_options,
-    conversation,
-    server_address,
-)
-from offload_decode.cli.collections import AskedCollection, DocumentChoice, document_choice, open_collection
+from offload_decode.cli.ask import answer_fields
+from offload_decode.cli.client import AnswerOptions, Server, ServerAddress, ServerAnswer
+from offload_decode.cli.collections import AskedCollection, DocumentChoice, open_collection
 from offload_decode.cli.errors import FAILURE, exit_code, sentence
-from offload_decode.cli.limits import AskOptions, ask_options, check_options, engine_opener
+from offload_decode.cli.limits import AskOptions, check_options, cluster_of, engine_opener
 from offload_decode.cli.options import (
     EVERYDAY,
     Cite,
@@ -35,7 +28,6 @@ from offload_decode.cli.options import (
     Quiet,
     WorkerCount,
     a_path,
-    check_workers,
     option,
     with_groups,
     workers_option,
@@ -53,8 +45,7 @@ from offload_decode.cli.questions import (
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from offload_decode.prefill_jobs.on_ray.workers import TaskProgress
-    from offload_decode.types import CitedDocument
+    from offload_decode.prefill_jobs.on_ray.workers import Cluster, TaskProgress
 
 
 @with_groups
@@ -80,9 +71,9 @@ def batch(
     out: Annotated[
         Path, option("FILE.jsonl", "File to which answers are appended.", parser=a_path, panel=EVERYDAY)
     ],
-    options: Annotated[AskOptions, From(ask_options)],
-    address: Annotated[ServerAddress | None, From(server_address)],
-    choice: Annotated[DocumentChoice, From(document_choice)],
+    options: AskOptions,
+    address: Annotated[ServerAddress | None, From(client.server_address)],
+    choice: DocumentChoice,
     max_new_tokens: MaxNewTokens = 128,
     batch_size: Annotated[
         int,
@@ -114,11 +105,10 @@ def batch(
     The same command resumes an interrupted batch: questions already answered in the output are not asked
     again.
     """
-    check_workers(workers, worker_count)
     if address is not None:
-        check_server_options(options)
-        if workers is not None:
-            raise ConfigError("--workers and --server do not go together: leave one of them out")
+        client.check_server_options(options)
+    limits = options.gpu_memory, options.ram
+    cluster = cluster_of(workers, worker_count, *limits, server=address is not None)
     check_out(out)
     read = read_questions(questions)
     if out.exists() and out.samefile(questions):
@@ -138,9 +128,9 @@ def batch(
         job.total = sum(map(len, left.values()))
         unasked = {store: group for store, group in left.items() if group}
         if address is None:
-            check_options(options, workers is None)
-        if workers is not None:
-            _answer_on_ray(workers, worker_count, unasked, job)
+            check_options(options, cluster is None)
+        if cluster is not None:
+            _answer_on_ray(cluster, unasked, job)
         elif address is None:
             _answer_here(unasked, job)
         else:
@@ -150,8 +140,7 @@ def batch(
     output.note(f"{out}: {output.count(done, 'answer')}{f', {kept:,} there already' if kept else ''}", quiet)
     for store, (number, error) in job.failures.items():
         output.note(f"error: {sentence(error)} (unanswered: {output.count(number, 'question')} to {store})")
-    unmatched = [] if collection is None else collection.unmatched
-    for question in unmatched:
+    for question in (unmatched := collection.unmatched if collection else []):
         output.note(
             f"error: no document contains a word of line {question.line} of the questions: rephrase it, name "
             'its "document", or give --all'
@@ -190,33 +179,21 @@ class Batch:
             **({"cite": True} if self.cites else {}),
         }
 
-    def line(
-        self,
-        store: str,
-        question: Question,
-        text: str,
-        tokens: int,
-        finish: str,
-        citations: Sequence[CitedDocument] | None,
-    ) -> dict[str, object]:
-        """The line of an answer."""
-        return {
-            "id": question.id,
-            "store": store,
-            "question": question.text,
-            "answer": text,
-            "tokens": tokens,
-            "finish": finish,
-            **({} if citations is None else {"citations": list(map(asdict, citations))}),
-            **self.settings,
-            **question.extra,
-            **({} if self.collection is None else {"document": self.collection.stores[store].name}),
-        }
-
-    def write(self, lines: Sequence[dict[str, object]]) -> None:
-        """Append answers to the output, and show the progress."""
+    def write(self, store: str, answered: Iterable[tuple[Question, Mapping[str, object]]]) -> None:
+        """Append answers to questions, as the fields that each has, to the output, and show the progress."""
+        document = {} if self.collection is None else {"document": self.collection.stores[store].name}
+        lines = [
+            {"id": question.id, "store": store, "question": question.text}
+            | {**answer, **self.settings, **question.extra, **document}
+            for question, answer in answered
+        ]
         append_answers(self.out, lines)
         self.advance(len(lines))
+
+    def parts(self, questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
+        """The questions that are asked together."""
+        for start in range(0, len(questions), self.size):
+            yield questions[start : start + self.size]
 
     def fail(self, store: str, questions: int, error: OffloadDecodeError) -> None:
         """Leave some questions to a store unanswered."""
@@ -239,34 +216,23 @@ def _answer_here(left: dict[str, list[Question]], job: Batch) -> None:
             with nullcontext(store) if job.collection is None else job.collection.held(store) as path:
                 engine = open_engine(str(path))
                 job.advance(0)
-                for start in range(0, len(group), job.size):
-                    part = group[start : start + job.size]
+                for part in job.parts(group):
                     texts = [question.text for question in part]
                     answers = engine.answer_many(texts, job.max_new_tokens, job.size, job.cites)
-                    job.write(
-                        [
-                            job.line(store, q, a.text, len(a.tokens), a.finish, a.citations)
-                            for q, a in zip(part, answers, strict=True)
-                        ]
-                    )
+                    job.write(store, zip(part, map(answer_fields, answers), strict=True))
                     answered += len(part)
         except OffloadDecodeError as error:
             job.fail(store, len(group) - answered, error)
 
 
-def _answer_on_ray(address: str, workers: int | None, left: dict[str, list[Question]], job: Batch) -> None:
+def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch) -> None:
     """Have the machines of a cluster answer, a part of `job.size` questions at a time."""
     if not left:
         return
 
     from offload_decode.prefill_jobs.on_ray.asking import Part, answer_on_ray
-    from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
-    given = [
-        (store, group[start : start + job.size])
-        for store, group in left.items()
-        for start in range(0, len(group), job.size)
-    ]
+    given = [(store, part) for store, group in left.items() for part in job.parts(group)]
     parts = [Part(store, tuple(question.text for question in group)) for store, group in given]
 
     def watch(standing: TaskProgress) -> None:
@@ -275,7 +241,6 @@ def _answer_on_ray(address: str, workers: int | None, left: dict[str, list[Quest
         at_work = f"{len(standing)} at work{fetch}" if standing else "(waiting for workers)"
         job.progress("answer", job.done, job.total, at_work)
 
-    cluster = Cluster(address, workers, job.options.caps)
     remote = None if job.collection is None else job.collection.on_other_machines(left)
     config = job.options.config
     for number, result in answer_on_ray(parts, cluster, config, job.max_new_tokens, job.cites, remote, watch):
@@ -283,12 +248,7 @@ def _answer_on_ray(address: str, workers: int | None, left: dict[str, list[Quest
         if isinstance(result, OffloadDecodeError):
             job.fail(store, len(group), result)
         else:
-            job.write(
-                [
-                    job.line(store, q, a.text, a.tokens, a.finish, a.citations)
-                    for q, a in zip(group, result, strict=True)
-                ]
-            )
+            job.write(store, zip(group, map(answer_fields, result), strict=True))
 
 
 def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Batch) -> None:
@@ -300,9 +260,7 @@ def _ask_server(address: ServerAddress, left: dict[str, list[Question]], job: Ba
             if isinstance(answer, OffloadDecodeError):
                 job.fail(store, 1, answer)
             else:
-                cited = answer.cited if wanted.cite else None
-                text = answer.text.strip()
-                job.write([job.line(store, question, text, answer.tokens, answer.finish, cited)])
+                job.write(store, [(question, answer.fields(wanted.cite))])
 
 
 Answer = tuple[str, Question, ServerAnswer | OffloadDecodeError]
@@ -325,7 +283,7 @@ def answers(
     def ask(store: str, question: Question) -> Answer:
         answer = ServerAnswer()
         try:
-            for _ in server.stream(names[store], conversation(question.text), wanted, answer, stopped):
+            for _ in server.stream(names[store], client.conversation(question.text), wanted, answer, stopped):
                 pass
         except OffloadDecodeError as error:
             if not isinstance(error, ConfigError):

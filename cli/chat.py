@@ -5,29 +5,20 @@ from __future__ import annotations
 import io
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from offload_decode.cli import output
+from offload_decode.cli import client, output
 from offload_decode.cli.ask import show
-from offload_decode.cli.client import (
-    AnswerOptions,
-    Server,
-    ServerAddress,
-    ServerAnswer,
-    check_server_options,
-    conversation,
-    server_address,
-)
+from offload_decode.cli.client import AnswerOptions, Server, ServerAddress
 from offload_decode.cli.errors import sentence
-from offload_decode.cli.limits import AskOptions, ask_options, open_engine
+from offload_decode.cli.limits import AskOptions, open_engine
 from offload_decode.cli.options import From, MaxNewTokens, Seed, Store, Temperature, TopP, with_groups
 from offload_decode.cli.transcript import Transcript, Turn
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 HELP = """\
 /help        show this
@@ -41,8 +32,8 @@ Everything else is a question. Ctrl-C stops an answer; the part already written 
 @with_groups
 def chat(
     store: Store,
-    options: Annotated[AskOptions, From(ask_options)],
-    address: Annotated[ServerAddress | None, From(server_address)],
+    options: AskOptions,
+    address: Annotated[ServerAddress | None, From(client.server_address)],
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -56,25 +47,19 @@ def chat(
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the conversation
+    config = options.config
+    wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed)
     if address is not None:
-        check_server_options(options)
-        config = options.config
-        wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed)
+        client.check_server_options(options)
         with Server(address) as server:
             served = server.served(str(store))
             remote = RemoteTranscript(server, served.name, wanted)
-            _Chat(remote, remote.answer, at_terminal).run(served.tokens)
+            _Chat(remote, at_terminal).run(served.tokens)
         return
     if at_terminal:
         output.note(f"Opening {store} and loading its model …")
-
-    from offload_decode.engine.sampler import Sampler
-
-    sampler = Sampler(temperature, top_p, seed)
     engine = open_engine(store, options)
-    transcript = Transcript(engine)
-    answer = partial(transcript.answer, max_new_tokens=max_new_tokens, sampler=sampler)
-    _Chat(transcript, answer, at_terminal).run(engine.prefix.length)
+    _Chat(Transcript(engine, max_new_tokens, wanted.sampler), at_terminal).run(engine.prefix.length)
 
 
 class RemoteTranscript:
@@ -87,8 +72,8 @@ class RemoteTranscript:
 
     def answer(self, question: str) -> Iterator[str]:
         """Ask a question and yield the answer; if interrupted, the part that arrived stays."""
-        answer, message = ServerAnswer(), {"role": "assistant", "content": ""}
-        messages = [*self.messages, *conversation(question)]
+        answer, message = client.ServerAnswer(), {"role": "assistant", "content": ""}
+        messages = [*self.messages, *client.conversation(question)]
         for piece in self.server.stream(self.name, messages, self.wanted, answer):
             if not message["content"]:
                 self.messages = [*messages, message]
@@ -117,14 +102,8 @@ class RemoteTranscript:
 class _Chat:
     """Reads and answers lines. An error ends only its line at a terminal, and the command elsewhere."""
 
-    def __init__(
-        self,
-        transcript: Transcript | RemoteTranscript,
-        answer: Callable[[str], Iterator[str]],
-        at_terminal: bool,
-    ):
+    def __init__(self, transcript: Transcript | RemoteTranscript, at_terminal: bool):
         self.transcript = transcript
-        self.answer = answer
         self.at_terminal = at_terminal
 
     def run(self, stored: int) -> None:
@@ -186,7 +165,7 @@ class _Chat:
             case _ if command.startswith("/"):
                 output.note(f"There is no command {command}: /help lists them.")
             case _ if line:
-                show(self.answer(line))
+                show(self.transcript.answer(line))
         return False
 
     def _size(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
 from types import TracebackType
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from openai import APIStatusError
 
     from offload_decode.cli.limits import AskOptions
+    from offload_decode.engine.sampler import Sampler
     from offload_decode.types import CitedDocument
 
 KEY = "OFFLOAD_DECODE_API_KEY"
@@ -63,6 +64,13 @@ class AnswerOptions:
     seed: int = 0
     cite: bool = False
 
+    @property
+    def sampler(self) -> Sampler:
+        """What draws the tokens, where the model runs here."""
+        from offload_decode.engine.sampler import Sampler
+
+        return Sampler(self.temperature, self.top_p, self.seed)
+
 
 @dataclass(frozen=True)
 class Served:
@@ -99,6 +107,11 @@ class ServerAnswer:
             ]
         except (TypeError, KeyError) as error:
             raise ServerError("the server's citations cannot be read: it runs another release") from error
+
+    def fields(self, cites: bool) -> dict[str, object]:
+        """The fields of an answer in JSON."""
+        cited = {"citations": list(map(asdict, self.cited))} if cites else {}
+        return {"answer": self.text.strip(), "tokens": self.tokens, "finish": self.finish, **cited}
 
     def describe(self, seconds: float) -> str:
         """What an answer cost, as text."""
@@ -352,10 +365,7 @@ def report(
     """The fields of `ask --json` that a server can tell."""
     return {
         "question": question,
-        "answer": answer.text.strip(),
-        "tokens": answer.tokens,
-        "finish": answer.finish,
-        **({"citations": answer.citations or []} if wanted.cite else {}),
+        **answer.fields(wanted.cite),
         "selector": wanted.selector,
         "options": wanted.options,
         "store": served.name,

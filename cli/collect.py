@@ -13,22 +13,18 @@ import typer
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
 from offload_decode.cli.options import (
-    Exclude,
-    FollowLinks,
-    From,
-    Glob,
+    Folders,
     Json,
     NoSync,
     Quiet,
     a_path,
     on_this_machine,
     option,
-    rules_of,
     with_groups,
 )
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import skipped_files
-from offload_decode.cli.prefill_options import RunOptions, StoreOptions, run_options, store_options
+from offload_decode.cli.prefill_options import RunOptions, StoreOptions
 from offload_decode.common import files
 from offload_decode.demo_models import QUOTED
 
@@ -47,8 +43,9 @@ def collect(
     out: Annotated[
         Path, option("COLLECTION", "The folder of the collection, which is made or updated.", parser=a_path)
     ],
-    made: Annotated[StoreOptions, From(store_options)],
-    run_with: Annotated[RunOptions, From(run_options)],
+    made: StoreOptions,
+    run_with: RunOptions,
+    *,
     metadata: Annotated[
         Path | None,
         option(
@@ -61,9 +58,7 @@ def collect(
     drop: Annotated[
         bool, typer.Option("--drop", help="Drop missing documents even if they are more than half.")
     ] = False,
-    glob: Glob = None,
-    exclude: Exclude = None,
-    follow_links: FollowLinks = False,
+    folders: Folders,
     no_sync: NoSync = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -76,7 +71,7 @@ def collect(
     end, and keeps its earlier store. `ask` and `batch` take a collection.
     """
     on_this_machine(out)
-    rules = rules_of(glob, [*(exclude or []), *_metadata_pattern(folder, metadata)], follow_links, [folder])
+    rules = folders.rules([folder], _metadata_pattern(folder, metadata))
 
     from offload_decode.prefill_jobs.collect import Maker, read_metadata
     from offload_decode.prefill_jobs.collect import collect as run

@@ -26,17 +26,10 @@ CACHE = "20GiB"
 
 @dataclass(frozen=True)
 class DocumentChoice:
-    """Which documents of a collection are asked; `cache`: the size, as it was written, of the local cache of
-    one in a bucket.
+    """The options that choose documents of a collection; `cache`: the size of the local cache of one in a
+    bucket. Raises `ConfigError`.
     """
 
-    every: bool = False
-    top: int | None = None
-    where: tuple[str, ...] = ()
-    cache: str | None = None
-
-
-def document_choice(
     top: Annotated[
         int | None,
         option(
@@ -45,7 +38,7 @@ def document_choice(
             min=1,
             panel=RETRIEVAL,
         ),
-    ] = None,
+    ] = None
     where: Annotated[
         list[str] | None,
         option(
@@ -54,10 +47,10 @@ def document_choice(
             "author!=Ada or year>=2020; repeatable, and all must match.",
             panel=RETRIEVAL,
         ),
-    ] = None,
-    every: Annotated[
-        bool, option(None, "In a collection: ask every document.", "--all", panel=RETRIEVAL)
-    ] = False,
+    ] = None
+    every: Annotated[bool, option(None, "In a collection: ask every document.", "--all", panel=RETRIEVAL)] = (
+        False
+    )
     cache: Annotated[
         str | None,
         option(
@@ -66,12 +59,11 @@ def document_choice(
             f"asked are removed first.  [default: {CACHE}]",
             panel=RETRIEVAL,
         ),
-    ] = None,
-) -> DocumentChoice:
-    """The options that choose documents."""
-    if every and top is not None:
-        raise ConfigError("--all and --top do not go together: leave one of them out")
-    return DocumentChoice(every, top, tuple(where or ()), cache)
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.every and self.top is not None:
+            raise ConfigError("--all and --top do not go together: leave one of them out")
 
 
 class AskedCollection:
@@ -83,7 +75,7 @@ class AskedCollection:
         self.collection = collection
         self.choice = choice
         self.unmatched: list[Question] = []
-        conditions = [Condition.parse(one) for one in choice.where]
+        conditions = [Condition.parse(one) for one in choice.where or []]
         everything, name = collection.entries, collection.name
         self.entries = [entry for entry in everything if all(one.holds(entry) for one in conditions)]
         if not everything:
@@ -167,7 +159,7 @@ def open_collection(
     if not collections:
         for store in stores:
             on_this_machine(store)
-        if choice != DocumentChoice():
+        if any((choice.top, choice.where, choice.every, choice.cache)):
             raise ConfigError("--top, --all, --where and --cache need a collection, and none is given")
         yield None
         return

@@ -11,13 +11,13 @@ import typer
 
 from offload_decode.cli import options, output
 from offload_decode.cli.errors import FAILURE, sentence
+from offload_decode.cli.limits import cluster_of
 from offload_decode.cli.options import (
     Json,
     NoSync,
     Quiet,
     WorkerCount,
     a_path,
-    check_workers,
     on_this_machine,
     option,
     workers_option,
@@ -77,18 +77,15 @@ def index(
     from offload_decode.cli.compiling import announce_compiling
     from offload_decode.prefill_jobs.indexing import build_indexes, check_target
 
-    check_workers(workers, worker_count, no_sync)
+    cluster = cluster_of(workers, worker_count, no_sync=no_sync)
     check_target(recall, k)
     given, several = _of_collections(stores)
     announce_compiling()
     exit_on_bus_error()
 
-    if workers is not None:
-        from offload_decode.planning.caps import Caps
+    if cluster is not None:
         from offload_decode.prefill_jobs.on_ray.jobs import index_on_ray
-        from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
-        cluster = Cluster(workers, worker_count, Caps())
         with Progress(quiet) as progress:
             results = index_on_ray(given, cluster, kind, recall=recall, k=k, progress=progress)
         _report_all(results, recall, as_json, quiet)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +21,14 @@ from offload_decode.cli.options import (
     Weights,
     byte_count,
 )
+from offload_decode.common.errors import ConfigError
 from offload_decode.config import EngineConfig, parse_options, split_pairs
 
 if TYPE_CHECKING:
     from offload_decode.engine.engine import Engine
     from offload_decode.models.loading import LoadedModel
     from offload_decode.planning.caps import Caps
+    from offload_decode.prefill_jobs.on_ray.workers import Cluster
     from offload_decode.store.reader import KVStore
 
 
@@ -41,13 +43,27 @@ def caps_of(gpu_memory: str | None, ram: str | None) -> Caps:
     return Caps(*(None if size is None else byte_count(size) for size in (gpu_memory, ram)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class AskOptions:
-    """How a store is asked, and the memory limits meanwhile."""
+    """How stores are asked, and the memory limits meanwhile: a group of options. Raises `ConfigError`."""
 
-    config: EngineConfig
-    gpu_memory: str | None = None
-    ram: str | None = None
+    selector: Selector = "topk"
+    option: Options = None
+    attend: Attend = "auto"
+    device_cache: DeviceCache = None
+    model: Model = None
+    weights: Weights = "auto"
+    device: Device = "auto"
+    gpu_memory: GpuMemory = None
+    ram: Ram = None
+    config: EngineConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        cache = 0 if self.device_cache is None else byte_count(self.device_cache)
+        options = split_pairs(self.option or [])
+        self.config = EngineConfig(
+            self.model, self.selector, options, self.device, self.weights, self.attend, cache
+        )
 
     @property
     def caps(self) -> Caps:
@@ -55,21 +71,30 @@ class AskOptions:
         return caps_of(self.gpu_memory, self.ram)
 
 
-def ask_options(
-    selector: Selector = "topk",
-    option: Options = None,
-    attend: Attend = "auto",
-    device_cache: DeviceCache = None,
-    model: Model = None,
-    weights: Weights = "auto",
-    device: Device = "auto",
-    gpu_memory: GpuMemory = None,
-    ram: Ram = None,
-) -> AskOptions:
-    """The options of a command that asks stores."""
-    cache = 0 if device_cache is None else byte_count(device_cache)
-    config = EngineConfig(model, selector, split_pairs(option or []), device, weights, attend, cache)
-    return AskOptions(config, gpu_memory, ram)
+def cluster_of(
+    workers: str | None,
+    count: int | None,
+    gpu_memory: str | None = None,
+    ram: str | None = None,
+    *,
+    no_sync: bool = False,
+    server: bool = False,
+) -> Cluster | None:
+    """The Ray cluster of `--workers`, with the memory limits of each worker; None without that option.
+
+    Raises `ConfigError` for --worker-count without it, and for options that do not go with it.
+    """
+    if workers is None:
+        if count:
+            raise ConfigError("--worker-count needs --workers: give --workers ray too, or leave it out")
+        return None
+    for option, given in (("--no-sync and --workers", no_sync), ("--workers and --server", server)):
+        if given:
+            raise ConfigError(f"{option} do not go together: leave one of them out")
+
+    from offload_decode.prefill_jobs.on_ray.workers import Cluster
+
+    return Cluster(workers, count, caps_of(gpu_memory, ram))
 
 
 def open_engine(store: Path, options: AskOptions) -> Engine:
@@ -149,27 +174,3 @@ def check_store(
     for sentence in check_ask(*given, index=index):
         output.note(sentence)
     return opened, partial(admit_question, planned_ask(*given, index=index), caps)
-
-
-def admit_prefill(
-    model: str,
-    chunk: int | None,
-    device: str = "auto",
-    dtype: str = "auto",
-    weights: str = "auto",
-    gpu_memory: str | None = None,
-    ram: str | None = None,
-) -> None:
-    """Refuse a model that cannot prefill within the limits: `DoesNotFit`, `ConfigError` or `ModelError`."""
-    caps = caps_of(gpu_memory, ram)
-
-    from offload_decode.cli.compiling import announce_compiling
-    from offload_decode.common.memory import own_memory
-    from offload_decode.models.size_estimate import outline
-    from offload_decode.planning.caps import apply_caps, check_prefill
-
-    announce_compiling()
-    estimate = outline(model)
-    for sentence in check_prefill(estimate, chunk, dtype, device, caps, own_memory(), weights):
-        output.note(sentence)
-    apply_caps(caps, device)

@@ -8,8 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -49,16 +50,21 @@ class From:
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with each `From(make)` parameter replaced by the options of `make`, as Typer reads them."""
+    """The command with the options of each group in its place, as Typer reads them. A group is a parameter of
+    a dataclass, whose fields are options, or one `From(make)`.
+    """
     groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in _parameters(command):
-        extras = get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else ()
-        group = next((extra for extra in extras if isinstance(extra, From)), None)
-        members = [parameter] if group is None else _parameters(group.make)
+        kind: Any = parameter.annotation
+        extras = getattr(kind, "__metadata__", ())
+        make = next((extra.make for extra in extras if isinstance(extra, From)), None)
+        if isinstance(kind, type) and is_dataclass(kind):
+            make = kind
+        members = [parameter] if make is None else _parameters(make)
         parameters.extend(members)
-        if group is not None:
-            groups[parameter.name] = group.make, [member.name for member in members]
+        if make is not None:
+            groups[parameter.name] = make, [member.name for member in members]
 
     @functools.wraps(command)
     def flat(**given: Any) -> None:
@@ -281,15 +287,6 @@ Quiet = Annotated[
     bool, option(None, "Show no progress and no notes on stderr.", "-q", "--quiet", panel=OUTPUT)
 ]
 
-Glob = Annotated[
-    list[str] | None,
-    option(
-        "PATTERN",
-        "In folders, read only files that match, in the syntax of .gitignore: *.md, /docs/*.rst; repeatable.",
-    ),
-]
-Exclude = Annotated[list[str] | None, option("PATTERN", "In folders, skip files that match; repeatable.")]
-FollowLinks = Annotated[bool, option(None, "In folders, follow symbolic links.", "--follow-links")]
 NoSync = Annotated[
     bool,
     option(
@@ -316,23 +313,33 @@ def question_from(text: str) -> str:
     return question
 
 
-def check_workers(workers: str | None, count: int | None, no_sync: bool = False) -> None:
-    """Raise `ConfigError` for --worker-count without --workers, and for --no-sync with them."""
-    if count and workers is None:
-        raise ConfigError("--worker-count needs --workers: give --workers ray too, or leave it out")
-    if no_sync and workers is not None:
-        raise ConfigError("--no-sync and --workers do not go together: leave one of them out")
+@dataclass(frozen=True)
+class Folders:
+    """Which files are read in folders of documents."""
 
+    glob: Annotated[
+        list[str] | None,
+        option(
+            "PATTERN",
+            "In folders, read only files that match, in the syntax of .gitignore: *.md, /docs/*.rst; "
+            "repeatable.",
+        ),
+    ] = None
+    exclude: Annotated[
+        list[str] | None, option("PATTERN", "In folders, skip files that match; repeatable.")
+    ] = None
+    follow_links: Annotated[bool, option(None, "In folders, follow symbolic links.", "--follow-links")] = (
+        False
+    )
 
-def rules_of(
-    glob: list[str] | None, exclude: list[str] | None, follow_links: bool, corpora: Sequence[str]
-) -> Rules:
-    """Which files are read in the folders among the corpora. Raises `ConfigError` where there are none."""
-    from offload_decode.prefill_jobs.folders import Rules
+    def rules(self, corpora: Sequence[str], also_excluded: Iterable[str] = ()) -> Rules:
+        """Raises `ConfigError` for an empty corpus, and for options where no corpus is a folder."""
+        from offload_decode.prefill_jobs.folders import Rules
 
-    if "" in corpora:
-        raise ConfigError("an empty corpus names nothing: give a file, a folder, or - for standard input")
-    rules = Rules(tuple(glob or ()), tuple(exclude or ()), follow_links)
-    if rules != Rules() and not any(map(os.path.isdir, corpora)):
-        raise ConfigError("--glob, --exclude and --follow-links apply to folders, and none is given")
-    return rules
+        if "" in corpora:
+            raise ConfigError("an empty corpus names nothing: give a file, a folder, or - for standard input")
+        excluded = (*(self.exclude or ()), *also_excluded)
+        rules = Rules(tuple(self.glob or ()), excluded, self.follow_links)
+        if rules != Rules() and not any(map(os.path.isdir, corpora)):
+            raise ConfigError("--glob, --exclude and --follow-links apply to folders, and none is given")
+        return rules

@@ -10,26 +10,21 @@ import typer
 
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE, sentence
-from offload_decode.cli.limits import caps_of
+from offload_decode.cli.limits import cluster_of
 from offload_decode.cli.models import checked
 from offload_decode.cli.options import (
-    Exclude,
-    FollowLinks,
-    From,
-    Glob,
+    Folders,
     Json,
     NoSync,
     Quiet,
     WorkerCount,
     a_path,
-    check_workers,
     option,
-    rules_of,
     with_groups,
     workers_option,
 )
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill_options import RunOptions, StoreOptions, run_options, store_options
+from offload_decode.cli.prefill_options import RunOptions, StoreOptions
 from offload_decode.cli.push_pull import summary
 from offload_decode.common import files
 from offload_decode.demo_models import QUOTED
@@ -62,11 +57,9 @@ def prefill(
             "/ at its end: a folder for one store per corpus, named after it.",
         ),
     ],
-    made: Annotated[StoreOptions, From(store_options)],
-    run_with: Annotated[RunOptions, From(run_options)],
-    glob: Glob = None,
-    exclude: Exclude = None,
-    follow_links: FollowLinks = False,
+    made: StoreOptions,
+    run_with: RunOptions,
+    folders: Folders,
     staging: Annotated[
         Path | None,
         option(
@@ -97,7 +90,7 @@ def prefill(
     """
     from offload_decode.prefill_jobs.folders import check_corpus
 
-    rules = rules_of(glob, exclude, follow_links, corpora)
+    rules = folders.rules(corpora)
     if len(corpora) == 1:  # one of several that cannot be read does not stop the others
         check_corpus(corpora[0])
 
@@ -105,7 +98,8 @@ def prefill(
     from offload_decode.prefill_jobs.many import Job, is_folder, jobs_of, prefill_many
 
     settings = made.settings
-    check_workers(workers, worker_count, no_sync)
+    limits = run_with.gpu_memory, run_with.ram
+    cluster = cluster_of(workers, worker_count, *limits, no_sync=no_sync)
     several = is_folder(corpora, out)
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
     given: dict[str, Any] = {
@@ -117,11 +111,9 @@ def prefill(
         "staging": staging,
         "rules": rules,
     }
-    if workers is not None:
+    if cluster is not None:
         from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
-        from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
-        cluster = Cluster(workers, worker_count, caps_of(run_with.gpu_memory, run_with.ram))
         with Progress(quiet) as progress:
             results = prefill_on_ray(jobs, cluster, **given, progress=progress)
         _report_all(results, as_json, quiet)

@@ -10,9 +10,8 @@ import typer
 from offload_decode.cli import options as completion
 from offload_decode.cli import output
 from offload_decode.cli.client import KEY
-from offload_decode.cli.limits import AskOptions, ask_options
+from offload_decode.cli.limits import AskOptions
 from offload_decode.cli.options import (
-    From,
     MaxNewTokens,
     Temperature,
     TopP,
@@ -37,7 +36,7 @@ GRACE_S = 5.0
 
 @with_groups
 def serve(
-    options: Annotated[AskOptions, From(ask_options)],
+    options: AskOptions,
     stores: Annotated[
         list[str] | None,
         typer.Argument(

@@ -38,11 +38,11 @@ class Turn:
 class Transcript:
     """An engine, and the questions and answers after the stored tokens."""
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(self, engine: Engine, max_new_tokens: int, sampler: Sampler):
+        self.engine, self.max_new_tokens, self.sampler = engine, max_new_tokens, sampler
         self.turns: list[Turn] = []
 
-    def answer(self, question: str, max_new_tokens: int, sampler: Sampler) -> Iterator[str]:
+    def answer(self, question: str) -> Iterator[str]:
         """Ask a question and yield the answer piece by piece.
 
         If interrupted, the conversation keeps the part generated; nothing if the question was still running.
@@ -52,7 +52,7 @@ class Transcript:
         self.turns.append(turn)
 
         def generated() -> Iterator[int]:
-            for token in self.engine.generate(logits, max_new_tokens, sampler):
+            for token in self.engine.generate(logits, self.max_new_tokens, self.sampler):
                 turn.tokens.append(token)
                 yield token
 

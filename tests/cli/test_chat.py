@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -175,14 +174,13 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, talk: Transcript, *lines: str |
         return line
 
     monkeypatch.setattr("builtins.input", typing)
-    answer = partial(talk.answer, max_new_tokens=5, sampler=Sampler())
-    chat._Chat(talk, answer, at_terminal=True).run(stored=0)
+    chat._Chat(talk, at_terminal=True).run(stored=0)
 
 
 def test_ctrl_c_keeps_the_part_already_written(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = Transcript(Engine.open(store))
+    talk = Transcript(Engine.open(store), 5, Sampler())
     generate = Engine.generate
 
     def stopped(self: Engine, *args: object) -> Iterator[int]:
@@ -207,7 +205,7 @@ def test_ctrl_c_keeps_the_part_already_written(
 def test_ctrl_c_before_the_answer_takes_the_question_back(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = Transcript(Engine.open(store))
+    talk = Transcript(Engine.open(store), 5, Sampler())
 
     def stopped(self: Engine, question: str) -> None:
         raise KeyboardInterrupt
@@ -225,7 +223,7 @@ def test_ctrl_c_before_the_answer_takes_the_question_back(
 def test_an_error_at_a_terminal_keeps_the_conversation(
     store: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = Transcript(Engine.open(store))
+    talk = Transcript(Engine.open(store), 5, Sampler())
     at_terminal(monkeypatch, talk, "one", f"/load {saved.parent / 'no'}", "two")
     captured = capsys.readouterr()
     assert captured.err.splitlines()[1].startswith("error: cannot read")
