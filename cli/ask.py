@@ -193,13 +193,10 @@ def other_weights(manifest: Manifest, asked: str) -> str:
     """A sentence where the store was prefilled with quantised weights; empty for the model's own."""
     if manifest.weights == "auto":
         return ""
-    made = (
-        f"The store was prefilled with {manifest.weights} weights: its keys and values are those of the "
-        "quantised model"
-    )
+    made = f"The store was prefilled with {manifest.weights} weights: its keys and values are those of the"
     if asked == manifest.weights:
-        return f"{made}."
-    return f"{made}, and it was asked with {'full' if asked == 'auto' else asked} weights."
+        return f"{made} quantised model."
+    return f"{made} quantised model, and it was asked with {'full' if asked == 'auto' else asked} weights."
 
 
 def show(pieces: Iterable[str]) -> None:
@@ -294,16 +291,11 @@ def _ask_collection(
             output.note(described)
     if as_json:
         names = [entry.name for entry in documents]
-        output.answer_json(
-            {
-                "question": question,
-                "collection": asked.collection.name,
-                "answers": [answers[name] for name in names if name in answers],
-                "failed": [
-                    {"document": name, "error": sentence(failed[name])} for name in names if name in failed
-                ],
-            }
-        )
+        errors = {name: sentence(error) for name, error in failed.items()}
+        told: dict[str, object] = {"question": question, "collection": asked.collection.name}
+        told["answers"] = [answers[name] for name in names if name in answers]
+        told["failed"] = [{"document": name, "error": errors[name]} for name in names if name in errors]
+        output.answer_json(told)
     if failed:
         raise typer.Exit(min(map(exit_code, failed.values())))
 

@@ -87,11 +87,9 @@ class RemoteTranscript:
 
     def save(self, file: Path) -> None:
         """Raises `ConfigError`: a saved conversation needs the tokens, which only the server has."""
-        raise ConfigError("a conversation with a server cannot be saved: chat without --server for that")
+        raise ConfigError("with a server, nothing is saved or loaded: chat without --server for that")
 
-    def load(self, file: Path) -> None:
-        """Raises `ConfigError`, as `save` does."""
-        raise ConfigError("a conversation cannot be loaded into a server: chat without --server for that")
+    load = save
 
     @property
     def length(self) -> int:

@@ -8,18 +8,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from offload_decode.cli import output
+from offload_decode.cli.limits import AskOptions
 from offload_decode.cli.options import EVERYDAY, a_path, option
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from openai import APIStatusError
 
-    from offload_decode.cli.limits import AskOptions
     from offload_decode.engine.sampler import Sampler
     from offload_decode.types import CitedDocument
 
@@ -154,18 +153,11 @@ def server_address(
 
 def check_server_options(options: AskOptions) -> None:
     """Raise `ConfigError` for an option that only `serve` takes, because the model runs there."""
-    config = options.config
-    given = {
-        "--model": config.model is not None,
-        "--weights": config.weights != "auto",
-        "--device": config.device != "auto",
-        "--attend": config.attend != "auto",
-        "--device-cache": config.device_cache != 0,
-        "--gpu-memory": options.gpu_memory is not None,
-        "--ram": options.ram is not None,
-    }
-    if names := [name for name, present in given.items() if present]:
-        raise ConfigError(f"{names[0]} is an option of the server: give it to `serve`, not with --server")
+    none_given = AskOptions()
+    for name in ("model", "weights", "device", "attend", "device_cache", "gpu_memory", "ram"):
+        if getattr(options, name) != getattr(none_given, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is an option of the server: give it to `serve`, not with --server")
 
 
 class Server:
@@ -195,9 +187,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def served(self, store: str) -> Served:
@@ -310,10 +300,8 @@ class Server:
         return ConfigError(message) if 400 <= status < 500 and status != 429 else ServerError(message)
 
     def _absent(self) -> ServerError:
-        return ServerError(
-            f"no server answers at {self.url}: start one with `offload-decode serve STORE`, or give the URL "
-            "that it shows"
-        )
+        start = "start one with `offload-decode serve STORE`, or give the URL that it shows"
+        return ServerError(f"no server answers at {self.url}: {start}")
 
     def _broken(self) -> ServerError:
         return ServerError(f"the answer of {self.url} broke off: ask again")

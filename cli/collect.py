@@ -24,9 +24,8 @@ from offload_decode.cli.options import (
 )
 from offload_decode.cli.output import Progress
 from offload_decode.cli.prefill import skipped_files
-from offload_decode.cli.prefill_options import RunOptions, StoreOptions
+from offload_decode.cli.prefill_options import PrefillModel, RunOptions, StoreOptions
 from offload_decode.common import files
-from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.collect import CollectReport
@@ -37,9 +36,7 @@ _SHOWN = 5
 @with_groups
 def collect(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of documents.")],
-    model: Annotated[
-        str, option("M", f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file.")
-    ],
+    model: PrefillModel,
     out: Annotated[
         Path, option("COLLECTION", "The folder of the collection, which is made or updated.", parser=a_path)
     ],
@@ -105,11 +102,8 @@ def collect(
 
 
 def _as_json(report: CollectReport) -> dict[str, object]:
-    lists = {
-        "failed": [one._asdict() for one in report.failed],
-        "skipped": [one._asdict() for one in report.skipped],
-    }
-    return asdict(report) | lists
+    lists = {"failed": report.failed, "skipped": report.skipped}
+    return asdict(report) | {name: [one._asdict() for one in found] for name, found in lists.items()}
 
 
 def _summary(report: CollectReport) -> str:

@@ -93,18 +93,11 @@ def demo(
     say(f"\n5  Go on: all this took {output.duration(seconds)}, and the store stays\n{_next(store)}")
     ok = all(_right(fact, _DEFAULT, replies) for fact in hidden.questions)
     if as_json:
-        output.answer_json(
-            {
-                "ok": ok,
-                "seconds": seconds,
-                "prefill": asdict(report),
-                "indexes": {kind: asdict(index) for kind, index in built.items()},
-                "process": asdict(opened),
-                "facts": [asdict(fact) for fact in hidden.questions],
-                "found": {way: _found(hidden, way, replies) for way in _ways(built)},
-                "replies": [asdict(reply) for reply in replies],
-            }
-        )
+        told = {"ok": ok, "seconds": seconds, "prefill": asdict(report), "process": asdict(opened)}
+        told |= {"indexes": {kind: asdict(index) for kind, index in built.items()}}
+        told |= {"found": {way: _found(hidden, way, replies) for way in _ways(built)}}
+        told |= {"facts": [asdict(fact) for fact in hidden.questions]}
+        output.answer_json(told | {"replies": [asdict(reply) for reply in replies]})
     if not ok:
         raise typer.Exit(FAILURE)
 
@@ -234,14 +227,14 @@ def _summary(
         ("", "built in", "size", f"recall@{_BUDGET}", "bytes a token", "time a token", "facts", "control")
     ]
     for way in _ways(built):
-        index = built.get(way)
-        recall = {_EXACT: "1", _DENSE: "-"}.get(way, "")
+        built_in, size, recall = "-", "-", "1" if way == _EXACT else "-"
+        if index := built.get(way):
+            built_in, size = output.duration(index.seconds), output.size(index.bytes)
+            recall = f"{index.recall:.3f}"
         rows.append(
             (
                 "dense attention" if way == _DENSE else f"top-k, {way}",
-                output.duration(index.seconds) if index else "-",
-                output.size(index.bytes) if index else "-",
-                f"{index.recall:.3f}" if index else recall,
+                *(built_in, size, recall),
                 output.size(mean(way, "bytes_moved")),
                 f"{1000 * mean(way, 'seconds'):.1f} ms",
                 f"{_found(hidden, way, replies)} of {len(hidden.facts)}",
@@ -250,16 +243,13 @@ def _summary(
         )
     share = mean(_DEFAULT, "attended") / stored
     fewer = mean(_DENSE, "bytes_moved") / mean(_DEFAULT, "bytes_moved")
-    lines = output.table(rows).splitlines()
-    return "\n".join(
-        [
-            "",
-            *(f"   {line}" for line in lines),
-            "",
-            f"   With {_DEFAULT}, the default, top-k attended to {share:.2%} of the stored tokens\n"
-            f"   and fetched {fewer:,.0f} times fewer bytes of keys and values.",
-        ]
-    )
+    lines = [
+        *output.table(rows).splitlines(),
+        "",
+        f"With {_DEFAULT}, the default, top-k attended to {share:.2%} of the stored tokens",
+        f"and fetched {fewer:,.0f} times fewer bytes of keys and values.",
+    ]
+    return "\n" + "\n".join(f"   {line}" if line else "" for line in lines)
 
 
 def _next(store: Path) -> str:

@@ -23,17 +23,8 @@ from offload_decode.common.errors import ConfigError
 PROJECT = "offload-decode"
 LIBRARIES = ("torch", "transformers", "numpy", "numba", "zarr")
 OPTIONAL = (
-    "hnswlib",
-    "triton",
-    "matplotlib",
-    "pypdf",
-    "python-docx",
-    "obstore",
-    "ray",
-    "bitsandbytes",
-    "accelerate",
-    "compressed-tensors",
-    "gguf",
+    *("hnswlib", "triton", "matplotlib", "pypdf", "python-docx", "obstore", "ray"),
+    *("bitsandbytes", "accelerate", "compressed-tensors", "gguf"),
 )
 # All of these provide the module `faiss`: at most one may be installed.
 FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu12", "faiss-gpu-cu11")
@@ -152,19 +143,16 @@ def doctor(as_json: Json = False) -> None:
         if not as_json:
             output.answer(f"{_MARKS[check.state]} {check.name:<{width}}  {check.found}")
     broken = [check.name for check in checks if check.needed and check.state != "ok"]
+    seconds = time.monotonic() - began
     if as_json:
         output.answer_json(
-            {
-                "ok": not broken,
-                "seconds": time.monotonic() - began,
-                "checks": [asdict(check) for check in checks],
-            }
+            {"ok": not broken, "seconds": seconds, "checks": [asdict(check) for check in checks]}
         )
     if broken:
         output.note(f"error: {', '.join(broken)}: fix this first, then run doctor again")
         raise typer.Exit(FAILURE)
     if not as_json:
-        output.answer(f"\nEverything necessary works ({output.duration(time.monotonic() - began)}).")
+        output.answer(f"\nEverything necessary works ({output.duration(seconds)}).")
 
 
 def _checked(name: str, needed: bool, look: Callable[[], str]) -> Check:
@@ -212,10 +200,8 @@ def _processor() -> str:
     from offload_decode.indexes.clusters.dot4 import forms
 
     names = {"avx512vnni": "AVX-512 VNNI", "avx2": "AVX2", "vectors": "plain vector operations"}
-    halves = (
-        "half precision by instruction (F16C)" if half_to_single is converted else "half precision in steps"
-    )
-    return f"{os.cpu_count()} cores; 4-bit scans by {names[next(iter(forms()))]}, {halves}"
+    halves = "by instruction (F16C)" if half_to_single is converted else "in steps"
+    return f"{os.cpu_count()} cores; 4-bit scans by {names[next(iter(forms()))]}, half precision {halves}"
 
 
 @_check("memory", needed=True)

@@ -97,10 +97,10 @@ def index(
             report = build_indexes(given[0], kind, recall=recall, k=k, progress=progress)
     if several:
         _report_all(results, recall, as_json, quiet)
-    else:
-        if as_json:
-            output.answer_json(asdict(report))
-        _tell(report, recall, quiet)
+        return
+    if as_json:
+        output.answer_json(asdict(report))
+    _tell(report, recall, quiet)
 
 
 Results = dict[Path, "BuildReport | OffloadDecodeError"]
@@ -129,11 +129,9 @@ def _one_by_one(stores: list[Path], kind: str, recall: float, k: int, progress: 
     registry.get(kind)  # an unknown kind fails at once, not once per store
     results: Results = {}
     for number, store in enumerate(stores, start=1):
-        about = f"store {number:,} of {len(stores):,}"
+        shown = partial(progress, about=f"store {number:,} of {len(stores):,}")
         try:
-            results[store] = build_indexes(
-                store, kind, recall=recall, k=k, progress=partial(progress, about=about)
-            )
+            results[store] = build_indexes(store, kind, recall=recall, k=k, progress=shown)
         except OffloadDecodeError as error:
             results[store] = error
     return results
@@ -144,14 +142,8 @@ def _report_all(results: Results, recall: float, as_json: bool, quiet: bool) -> 
     failures = {store: found for store, found in results.items() if isinstance(found, OffloadDecodeError)}
     reports = [found for found in results.values() if not isinstance(found, OffloadDecodeError)]
     if as_json:
-        output.answer_json(
-            {
-                "indexes": list(map(asdict, reports)),
-                "failures": [
-                    {"store": str(store), "error": sentence(error)} for store, error in failures.items()
-                ],
-            }
-        )
+        failed = [{"store": str(store), "error": sentence(error)} for store, error in failures.items()]
+        output.answer_json({"indexes": list(map(asdict, reports)), "failures": failed})
     for report in reports:
         _tell(report, recall, quiet)
     for store, error in failures.items():
@@ -163,9 +155,10 @@ def _report_all(results: Results, recall: float, as_json: bool, quiet: bool) -> 
 def _tell(report: BuildReport, recall: float, quiet: bool) -> None:
     output.note(summary(report), quiet)
     if report.full_scans:
-        some = "every head" if report.full_scans == report.heads else output.count(report.full_scans, "head")
+        whole = report.full_scans == report.heads
+        heads = "every head" if whole else output.count(report.full_scans, "head")
         output.note(
-            f"{some} reached that recall only by a full scan of the keys, as index=flat does: a lower "
+            f"{heads} reached that recall only by a full scan of the keys, as index=flat does: a lower "
             "--recall, or another kind, may be faster",
             quiet,
         )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 10
+_TOLD = ("method", "weights")  # apart from the options of a prefill
 
 
 def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
@@ -45,12 +46,9 @@ def inspect(store: StoreOrCollection, as_json: Json = False) -> None:
     if as_json:
         output.answer_json(_store_fields(opened, indexes))
         return
-    parts = [output.facts(_facts(opened)), output.table(_costs(opened))]
-    if opened.manifest.kv_error:
-        parts.append(output.table(_errors(opened.manifest)))
-    parts.append(output.table(_documents(opened)))
-    if indexes:
-        parts.append(output.table(_indexes(indexes)))
+    errors = _errors(opened.manifest) if opened.manifest.kv_error else []
+    tables = (_costs(opened), errors, _documents(opened), _indexes(indexes) if indexes else [])
+    parts = [output.facts(_facts(opened)), *(output.table(rows) for rows in tables if rows)]
     output.answer("\n\n".join(parts))
 
 
@@ -78,11 +76,11 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
     from offload_decode.hf.positions import told_of
 
     manifest = store.manifest
-    prefill = dict(manifest.prefill)
-    shown = ("method", "weights")
-    details = "".join(f", {name} {value}" for name, value in prefill.items() if name not in shown)
+    given = [f", {name} {value}" for name, value in manifest.prefill.items() if name not in _TOLD]
     positions = told_of(manifest.rope, manifest.n_tokens)
     weights, keys, values = manifest.weights, manifest.kv["keys"], manifest.kv["values"]
+    quantised = ": the keys and values are the quantised model's"
+    tokens, samples = _short(manifest.token_hash), f"{manifest.n_samples:,}"
     return [
         ("store", str(store.path)),
         ("digest", _short(store.store_digest)),
@@ -91,22 +89,12 @@ def _facts(store: KVStore) -> list[tuple[str, str]]:
         ("tokenizer", _short(manifest.tokenizer_hash)),
         ("layers", _layers(manifest)),
         ("checked", _check(manifest)),
-        (
-            "tokens",
-            f"{manifest.n_tokens:,} (hash {_short(manifest.token_hash)}), a {manifest.template} prompt",
-        ),
+        ("tokens", f"{manifest.n_tokens:,} (hash {tokens}), a {manifest.template} prompt"),
         *([("positions", positions)] if positions else []),
-        ("prefill", f"{prefill['method']}{details}"),
-        *(
-            []
-            if weights == "auto"
-            else [("weights", f"{weights}: the keys and values are the quantised model's")]
-        ),
+        ("prefill", f"{manifest.prefill['method']}{''.join(given)}"),
+        *([] if weights == "auto" else [("weights", f"{weights}{quantised}")]),
         ("stored as", f"latents {keys}" if manifest.shape.latent else f"keys {keys}, values {values}"),
-        (
-            "extras",
-            f"pages of {manifest.page_size} tokens, {manifest.n_samples:,} sampled queries for each KV head",
-        ),
+        ("extras", f"pages of {manifest.page_size} tokens, {samples} sampled queries for each KV head"),
     ]
 
 
@@ -201,6 +189,8 @@ def inspect_collection(path: Path, as_json: bool) -> None:
     sizes = [_store_bytes(collection, entry) for entry in entries]
     lists = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
     fields = Counter(field for entry in entries for field in entry.metadata)
+    tokens = sorted(entry.tokens for entry in entries) or [0]
+    has_words = (path / WORDS).exists()
     if as_json:
         output.answer_json(
             {
@@ -210,24 +200,18 @@ def inspect_collection(path: Path, as_json: bool) -> None:
                 "weights": header.weights,
                 "settings": header.settings,
                 "documents": [
-                    {
-                        "name": entry.name,
-                        "tokens": entry.tokens,
-                        "bytes": size,
-                        "store": collection.address(entry),
-                        "metadata": entry.metadata,
-                    }
+                    {"name": entry.name, "tokens": entry.tokens, "bytes": size}
+                    | {"store": collection.address(entry), "metadata": entry.metadata}
                     for entry, size in zip(entries, sizes, strict=True)
                 ],
-                "tokens": sum(entry.tokens for entry in entries),
+                "tokens": sum(tokens),
                 "bytes": lists + sum(filter(None, sizes)),
                 "missing": sizes.count(None),
                 "metadata": fields,
-                "words": (path / WORDS).exists(),
+                "words": has_words,
             }
         )
         return
-    tokens = sorted(entry.tokens for entry in entries) or [0]
     facts = [
         ("collection", str(path)),
         ("model", f"{header.model_id}, {header.dtype}"),
@@ -239,7 +223,7 @@ def inspect_collection(path: Path, as_json: bool) -> None:
     ]
     if missing := sizes.count(None):
         facts.append(("missing", f"{output.count(missing, 'store')}: collect again"))
-    if not (path / WORDS).exists():
+    if not has_words:
         facts.append(("words", "missing, so --top finds nothing: collect again"))
     output.answer(f"{output.facts(facts)}\n\n{output.table(_collection_documents(entries, sizes))}")
 

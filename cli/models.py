@@ -48,13 +48,11 @@ def _families(as_json: bool) -> None:
     if as_json:
         output.answer_json({"transformers": release, "families": families})
         return
-    rows = [[name, ", ".join(kept)] for name, kept in sorted(families.items())]
-    width = max(len(name) for name, _ in rows)
     output.answer(
-        f"{len(rows)} families, checked with transformers {release}; others are supported if they "
+        f"{len(families)} families, checked with transformers {release}; others are supported if they "
         "pass the equivalence check: offload-decode models M"
     )
-    output.answer("\n".join(f"{name.ljust(width)}  {kept}" for name, kept in rows))
+    output.answer(output.facts([(name, ", ".join(kept)) for name, kept in sorted(families.items())]))
 
 
 def _listed() -> tuple[str, dict[str, list[str]]]:
@@ -88,24 +86,16 @@ def _one(model: str, as_json: bool) -> None:
     except UnsupportedModel as error:
         reason = str(error)
     kept = [_kept(layer, count) for layer, count in Counter(shape.layers).items()] if shape else []
+    difference = None if check is None or check.difference == float("inf") else check.difference
     if as_json:
-        difference = None if check is None or check.difference == float("inf") else check.difference
-        output.answer_json(
-            {
-                "model": model,
-                "family": config.model_type,
-                "served": not reason,
-                "reason": reason,
-                "difference": difference,
-                "transformers": version("transformers"),
-                "kept": kept,
-            }
-        )
+        told = {"model": model, "family": config.model_type, "served": not reason, "reason": reason}
+        told |= {"difference": difference, "transformers": version("transformers"), "kept": kept}
+        output.answer_json(told)
     else:
         facts = [("model", model), ("family", config.model_type), ("served", "no" if reason else "yes")]
         facts += [("reason", reason)] if reason else []
-        if check is not None and check.difference != float("inf"):
-            facts.append(("difference", f"{check.difference:.1e} of the spread of the logits, at most"))
+        if difference is not None:
+            facts.append(("difference", f"{difference:.1e} of the spread of the logits, at most"))
         output.answer(output.facts([*facts, *((one["layers"], one["keeps"]) for one in kept)]))
     if reason:
         raise typer.Exit(FAILURE)

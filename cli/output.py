@@ -13,7 +13,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -126,22 +125,11 @@ PLAIN_EVERY_S = 10.0
 
 # What each stage of a job counts; other stages are only named.
 _UNITS = {
-    "prefill": "tokens",
-    "collect": "documents",
-    "index": "heads",
-    "verify": "bytes",
-    "verify documents": "documents",
-    "copy": "arrays",
-    "hash indexes": "bytes",
-    "check": "bytes",
-    "push": "bytes",
-    "push documents": "documents",
-    "pull": "bytes",
-    "pull documents": "documents",
-    "verify indexes": "heads",
-    "answer": "questions",
-    "draw texts": "texts",
-    "fidelity": "tokens",
+    **dict.fromkeys(("prefill", "fidelity"), "tokens"),
+    **dict.fromkeys(("collect", "verify documents", "push documents", "pull documents"), "documents"),
+    **dict.fromkeys(("index", "verify indexes"), "heads"),
+    **dict.fromkeys(("verify", "hash indexes", "check", "push", "pull"), "bytes"),
+    **{"copy": "arrays", "answer": "questions", "draw texts": "texts"},
 }
 
 
@@ -165,9 +153,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

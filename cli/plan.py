@@ -148,40 +148,30 @@ def _counts(planned: Plan) -> str:
 
     outline, request = planned.outline, planned.request
     shape, tokens = outline.shape, request.tokens
-    kinds = kv_kinds(shape)
+    layers = len(shape.full_layers)
     if outline.packed:
-        whole = replace(outline, format="")
-        weights = [
-            (FORMATS[outline.format].said, outline.packed),
-            (outline.dtype, sizes.weights_bytes(whole, "auto")),
-        ]
+        whole = sizes.weights_bytes(replace(outline, format=""), "auto")
+        weights = [(FORMATS[outline.format].said, outline.packed), (outline.dtype, whole)]
     else:
         weights = [
             (outline.dtype if name == "auto" else name, sizes.weights_bytes(outline, name))
             for name in (("auto", "int8", "int4") if outline.linear else ("auto",))
         ]
-    stores = [(kv, sizes.store_bytes(shape, tokens, kv, outline.dtype)) for kv in kinds]
+    stores = [(kv, sizes.store_bytes(shape, tokens, kv, outline.dtype)) for kv in kv_kinds(shape)]
     bounds = [
-        (
-            f"{page} tokens in {metadata}",
-            sizes.page_bytes(shape, tokens, page, metadata, len(shape.full_layers)),
-        )
+        (f"{page} tokens in {kind}", sizes.page_bytes(shape, tokens, page, kind, layers))
         for page in (16, 32, 64)
-        for metadata in PAGE_METADATA
+        for kind in PAGE_METADATA
     ]
     positions = outline.lengths.told(outline.lengths.chosen(tokens))
     given = (shape, tokens, request.kv, outline.dtype)
-    of_a_layer = {kind: sizes.index_costs(kind, *given) for kind in usable()}
-    indexes = [
-        (kind, len(shape.full_layers) * (costs.memory or costs.file)) for kind, costs in of_a_layer.items()
-    ]
+    costs = {kind: sizes.index_costs(kind, *given) for kind in usable()}
+    indexes = [(kind, layers * (cost.memory or cost.file)) for kind, cost in costs.items()]
+    each = output.size(planned.kv_bytes / tokens)
     return output.facts(
         [
             ("model", f"{outline.model_id}: {outline.parameters / 1e9:,.3g} billion parameters"),
-            (
-                "corpus",
-                f"{tokens:,} tokens, {output.size(planned.kv_bytes / tokens)} of keys and values each",
-            ),
+            ("corpus", f"{tokens:,} tokens, {each} of keys and values each"),
             *([("positions", positions)] if positions else []),
             ("weights", _listed(weights)),
             ("store", _listed(stores)),
@@ -212,24 +202,30 @@ def _needs(plans: dict[str, Plan]) -> str:
     return output.table(rows)
 
 
-def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
+def _settings(before: Plan, after: Plan, given: dict[str, object] | None = None) -> str:
+    """The settings in which two plans differ, after those `given`, as options; their tokens are not named."""
     from offload_decode.planning.caps import described
-    from offload_decode.planning.proposals import changes, least_machine
+    from offload_decode.planning.proposals import changes
+
+    different = (given or {}) | changes(before.request, after.request)
+    different.pop("tokens", None)
+    return described(different)
+
+
+def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
+    from offload_decode.planning.proposals import least_machine
 
     if proposed is planned:
         lines = ["It fits: the store can be kept here and asked."]
     elif proposed is not None:
-        lines = [f"It does not fit. This does: {described(changes(planned.request, proposed.request))}"]
+        lines = [f"It does not fit. This does: {_settings(planned, proposed)}"]
     else:
-        machine = ", ".join(
-            f"{output.size(need)} of {_PLACES[place]}" for place, need in least_machine(planned).items()
-        )
+        needs = least_machine(planned).items()
+        machine = ", ".join(f"{output.size(need)} of {_PLACES[place]}" for place, need in needs)
         lines = [f"It does not fit, whatever the settings. The least it takes is {machine}."]
         if most is not None:
-            settings = described(
-                {k: v for k, v in changes(planned.request, most.request).items() if k != "tokens"}
-            )
-            lines.append(f"The most that fits here is {most.request.tokens:,} tokens, with {settings}.")
+            tokens, settings = most.request.tokens, _settings(planned, most)
+            lines.append(f"The most that fits here is {tokens:,} tokens, with {settings}.")
     shown = proposed or most
     if shown is not None:
         lines += [_prefill_verdict(shown, "It" if proposed else "So many"), *_paging(shown)]
@@ -237,16 +233,15 @@ def _verdict(planned: Plan, proposed: Plan | None, most: Plan | None) -> str:
 
 
 def _prefill_verdict(planned: Plan, what: str) -> str:
-    from offload_decode.planning.caps import described
     from offload_decode.planning.plan import plan
-    from offload_decode.planning.proposals import can_stream, changes, nearest_prefill
+    from offload_decode.planning.proposals import can_stream, nearest_prefill
 
     fits = nearest_prefill(planned)
     if fits is None:
         return f"{what} cannot be prefilled here: do that on a larger machine, and bring the store."
     few = fits.request.weights in ("int8", "int4") and not fits.request.streamed
-    chosen = {"streamed": fits.request.streamed} | ({"weights": fits.request.weights} if few else {})
-    settings = described(chosen | changes(planned.request, fits.request))
+    chosen: dict[str, object] = {"streamed": fits.request.streamed}
+    settings = _settings(planned, fits, chosen | ({"weights": fits.request.weights} if few else {}))
     also = ""
     if few:
         whole = replace(fits.request, weights="auto")
@@ -259,32 +254,35 @@ def _prefill_verdict(planned: Plan, what: str) -> str:
 
 
 def _paging(planned: Plan) -> list[str]:
-    from offload_decode.planning.caps import described
-    from offload_decode.planning.proposals import changes, nearest
+    from offload_decode.planning.proposals import nearest
 
     if not planned.from_disk:
         return ["Its keys and values stay in memory."]
+    kept, left, read = map(output.size, (planned.kv_bytes, planned.spare_ram, planned.from_disk))
     lines = [
-        f"Its {output.size(planned.kv_bytes)} of keys and values do not stay in the "
-        f"{output.size(planned.spare_ram)} of memory that are left: each token reads up to "
-        f"{output.size(planned.from_disk)} from the disk."
+        f"Its {kept} of keys and values do not stay in the {left} of memory that are left: each token reads "
+        f"up to {read} from the disk."
     ]
     if smaller := nearest(planned, in_memory=True):
-        lines.append(f"They would stay in memory with {described(changes(planned.request, smaller.request))}")
+        lines.append(f"They would stay in memory with {_settings(planned, smaller)}")
     return lines
 
 
+_MOVED = {
+    "weights": "weights read",
+    "pages": "page bounds read",
+    "scanned": "keys scanned",
+    "gathered": "rows gathered",
+    "attended": "dense layers read",
+    "bus": "over the bus",
+}
+
+
 def _moved(planned: Plan) -> str:
-    names = {
-        "weights": "weights read",
-        "pages": "page bounds read",
-        "scanned": "keys scanned",
-        "gathered": "rows gathered",
-        "attended": "dense layers read",
-        "bus": "over the bus",
-    }
     moved = asdict(planned.traffic).items()
-    return output.facts([(names[name], f"{output.size(amount)} a token") for name, amount in moved if amount])
+    return output.facts(
+        [(_MOVED[name], f"{output.size(amount)} a token") for name, amount in moved if amount]
+    )
 
 
 def plan_as_json(planned: Plan, proposed: Plan | None, most: Plan | None) -> dict[str, object]:

@@ -24,10 +24,9 @@ from offload_decode.cli.options import (
     workers_option,
 )
 from offload_decode.cli.output import Progress
-from offload_decode.cli.prefill_options import RunOptions, StoreOptions
+from offload_decode.cli.prefill_options import PrefillModel, RunOptions, StoreOptions
 from offload_decode.cli.push_pull import summary
 from offload_decode.common import files
-from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.folders import Skipped
@@ -46,9 +45,7 @@ def prefill(
             help="A text file, a folder of them, or - for standard input; each becomes a store.",
         ),
     ],
-    model: Annotated[
-        str, option("M", f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file.")
-    ],
+    model: PrefillModel,
     out: Annotated[
         str,
         option(
@@ -102,15 +99,8 @@ def prefill(
     cluster = cluster_of(workers, worker_count, *limits, no_sync=no_sync)
     several = is_folder(corpora, out)
     jobs = jobs_of(corpora, out) if several else [Job(corpora[0], out)]
-    given: dict[str, Any] = {
-        "model": model,
-        "settings": settings,
-        "device": run_with.device,
-        "dtype": run_with.dtype,
-        "weights": run_with.weights,
-        "staging": staging,
-        "rules": rules,
-    }
+    given: dict[str, Any] = {"model": model, "settings": settings, "staging": staging, "rules": rules}
+    given |= {"device": run_with.device, "dtype": run_with.dtype, "weights": run_with.weights}
     if cluster is not None:
         from offload_decode.prefill_jobs.on_ray.jobs import prefill_on_ray
 
@@ -137,19 +127,11 @@ def _report_all(results: Results, as_json: bool, quiet: bool) -> None:
     from offload_decode.prefill_jobs.job import PrefillReport
 
     reports = {job: found for job, found in results.items() if isinstance(found, PrefillReport)}
-    failures = {
-        job: sentence(found) for job, found in results.items() if not isinstance(found, PrefillReport)
-    }
+    failures = {job: sentence(found) for job, found in results.items() if isinstance(found, Exception)}
     if as_json:
-        output.answer_json(
-            {
-                "stores": [{"corpus": job.corpus, **_as_json(report)} for job, report in reports.items()],
-                "failures": [
-                    {"corpus": job.corpus, "store": job.store, "error": error}
-                    for job, error in failures.items()
-                ],
-            }
-        )
+        stores = [{"corpus": job.corpus, **_as_json(report)} for job, report in reports.items()]
+        failed = [{"corpus": job.corpus, "store": job.store, "error": failures[job]} for job in failures]
+        output.answer_json({"stores": stores, "failures": failed})
     for report in reports.values():
         output.note(_made(report), quiet)
     for job, error in failures.items():
@@ -174,14 +156,13 @@ def _made(report: PrefillReport) -> str:
     contents += f", {output.count(report.documents, 'document')}, {output.size(report.bytes)}"
     lines = [skipped_files(report.skipped)] if report.skipped else []
     if report.kept:
-        lines.append(f"{report.store}: kept, it is there already: {contents}")
-    elif not report.seconds:  # all that was left was to push it
-        lines.append(f"{report.store}: {contents}")
-    else:
-        lines.append(
-            f"{report.store}: {contents}, in {output.duration(report.seconds)} "
-            f"({report.tokens_per_second:,.0f} tokens/s, peak memory {output.size(report.peak_memory)})"
+        contents = f"kept, it is there already: {contents}"
+    elif report.seconds:  # else all that was left was to push it
+        contents += (
+            f", in {output.duration(report.seconds)} ({report.tokens_per_second:,.0f} tokens/s, "
+            f"peak memory {output.size(report.peak_memory)})"
         )
+    lines.append(f"{report.store}: {contents}")
     if report.pushed:
         lines.append(f"{report.store}: {summary(report.pushed, 'sent')}")
     return "\n".join(lines)

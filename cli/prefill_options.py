@@ -9,9 +9,15 @@ from offload_decode.cli import output
 from offload_decode.cli.limits import caps_of
 from offload_decode.cli.options import Device, GpuMemory, Ram, option, prefill_methods, token_count
 from offload_decode.config import split_pairs
+from offload_decode.demo_models import QUOTED
 
 if TYPE_CHECKING:
     from offload_decode.prefill_jobs.job import Settings
+
+
+PrefillModel = Annotated[
+    str, option("M", f"{QUOTED} (shipped), a transformers id, a model's folder, or a .gguf file.")
+]
 
 
 @dataclass(frozen=True)

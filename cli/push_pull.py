@@ -45,25 +45,20 @@ def push(
     and GOOGLE_... variables.
     """
     from offload_decode.collections.collection import is_collection
+    from offload_decode.prefill_jobs.buckets import push as push_store
+    from offload_decode.prefill_jobs.buckets.collections import push_collection
 
     moved: Transfer | Moved
-    if is_collection(store):
-        from offload_decode.prefill_jobs.buckets.collections import push_collection
-
-        kind, follow_up = "collection", f'ask it something: offload-decode ask {url} "…"'
-        with Progress(quiet) as progress:
+    with Progress(quiet) as progress:
+        if is_collection(store):
+            kind, follow_up = "collection", f'ask it something: offload-decode ask {url} "…"'
             moved = push_collection(store, url, progress, drop)
-        done = collection_summary(moved, "sent")
-    else:
-        from offload_decode.prefill_jobs.buckets import push as push_store
-
-        kind, follow_up = "store", f"fetch it: offload-decode pull {url} STORE"
-        with Progress(quiet) as progress:
+        else:
+            kind, follow_up = "store", f"fetch it: offload-decode pull {url} STORE"
             moved = push_store(store, url, progress=progress)
-        done = summary(moved, "sent")
     if as_json:
         output.answer_json({kind: str(store), "url": url} | asdict(moved))
-    output.note(f"{url}: {done}\n{follow_up}", quiet)
+    output.note(f"{url}: {summary(moved, 'sent')}\n{follow_up}", quiet)
 
 
 def pull(
@@ -93,43 +88,33 @@ def pull(
     Needs pip install 'offload-decode[buckets]'; credentials and endpoints come from AWS_... and GOOGLE_...
     variables.
     """
+    from offload_decode.prefill_jobs.buckets import pull as pull_store
     from offload_decode.prefill_jobs.buckets.collections import is_collection_at, pull_collection
 
     moved: Transfer | Moved
-    if is_collection_at(url):
-        kind = "collection"
-        with Progress(quiet) as progress:
+    kind = "collection" if is_collection_at(url) else "store"
+    with Progress(quiet) as progress:
+        if kind == "collection":
             moved = pull_collection(url, store, progress)
-        done = collection_summary(moved, "fetched")
-    else:
-        from offload_decode.prefill_jobs.buckets import pull as pull_store
-
-        kind = "store"
-        with Progress(quiet) as progress:
+        else:
             moved = pull_store(url, store, progress=progress)
-        done = summary(moved, "fetched")
     if as_json:
         output.answer_json({"url": url, kind: str(store)} | asdict(moved))
-    output.note(f'{store}: {done}\nask it something: offload-decode ask {store} "…"', quiet)
+    done = f'{summary(moved, "fetched")}\nask it something: offload-decode ask {store} "…"'
+    output.note(f"{store}: {done}", quiet)
 
 
-def summary(moved: Transfer, verb: str) -> str:
-    """What a transfer of a store did, as text."""
-    skipped = (
-        f"{output.count(moved.skipped_files, 'file')} ({output.size(moved.skipped_bytes)}) there already"
-    )
-    return _transferred(moved, output.count(moved.files, "file"), verb) + (
-        f", {skipped}" if moved.skipped_files else ""
-    )
+def summary(moved: Transfer | Moved, verb: str) -> str:
+    """What the transfer of a store or of a collection did, as text."""
+    from offload_decode.prefill_jobs.buckets import Transfer
 
-
-def collection_summary(moved: Moved, verb: str) -> str:
-    """What a transfer of a collection did, as text."""
-    kept = f", {moved.kept:,} there already" if moved.kept else ""
-    gone = f", {moved.gone:,} removed" if moved.gone else ""
-    return f"{_transferred(moved, output.count(moved.moved, 'document'), verb)}{kept}{gone}"
-
-
-def _transferred(moved: Transfer | Moved, what: str, verb: str) -> str:
+    if isinstance(moved, Transfer):
+        what, kept = output.count(moved.files, "file"), output.count(moved.skipped_files, "file")
+        left = [f"{kept} ({output.size(moved.skipped_bytes)}) there already"] if moved.skipped_files else []
+    else:
+        what = output.count(moved.moved, "document")
+        counts = {"there already": moved.kept, "removed": moved.gone}
+        left = [f"{number:,} {done}" for done, number in counts.items() if number]
     speed = f" ({output.size(moved.bytes / moved.seconds)}/s)" if moved.bytes else ""
-    return f"{what} {verb}, {output.size(moved.bytes)}, in {output.duration(moved.seconds)}{speed}"
+    took = f"in {output.duration(moved.seconds)}{speed}"
+    return ", ".join([f"{what} {verb}", output.size(moved.bytes), took, *left])

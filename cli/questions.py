@@ -50,9 +50,8 @@ def read_questions(path: Path) -> list[Question]:
     except OSError as error:
         raise ConfigError(f"the questions {path} cannot be read: {error.strerror}") from error
     except CorpusError as error:
-        raise ConfigError(
-            f"the questions {path} cannot be read, because {error}: give a JSONL file"
-        ) from error
+        reason = f"because {error}: give a JSONL file"
+        raise ConfigError(f"the questions {path} cannot be read, {reason}") from error
     questions = [_question(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise ConfigError(f'{path} holds no questions: give it lines like {{"question": "…"}}')
@@ -77,11 +76,9 @@ def assign(
     seen: dict[str, int] = {}
     for question in questions:
         for store in chosen(question):
-            first = seen.setdefault(question.key(store), question.line)
-            if first != question.line:
-                raise ConfigError(
-                    f"line {question.line} of the questions repeats line {first}: give each an id"
-                )
+            first, line = seen.setdefault(question.key(store), question.line), question.line
+            if first != line:
+                raise ConfigError(f"line {line} of the questions repeats line {first}: give each an id")
             asked[store].append(question)
     return asked
 
@@ -96,9 +93,8 @@ def check_out(path: Path) -> None:
         folder = Path(os.path.realpath(path)).parent  # a link may lead to a file not made yet
         if not folder.is_dir():
             named = folder if path.is_symlink() else path.parent
-            raise ConfigError(
-                f"there is no folder {named} for --out: make it first, or choose another"
-            ) from None
+            why = f"there is no folder {named} for --out: make it first, or choose another"
+            raise ConfigError(why) from None
         writable = os.access(folder, os.W_OK)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -156,10 +152,8 @@ def _question(path: Path, number: int, line: str) -> Question:
     try:
         fields = files.parse(line)
     except json.JSONDecodeError as error:
-        problem = f"{error.msg} at column {error.colno}"
-        raise ConfigError(
-            f'{where} is not JSON ({problem}): each line is like {{"question": "…"}}'
-        ) from error
+        problem = f'({error.msg} at column {error.colno}): each line is like {{"question": "…"}}'
+        raise ConfigError(f"{where} is not JSON {problem}") from error
     except ValueError as error:  # NaN, a number of too many digits, or too many brackets
         raise ConfigError(f"{where} cannot be read ({error}): make it simpler") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("question"), str):

@@ -148,9 +148,10 @@ def serve(
         tail_bytes=byte_count(memory_for_turns),
     )
     metrics.configure(log_format)
+    guarded = bool(access.keys) or is_loopback(host)
     if on is not None:
         with _on_ray(places, settings, log_format, replicas) as running:
-            _announce(address_of(bound), bool(access.keys) or is_loopback(host))
+            _announce(address_of(bound), guarded)
             listen(create_front(running, access, settings.max_body), bound, GRACE_S)
         return
     apply_caps(options.caps, options.config.device)
@@ -159,7 +160,7 @@ def serve(
     service = Service(Catalog([Path(place) for place in places], options.config.model), settings)
     names = [entry.name for entry in service.catalog.entries()]
     output.note(f"serving {', '.join(names) or 'nothing yet: publish a store'}")
-    _announce(address_of(bound), bool(access.keys) or is_loopback(host))
+    _announce(address_of(bound), guarded)
     service.preload()
     listen(create_app(service, access), bound, GRACE_S, service.close)
 

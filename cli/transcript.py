@@ -145,14 +145,14 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block
         try:
-            regular = stat.S_ISREG(os.fstat(handle).st_mode)
-            data = _at_most(handle, MAX_BYTES + 1) if regular else b""
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise ConfigError(f"{file} is not a file: give one that /save wrote")
+            with open(handle, "rb", closefd=False) as source:
+                data = source.read(MAX_BYTES + 1)
         finally:
             os.close(handle)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {file}: {_reason(error)}") from error
-    if not regular:
-        raise ConfigError(f"{file} is not a file: give one that /save wrote")
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{file} is larger than any conversation: give a file that /save wrote")
     try:
@@ -167,11 +167,6 @@ def _read(file: Path) -> dict[str, Any]:
     if saved.keys() != _FIELDS or not all(isinstance(saved[name], kind) for name, kind in kinds.items()):
         raise _changed(file)
     return saved
-
-
-def _at_most(handle: int, size: int) -> bytes:
-    with open(handle, "rb", closefd=False) as source:
-        return source.read(size)
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -20,42 +20,37 @@ def verify(store: StoreOrCollection, as_json: Json = False, quiet: Quiet = False
     """
     from offload_decode.collections.collection import is_collection
 
-    if is_collection(store):
-        _verify_all(store, as_json, quiet)
-        return
+    verify_it = _verify_all if is_collection(store) else _verify_one
+    if not verify_it(store, as_json, quiet):
+        raise typer.Exit(FAILURE)
+
+
+def _verify_one(path: Path, as_json: bool, quiet: bool) -> bool:
     with Progress(quiet) as progress:
-        checked, problems, unfinished = _check(store, progress)
+        found = _check(path, progress)
+    problems = found["problems"]
     if as_json:
-        output.answer_json(
-            {
-                "store": str(store),
-                "ok": not problems,
-                "checked": checked,
-                "problems": problems,
-                "unfinished": unfinished,
-            }
-        )
+        output.answer_json({"store": str(path), "ok": not problems, **found})
     elif not problems:
-        output.answer(f"{store} is whole: {', '.join(checked)}")
-    for left in unfinished:
+        output.answer(f"{path} is whole: {', '.join(found['checked'])}")
+    for left in found["unfinished"]:
         output.note(f"{left}.")
     for problem in problems:
         output.note(f"error: {problem}")
-    if problems:
-        raise typer.Exit(FAILURE)
+    return not problems
 
 
 _MADE_WITH = ("model_config_hash", "weights_hash", "tokenizer_hash", "dtype")
 
 
-def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
+def _verify_all(path: Path, as_json: bool, quiet: bool) -> bool:
     from offload_decode.collections import words
     from offload_decode.collections.collection import Collection, store_name
     from offload_decode.store.reader import KVStore
 
     collection = Collection(path)
     problems: list[dict[str, str]] = []
-    entries = collection.entries
+    entries, header = collection.entries, collection.header
     try:
         words.verify(path / words.WORDS, [entry.store for entry in entries])
     except OffloadDecodeError as error:
@@ -64,16 +59,13 @@ def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
         for number, entry in enumerate(entries):
             progress("verify documents", number, len(entries), entry.name)
             try:
-                found = _check(collection.store(entry), Progress(quiet=True))[1]
+                found = _check(collection.store(entry), Progress(quiet=True))["problems"]
             except OffloadDecodeError as error:
                 found = [sentence(error)]
             if not found:
                 made = KVStore.open(collection.store(entry)).manifest
-                others = [
-                    name for name in _MADE_WITH if getattr(made, name) != getattr(collection.header, name)
-                ]
-                if others:
-                    found.append(f"it differs from the collection in {', '.join(others)}.")
+                others = [name for name in _MADE_WITH if getattr(made, name) != getattr(header, name)]
+                found = [f"it differs from the collection in {', '.join(others)}."] if others else []
             if entry.store != store_name(entry.name, entry.sha256):
                 found.append("its entry in the list of documents was changed.")
             where = {"document": entry.name, "store": str(path / entry.store)}
@@ -86,14 +78,12 @@ def _verify_all(path: Path, as_json: bool, quiet: bool) -> None:
         output.answer(f"{path} is whole: {output.count(len(entries), 'document')}")
     for problem in problems:
         output.note(f"error: {output.one_line(problem['document'])}: {problem['problem']}")
-    if problems:
-        stores = output.one_line(" ".join(dict.fromkeys(filter(None, (one["store"] for one in problems)))))
-        if stores:
-            output.note(f"remove the damaged stores, and collect again: {stores}")
-        raise typer.Exit(FAILURE)
+    if stores := dict.fromkeys(one["store"] for one in problems if one["store"]):
+        output.note(f"remove the damaged stores, and collect again: {output.one_line(' '.join(stores))}")
+    return not problems
 
 
-def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[str]]:
+def _check(path: Path, progress: Progress) -> dict[str, list[str]]:
     """What is whole, what is wrong and what is unfinished; the indexes are checked only if the store is
     whole.
     """
@@ -102,25 +92,23 @@ def _check(path: Path, progress: Progress) -> tuple[list[str], list[str], list[s
     from offload_decode.kv import indexes
     from offload_decode.store.reader import KVStore, verify_store
 
-    checked: list[str] = []
-    problems: list[str] = []
-    unfinished: list[str] = []
+    result: dict[str, list[str]] = {"checked": [], "problems": [], "unfinished": []}
     try:
         verify_store(path, lambda done, total: progress("verify", done, total))
     except OffloadDecodeError as error:
-        return checked, [sentence(error)], unfinished
+        return result | {"problems": [sentence(error)]}
     exit_on_bus_error()
     store = KVStore.open(path)
-    checked.append(output.size(sum(store.cost().values())))
+    result["checked"].append(output.size(sum(store.cost().values())))
     for kind in indexes.saved_kinds(store):
         try:
             left = indexes.unfinished(store, kind)
             found = [sentence(error) for error in indexes.verify(store, kind, progress)]
         except VectorIndexError as error:  # the kind is unknown, or its library is missing
             left, found = None, [sentence(error)]
-        problems += found
+        result["problems"] += found
         if left is not None:
-            unfinished.append(left)
+            result["unfinished"].append(left)
         elif not found:
-            checked.append(f"the {kind} index")
-    return checked, problems, unfinished
+            result["checked"].append(f"the {kind} index")
+    return result

@@ -15,7 +15,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
@@ -34,7 +34,6 @@ from offload_decode.common.errors import (
     StoreMismatch,
     StoreNotFound,
 )
-from offload_decode.common.files import remove
 from offload_decode.store.files import read_regular
 from offload_decode.store.layout import COLLECTION as HEADER
 from offload_decode.store.layout import ROOT
@@ -72,9 +71,8 @@ class Header:
                 f"There is no collection at {path}: make one with `offload-decode collect`."
             ) from error
         except ValueError as error:
-            raise StoreDamaged(
-                f"{path / HEADER} is no JSON: restore it from a copy, or collect again."
-            ) from error
+            told = f"{path / HEADER} is no JSON: restore it from a copy, or collect again."
+            raise StoreDamaged(told) from error
         if not isinstance(data, dict) or data.get("version") != VERSION:
             raise StoreForeign(f"{path} is a collection of another release: use that one, or collect again.")
         if set(data) != {field.name for field in fields(cls)} or not isinstance(data["settings"], dict):
@@ -85,9 +83,8 @@ class Header:
 
     def check(self, path: Path, asked: Header) -> None:
         """StoreMismatch where documents made as `asked` do not belong to the collection at `path`."""
-        others = [
-            name for name, own in asdict(self).items() if own != asdict(asked)[name] and name != "model_id"
-        ]
+        wanted = asdict(asked)
+        others = [name for name, own in asdict(self).items() if own != wanted[name] and name != "model_id"]
         if others:
             raise StoreMismatch(
                 f"The collection {path} was made by {self.model_id} and differs in "
@@ -189,9 +186,9 @@ class Changing:
                     continue
                 gone = folder / (found.removesuffix(GONE) + GONE)
                 if gone.name != found:
-                    remove(gone)  # of an earlier sweep that was killed
+                    files.remove(gone)  # of an earlier sweep that was killed
                     os.rename(folder / found, gone)  # half a store must not look like one
-                remove(gone)
+                files.remove(gone)
 
 
 def _names(folder: Path) -> list[str]:
@@ -214,12 +211,7 @@ def _within(collection: Path, name: str) -> Path:
 
 NAME = "name"
 _CONDITION = re.compile(r"([^=!<>]+)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
-_ORDERED: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
+_ORDERED = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
 @dataclass(frozen=True)
@@ -240,9 +232,8 @@ class Condition:
         """`ConfigError` for what is no condition."""
         found = _CONDITION.fullmatch(text.strip())
         if found is None:
-            raise ConfigError(
-                f"'{text}' is no condition: write one like name=2024/*, author!=Ada or year>=2020"
-            )
+            example = "write one like name=2024/*, author!=Ada or year>=2020"
+            raise ConfigError(f"'{text}' is no condition: {example}")
         return cls(found[1].strip(), found[2], found[3].strip())
 
     def holds(self, entry: Entry) -> bool:
@@ -256,7 +247,7 @@ class Condition:
             wanted = self.wanted if isinstance(value, str) else _number(self.wanted)
             if wanted is None or value is None or isinstance(value, bool):
                 return False
-            return _ORDERED[self.comparison](value, wanted)
+            return bool(_ORDERED[self.comparison](value, wanted))
         return self._equals(value) == (self.comparison == "=")
 
     def _equals(self, value: Value) -> bool:

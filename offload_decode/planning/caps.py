@@ -17,7 +17,14 @@ from offload_decode.models.layer_streaming import check_card
 from offload_decode.models.quantization import GGUF, check_weights
 from offload_decode.models.size_estimate import Outline
 from offload_decode.planning.plan import CUDA_BYTES, Machine, Medium, Part, Plan, plan
-from offload_decode.planning.proposals import LEAST_CHUNK, can_stream, changes, nearest, nearest_prefill
+from offload_decode.planning.proposals import (
+    LEAST_CHUNK,
+    can_stream,
+    changes,
+    halves,
+    nearest,
+    nearest_prefill,
+)
 from offload_decode.planning.sizes import QUESTION_TOKENS, SELECTORS, Workload, least_index, weights_given
 from offload_decode.selectors import registry
 from offload_decode.selectors.budgets import PASS_TOKENS
@@ -90,25 +97,18 @@ def admit_question(asked: Plan, caps: Caps, tokens: int, sequences: int = 1) -> 
     usual = asked.request.pass_tokens
     if tokens * sequences <= QUESTION_TOKENS:
         return usual
-    size_of_pass = usual
-    while True:
+    # What a whole question chooses together must not depend on the memory that there is.
+    for size_of_pass in [usual] if usual > PASS_TOKENS else halves(usual):
         one = replace(asked.request, tail=tokens + QUESTION_TOKENS, batch=sequences, pass_tokens=size_of_pass)
         longer = plan(asked.source, one, asked.machine)
-        lacking = {place: need for place, need in longer.lacking().items() if _certain(longer, place, caps)}
+        lacking = [place for place in longer.lacking() if _certain(longer, place, caps)]
         if not lacking:
             return size_of_pass
-        # What a whole question chooses together must not depend on the memory that there is.
-        if usual > PASS_TOKENS or size_of_pass <= LEAST_CHUNK:
-            break
-        size_of_pass //= 2
-    place = next(iter(lacking))
-    what = (
-        f"a question of {tokens:,} tokens"
-        if sequences == 1
-        else f"{sequences} questions of up to {tokens:,} tokens"
-    )
+    place, what, fewer = lacking[0], f"a question of {tokens:,} tokens", "ask a shorter one"
+    if sequences > 1:
+        what = f"{sequences} questions of up to {tokens:,} tokens"
+        fewer = "take a smaller --batch-size or shorter ones"
     allowed = _OPTION[place] + " allows" if caps.of(place) else "this machine has"
-    fewer = "ask a shorter one" if sequences == 1 else "take a smaller --batch-size or shorter ones"
     raise DoesNotFit(
         f"{what} takes about {size(longer.need(place))} of memory, and {allowed} "
         f"{size(longer.machine.size(place))}: {fewer}"
@@ -177,17 +177,19 @@ def three_digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
+_SPELLED = {
+    "selector": "-s {}",
+    "weights": "--weights {}",
+    "kv": "--kv {}",
+    "device_cache": "without --device-cache",  # no smaller one is ever proposed
+    "streamed": f"--weights {STREAMED}",
+}
+
+
 def described(settings: Mapping[str, object]) -> str:
     """Settings as options of the command line."""
-    spelled = {
-        "selector": "-s {}",
-        "weights": "--weights {}",
-        "kv": "--kv {}",
-        "device_cache": "without --device-cache",  # no smaller one is ever proposed
-        "streamed": f"--weights {STREAMED}",
-    }
-    said = {name: value for name, value in settings.items() if value is not False}  # others take their place
-    return " ".join(spelled.get(name, f"-o {name}={{}}").format(value) for name, value in said.items())
+    given = {name: value for name, value in settings.items() if value is not False}  # others take their place
+    return " ".join(_SPELLED.get(name, f"-o {name}={{}}").format(value) for name, value in given.items())
 
 
 def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list[str]:
@@ -196,20 +198,18 @@ def _judged(asked: Plan, parts: tuple[Part, ...], what: str, caps: Caps) -> list
     """
     notes = []
     for place, missing in asked.lacking(parts).items():
-        need, there = asked.need(place, parts), asked.machine.size(place)
+        need, there, cap = asked.need(place, parts), asked.machine.size(place), caps.of(place)
+        named, owner, held = "memory", "this machine", asked.machine.held
+        if place is Medium.GPU:
+            named, owner, held = "GPU memory", "the GPU", CUDA_BYTES
         listed = ", ".join(f"{part.name} {size(part.bytes)}" for part in parts if part.place is place)
-        named = "GPU memory" if place is Medium.GPU else "memory"
         sentence = f"{what} takes about {size(need)} of {named} ({listed})"
-        cap = caps.of(place)
-        weights = _weights(parts, place)
-        fits = _what_fits(asked, parts)
         if cap is not None and cap == there:
-            allowed = f"{_OPTION[place]} allows {size(cap)}"
-            raise DoesNotFit(f"{sentence}, and {allowed}: {fits or _the_least(asked, parts, place)}")
-        if weights + (CUDA_BYTES if place is Medium.GPU else asked.machine.held) > there:
-            owner = "the GPU" if place is Medium.GPU else "this machine"
-            larger = "take a smaller model, or a machine with more memory"
-            raise DoesNotFit(f"{sentence}, and {owner} has {size(there)}: {fits or larger}")
+            way = _what_fits(asked, parts) or _the_least(asked, parts, place)
+            raise DoesNotFit(f"{sentence}, and {_OPTION[place]} allows {size(cap)}: {way}")
+        if _weights(parts, place) + held > there:
+            way = _what_fits(asked, parts) or "take a smaller model, or a machine with more memory"
+            raise DoesNotFit(f"{sentence}, and {owner} has {size(there)}: {way}")
         notes.append(f"{sentence}, {size(missing)} more than there are: it may fail, or be slow")
     if parts is asked.asking and asked.from_disk:
         notes.append(
@@ -226,11 +226,8 @@ def _weights(parts: tuple[Part, ...], place: Medium) -> int:
 
 def _what_fits(asked: Plan, parts: tuple[Part, ...]) -> str | None:
     """The options by which it would fit; None where there are none."""
-    if parts is asked.prefilling:
-        fits = nearest_prefill(asked)
-        return None if fits is None else f"what fits is {described(changes(asked.request, fits.request))}"
-    fits = nearest(asked, kinds=(asked.request.kv,))
-    return None if fits is None else f"what fits is {described(changes(asked.request, fits.request))}"
+    given = nearest_prefill(asked) if parts is asked.prefilling else nearest(asked, kinds=(asked.request.kv,))
+    return None if given is None else f"what fits is {described(changes(asked.request, given.request))}"
 
 
 def _the_least(asked: Plan, parts: tuple[Part, ...], place: Medium) -> str:
@@ -245,13 +242,9 @@ def _the_least(asked: Plan, parts: tuple[Part, ...], place: Medium) -> str:
         said, needs = min(plans.items(), key=lambda one: one[1].need(place, one[1].prefilling))
         return f"with {said}-o chunk={LEAST_CHUNK}, the least, it is {_needs(needs, needs.prefilling)}"
     least = replace(asked.request, weights=fewest, selector="topk", device_cache=0)
-    needs = min(
-        (
-            plan(asked.source, replace(least, index=index), asked.machine)
-            for index in (least.index, least_index())
-        ),
-        key=lambda needs: needs.need(Medium.RAM),
-    )
+    kinds = (least.index, least_index())
+    enough = [plan(asked.source, replace(least, index=kind), asked.machine) for kind in kinds]
+    needs = min(enough, key=lambda needs: needs.need(Medium.RAM))
     return f"with {given}-s topk, the least, it is {_needs(needs, needs.asking)}"
 
 

@@ -169,10 +169,9 @@ def plan(outline: Outline, request: Workload, machine: Machine) -> Plan:
 
 def card_room(outline: Outline, request: Workload, gpu: int) -> int:
     """Bytes of a card that a prefill has beside the weights: CUDA takes some, and some is left free."""
-    streamed = request.streamed
-    weights = (
-        sizes.streamed_bytes(outline) if streamed else sizes.weights_bytes(outline, request.weights, True)
-    )
+    weights = sizes.weights_bytes(outline, request.weights, True)
+    if request.streamed:
+        weights = sizes.streamed_bytes(outline)
     return gpu - CUDA_BYTES - weights - gpu // placement.RESERVE
 
 
@@ -238,14 +237,9 @@ def _program(device: Medium, machine: Machine) -> list[Part]:
 
 def _weights(outline: Outline, weights: str, device: Medium) -> Part:
     on_gpu = device is Medium.GPU
-    named = f"weights ({_weights_named(outline, weights, on_gpu)})"
-    return Part(named, device, sizes.weights_bytes(outline, weights, on_gpu))
-
-
-def _weights_named(outline: Outline, weights: str, on_gpu: bool) -> str:
-    if weights != "auto":
-        return weights
-    return FORMATS[outline.format].said if outline.runs_packed(on_gpu) else outline.dtype
+    own = FORMATS[outline.format].said if outline.runs_packed(on_gpu) else outline.dtype
+    named = own if weights == "auto" else weights
+    return Part(f"weights ({named})", device, sizes.weights_bytes(outline, weights, on_gpu))
 
 
 def _store_bytes(outline: Outline, request: Workload) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from offload_decode.models.quantization import GGUF
 from offload_decode.models.size_estimate import Outline
@@ -18,6 +18,8 @@ from offload_decode.types import PAGE_METADATA
 LEAST_CHUNK = 16
 """The smallest chunk of a prefill that is proposed."""
 _PAGE_SIZES = (16, 32, 64, 128)
+
+T = TypeVar("T")
 
 
 def nearest(asked: Plan, kinds: Sequence[str] = KV, in_memory: bool = False) -> Plan | None:
@@ -60,12 +62,17 @@ def least_machine(asked: Plan) -> dict[Medium, int]:
 
 def prefill_chunk(asked: Plan) -> int | None:
     """The largest chunk, up to the one asked for, with which the prefill fits here; None if none does."""
-    chunk = asked.request.chunk
-    while chunk >= LEAST_CHUNK:
+    for chunk in halves(asked.request.chunk):
         if plan(asked.source, _in_chunks(asked.request, chunk), asked.machine).prefill_fits:
             return chunk
-        chunk //= 2
     return None
+
+
+def halves(tokens: int) -> Iterator[int]:
+    """Tokens of a forward pass, each half of the one before, down to `LEAST_CHUNK`."""
+    while tokens >= LEAST_CHUNK:
+        yield tokens
+        tokens //= 2
 
 
 def nearest_prefill(asked: Plan) -> Plan | None:
@@ -101,19 +108,15 @@ def changes(before: Workload, after: Workload) -> dict[str, object]:
 
 def _alternatives(asked: Workload, outline: Outline) -> Iterator[Workload]:
     """Requests for as many tokens, from the one asked for on: fewest changes first, then smallest."""
+    pages = asked.selector == "quest"
+    larger = [page for page in _PAGE_SIZES if page > asked.page_size]
     ladders: dict[str, list[Any]] = {
-        "device_cache": list(dict.fromkeys([asked.device_cache, 0])),
+        "device_cache": _from(asked.device_cache, [0]),
         "weights": _rungs(asked.weights, outline),
         "kv": _from(asked.kv, kv_kinds(outline.shape)),
         "index": _from(asked.index, [asked.index, sizes.least_index()]),
-        "metadata": _from(asked.metadata, list(PAGE_METADATA))
-        if asked.selector == "quest"
-        else [asked.metadata],
-        "page_size": (
-            [asked.page_size, *(size for size in _PAGE_SIZES if size > asked.page_size)]
-            if asked.selector == "quest"
-            else [asked.page_size]
-        ),
+        "metadata": _from(asked.metadata, PAGE_METADATA if pages else [asked.metadata]),
+        "page_size": [asked.page_size, *(larger if pages else [])],
         "selector": _from(asked.selector, [asked.selector, "topk"]),
     }
     steps = product(*(range(len(ladder)) for ladder in ladders.values()))
@@ -133,7 +136,7 @@ def _rungs(weights: str, outline: Outline) -> list[str]:
     return _from(weights, [w for w in WEIGHTS if w != "fp16" or outline.dtype == "float32"])
 
 
-def _from(asked: str, ladder: list[str]) -> list[str]:
+def _from(asked: T, ladder: Sequence[T]) -> list[T]:
     """The rungs from the one asked for on, without repetition."""
     return list(dict.fromkeys(ladder[ladder.index(asked) :] if asked in ladder else [asked, *ladder]))
 

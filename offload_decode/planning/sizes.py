@@ -77,11 +77,11 @@ def active_weights_bytes(outline: Outline, weights: str, on_gpu: bool = False) -
 def row_bytes(shape: ModelShape, kv: str, dtype: str) -> tuple[int, int]:
     """Bytes of a key and of a value of one head, which of a latent are the same bytes."""
     stored = stored_types(kv, dtype, shape)
-    keys, values = (
+    key, value = (
         dim * itemsize(kind) if kind == dtype else encodings.row_bytes(kind, dim)
         for kind, dim in ((stored["keys"], shape.head_dim), (stored["values"], shape.value_dim))
     )
-    return keys, values
+    return key, value
 
 
 def pair_bytes(shape: ModelShape, kv: str, dtype: str) -> int:
@@ -90,32 +90,25 @@ def pair_bytes(shape: ModelShape, kv: str, dtype: str) -> int:
     return key if shape.latent else key + value
 
 
-def kv_token_bytes(shape: ModelShape, kv: str, dtype: str) -> int:
-    """Bytes of the keys and values of a stored token, in all layers with full attention."""
-    return len(shape.full_layers) * shape.kv_heads * pair_bytes(shape, kv, dtype)
-
-
 def pair_dim(shape: ModelShape) -> int:
     """Numbers of what one head keeps of a token."""
     return shape.head_dim if shape.latent else shape.head_dim + shape.value_dim
 
 
+def kv_token_bytes(shape: ModelShape, kv: str, dtype: str) -> int:
+    """Bytes of the keys and values of a stored token, in all layers with full attention."""
+    return len(shape.full_layers) * shape.kv_heads * pair_bytes(shape, kv, dtype)
+
+
 @lru_cache(maxsize=256)
 def store_bytes(
-    shape: ModelShape,
-    tokens: int,
-    kv: str,
-    dtype: str,
-    *,
-    chunk: int = 512,
-    page_size: int = 16,
-    query_samples: int = 1024,
+    shape: ModelShape, tokens: int, kv: str, dtype: str, *, chunk: int = 512, page_size: int = 16
 ) -> int:
     """A store on disk, prefilled in such chunks: the arrays of its layout, and their metadata."""
     manifest = Manifest(
         model_id="", model_config_hash="", weights_hash="", tokenizer_hash="", token_hash="", rope={},
         dtype=dtype, shape=shape, n_tokens=tokens, prefill={"method": "dense"},
-        page_size=page_size, query_samples=query_samples, kv=stored_types(kv, dtype, shape),
+        page_size=page_size, query_samples=1024, kv=stored_types(kv, dtype, shape),
         seam=tokens // chunk * chunk,
     )  # fmt: skip
     total = 0
@@ -146,11 +139,10 @@ def index_costs(
 def least_index() -> str:
     """The built-in kind that takes least beside the store."""
 
-    def taken(kind: str) -> int:
-        costs = registry.stated(kind).costs(1 << 20, 128, np.dtype(np.float16), 1)
-        return costs.memory + costs.file
-
-    return min(registry.BUILT_IN, key=taken)
+    costs = {
+        kind: registry.stated(kind).costs(1 << 20, 128, np.dtype(np.float16), 1) for kind in registry.BUILT_IN
+    }
+    return min(costs, key=lambda kind: costs[kind].memory + costs[kind].file)
 
 
 def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
@@ -165,13 +157,6 @@ def tail_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
 def _row_numbers(layer: LayerShape) -> int:
     """Numbers that a layer keeps of a token."""
     return layer.kv_heads * (layer.key_dim if layer.latent else layer.key_dim + layer.value_dim)
-
-
-def attended_numbers(shape: ModelShape) -> int:
-    """Numbers of a token's keys and values in the layer that attends to a tail. Of latents a model makes the
-    keys and values of every query head, which have no more numbers than a latent.
-    """
-    return (shape.query_heads if shape.latent else shape.kv_heads) * pair_dim(shape)
 
 
 def states_bytes(shape: ModelShape, sequences: int) -> int:
@@ -196,13 +181,9 @@ def mask_bytes(rows: int, keys: int) -> int:
 
 
 TOKENIZING_BYTES = 180
-"""Memory that a tokenizer takes for each character of a document while it splits it: measured, with the
-shipped model's on 5 million characters.
-"""
+"""Memory that a tokenizer takes for a character of a document: measured on five million of them."""
 CHARACTERS = 4
 """Of a token, in English text and most vocabularies."""
-
-
 CPU_CHUNK = 512
 """Tokens of a forward chunk on a CPU."""
 CARD_CHUNKS = tuple(CPU_CHUNK << more for more in range(6, -1, -1))
@@ -302,19 +283,37 @@ class Workload:
             if number < 1:
                 raise ConfigError(f"{what} must be 1 or more, not {number}")
 
+    @property
+    def question(self) -> int:
+        """Tokens of questions that run together: of all but room for an answer, those of a pass."""
+        wanted = self.batch * max(1, self.tail - QUESTION_TOKENS)
+        return min(wanted, self.batch * pass_tokens(self.pass_tokens, self.batch))
+
     def budgets(self, shape: ModelShape) -> dict[int, int | None]:
-        """Tokens for each query row of every searched layer; None is all of them."""
+        """Tokens for each query of every searched layer; None is all of them."""
         if self.selector == "dense":
             return dict.fromkeys(shape.full_layers)
         own = "first:2" if self.selector == "quest" else ""
-        dense = own if self.dense_layers is None else self.dense_layers
-        layers = Budget(self.budget, dense_layers=dense).per_layer(
-            self.tokens, shape.full_layers, shape.kv_heads
-        )
+        budget = Budget(self.budget, dense_layers=own if self.dense_layers is None else self.dense_layers)
+        layers = budget.per_layer(self.tokens, shape.full_layers, shape.kv_heads).items()
         return {
-            layer: None if budget is None or budget.largest >= self.tokens else budget.largest
-            for layer, budget in layers.items()
+            layer: None if own is None or own.largest >= self.tokens else own.largest for layer, own in layers
         }
+
+    def largest(self, shape: ModelShape) -> int:
+        """The most tokens that a query chooses; 0 where all layers are dense."""
+        return max((k for k in self.budgets(shape).values() if k is not None), default=0)
+
+    def searched(self, shape: ModelShape) -> int:
+        """Queries of a KV head that are searched for together."""
+        held = SELECTED_IDS // (self.largest(shape) * shape.kv_heads)
+        return min(shape.group * self.question, max(shape.group, held))
+
+    def fetched(self, shape: ModelShape) -> tuple[int, int]:
+        """Queries that fetch together for a GPU, and the most tokens that they name."""
+        each = isqrt(SCORES // self.largest(shape))
+        rows = min(max(1, SCORES // self.tokens, each), self.searched(shape))
+        return rows, min(self.tokens, rows * self.largest(shape))
 
 
 def weights_given(weights: str) -> dict[str, Any]:
@@ -331,7 +330,7 @@ def in_dtype(outline: Outline, weights: str) -> Outline:
     return replace(outline, dtype="float16") if halved else outline
 
 
-# How many bytes it takes to ask a store: arithmetic on a model's outline and a request, nothing measured.
+# How many bytes it takes to ask a store.
 
 _PAGE_SCORES = 1 << 24  # of Quest, in memory at once
 
@@ -339,19 +338,20 @@ _PAGE_SCORES = 1 << 24  # of Quest, in memory at once
 def ask_bytes(outline: Outline, request: Workload, on_gpu: bool) -> int:
     """Beyond weights and pages, on the device: the tail, and what a question holds while a layer attends."""
     shape, n = outline.shape, request.tokens
-    question, largest = _question(request), _largest(request, shape)
+    question, largest = request.question, request.largest(shape)
     total = request.batch * tail_bytes(shape, request.tail, outline.dtype) + layer_bytes(outline, question)
     total += mask_bytes(question, request.tail)
-    # The layer that attends widens its part of the tail.
-    total += request.batch * 4 * attended_numbers(shape) * request.tail
-    fetched = 0
+    # The layer that attends widens its part of the tail. Of latents a model makes keys and values for every
+    # query head, which have no more numbers than a latent.
+    attended = (shape.query_heads if shape.latent else shape.kv_heads) * pair_dim(shape)
+    total += request.batch * 4 * attended * request.tail
+    fetched = block = 0
     if largest and request.selector == "quest":
         fetched = 8 * min(_PAGE_SCORES, shape.kv_heads * question * (n // request.page_size))
         if on_gpu:
             fetched += shape.kv_heads * largest * pair_dim(shape) * (4 + itemsize(outline.dtype))
     elif largest and on_gpu:
         fetched = _copied_bytes(outline, request)
-    block = 0
     if None in request.budgets(shape).values():
         rows = shape.group * question
         if on_gpu:
@@ -367,10 +367,10 @@ def search_bytes(outline: Outline, request: Workload, threads: int) -> int:
     """On the host, while a question is searched for: ids and scores, which are held twice when the heads are
     joined, else beside the candidates of the search or the pairs of a query and a token that are attended to.
     """
-    shape, k = outline.shape, _largest(request, outline.shape)
+    shape, k = outline.shape, request.largest(outline.shape)
     if request.selector != "topk" or not k:
         return 0
-    rows = _part_rows(request, shape)
+    rows = request.searched(shape)
     ids = 12 * shape.kv_heads * rows * k
     pairs = 20 * min(max(ENTRIES, k), rows * k) + request.tokens // 8  # and a bit for each token
     searching = registry.stated(request.index).search_bytes(request.tokens, k, shape.kv_heads, rows)
@@ -379,46 +379,24 @@ def search_bytes(outline: Outline, request: Workload, threads: int) -> int:
 
 def staged_bytes(outline: Outline, request: Workload) -> int:
     """On the host of a GPU: two buffers for values on their way there, and the bookkeeping of its cache."""
-    shape, k = outline.shape, _largest(request, outline.shape)
-    if request.selector != "topk" or not k:
+    shape = outline.shape
+    if request.selector != "topk" or not request.largest(shape):
         return 0
     key, value = row_bytes(shape, request.kv, outline.dtype)
-    _, union = _union(request, shape, k)
+    _, union = request.fetched(shape)
     kept = request.device_cache // max(key, value)
     # A kept row has its number and two neighbours, in a table that is at most half full.
     return 2 * power_of_two(shape.kv_heads * union * value) + 16 * kept + 4 * power_of_two(2 * kept)
 
 
 def _copied_bytes(outline: Outline, request: Workload) -> int:
-    """On a GPU: the values that some rows share, as they are stored and as floats, and these rows' scores."""
-    shape, k = outline.shape, _largest(request, outline.shape)
-    rows, union = _union(request, shape, k)
+    """On a GPU: the values that some queries share, as they are stored and as floats, and their scores."""
+    shape = outline.shape
+    rows, union = request.fetched(shape)
     _, value = row_bytes(shape, request.kv, outline.dtype)
     stored = value * (2 if request.device_cache else 1)  # what is kept is copied once more
-    # Floats at most three times: of the rows before, of codes, and of codes and their scales.
+    # Floats at most three times: of the queries before, of codes, and of codes and their scales.
     floats = 3 * 4 * shape.value_dim
     # Seven tensors from scores to weights, and of each selected token its place.
-    return shape.kv_heads * (union * (stored + floats) + 8 * rows * k) + 7 * 4 * rows * union
-
-
-def _union(request: Workload, shape: ModelShape, k: int) -> tuple[int, int]:
-    """Rows that fetch together for a GPU, and the most tokens that they name."""
-    rows = min(max(1, SCORES // request.tokens, isqrt(SCORES // k)), _part_rows(request, shape))
-    return rows, min(request.tokens, rows * k)
-
-
-def _part_rows(request: Workload, shape: ModelShape) -> int:
-    """Query rows of a KV head that are searched for together."""
-    held = SELECTED_IDS // (_largest(request, shape) * shape.kv_heads)
-    return min(shape.group * _question(request), max(shape.group, held))
-
-
-def _largest(request: Workload, shape: ModelShape) -> int:
-    """The most tokens that a query row chooses; 0 where all layers are dense."""
-    return max((k for k in request.budgets(shape).values() if k is not None), default=0)
-
-
-def _question(request: Workload) -> int:
-    """Tokens of questions that are run together: of all but room for an answer, those of a pass."""
-    wanted = request.batch * max(1, request.tail - QUESTION_TOKENS)
-    return min(wanted, request.batch * pass_tokens(request.pass_tokens, request.batch))
+    places = 8 * rows * request.largest(shape)
+    return shape.kv_heads * (union * (stored + floats) + places) + 7 * 4 * rows * union

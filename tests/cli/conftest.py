@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -20,11 +22,19 @@ from tests.tiny import text_model, tiny_tokenizer
 # Each invocation would read the signatures of all commands anew, which takes longer than most of them do.
 typer.testing._get_command = cache(typer.main.get_command)
 
-# Which command of this process first compiles a loop is chance: test_compiling uses its own process.
+# Which command of this process first compiles a loop is chance: test_startup uses processes of its own.
 compiling.announce_compiling = lambda: None
 
 PROGRAM = (sys.executable, "-c", "from offload_decode.cli.main import main; main()")
 """The command line in a process of its own; arguments follow."""
+MAIN = PROGRAM[-1]
+
+
+def apart(program: str, *arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in a process of its own, `MAIN` with the arguments of a command."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **more)
+
 
 TEXT = "".join(f"Fact {n}: the colour of thing {n} is number {n * n}.\n" for n in range(12))
 

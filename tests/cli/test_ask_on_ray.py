@@ -107,11 +107,8 @@ def test_errors_and_losses_of_workers_are_sentences(store: Path, monkeypatch: py
             apart.answer("Why?", 2)
 
 
-def test_options_that_do_not_go_together_are_refused(store: Path) -> None:
-    assert "--worker-count needs --workers" in refused(2, "ask", store, "Why?", "--worker-count", "2")
+def test_citations_of_several_workers_are_refused(store: Path) -> None:
     assert "--workers and --cite" in refused(2, "ask", store, "Why?", "--workers", "ray", "--cite")
-    given = ("--workers", "ray", "--server", "http://127.0.0.1:1")
-    assert "--workers and --server" in refused(2, "ask", store, "Why?", *given)
 
 
 @pytest.mark.slow

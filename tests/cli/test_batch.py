@@ -73,19 +73,9 @@ def test_every_store_answers_every_question(
     assert [line["store"] for line in answers] == [str(path) for path in stores for _ in QUESTIONS]
     for line, asked in zip(answers, QUESTIONS * 2, strict=True):
         answer = engine.answer(asked["question"], 4)
-        assert line == {
-            "id": None,
-            **asked,
-            "store": line["store"],
-            "answer": answer.text,
-            "tokens": 4,
-            "finish": "length",
-            "selector": "topk",
-            "options": {},
-            "max_new_tokens": 4,
-            "model": None,
-            "weights": "auto",
-        }
+        settings = {"selector": "topk", "options": {}, "max_new_tokens": 4, "model": None, "weights": "auto"}
+        told = {"answer": answer.text, "tokens": 4, "finish": "length", "store": line["store"]}
+        assert line == {"id": None, **asked, **told, **settings}
 
 
 def test_a_model_is_loaded_once_for_the_stores_that_share_it(
@@ -104,10 +94,8 @@ def test_a_question_may_name_its_store_by_path_or_by_name(
     other = copy("b.kv")
     lines = [{"question": "one", "store": "b.kv"}, {"question": "two", "store": str(store)}]
     assert _batch(_write(tmp_path / "q", lines), tmp_path / "out", store, other).code == 0
-    assert [(line["store"], line["question"]) for line in _read(tmp_path / "out")] == [
-        (str(store), "two"),
-        (str(other), "one"),
-    ]
+    answered = [(line["store"], line["question"]) for line in _read(tmp_path / "out")]
+    assert answered == [(str(store), "two"), (str(other), "one")]
 
 
 def test_what_is_answered_is_not_asked_again(store: Path, questions: Path, tmp_path: Path) -> None:
@@ -217,12 +205,9 @@ def test_answers_of_other_settings_are_not_mixed(store: Path, questions: Path, t
     out = tmp_path / "out.jsonl"
     assert _batch(questions, out, store).code == 0
     before = out.read_bytes()
-    for options in (
-        ("-s", "dense"),
-        ("-o", "budget=3"),
-        ("--max-new-tokens", "5"),
-        ("--model", str(store.with_name("model"))),
-    ):
+    model = str(store.with_name("model"))
+    others = (("-s", "dense"), ("-o", "budget=3"), ("--max-new-tokens", "5"), ("--model", model))
+    for options in others:
         ran = _batch(questions, out, store, options=options)
         assert ran.code == 2
         assert "choose another --out" in ran.err
@@ -238,19 +223,15 @@ def test_half_a_surrogate_pair_is_asked_and_answered_once(store: Path, tmp_path:
     assert "0 answers, 1 there already" in _batch(questions, out, store).err
 
 
-def test_a_folder_that_is_not_there_is_named_before_any_work(
+def test_options_are_checked_before_any_work(
     store: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("the model was loaded"))
-    out = tmp_path / "no" / "such" / "out.jsonl"
-    assert "there is no folder" in _refused(store, questions, out)
-
-
-def test_options_are_checked_before_any_work(store: Path, questions: Path, tmp_path: Path) -> None:
     args = ["batch", store, "--questions", questions, "--out", tmp_path / "out"]
     assert "unknown selector" in refused(2, *args, "-s", "nonsense")
     assert "has no option" in refused(2, *args, "-o", "bugdet=3")
     assert "is given twice" in refused(2, *args, store)
+    assert "there is no folder" in _refused(store, questions, tmp_path / "no" / "such" / "out.jsonl")
     ran = run(*args, "-o", "budget=many")
     assert ran.code == 2
     assert not (tmp_path / "out").exists()

@@ -135,13 +135,20 @@ def test_a_batch_writes_answers_in_order_of_arrival_and_names_failures(
     assert batch(questions, out, store, other, options=options).err == f"{out}: 0 answers, 24 there already\n"
 
 
-def test_options_that_do_not_go_together_are_refused(store: Path, questions: Path, tmp_path: Path) -> None:
-    command = ("batch", store, "--questions", questions, "--out", tmp_path / "out.jsonl")
-    assert "--worker-count needs --workers" in refused(2, *command, "--worker-count", "2")
-    assert "--workers and --server" in refused(
-        2, *command, "--workers", "ray", "--server", "http://127.0.0.1:1"
-    )
-    assert "--workers is ray or ray://HOST:PORT" in refused(2, *command, "--workers", "dask")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--worker-count", "2"], "--worker-count needs --workers"),
+        (["--workers", "ray", "--server", "http://127.0.0.1:1"], "--workers and --server"),
+        (["--workers", "dask"], "--workers is ray or ray://HOST:PORT"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    store: Path, questions: Path, tmp_path: Path, options: list[str], told: str
+) -> None:
+    files = ("--questions", questions, "--out", tmp_path / "out.jsonl")
+    assert told in refused(2, "batch", store, *files, *options)
+    assert told in refused(2, "ask", store, "Why?", *options)
 
 
 STORES = int(os.environ.get("OFFLOAD_DECODE_BATCH_STORES", "5"))

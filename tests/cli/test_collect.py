@@ -25,6 +25,12 @@ def collection(home: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
+@pytest.fixture
+def copied(collection: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(collection, tmp_path / "copy"))
+
+
 def batch(collection: Path, out: Path, questions: list[dict[str, Any]], *options: str) -> Ran:
     asked = out.with_suffix(".questions")
     asked.write_text("".join(json.dumps(question) + "\n" for question in questions))
@@ -119,29 +125,27 @@ def test_a_question_may_name_its_document(collection: Path, tmp_path: Path) -> N
     assert (ran.code, "asks the document delta.txt, which is not among" in ran.err) == (2, True)
 
 
-def test_conditions_leave_documents_out(home: Path, texts: Path, collection: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(collection, tmp_path / "copy"))
+def test_conditions_leave_documents_out(home: Path, texts: Path, copied: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(texts, tmp_path / "own"))
     metadata = folder / "said [1].jsonl"
     metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 2024}\n')
-    command = ("collect", folder, "--model", home / "model", "--out", copy, "--metadata", metadata)
+    command = ("collect", folder, "--model", home / "model", "--out", copied, "--metadata", metadata)
     assert "3 kept; it holds 3 documents" in run(*command).err
     out = tmp_path / "out.jsonl"
-    assert batch(copy, out, [{"question": "Is it alpha?"}], "--where", "year>=2000", "--top", "3").code == 0
+    assert batch(copied, out, [{"question": "Is it alpha?"}], "--where", "year>=2000", "--top", "3").code == 0
     assert [line["document"] for line in lines(out)] == ["beta.txt"]
-    ran = run("ask", copy, "Which?", "--all", "--where", "name=*a*", "--where", "year<2000", "--json")
+    ran = run("ask", copied, "Which?", "--all", "--where", "name=*a*", "--where", "year<2000", "--json")
     assert [one["document"] for one in json.loads(ran.out)["answers"]] == ["alpha.txt"]
-    assert "matches none of the 3 documents" in refused(2, "ask", copy, "Which?", "--where", "name=x")
-    assert "is no condition" in refused(2, "ask", copy, "Which?", "--where", "year")
+    assert "matches none of the 3 documents" in refused(2, "ask", copied, "Which?", "--where", "name=x")
+    assert "is no condition" in refused(2, "ask", copied, "Which?", "--where", "year")
     metadata.write_text('{"name": "alpha.txt"}\n{"year": 1999}\n')
     assert "line 2 of" in refused(2, *command)
 
 
-def test_a_document_that_fails_does_not_stop_the_others(collection: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(collection, tmp_path / "copy"))
-    opened = Collection(copy)
+def test_a_document_that_fails_does_not_stop_the_others(copied: Path, tmp_path: Path) -> None:
+    opened = Collection(copied)
     shutil.rmtree(opened.store(opened.entries[1]))
-    ran = run("ask", copy, "Which word?", "--all", "--json", "--max-new-tokens", "2")
+    ran = run("ask", copied, "Which word?", "--all", "--json", "--max-new-tokens", "2")
     assert ran.code == 1
     assert [one["document"] for one in json.loads(ran.out)["answers"]] == ["alpha.txt", "gamma.txt"]
     (failed,) = json.loads(ran.out)["failed"]
@@ -149,7 +153,7 @@ def test_a_document_that_fails_does_not_stop_the_others(collection: Path, tmp_pa
     assert failed["error"].startswith("There is no store at")
     assert "error: beta.txt: There is no store at" in ran.err
     out = tmp_path / "out.jsonl"
-    ran = batch(copy, out, [{"question": "Which word?"}], "--all")
+    ran = batch(copied, out, [{"question": "Which word?"}], "--all")
     assert (ran.code, [line["document"] for line in lines(out)]) == (1, ["alpha.txt", "gamma.txt"])
 
 
@@ -158,9 +162,8 @@ def test_only_the_stores_that_are_asked_are_looked_at(
 ) -> None:
     looked: list[str] = []
     store = Collection.store
-    monkeypatch.setattr(
-        Collection, "store", lambda self, entry: (looked.append(entry.name), store(self, entry))[1]
-    )
+    noted = lambda self, entry: (looked.append(entry.name), store(self, entry))[1]  # noqa: E731
+    monkeypatch.setattr(Collection, "store", noted)
     out = tmp_path / "out.jsonl"
     assert batch(collection, out, [{"question": "Is it beta?"}], "--top", "1").code == 0
     assert looked == ["beta.txt"]
@@ -174,6 +177,7 @@ def test_wrong_use_is_a_sentence(home: Path, collection: Path, store: Path, tmp_
     assert "ask it alone" in refused(2, *mixed)
     wrong = ("collect", collection, "--model", home / "model", "--out", tmp_path / "out", "--metadata")
     assert "cannot be read" in refused(2, *wrong, tmp_path / "none.jsonl")
+    assert "is a collection, and no store" in refused(1, "append", collection, home / "corpus.txt")
 
 
 def test_a_question_that_names_a_document_finds_it(home: Path, tmp_path: Path) -> None:
@@ -188,64 +192,56 @@ def test_a_question_that_names_a_document_finds_it(home: Path, tmp_path: Path) -
     assert answer["document"] == "note-0004.txt"
 
 
-def test_every_store_is_verified(collection: Path, tmp_path: Path) -> None:
+def test_every_store_is_verified(collection: Path, copied: Path) -> None:
     ran = run("verify", collection)
     assert (ran.code, ran.out.strip()) == (0, f"{collection} is whole: 3 documents")
-    damaged = shutil.copytree(collection, tmp_path / "damaged")
-    broken = Collection(damaged)
+    broken = Collection(copied)
     store = broken.store(broken.entries[1])
     chunk = next(path for path in sorted(store.rglob("c.0*")) if path.stat().st_size)
     data = bytearray(chunk.read_bytes())
     data[-1] ^= 1
     chunk.write_bytes(data)
-    ran = run("verify", damaged, "--json")
+    ran = run("verify", copied, "--json")
     told = json.loads(ran.out)
     assert (ran.code, told["ok"], told["documents"]) == (1, False, 3)
     assert [one["document"] for one in told["problems"]] == ["beta.txt"]
 
 
-def test_what_takes_one_store_says_that_it_is_a_collection(collection: Path, texts: Path) -> None:
-    assert "is a collection, and no store" in refused(1, "append", collection, texts)
-
-
-def test_it_is_inspected(home: Path, texts: Path, collection: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(collection, tmp_path / "copy"))
+def test_it_is_inspected(home: Path, texts: Path, copied: Path, tmp_path: Path) -> None:
     metadata = tmp_path / "said.jsonl"
     metadata.write_text('{"name": "alpha.txt", "year": 1999}\n{"name": "beta.txt", "year": 1, "by": "A"}\n')
-    assert run("collect", texts, "--model", home / "model", "--out", copy, "--metadata", metadata).code == 0
-    opened = Collection(copy)
+    assert run("collect", texts, "--model", home / "model", "--out", copied, "--metadata", metadata).code == 0
+    opened = Collection(copied)
     shutil.rmtree(opened.store(opened.entries[2]))
-    told = json.loads(run("inspect", copy, "--json").out)
+    told = json.loads(run("inspect", copied, "--json").out)
     assert [one["name"] for one in told["documents"]] == ["alpha.txt", "beta.txt", "gamma.txt"]
     assert told["tokens"] == sum(one["tokens"] for one in told["documents"])
-    assert told["bytes"] == sum(path.stat().st_size for path in copy.rglob("*") if path.is_file())
+    assert told["bytes"] == sum(path.stat().st_size for path in copied.rglob("*") if path.is_file())
     assert (told["missing"], told["documents"][2]["bytes"]) == (1, None)
     assert told["metadata"] == {"year": 2, "by": 1}
     assert told["model"] == opened.header.model_id
-    shown = run("inspect", copy).out
+    shown = run("inspect", copied).out
     assert "year (2), by (1)" in shown
     sizes = [one["tokens"] for one in told["documents"]]
     assert f"3 of {min(sizes)} to {max(sizes)} tokens" in shown
     assert "1 store: collect again" in shown
 
 
-def test_a_store_of_another_model_is_told(collection: Path, tmp_path: Path) -> None:
-    mixed = Path(shutil.copytree(collection, tmp_path / "mixed"))
-    header = json.loads((mixed / "collection.json").read_text())
-    (mixed / "collection.json").write_text(json.dumps(header | {"weights_hash": "2:" + "0" * 64}))
-    ran = run("verify", mixed, "--json")
+def test_a_store_of_another_model_is_told(copied: Path) -> None:
+    header = json.loads((copied / "collection.json").read_text())
+    (copied / "collection.json").write_text(json.dumps(header | {"weights_hash": "2:" + "0" * 64}))
+    ran = run("verify", copied, "--json")
     assert ran.code == 1
     told = json.loads(ran.out)["problems"]
     assert [one["document"] for one in told] == ["alpha.txt", "beta.txt", "gamma.txt"]
     assert {one["problem"] for one in told} == {"it differs from the collection in weights_hash."}
 
 
-def test_a_list_that_was_cut_or_changed_is_told(collection: Path, tmp_path: Path) -> None:
-    damaged = shutil.copytree(collection, tmp_path / "damaged")
-    lines = (damaged / DOCUMENTS).read_bytes().splitlines(keepends=True)
-    (damaged / DOCUMENTS).write_bytes(b"".join(lines[:-1]))
-    ran = run("verify", damaged)
+def test_a_list_that_was_cut_or_changed_is_told(copied: Path) -> None:
+    lines = (copied / DOCUMENTS).read_bytes().splitlines(keepends=True)
+    (copied / DOCUMENTS).write_bytes(b"".join(lines[:-1]))
+    ran = run("verify", copied)
     assert (ran.code, "differ in 1: collect again" in ran.err) == (1, True)
-    (damaged / DOCUMENTS).write_bytes(b"".join([lines[0].replace(b".txt", b".tyt", 1), *lines[1:]]))
-    ran = run("verify", damaged)
+    (copied / DOCUMENTS).write_bytes(b"".join([lines[0].replace(b".txt", b".tyt", 1), *lines[1:]]))
+    ran = run("verify", copied)
     assert (ran.code, "its entry in the list of documents was changed" in ran.err) == (1, True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from offload_decode.common.errors import StoreDamaged, StoreMismatch
 from offload_decode.engine.engine import Engine
 from offload_decode.models.loading import load
 from offload_decode.store import KVStore
-from tests.cli.conftest import refused, run
+from tests.cli.conftest import apart, refused, run
 from tests.store.test_refusals import edit, reseal
 
 RED = "\x1b[31m"
@@ -122,3 +124,28 @@ def test_names_and_positions_are_of_the_store(copy: Callable[[str], Path]) -> No
     offsets = store / "documents/offsets/c.0"
     offsets.write_bytes((np.frombuffer(offsets.read_bytes(), "<i8") * 10**6).tobytes())
     assert "contradict its manifest" in refused(1, "inspect", store)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems raise other signals")
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_a_file_that_shrinks_while_it_is_read_is_a_sentence(where: str) -> None:
+    program = f"""
+        import mmap, os, tempfile, threading
+        from offload_decode.cli.bus_error import exit_on_bus_error
+        exit_on_bus_error()
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            view = mmap.mmap(file.fileno(), 1 << 16, prot=mmap.PROT_READ)
+            os.truncate(file.name, 0)
+            if {where == "main"}:
+                view[1 << 15]
+            reader = threading.Thread(target=lambda: view[1 << 15])
+            reader.start()
+            reader.join()
+            print("still here")
+    """
+    ran = apart(textwrap.dedent(program))
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith("error: a file of the store or of its index shrank while it was read")
+    assert ran.stderr.count("\n") == 1

@@ -1,19 +1,18 @@
-"""`ask` skips slow imports."""
+"""`ask` skips slow imports, and loops that are compiled are announced once."""
 
 from __future__ import annotations
 
 import copy
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers.utils.import_utils import fetch__all__
 
 from offload_decode.common.fast_import import LatePattern, last_list
-from offload_decode.hf import shape, verify
-from tests.cli.conftest import run
+from offload_decode.hf import shape, user_cache
+from tests.cli.conftest import apart, run
 
 ASKING = """
 import atexit, sys
@@ -70,25 +69,39 @@ for pattern in late:
 
 
 def test_ask_skips_slow_imports_and_answers_the_same(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_known", {})
-    monkeypatch.setattr(shape, "_known", {})
+    monkeypatch.setattr(user_cache, "_known", {})
     monkeypatch.setattr(shape, "_LONG_S", -1.0)  # write the user cache, as the first process does
     here = run("ask", store, "Which colour?", "--max-new-tokens", "4")
-    command = [sys.executable, "-c", ASKING, "ask", str(store), "Which colour?", "--max-new-tokens", "4"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ran.stdout == here.out
+    ran = apart(ASKING, "ask", store, "Which colour?", "--max-new-tokens", "4")
+    assert (ran.returncode, ran.stdout) == (0, here.out)
     imported = set(ran.stderr.splitlines()[-1].split())
     assert "transformers.modeling_utils" in imported
     assert sorted(imported & NEVER) == []
 
 
-@pytest.mark.slow
-def test_stand_ins_give_way_to_the_compiler() -> None:
-    subprocess.run([sys.executable, "-c", GIVING_WAY], check=True)
+@pytest.mark.parametrize("program", [pytest.param(GIVING_WAY, marks=pytest.mark.slow), LATE])
+def test_stand_ins_give_way_to_the_compiler_and_patterns_are_compiled_when_used(program: str) -> None:
+    ran = apart(program)
+    assert ran.returncode == 0, ran.stderr
 
 
-def test_patterns_of_all_architectures_are_compiled_when_they_are_asked() -> None:
-    subprocess.run([sys.executable, "-c", LATE], check=True)
+COMPILING = """
+from offload_decode.cli.compiling import announce_compiling
+announce_compiling()
+announce_compiling()
+import numpy as np
+from numba import njit
+njit(lambda: 1)()  # not one of ours
+from offload_decode.indexes.clusters.search import _candidates_for
+for k in (5, np.int32(5)):
+    _candidates_for(k)
+"""
+
+
+def test_compiling_is_announced_once(tmp_path: Path) -> None:
+    first, again = (apart(COMPILING, env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}) for _ in range(2))
+    assert first.stderr.startswith("compiling the loops")
+    assert (first.stderr.count("\n"), again.returncode, again.stderr) == (1, 0, "")
 
 
 def test_a_late_pattern_is_the_pattern() -> None:

@@ -16,18 +16,8 @@ def small(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that was prefilled with int8 weights."""
     pytest.importorskip("bitsandbytes")
     out = tmp_path_factory.mktemp("weights") / "small.kv"
-    ran = run(
-        "prefill",
-        home / "corpus.txt",
-        "--model",
-        home / "model",
-        "--out",
-        out,
-        "--weights",
-        "int8",
-        "--device",
-        "cpu",
-    )
+    made = ("--model", home / "model", "--out", out, "--weights", "int8", "--device", "cpu")
+    ran = run("prefill", home / "corpus.txt", *made)
     assert ran.code == 0, ran.err
     return out
 
@@ -80,9 +70,8 @@ def test_streamed_weights_are_for_a_prefill_on_a_gpu(home: Path, store: Path, tm
 
 def test_plan_names_streamed_weights_where_full_ones_do_not_fit(monkeypatch) -> None:
     monkeypatch.setattr("offload_decode.models.size_estimate.outline", lambda _: llama_8b())
-    ran = run(
-        "plan", "--model", "8B", "--tokens", "128K", "--gpu", "16GiB", "--ram", "64GiB", "--disk", "1TB"
-    )
+    machine = ("--gpu", "16GiB", "--ram", "64GiB", "--disk", "1TB")
+    ran = run("plan", "--model", "8B", "--tokens", "128K", *machine)
     said = "It can be prefilled here with --weights int8, or with full weights by --weights streamed."
     assert said in ran.out
 

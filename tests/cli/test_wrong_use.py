@@ -13,7 +13,7 @@ import pytest
 from offload_decode.cli.options import byte_count, token_count
 from offload_decode.common.errors import ConfigError
 from offload_decode.models.checkpoint import read_config
-from tests.cli.conftest import PROGRAM, refused, run
+from tests.cli.conftest import MAIN, apart, refused, run
 
 LONG = "9" * 5000
 
@@ -99,17 +99,16 @@ def test_an_empty_text_names_nothing(home: Path, command: list[str]) -> None:
     refused(2, *(named.get(part, part) for part in command))
 
 
-@pytest.mark.parametrize("text", [LONG, f"{LONG}GiB", "99999999999TiB"])
-def test_sizes_that_no_machine_has(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size") as refusal:
-        byte_count(text)
-    assert len(str(refusal.value)) < 120
-
-
-@pytest.mark.parametrize("text", [LONG, "9999999999M"])
-def test_counts_of_tokens_that_no_store_has(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no number of tokens") as refusal:
-        token_count(text)
+@pytest.mark.parametrize(
+    ("read", "text", "told"),
+    [
+        *((byte_count, text, "is no size") for text in (LONG, f"{LONG}GiB", "99999999999TiB")),
+        *((token_count, text, "is no number of tokens") for text in (LONG, "9999999999M")),
+    ],
+)
+def test_sizes_and_counts_that_no_machine_has(read: Callable[[str], int], text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as refusal:
+        read(text)
     assert len(str(refusal.value)) < 120
 
 
@@ -148,7 +147,7 @@ def test_a_corpus_that_cannot_be_read_is_refused_before_a_library_is_loaded(corp
         f"try:\n    app(['prefill', '{corpus}', '--model', 'demo', '--out', 's'])\n"
         "except SystemExit as left:\n    print(left.code, 'torch' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    ran = apart(script)
     assert ran.stdout == "1 False\n", ran.stderr
     assert ran.stderr.startswith("error: ")
     assert ran.stderr.count("\n") == 1
@@ -179,6 +178,5 @@ def test_links_that_lead_nowhere_stop_no_inspection(copy: Callable[[str], Path])
 def test_a_command_ends_silently(store: Path) -> None:
     asked = ["ask", str(store), "Why?", "--max-new-tokens", "1"]
     assert run(*asked).code == 0  # from here on its loops are compiled
-    command = [*PROGRAM, *asked]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ran.stderr == ""
+    ran = apart(MAIN, *asked)
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -58,6 +58,22 @@ def test_the_order_is_that_of_bm25(path: Path, question: str) -> None:
     assert ranked(path, question) == bm25(question)
 
 
+def refused(path: Path, match: str) -> None:
+    """Neither a question nor a change takes the file."""
+    for use in (lambda: ranked(path, "lantern"), Words(path).__enter__):
+        with pytest.raises(StoreDamaged, match=match) as told:
+            use()
+        assert len(str(told.value)) < 1000
+        assert "\n" not in str(told.value)
+
+
+def rewrite_schema(path: Path, change: str, *given: object) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute(f"UPDATE sqlite_schema SET {change}", given)
+        connection.commit()
+
+
 def test_marks_and_accents_do_not_matter(path: Path) -> None:
     number = number_of(next(store for store, text in TEXTS.items() if "Brücke" in text))
     assert ranked(path, "BRUCKE") == ranked(path, "brücke!") == [number]
@@ -79,9 +95,7 @@ def test_what_is_removed_is_not_found(path: Path) -> None:
 
 def test_a_damaged_file_is_told(path: Path) -> None:
     path.write_bytes(b"no database" * 1000)
-    for use in (lambda: ranked(path, "lantern"), Words(path).__enter__):
-        with pytest.raises(StoreDamaged, match="remove it, and collect again"):
-            use()
+    refused(path, "remove it, and collect again")
     path.unlink()
     with pytest.raises(StoreDamaged, match="is missing"):
         ranked(path, "lantern")
@@ -98,16 +112,13 @@ def test_a_damaged_file_is_told(path: Path) -> None:
 def test_other_tables_views_and_triggers_are_refused(path: Path, added: str) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute(added)
-    for use in (lambda: ranked(path, "lantern"), Words(path).__enter__):
-        with pytest.raises(StoreDamaged, match="other tables"):
-            use()
+    refused(path, "other tables")
 
 
 def test_a_link_is_not_followed(path: Path) -> None:
     path.rename(path.with_name("other"))
     path.symlink_to(path.with_name("other"))
-    with pytest.raises(StoreDamaged, match="not a plain file"):
-        ranked(path, "lantern")
+    refused(path, "not a plain file")
 
 
 def journal_that_names(victim: Path, database: Path) -> bytes:
@@ -127,9 +138,7 @@ def test_a_journal_from_elsewhere_removes_no_file(path: Path, tmp_path: Path) ->
     victim.write_text("mine")
     journal = path.with_name(f"{WORDS}-journal")
     journal.write_bytes(journal_that_names(victim, path))
-    for use in (lambda: ranked(path, "lantern"), Words(path).__enter__):
-        with pytest.raises(StoreDamaged, match="is not of a collection"):
-            use()
+    refused(path, "is not of a collection")
     assert victim.read_text() == "mine"
     sqlite3.connect(path).execute("SELECT count(*) FROM sqlite_schema").fetchall()
     assert not victim.exists(), "SQLite by itself would have removed it"
@@ -138,8 +147,7 @@ def test_a_journal_from_elsewhere_removes_no_file(path: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("end", ["-wal", "-shm"])
 def test_what_we_do_not_write_is_refused(path: Path, end: str) -> None:
     path.with_name(WORDS + end).touch()
-    with pytest.raises(StoreDamaged, match="is not of a collection"):
-        ranked(path, "lantern")
+    refused(path, "is not of a collection")
 
 
 def test_a_document_of_many_words_shuts_no_reader_out(path: Path) -> None:
@@ -201,40 +209,24 @@ def test_no_flipped_bit_changes_an_answer_unseen(path: Path) -> None:
 
 
 def test_what_sqlite_says_of_a_file_is_one_short_sentence(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA writable_schema = ON")
-        name = "x\n" * 5000
-        connection.execute(
-            "UPDATE sqlite_schema SET name = ?, sql = 'CREATE y' WHERE name = 'words_idx'", (name,)
-        )
-        connection.commit()
-    with pytest.raises(StoreDamaged) as told:
-        ranked(path, "lantern")
-    assert len(str(told.value)) < 1000
-    assert "\n" not in str(told.value)
+    rewrite_schema(path, "name = ?, sql = 'CREATE y' WHERE name = 'words_idx'", "x\n" * 5000)
+    refused(path, "cannot be used")
 
 
 @pytest.mark.parametrize(
     "column", ["c0 AS (zeroblob(1000000000))", "c0 CHECK (randomblob(9))", "c0 DEFAULT (1)"]
 )
 def test_a_table_that_computes_is_refused(path: Path, column: str) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA writable_schema = ON")
-        connection.execute("UPDATE sqlite_schema SET sql = replace(sql, 'c0', ?)", (column,))
-        connection.commit()
-    for read in (lambda: ranked(path, "lantern"), lambda: verify(path, TEXTS), Words(path).__enter__):
-        with pytest.raises(StoreDamaged, match="compute something"):
-            read()
+    rewrite_schema(path, "sql = replace(sql, 'c0', ?)", column)
+    refused(path, "compute something")
+    with pytest.raises(StoreDamaged, match="compute something"):
+        verify(path, TEXTS)
 
 
 @pytest.mark.parametrize("sql", [b"CREATE \xff", None, 7])
 def test_a_schema_that_is_no_text_is_refused(path: Path, sql: object) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA writable_schema = ON")
-        connection.execute("UPDATE sqlite_schema SET sql = CAST(? AS TEXT) WHERE name = 'words_idx'", (sql,))
-        connection.commit()
-    with pytest.raises(StoreDamaged):
-        ranked(path, "lantern")
+    rewrite_schema(path, "sql = CAST(? AS TEXT) WHERE name = 'words_idx'", sql)
+    refused(path, "")
 
 
 def test_a_length_that_no_memory_holds_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,12 +140,10 @@ def test_an_8b_model_on_16_gib_is_asked_in_int8():
     asked = plan(llama_8b(), request, Machine(16 * GIB, 64 * GIB, 200 * GIB, 300 << 20))
     assert asked.lacking().keys() == {Medium.GPU}
     proposed = nearest(asked)
-    assert proposed is not None
     assert changes(asked.request, proposed.request) == {"weights": "int8"}
     # Its store of 137 GB does not stay in 64 GiB, and the plan says what would.
     assert proposed.from_disk > proposed.traffic.scanned
     held = nearest(proposed, in_memory=True)
-    assert held is not None
     assert changes(proposed.request, held.request) == {"kv": "int4-values"}
     assert held.from_disk == 0
 
@@ -157,7 +155,6 @@ def test_a_prefill_whose_weights_are_too_large_is_given_streamed_ones_or_fewer_b
     asked = plan(llama_8b(), Workload(1 << 17, chunk=256), machine)
     assert prefill_chunk(asked) is None
     fits = nearest_prefill(asked)
-    assert fits is not None
     assert fits.prefill_fits
     assert changes(asked.request, fits.request) == change
 
@@ -221,8 +218,6 @@ def test_a_store_that_is_there_is_not_asked_in_another_dtype():
     model = replace(llama_8b(), dtype="float32")
     asked = plan(model, Workload(1 << 17), Machine(20 * GIB, 64 * GIB, 500 * GIB, 300 << 20))
     anew, there = nearest(asked), nearest(asked, kinds=("auto",))
-    assert anew is not None
-    assert there is not None
     assert (anew.request.weights, there.request.weights) == ("fp16", "int8")
 
 
@@ -231,7 +226,6 @@ def test_a_prefill_too_large_is_given_a_smaller_chunk():
     asked = plan(llama_8b(), Workload(1 << 20), machine)
     assert not asked.prefill_fits
     chunk = prefill_chunk(asked)
-    assert chunk is not None
     assert chunk < 512
     assert plan(llama_8b(), Workload(1 << 20, chunk=chunk), machine).prefill_fits
     assert not plan(llama_8b(), Workload(1 << 20, chunk=2 * chunk), machine).prefill_fits
