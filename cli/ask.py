@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,6 +36,7 @@ from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
     from offload_decode.collections.journal import Entry
+    from offload_decode.config import EngineConfig
     from offload_decode.engine.engine import Engine
     from offload_decode.prefill_jobs.on_ray.asking import Given
     from offload_decode.prefill_jobs.on_ray.workers import Cluster
@@ -82,42 +83,51 @@ def ask(
     """
     limits = options.gpu_memory, options.ram
     cluster = cluster_of(workers, worker_count, *limits, server=address is not None)
-    text = question_from(question)
     config = options.config
     wanted = AnswerOptions(config.selector, config.options, max_new_tokens, temperature, top_p, seed, cites)
+    one = _Question(question_from(question), wanted, as_json, stats)
     with open_collection([store], address, choice, Progress) as asked:
         if asked is not None:
-            _ask_collection(asked, text, options, cluster, wanted, as_json, stats)
+            _ask_collection(asked, one, options, cluster)
             return
     if cluster is not None and cites:
         raise ConfigError("--workers and --cite do not go together for one store: leave one of them out")
     if address is not None:
         client.check_server_options(options)
-        _ask_server(address, str(store), text, wanted, as_json, stats)
+        _ask_server(address, str(store), one)
         return
-    engine, given = open_engine(store, options), (str(store), text, wanted, as_json, stats)
+    engine = open_engine(store, options)
     if cluster is None:
-        _ask_engine(engine, *given)
+        _ask_engine(engine, str(store), one)
         return
 
     from offload_decode.prefill_jobs.on_ray.attending import scattered
 
     with scattered(engine, cluster, config) as on_workers:
-        _ask_engine(on_workers, *given)
+        _ask_engine(on_workers, str(store), one)
 
 
-def _ask_engine(
-    engine: Engine, store: str, question: str, wanted: AnswerOptions, as_json: bool, stats: bool
-) -> None:
+@dataclass(frozen=True)
+class _Question:
+    """A question, how its answer is generated, and how it is shown."""
+
+    text: str
+    wanted: AnswerOptions
+    as_json: bool
+    stats: bool
+
+
+def _ask_engine(engine: Engine, store: str, question: _Question) -> None:
     from offload_decode.engine.citations import cite
     from offload_decode.hf import cuda_graphs
 
-    if as_json:
-        given = engine.answer(question, wanted.max_new_tokens, wanted.sampler, wanted.cite)
+    wanted = question.wanted
+    if question.as_json:
+        given = engine.answer(question.text, wanted.max_new_tokens, wanted.sampler, wanted.cite)
         cost = given.stats
         output.answer_json(
             {
-                "question": question,
+                "question": question.text,
                 **answer_fields(given),
                 "selector": engine.selector.name,
                 "options": asdict(engine.selector.options),
@@ -135,7 +145,7 @@ def _ask_engine(
         )
     else:
         with engine.watched() if wanted.cite else nullcontext() as watch:
-            show(engine.stream(question, wanted.max_new_tokens, wanted.sampler))
+            show(engine.stream(question.text, wanted.max_new_tokens, wanted.sampler))
         cost = engine.prefix.take_stats()
         if watch is not None:
             output.note(cited_text(cite(watch, engine.store, engine.tokenizer)))
@@ -148,26 +158,24 @@ def _ask_engine(
             "Sampling the unselected tokens leaves the denominator of the attention uncertain by "
             f"{cost.tail_error:.2%} (standard error, mean)."
         )
-    if stats:
+    if question.stats:
         output.note(describe(cost, engine))
 
 
-def _ask_server(
-    address: ServerAddress, store: str, question: str, wanted: AnswerOptions, as_json: bool, stats: bool
-) -> None:
-    began, answer = time.monotonic(), client.ServerAnswer()
+def _ask_server(address: ServerAddress, store: str, question: _Question) -> None:
+    began, answer, wanted = time.monotonic(), client.ServerAnswer(), question.wanted
     with client.Server(address) as server:
         served = server.served(store)
-        pieces = server.stream(served.name, client.conversation(question), wanted, answer)
-        if as_json:
+        pieces = server.stream(served.name, client.conversation(question.text), wanted, answer)
+        if question.as_json:
             for _ in pieces:
                 pass
-            output.answer_json(client.report(server, served, question, wanted, answer))
+            output.answer_json(client.report(server, served, question.text, wanted, answer))
         else:
             show(pieces)
-    if wanted.cite and not as_json:
+    if wanted.cite and not question.as_json:
         output.note(cited_text(answer.cited))
-    if stats:
+    if question.stats:
         output.note(answer.describe(time.monotonic() - began))
 
 
@@ -246,28 +254,22 @@ def describe(cost: StepStats, engine: Engine) -> str:
 
 
 def _ask_collection(
-    asked: AskedCollection,
-    question: str,
-    options: AskOptions,
-    cluster: Cluster | None,
-    wanted: AnswerOptions,
-    as_json: bool,
-    stats: bool,
+    asked: AskedCollection, question: _Question, options: AskOptions, cluster: Cluster | None
 ) -> None:
     """Ask one document after another, or those on the machines of a `cluster` in any order; one that fails
     does not stop the others.
     """
-    if cluster is not None and (wanted.temperature > 0 or stats):
-        other = "--stats" if stats else "--temperature"
+    if cluster is not None and (question.wanted.temperature > 0 or question.stats):
+        other = "--stats" if question.stats else "--temperature"
         raise ConfigError(f"--workers and {other} do not go together for a collection: leave one of them out")
     check_options(options, cluster is None)
-    documents = asked.documents(question)
+    documents = asked.documents(question.text)
     if not documents:
         raise ConfigError("no document contains a word of the question: rephrase it, or give --all")
     if cluster is None:
-        results = _answers_here(asked, documents, question, options, wanted)
+        results = _answers_here(asked, documents, question, options)
     else:
-        results = _answers_of_cluster(asked, documents, question, options, cluster, wanted)
+        results = _answers_of_cluster(asked, documents, question, cluster, options.config)
     answers: dict[str, dict[str, object]] = {}
     failed: dict[str, OffloadDecodeError] = {}
     for entry, result, described in results:
@@ -275,7 +277,7 @@ def _ask_collection(
             failed[entry.name] = result
             output.note(f"error: {output.one_line(entry.name)}: {sentence(result)}")
             continue
-        if as_json:
+        if question.as_json:
             answers[entry.name] = {
                 "document": entry.name,
                 "store": asked.collection.address(entry),
@@ -287,12 +289,12 @@ def _ask_collection(
             output.generated(result.text, end="\n")
             if result.citations is not None:
                 output.note(cited_text(result.citations))
-        if stats:
+        if question.stats:
             output.note(described)
-    if as_json:
+    if question.as_json:
         names = [entry.name for entry in documents]
         errors = {name: sentence(error) for name, error in failed.items()}
-        told: dict[str, object] = {"question": question, "collection": asked.collection.name}
+        told: dict[str, object] = {"question": question.text, "collection": asked.collection.name}
         told["answers"] = [answers[name] for name in names if name in answers]
         told["failed"] = [{"document": name, "error": errors[name]} for name in names if name in errors]
         output.answer_json(told)
@@ -301,18 +303,15 @@ def _ask_collection(
 
 
 def _answers_here(
-    asked: AskedCollection,
-    documents: Sequence[Entry],
-    question: str,
-    options: AskOptions,
-    wanted: AnswerOptions,
+    asked: AskedCollection, documents: Sequence[Entry], question: _Question, options: AskOptions
 ) -> DocumentAnswers:
+    wanted = question.wanted
     open_engine = engine_opener(options)
     for entry in documents:
         try:
             with asked.collection.held(entry) as store:
                 engine = open_engine(str(store))
-                one = engine.answer(question, wanted.max_new_tokens, wanted.sampler, wanted.cite)
+                one = engine.answer(question.text, wanted.max_new_tokens, wanted.sampler, wanted.cite)
         except OffloadDecodeError as error:
             yield entry, error, ""
         else:
@@ -322,16 +321,15 @@ def _answers_here(
 def _answers_of_cluster(
     asked: AskedCollection,
     documents: Sequence[Entry],
-    question: str,
-    options: AskOptions,
+    question: _Question,
     cluster: Cluster,
-    wanted: AnswerOptions,
+    config: EngineConfig,
 ) -> DocumentAnswers:
     from offload_decode.prefill_jobs.on_ray.asking import Part, answer_on_ray
 
     stores = [asked.collection.address(entry) for entry in documents]
     remote = asked.on_other_machines(stores)
-    parts = [Part(store, (question,)) for store in stores]
-    results = answer_on_ray(parts, cluster, options.config, wanted.max_new_tokens, wanted.cite, remote)
-    for number, result in results:
+    parts = [Part(store, (question.text,)) for store in stores]
+    tokens, cites = question.wanted.max_new_tokens, question.wanted.cite
+    for number, result in answer_on_ray(parts, cluster, config, tokens, cites, remote):
         yield documents[number], result if isinstance(result, OffloadDecodeError) else result[0], ""

@@ -19,6 +19,7 @@ from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE, sentence
 from offload_decode.cli.options import Json
 from offload_decode.common.errors import ConfigError
+from offload_decode.common.memory import total_memory
 
 PROJECT = "offload-decode"
 LIBRARIES = ("torch", "transformers", "numpy", "numba", "zarr")
@@ -116,19 +117,6 @@ class Absent(ConfigError):
     """Something optional is not installed."""
 
 
-_CHECKS: list[tuple[str, bool, Callable[[], str]]] = []
-
-
-def _check(name: str, needed: bool = False) -> Callable[[Callable[[], str]], Callable[[], str]]:
-    """Adds a function to the checks: it returns its finding, or raises."""
-
-    def add(look: Callable[[], str]) -> Callable[[], str]:
-        _CHECKS.append((name, needed, look))
-        return look
-
-    return add
-
-
 def doctor(as_json: Json = False) -> None:
     """Check this machine and this installation.
 
@@ -164,26 +152,18 @@ def _checked(name: str, needed: bool, look: Callable[[], str]) -> Check:
         return Check(name, "broken", sentence(error), needed)
 
 
-@_check("versions", needed=True)
-def _versions() -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions(optional=False))
-
-
-@_check("requirements", needed=True)
 def _requirements() -> str:
     if problems := unmet():
         raise ConfigError("; ".join(problems))
     return "all met"
 
 
-@_check("system", needed=True)
 def _system() -> str:
     if sys.platform not in ("linux", "darwin"):
         raise ConfigError(f"{platform.system()}: stores can be mapped only on Linux and macOS")
     return platform.platform()
 
 
-@_check("command")
 def _command() -> str:
     found = shutil.which(PROJECT)
     if found is None:
@@ -194,7 +174,6 @@ def _command() -> str:
     return found
 
 
-@_check("processor", needed=True)
 def _processor() -> str:
     from offload_decode.common.rows.compiled import converted, half_to_single
     from offload_decode.indexes.clusters.dot4 import forms
@@ -204,30 +183,6 @@ def _processor() -> str:
     return f"{os.cpu_count()} cores; 4-bit scans by {names[next(iter(forms()))]}, half precision {halves}"
 
 
-@_check("memory", needed=True)
-def _memory() -> str:
-    from offload_decode.common.memory import total_memory
-
-    return output.size(total_memory())
-
-
-@_check("disk")
-def _disk() -> str:
-    return f"{output.size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"
-
-
-@_check("temporary files", needed=True)
-def _temporary() -> str:
-    return f"{_writable(Path(tempfile.gettempdir()))} can be written"
-
-
-@_check("cache")
-def _cache() -> str:
-    from offload_decode.prefill_jobs.destinations import default_staging
-
-    return f"{_writable(default_staging())} can be written"
-
-
 def _writable(folder: Path) -> Path:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
@@ -235,7 +190,12 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-@_check("compiler", needed=True)
+def _cache() -> str:
+    from offload_decode.prefill_jobs.destinations import default_staging
+
+    return f"{_writable(default_staging())} can be written"
+
+
 def _compiler() -> str:
     from offload_decode.common.rows.loops import dot_row
 
@@ -244,7 +204,6 @@ def _compiler() -> str:
     return f"compiled loops are kept in {_writable(Path(str(dot_row.stats.cache_path)))}"
 
 
-@_check("faiss")
 def _faiss() -> str:
     from offload_decode.indexes import registry
 
@@ -260,7 +219,6 @@ def _faiss() -> str:
     return f"{name} {version}, built for {library.get_compile_options().strip()}"
 
 
-@_check("hnswlib")
 def _hnswlib() -> str:
     from offload_decode.indexes import registry
 
@@ -271,7 +229,6 @@ def _hnswlib() -> str:
     return version
 
 
-@_check("extensions")
 def _extensions() -> str:
     """Import each extension, as a command that names it does."""
     from offload_decode.common import plugins
@@ -294,7 +251,6 @@ def _extensions() -> str:
     return "; ".join(brought)
 
 
-@_check("gpu")
 def _gpu() -> str:
     import torch
 
@@ -308,7 +264,6 @@ def _gpu() -> str:
     raise ConfigError(f"there is an NVIDIA driver ({driver}), but torch, built for {built}, finds no device")
 
 
-@_check("self-test", needed=True)
 def _self_test() -> str:
     """Prefill a text with a fact in it, index it, and ask for the fact."""
     from offload_decode.cli.compiling import announce_compiling
@@ -332,3 +287,23 @@ def _self_test() -> str:
     if _CODE not in answer:
         raise ConfigError(f"a fact was not found in a store of {length:,} tokens: the answer was {answer!r}")
     return f"a fact was found in a store of {length:,} tokens, in {output.duration(time.monotonic() - began)}"
+
+
+_CHECKS: list[tuple[str, bool, Callable[[], str]]] = [
+    ("versions", True, lambda: ", ".join(f"{name} {version}" for name, version in versions(optional=False))),
+    ("requirements", True, _requirements),
+    ("system", True, _system),
+    ("command", False, _command),
+    ("processor", True, _processor),
+    ("memory", True, lambda: output.size(total_memory())),
+    ("disk", False, lambda: f"{output.size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"),
+    ("temporary files", True, lambda: f"{_writable(Path(tempfile.gettempdir()))} can be written"),
+    ("cache", False, _cache),
+    ("compiler", True, _compiler),
+    ("faiss", False, _faiss),
+    ("hnswlib", False, _hnswlib),
+    ("extensions", False, _extensions),
+    ("gpu", False, _gpu),
+    ("self-test", True, _self_test),
+]
+"""Each check: its name, whether it is needed, and a function that returns its finding, or raises."""

@@ -18,17 +18,9 @@ QUESTION = ("What is the number of thing 3?", "--max-new-tokens", "2")
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example, installed, beside a distribution that cannot be imported."""
-    install(
-        tmp_path / "torn",
-        monkeypatch,
-        "torn",
-        {
-            "selectors": {"torn": "torn_module:Torn"},
-            "indexes": {"torn": "torn_module:Torn"},
-            "prefill_methods": {"torn": "torn_module:Torn"},
-        },
-        {"torn_module": "import nowhere"},
-    )
+    groups = ("selectors", "indexes", "prefill_methods")
+    torn = {group: {"torn": "torn_module:Torn"} for group in groups}
+    install(tmp_path / "torn", monkeypatch, "torn", torn, {"torn_module": "import nowhere"})
     install_example(tmp_path / "example", monkeypatch)
 
 

@@ -58,7 +58,7 @@ def test_the_order_is_that_of_bm25(path: Path, question: str) -> None:
     assert ranked(path, question) == bm25(question)
 
 
-def refused(path: Path, match: str) -> None:
+def refused(path: Path, match: str | None) -> None:
     """Neither a question nor a change takes the file."""
     for use in (lambda: ranked(path, "lantern"), Words(path).__enter__):
         with pytest.raises(StoreDamaged, match=match) as told:
@@ -226,7 +226,7 @@ def test_a_table_that_computes_is_refused(path: Path, column: str) -> None:
 @pytest.mark.parametrize("sql", [b"CREATE \xff", None, 7])
 def test_a_schema_that_is_no_text_is_refused(path: Path, sql: object) -> None:
     rewrite_schema(path, "sql = CAST(? AS TEXT) WHERE name = 'words_idx'", sql)
-    refused(path, "")
+    refused(path, None)
 
 
 def test_a_length_that_no_memory_holds_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
