@@ -252,7 +252,7 @@ def fits(store: KVStore, questions: int) -> bool:
 def asked(questions: int) -> list[str]:
     """Different questions, of a length."""
     rng = random.Random(0)
-    return [ASK.format(key=key) for key in words.keys(rng, questions, "eval")]
+    return [ASK.format(key=key) for key in words.keys(rng, questions)]
 
 
 @contextmanager

@@ -56,10 +56,10 @@ def drawn(seed: int) -> dict[str, str]:
     rng = random.Random(seed)
     keys: list[str] = []
     while len(keys) < NEEDLES:
-        key = words.key(rng, "eval")
+        key = words.key(rng)
         if not {part for other in keys for part in other.split("-")} & set(key.split("-")):
             keys.append(key)
-    numbers = words.distinct(lambda: words.number(rng, "eval"), NEEDLES)
+    numbers = words.distinct(lambda: words.number(rng), NEEDLES)
     return dict(zip(keys, numbers, strict=True))
 
 

@@ -12,7 +12,7 @@ from offload_decode.cli.options import with_groups
 from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offload_decode.evals.tasks import Task
+    from offload_decode.evals.tasks.base import Task
 
 
 @with_groups

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from offload_decode.evals.haystack import Haystack
     from offload_decode.evals.runs import Results
     from offload_decode.evals.runs import Stores as StoresOf
-    from offload_decode.evals.tasks import Task
+    from offload_decode.evals.tasks.base import Task
     from offload_decode.models.loading import LoadedModel
     from offload_decode.prefill_jobs.job import Settings
     from offload_decode.selectors.base import SelectorOptions

@@ -11,10 +11,10 @@ from typing import Any
 from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.contender import DENSE, Contender
-from offload_decode.evals.haystack import Haystack, Strand
+from offload_decode.evals.haystack import Haystack, Material
 from offload_decode.evals.runs import ANSWER, GUESSES, QUESTION, Asked, Record, Said, Stores, Unit, record
 from offload_decode.evals.side_by_side import reply
-from offload_decode.evals.tasks import Context, Question, Task
+from offload_decode.evals.tasks.base import Context, Question, Task
 from offload_decode.models.loading import LoadedModel
 from offload_decode.store.reader import KVStore
 
@@ -113,7 +113,7 @@ class Answering:
     def measure(self, unit: Unit, report: Callable[[int], None]) -> Sequence[Record]:
         """Every question of one text, by every way; every so often also to the control, densely."""
         place = self._places[unit.key]
-        drawn, strand, rng = self._drawn(place)
+        drawn, material, rng = self._drawn(place)
         questions = list(enumerate(drawn.questions[: place.asked]))
         records: list[Record] = []
         with self.stores(drawn.text, report) as store:
@@ -121,10 +121,10 @@ class Answering:
                 asked = self._asked(place, number, question, drawn.depths[number], store, rng)
                 records.append(record(QUESTION, asked))
             for way in self.ways:
-                records += self.answers(place, strand, store, way, questions, control=False)
+                records += self.answers(place, material, store, way, questions, control=False)
         if place.controlled:
             with self.stores(drawn.control, lambda done: report(place.length + done)) as store:
-                records += self.answers(place, strand, store, self.ways[0], questions, control=True)
+                records += self.answers(place, material, store, self.ways[0], questions, control=True)
         return records
 
     def _all(self) -> Iterator[AnswerPlace]:
@@ -135,11 +135,11 @@ class Answering:
                     for index, first in enumerate(range(0, self.plan.limit, each)):
                         yield AnswerPlace(task, length, seed, index, min(each, self.plan.limit - first))
 
-    def _drawn(self, place: AnswerPlace) -> tuple[Context, Strand, random.Random]:
+    def _drawn(self, place: AnswerPlace) -> tuple[Context, Material, random.Random]:
         """The text and its questions, what it is made of, and the generator that goes on from there."""
         rng = random.Random(f"{place.seed} {place.task.name} {place.length} {place.index}")
-        strand = Strand(self.haystack, self.loaded.tokenizer, place.length, rng.random())
-        return place.task.context(rng, strand), strand, rng
+        material = Material(self.haystack, self.loaded.tokenizer, place.length, rng.random())
+        return place.task.context(rng, material), material, rng
 
     def _asked(
         self,
@@ -168,7 +168,7 @@ class Answering:
     def answers(
         self,
         place: AnswerPlace,
-        strand: Strand,
+        material: Material,
         store: KVStore,
         way: Contender,
         questions: Sequence[tuple[int, Question]],
@@ -179,7 +179,7 @@ class Answering:
         task = place.task
         for number, question in questions:
             begun = question.answer_prefix if self.plan.begins else ""
-            most = task.most_tokens(question, strand)
+            most = task.most_tokens(question, material)
             answer = reply(engine, way.label, question.text, most, begun)
             exact, f1 = task.squad_scores(question, answer.text) or (None, None)
             said = Said(

@@ -9,14 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from offload_decode.common.errors import OffloadDecodeError
 from offload_decode.evals.haystack import python_topics
 from offload_decode.evals.side_by_side import Opened, Way, WayAnswer
-from offload_decode.evals.tasks import HiddenFacts
 from offload_decode.evals.tasks.base import insert
 from offload_decode.evals.tasks.ruler import MultiKeyNeedle
 
@@ -56,20 +55,15 @@ class Hidden:
 
 def hide_facts(tokenizer: Any, tokens: int) -> Hidden:
     """`tokens` of the Python documentation topics with five needles in them, and a sixth left out."""
-    *drawn, left_out = _drawn(MultiKeyNeedle(distractors=len(_DEPTHS)), random.Random(_SEED))
-    facts = tuple(replace(fact, depth=depth) for fact, depth in zip(drawn, _DEPTHS, strict=True))
+    episode = MultiKeyNeedle(distractors=len(_DEPTHS)).sample(random.Random(_SEED))
+    *facts, left_out = (
+        Fact(sentence, asked.text, asked.answers[0], depth)
+        for sentence, asked, depth in zip(episode.facts, episode.questions, (*_DEPTHS, None), strict=True)
+    )
     haystack = python_topics()
     filler = haystack.cut(tokenizer, tokens)
     text = insert(filler, [fact.sentence for fact in facts], _DEPTHS)
-    return Hidden(text, facts, left_out, repeated=len(filler) > len(haystack.text))
-
-
-def _drawn(task: HiddenFacts, rng: random.Random) -> list[Fact]:
-    episode = task.sample(rng)
-    return [
-        Fact(sentence, asked.text, asked.answers[0], None)
-        for sentence, asked in zip(episode.facts, episode.questions, strict=True)
-    ]
+    return Hidden(text, tuple(facts), left_out, repeated=len(filler) > len(haystack.text))
 
 
 def ask_in_new_process(

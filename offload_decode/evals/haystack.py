@@ -43,7 +43,7 @@ class Haystack:
 
 
 @dataclass(frozen=True)
-class Strand:
+class Material:
     """What one text of an eval task is made of (`tasks.Material`): a haystack from a place in it on."""
 
     haystack: Haystack

@@ -14,18 +14,18 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from offload_decode.engine.engine import Engine
-from offload_decode.evals import tasks
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.runs import Stores
-from offload_decode.evals.tasks import Example
+from offload_decode.evals.tasks.base import Question
+from offload_decode.evals.tasks.ruler import Needle
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.made_with import made_with
 from offload_decode.store.reader import KVStore
 
 Panel = Literal["dense", "selected", "control"]
 PANELS: tuple[Panel, ...] = get_args(Panel)
-# Enough for models that repeat the question before they answer it; others stop earlier.
-MAX_NEW_TOKENS = 64
+MAX_NEW_TOKENS = 64  # enough for models that repeat the question before they answer it
+_NEEDLE = Needle()
 
 
 @dataclass(frozen=True)
@@ -132,24 +132,29 @@ def measure(
             filler = haystack.cut(loaded.tokenizer, length, start=trial / plan.trials)
             if len(filler) > len(haystack.text):
                 repeated.add(length)
-            pairs = [_pair(plan, filler, length, depth, trial) for depth in plan.depths]
+            hidden = [
+                _NEEDLE.hide(random.Random(f"{plan.seed} {length} {depth} {trial}"), filler, depth)
+                for depth in plan.depths
+            ]
             with stored(filler, length) as store:
-                controls = _replies(loaded, store, plan.selector, plan.options, [pair[1] for pair in pairs])
-            for depth, (example, _), control in zip(plan.depths, pairs, controls, strict=True):
-                with stored(example.context, length) as store:
-                    (dense,) = _replies(loaded, store, "dense", {}, [example])
-                    (selected,) = _replies(loaded, store, plan.selector, plan.options, [example])
+                asked = [question for _, question in hidden]
+                controls = _replies(loaded, store, plan.selector, plan.options, asked)
+            for depth, (text, question), control in zip(plan.depths, hidden, controls, strict=True):
+                with stored(text, length) as store:
+                    (dense,) = _replies(loaded, store, "dense", {}, [question])
+                    (selected,) = _replies(loaded, store, plan.selector, plan.options, [question])
                     size = store.manifest.n_tokens
-                asked, expected = example.asked.text, example.asked.answers[0]
-                cells.append(Cell(length, depth, trial, size, asked, expected, dense, selected, control))
-    configuration = {**_configuration(loaded, haystack), "text_repeated_at": sorted(repeated)}
+                about = length, depth, trial, size, question.text, question.answers[0]
+                cells.append(Cell(*about, dense, selected, control))
+    configuration = {
+        **made_with(loaded),
+        "text": haystack.name,
+        "text_sha256": haystack.sha256,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "text_repeated_at": sorted(repeated),
+    }
     cells.sort(key=lambda cell: plan.lengths.index(cell.length))
     return NeedleGrid(plan, configuration, tuple(cells))
-
-
-def _pair(plan: GridPlan, filler: str, length: int, depth: float, trial: int) -> tuple[Example, Example]:
-    rng = random.Random(f"{plan.seed} {length} {depth} {trial}")
-    return tasks.hidden_facts("niah_single_2").pair(rng, filler, depth)
 
 
 def _replies(
@@ -157,21 +162,11 @@ def _replies(
     store: KVStore,
     selector: str,
     options: Mapping[str, str],
-    examples: Sequence[Example],
+    questions: Sequence[Question],
 ) -> list[ScoredText]:
     engine = Engine.open(store, loaded, selector=selector, options=options)
-    answers = engine.answer_many([example.asked.text for example in examples], MAX_NEW_TOKENS)
-    task = tasks.get("niah_single_2")
+    answers = engine.answer_many([question.text for question in questions], MAX_NEW_TOKENS)
     return [
-        ScoredText(answer.text, task.score(example.asked, answer.text))
-        for example, answer in zip(examples, answers, strict=True)
+        ScoredText(answer.text, _NEEDLE.score(question, answer.text))
+        for question, answer in zip(questions, answers, strict=True)
     ]
-
-
-def _configuration(loaded: LoadedModel, haystack: Haystack) -> dict[str, Any]:
-    return {
-        **made_with(loaded),
-        "text": haystack.name,
-        "text_sha256": haystack.sha256,
-        "max_new_tokens": MAX_NEW_TOKENS,
-    }

@@ -25,11 +25,11 @@ from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.evals.answering import Answering, AnswerPlace
 from offload_decode.evals.contender import DENSE, Contender
-from offload_decode.evals.haystack import Strand
+from offload_decode.evals.haystack import Material
 from offload_decode.evals.recorded_queries import AttentionDemand, Call
 from offload_decode.evals.runs import Asked, Record, Results, Said, questions_and_answers
 from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
-from offload_decode.evals.tasks import Question as Asking
+from offload_decode.evals.tasks.base import Question as Asking
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
 from offload_decode.store.reader import KVStore
 
@@ -109,14 +109,14 @@ class Sparsity(Answering):
     def answers(
         self,
         place: AnswerPlace,
-        strand: Strand,
+        material: Material,
         store: KVStore,
         way: Contender,
         questions: Sequence[tuple[int, Asking]],
         control: bool,
     ) -> Iterator[Record]:
         """As `Answering.answers`."""
-        yield from super().answers(place, strand, store, way, questions, control)
+        yield from super().answers(place, material, store, way, questions, control)
         if way.label != DENSE or control:
             return
         engine = Engine.open(store, self.loaded, selector=DENSE)
@@ -130,7 +130,7 @@ class Sparsity(Answering):
                 "seed": place.seed,
                 "stored_tokens": store.manifest.n_tokens,
             }
-            most = place.task.most_tokens(question, strand)
+            most = place.task.most_tokens(question, material)
             for layer in listen(engine, question.text, most, begun):
                 yield from _layer_records(engine, layer, about)
 

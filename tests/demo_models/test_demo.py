@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload_decode import demo_models
-from offload_decode.evals import tasks
+from offload_decode.evals.tasks.base import Question
+from offload_decode.evals.tasks.ruler import Needle
 
 FOLDER = demo_models.path("demo")
 PROSE = "water stone over under seven fields walk slowly before evening when people sing about distant hills"
@@ -46,14 +47,14 @@ def filler(rng: random.Random, sentences: int) -> str:
 @pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
 def test_it_finds_a_needle(model: Any, tokenizer: Any, depth: float) -> None:
     rng = random.Random(f"depth {depth}")
-    task = tasks.hidden_facts("niah_single_2")
-    example, control = task.pair(rng, filler(rng, 110), depth)
-    assert task.score(example.asked, generated(model, tokenizer, example)) == 1
-    assert task.score(control.asked, generated(model, tokenizer, control)) == 0
+    prose = filler(rng, 110)
+    text, asked = Needle().hide(rng, prose, depth)
+    assert Needle().score(asked, generated(model, tokenizer, text, asked)) == 1
+    assert Needle().score(asked, generated(model, tokenizer, prose, asked)) == 0
 
 
-def generated(model: Any, tokenizer: Any, example: tasks.Example) -> str:
-    ids = tokenizer(f"{example.context}\n\n{example.prompt()}", return_tensors="pt")
+def generated(model: Any, tokenizer: Any, text: str, asked: Question) -> str:
+    ids = tokenizer(f"{text}\n\n{asked.text}\nAnswer:", return_tensors="pt")
     assert ids["input_ids"].shape[1] > 1200
     out = model.generate(**ids, max_new_tokens=40)[0, ids["input_ids"].shape[1] :]
     return str(tokenizer.decode(out, skip_special_tokens=True))

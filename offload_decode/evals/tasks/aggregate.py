@@ -17,11 +17,9 @@ from math import sqrt
 from typing import Any, ClassVar
 
 from offload_decode.common import files
+from offload_decode.evals.haystack import Material
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Context, Material, Question, Task, insert, too_short
-from offload_decode.evals.tasks.words import Split
-
-SUITE = ("count-mentions", "join-story", "every-record", "tally-lines")
+from offload_decode.evals.tasks.base import Context, Question, Task, insert, too_short
 
 _SAMPLE = 32  # facts whose tokens are counted to know how many facts fill their share
 _OFF = 0.005  # share of the tokens by which a text may miss its length
@@ -30,50 +28,49 @@ _SLACK = 0.05
 _GAP = re.compile(r"\n{4,}")
 _FENCED = re.compile(r"```[a-zA-Z]*\s*(.*?)```", re.DOTALL)
 
-_NAMES = "Ada Agnes Albert Alice Anton Arthur Carla Daisy Edith Emil Frank Grace Henry Ida Jane"
-_OTHER_NAMES = "Bruno Clara Conrad Elsa Felix Gerda Hugo Irene Leo Mabel Nadia Omar Rufus Thea Viktor"
-_FIRST: dict[Split, list[str]] = {"train": _NAMES.split(), "eval": _OTHER_NAMES.split()}
-_PLAIN = {split: [noun for noun in words.NOUNS[split] if len(noun) <= 6] for split in _FIRST}
+_FIRST_NAMES = "Bruno Clara Conrad Elsa Felix Gerda Hugo Irene Leo Mabel Nadia Omar Rufus Thea Viktor"
+_FIRST = _FIRST_NAMES.split()
+_PLAIN = [noun for noun in words.NOUNS if len(noun) <= 6]
 _SURNAMES = ("son", "well", "sen", "berg", "ley", "mann", "ett", "ovsky", "smith", "grove", "croft", "worth")
 _TOWNS = ("ham", "wick", "bury", "stead", "mouth", "dale")
 _FEW, _MANY = 60, 4000  # more towns, or people, than these need longer names to differ
 
 
-def surname(rng: random.Random, split: Split) -> str:
+def surname(rng: random.Random) -> str:
     """A surname such as `Lanternwell`."""
-    return rng.choice(_PLAIN[split]).capitalize() + rng.choice(_SURNAMES)
+    return rng.choice(_PLAIN).capitalize() + rng.choice(_SURNAMES)
 
 
-def people(rng: random.Random, count: int, split: Split) -> list[str]:
+def people(rng: random.Random, count: int) -> list[str]:
     """Different people; where very many are needed, with double names such as `Lanternwell-Ottermann`."""
 
     def draw() -> str:
-        name = f"{rng.choice(_FIRST[split])} {surname(rng, split)}"
-        return f"{name}-{surname(rng, split)}" if count > _MANY else name
+        name = f"{rng.choice(_FIRST)} {surname(rng)}"
+        return f"{name}-{surname(rng)}" if count > _MANY else name
 
     return words.distinct(draw, count)
 
 
-def towns(rng: random.Random, count: int, split: Split) -> list[str]:
+def towns(rng: random.Random, count: int) -> list[str]:
     """Different towns: `Otterham`, of many `Otterham-on-Cliff`, of very many `Otterham-on-Brisk-Cliff`."""
 
     def draw() -> str:
-        name = rng.choice(_PLAIN[split]).capitalize() + rng.choice(_TOWNS)
+        name = rng.choice(_PLAIN).capitalize() + rng.choice(_TOWNS)
         if count > _FEW:
-            name += f"-on-{rng.choice(words.ADJECTIVES[split]).capitalize()}" if count > _MANY else "-on"
-            name += f"-{rng.choice(_PLAIN[split]).capitalize()}"
+            name += f"-on-{rng.choice(words.ADJECTIVES).capitalize()}" if count > _MANY else "-on"
+            name += f"-{rng.choice(_PLAIN).capitalize()}"
         return name
 
     return words.distinct(draw, count)
 
 
-def _filled(rng: random.Random, sentence: str, split: Split) -> str:
+def _filled(rng: random.Random, sentence: str) -> str:
     """A sentence with a town and a thing (`brisk lantern`) drawn for it, and a person for `{anyone}`."""
     return sentence.format(
         name="{name}",
-        anyone=people(rng, 1, split)[0],
-        town=towns(rng, 1, split)[0],
-        thing=words.key(rng, split).replace("-", " "),
+        anyone=people(rng, 1)[0],
+        town=towns(rng, 1)[0],
+        thing=words.key(rng).replace("-", " "),
     )
 
 
@@ -119,14 +116,14 @@ class SpreadFacts(Task):
         return self.asked
 
     @abstractmethod
-    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
+    def draw(self, rng: random.Random, facts: int) -> Draw:
         """Draw about so many facts, at least `fewest`, and `per_context` questions about them."""
 
-    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+    def context(self, rng: random.Random, material: Material) -> Context:
         """The facts in runs at places drawn afresh, with filler between them."""
-        sample = self.draw(random.Random(rng.getrandbits(64)), max(_SAMPLE, self.fewest), split).facts
+        sample = self.draw(random.Random(rng.getrandbits(64)), max(_SAMPLE, self.fewest)).facts
         cost = material.count("\n".join(fact.text for fact in sample)) / len(sample)
-        drawn = self.draw(rng, max(self.fewest, int(self.share * material.tokens / cost)), split)
+        drawn = self.draw(rng, max(self.fewest, int(self.share * material.tokens / cost)))
         runs = self._runs(rng, len(drawn.facts))
         depths = sorted(rng.random() for _ in runs)
         facts = self._joined([fact.text for fact in drawn.facts], runs)
@@ -161,22 +158,20 @@ class SpreadFacts(Task):
         """One of the choices, or where there are none the answer of another draw."""
         if isinstance(question, Choice):
             return rng.choice(question.choices)
-        return rng.choice(self.draw(rng, self.fewest, "eval").questions).response
+        return rng.choice(self.draw(rng, self.fewest).questions).response
 
-    def _runs(self, rng: random.Random, facts: int) -> list[range]:
+    def _runs(self, rng: random.Random, facts: int) -> list[slice]:
         """The facts in runs of a few that stand together."""
-        runs: list[range] = []
-        at = 0
-        while at < facts:
-            end = min(facts, at + rng.randint(1, 5 if self.lines else 2))
-            runs.append(range(at, end))
-            at = end
-        return runs
+        runs = [slice(0, 0)]
+        while runs[-1].stop < facts:
+            end = runs[-1].stop + rng.randint(1, 5 if self.lines else 2)
+            runs.append(slice(runs[-1].stop, min(facts, end)))
+        return runs[1:]
 
-    def _joined(self, facts: Sequence[str], runs: Sequence[range]) -> list[str]:
+    def _joined(self, facts: Sequence[str], runs: Sequence[slice]) -> list[str]:
         """A paragraph of lines for each run, or sentences."""
         joint, end = ("\n", "\n") if self.lines else (" ", "")
-        return [joint.join(facts[run.start : run.stop]) + end for run in runs]
+        return [joint.join(facts[run]) + end for run in runs]
 
 
 def _span(middle: float) -> tuple[int, int]:
@@ -217,16 +212,16 @@ class CountMentions(SpreadFacts):
     lines: ClassVar[bool] = False
     asked: ClassVar[int] = 2
 
-    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
+    def draw(self, rng: random.Random, facts: int) -> Draw:
         low, high = _span(max(2, facts // (2 * self.asked)))
-        persons = people(rng, self.asked, split)
-        others = [name for person in persons for name in _alike(rng, person, persons, split)]
+        persons = people(rng, self.asked)
+        others = [name for person in persons for name in _alike(rng, person, persons)]
         about = [person for person in persons for _ in range(rng.randint(low, high))]
         about += rng.choices(others, k=max(self.asked, facts - len(about)))
         rng.shuffle(about)
         written: list[Fact] = []
         for name in about:
-            sentence = _filled(rng, rng.choice(_MENTIONS), split)
+            sentence = _filled(rng, rng.choice(_MENTIONS))
             other = rng.choice(others) if name in persons else name
             written.append(Fact(sentence.format(name=name), sentence.format(name=other)))
         choices = tuple(str(count) for count in range(low, high + 1))
@@ -243,11 +238,11 @@ class CountMentions(SpreadFacts):
         return Draw(tuple(written), tuple(questions), needed)
 
 
-def _alike(rng: random.Random, person: str, persons: list[str], split: Split) -> list[str]:
+def _alike(rng: random.Random, person: str, persons: list[str]) -> list[str]:
     """Somebody with the same first name, and somebody with the same surname."""
     first, last = person.split()
     while True:
-        found = [f"{first} {surname(rng, split)}", f"{rng.choice(_FIRST[split])} {last}"]
+        found = [f"{first} {surname(rng)}", f"{rng.choice(_FIRST)} {last}"]
         if not set(found) & set(persons):
             return found
 
@@ -286,10 +281,10 @@ class JoinStory(SpreadFacts):
     lines: ClassVar[bool] = False
     asked: ClassVar[int] = 2
 
-    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
-        persons = people(rng, max(facts // 2, 5 * self.asked), split)
+    def draw(self, rng: random.Random, facts: int) -> Draw:
+        persons = people(rng, max(facts // 2, 5 * self.asked))
         spare = [persons.pop() for _ in range(self.asked)]  # they stand in the control alone
-        places = towns(rng, facts + self.asked, split)
+        places = towns(rng, facts + self.asked)
         told: dict[tuple[str, str], Fact] = {}  # by person and relation: nobody has two teachers
         chains: list[list[tuple[str, str]]] = []
         misleading: list[tuple[str, str]] = []  # the relations asked for, of the wrong person in the chain
@@ -322,41 +317,30 @@ class JoinStory(SpreadFacts):
         return Draw(tuple(told[step] for step in order), tuple(questions), needed)
 
 
-# A kind of record: its name, its fields, and sentences that state one.
-_KINDS = (
-    (
-        "order",
-        ("customer", "product", "quantity"),
-        (
-            "{customer} ordered {quantity} pieces of the {product}.",
-            "The {product} was ordered by {customer}, {quantity} pieces in all.",
-        ),
+_FIELDS = {
+    "order": ("customer", "product", "quantity"),
+    "stay": ("guest", "town", "nights"),
+    "loan": ("borrower", "item", "days"),
+    "sale": ("seller", "town", "price"),
+}
+_RECORDS = {
+    "order": (
+        "{customer} ordered {quantity} pieces of the {product}.",
+        "The {product} was ordered by {customer}, {quantity} pieces in all.",
     ),
-    (
-        "stay",
-        ("guest", "town", "nights"),
-        (
-            "{guest} stayed in {town} for {nights} nights.",
-            "For {nights} nights {guest} had a room in {town}.",
-        ),
+    "stay": (
+        "{guest} stayed in {town} for {nights} nights.",
+        "For {nights} nights {guest} had a room in {town}.",
     ),
-    (
-        "loan",
-        ("borrower", "item", "days"),
-        (
-            "{borrower} borrowed the {item} for {days} days.",
-            "The {item} was lent to {borrower} for {days} days.",
-        ),
+    "loan": (
+        "{borrower} borrowed the {item} for {days} days.",
+        "The {item} was lent to {borrower} for {days} days.",
     ),
-    (
-        "sale",
-        ("seller", "town", "price"),
-        (
-            "{seller} sold a house in {town} for {price} crowns.",
-            "For {price} crowns {seller} parted with a house in {town}.",
-        ),
+    "sale": (
+        "{seller} sold a house in {town} for {price} crowns.",
+        "For {price} crowns {seller} parted with a house in {town}.",
     ),
-)
+}
 _RATE = 0.55  # records asked for, for each square root of all records
 _ASK_RECORDS = (
     "Extract every {kind} from the text as a JSON list with one object for each, with the keys {keys}.",
@@ -381,27 +365,27 @@ class EveryRecord(SpreadFacts):
     share: ClassVar[float] = 0.4
     fewest: ClassVar[int] = 4
 
-    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
-        asked = rng.choice(_KINDS)
-        others = [kind for kind in _KINDS if kind != asked]
+    def draw(self, rng: random.Random, facts: int) -> Draw:
+        asked = rng.choice(list(_FIELDS))
+        others = [kind for kind in _FIELDS if kind != asked]
         kinds = [asked] * rng.randint(*_span(_RATE * sqrt(facts)))
         kinds += rng.choices(others, k=max(2, facts - len(kinds)))
         rng.shuffle(kinds)
         written: list[Fact] = []
         records: list[dict[str, str | int]] = []
 
-        def stated(kind: tuple[str, tuple[str, ...], tuple[str, ...]]) -> tuple[dict[str, str | int], str]:
-            record = {key: _field(rng, key, split) for key in kind[1]}
-            return record, rng.choice(kind[2]).format(**record)
+        def stated(kind: str) -> tuple[dict[str, str | int], str]:
+            record = {key: _field(rng, key) for key in _FIELDS[kind]}
+            return record, rng.choice(_RECORDS[kind]).format(**record)
 
         for kind in kinds:
             record, text = stated(kind)
-            if kind is asked:
+            if kind == asked:
                 records.append(record)
-            written.append(Fact(text, stated(rng.choice(others))[1] if kind is asked else text))
-        keys = "{}, {} and {}".format(*(f'"{key}"' for key in asked[1]))
-        text = rng.choice(_ASK_RECORDS).format(kind=asked[0], keys=keys) + " Write nothing else."
-        needed = tuple(i for i, kind in enumerate(kinds) if kind is asked)
+            written.append(Fact(text, stated(rng.choice(others))[1] if kind == asked else text))
+        keys = "{}, {} and {}".format(*(f'"{key}"' for key in _FIELDS[asked]))
+        text = rng.choice(_ASK_RECORDS).format(kind=asked, keys=keys) + " Write nothing else."
+        needed = tuple(i for i, kind in enumerate(kinds) if kind == asked)
         return Draw(tuple(written), (Question(text, "", (json.dumps(records),)),), (needed,))
 
     def most_tokens(self, question: Question, material: Material) -> int:
@@ -429,11 +413,11 @@ class EveryRecord(SpreadFacts):
         return (len(expected) - len(missing)) / max(len(expected), len(given))
 
 
-def _field(rng: random.Random, key: str, split: Split) -> str | int:
+def _field(rng: random.Random, key: str) -> str | int:
     if key in ("quantity", "nights", "days", "price"):
         return rng.randint(2, 99)
     kind = {"town": "{town}", "product": "{thing}", "item": "{thing}"}.get(key, "{anyone}")
-    return _filled(rng, kind, split)
+    return _filled(rng, kind)
 
 
 _LETTERS = {
@@ -491,7 +475,7 @@ class TallyLines(SpreadFacts):
     share: ClassVar[float] = 0.5
     fewest: ClassVar[int] = 6
 
-    def draw(self, rng: random.Random, facts: int, split: Split) -> Draw:
+    def draw(self, rng: random.Random, facts: int) -> Draw:
         kinds = rng.sample(list(_LETTERS), len(_LETTERS))
         shares = [1 + _LEAD, 1.0, *(rng.uniform(_FEWEST, 1) for _ in kinds[2:])]
         second = max(1, int(facts / sum(shares)))
@@ -500,7 +484,7 @@ class TallyLines(SpreadFacts):
         rng.shuffle(listed)
 
         def letter(kind: str) -> str:
-            return _filled(rng, rng.choice(_OPENINGS) + rng.choice(_LETTERS[kind]), split)
+            return _filled(rng, rng.choice(_OPENINGS) + rng.choice(_LETTERS[kind]))
 
         written: list[Fact] = []
         for kind in listed:
@@ -513,3 +497,4 @@ class TallyLines(SpreadFacts):
 
 
 TASKS: tuple[type[SpreadFacts], ...] = (CountMentions, JoinStory, EveryRecord, TallyLines)
+SUITE = tuple(task.name for task in TASKS)

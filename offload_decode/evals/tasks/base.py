@@ -13,11 +13,11 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.evals.tasks.words import Split
+from offload_decode.evals.haystack import Material
 
 _BOUNDARY = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -60,23 +60,27 @@ def _f1(expected: list[str], given: list[str]) -> float:
 class Question:
     """A question; `answer_prefix` may be put after `Answer:`; answers are in the order of the text.
 
-    `quote` stands around an answer where it does so in the text: the response a model learns is copied with
-    it. `statement` is the answer as a sentence that ends as the fact does, key and all. `any_of`: the answers
-    are several ways to say the same; otherwise all of them are asked for.
+    `any_of`: the answers are several ways to say the same; otherwise all of them are asked for.
     """
 
     text: str
     answer_prefix: str
     answers: tuple[str, ...]
-    quote: str = ""
-    statement: str = ""
     any_of: bool = False
 
     @property
     def response(self) -> str:
         """The right answer without a word more."""
-        answers = self.answers[:1] if self.any_of else self.answers
-        return ", ".join(f"{self.quote}{answer}{self.quote}" for answer in answers)
+        return self.answers[0] if self.any_of else ", ".join(self.answers)
+
+
+def most_common(words: Sequence[str]) -> Question:
+    """RULER's question for the most common words of a numbered list."""
+    return Question(
+        f"Question: What are the {len(words)} most common words in the above list?",
+        f" The top {len(words)} words that appear most often in the list are:",
+        tuple(words),
+    )
 
 
 @dataclass(frozen=True)
@@ -103,20 +107,6 @@ class Context:
     needed: tuple[int, ...] = ()
 
 
-class Material(Protocol):
-    """What texts are made of, and how long they are to be."""
-
-    @property
-    def tokens(self) -> int:
-        """How long a text is to be, in the model's own tokens."""
-
-    def filler(self, tokens: int) -> str:
-        """Text of so many tokens, in which nothing is asked for."""
-
-    def count(self, text: str) -> int:
-        """How many of the model's tokens a text takes."""
-
-
 class Task(ABC):
     """One kind of question.
 
@@ -140,11 +130,11 @@ class Task(ABC):
         return {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
 
     @abstractmethod
-    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+    def context(self, rng: random.Random, material: Material) -> Context:
         """Draw a text of about `material.tokens` tokens, and `per_context` questions about it.
 
-        Keys, values and places are drawn afresh; words and values of the two splits do not meet. Raises
-        `ConfigError` where so few tokens do not hold what is asked for.
+        Keys, values and places are drawn afresh. Raises `ConfigError` where so few tokens do not hold what
+        is asked for.
         """
 
     @abstractmethod
@@ -172,18 +162,6 @@ class Task(ABC):
         return exact_match(question.answers, said), token_f1(question.answers, said)
 
 
-@dataclass(frozen=True)
-class Example:
-    """A context to prefill and one question about it."""
-
-    context: str
-    asked: Question
-
-    def prompt(self, with_prefix: bool = False) -> str:
-        """What follows the context and an empty line: the demo model's chat template, written out."""
-        return f"{self.asked.text}\nAnswer:{self.asked.answer_prefix if with_prefix else ''}"
-
-
 class HiddenFacts(Task):
     """Facts hidden in a text: subclasses say which, and what is asked of them (`sample`).
 
@@ -194,8 +172,8 @@ class HiddenFacts(Task):
     instruction: ClassVar[str] = ""
 
     @abstractmethod
-    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
-        """Draw facts and questions; words and values of the two splits do not meet."""
+    def sample(self, rng: random.Random) -> Episode:
+        """Draw facts and questions."""
 
     @property
     def per_context(self) -> int:
@@ -206,11 +184,11 @@ class HiddenFacts(Task):
         """An answer to another draw of facts: of the right kind, and no more."""
         return self.sample(rng).questions[0].response
 
-    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+    def context(self, rng: random.Random, material: Material) -> Context:
         """The facts at places drawn afresh, in a haystack that leaves room for them; the control has more
         of the haystack instead.
         """
-        episode = self.sample(rng, split)
+        episode = self.sample(rng)
         whole = material.tokens - (material.count(self.instruction) if self.instruction else 0)
         room = whole - sum(material.count(f"\n\n{fact}\n\n") for fact in episode.facts)
         if room < 1:
@@ -233,28 +211,17 @@ class HiddenFacts(Task):
         """The facts in a haystack, each near its depth."""
         return insert(haystack, facts, depths)
 
-    def build(self, rng: random.Random, filler: str, depth: float | None = None) -> Example:
-        """Hide the facts in filler, which is used whole, and ask the first question.
+    def hide(self, rng: random.Random, filler: str, depth: float | None = None) -> tuple[str, Question]:
+        """Filler, used whole, with the facts at sentence boundaries, and the first question about them.
 
         depth in [0, 1] is the place of the first fact, 0 the start and 1 the end of the text (other facts
-        are spread at random); None draws it. Facts go to sentence boundaries.
+        are spread at random); None draws it.
         """
-        return self.examples(rng, filler, depth)[0]
-
-    def pair(self, rng: random.Random, filler: str, depth: float | None = None) -> tuple[Example, Example]:
-        """An example and its control: the same text and question without any of the facts."""
-        example = self.build(rng, filler, depth)
-        return example, replace(example, context=filler)
-
-    def examples(self, rng: random.Random, filler: str, depth: float | None = None) -> list[Example]:
-        """One context with every question about its facts, so that it need be prefilled once only."""
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"depth is a share of the text, from 0 to 1, not {depth}.")
         episode = self.sample(rng)
-        depths = [rng.random() if depth is None else depth]
-        depths += [rng.random() for _ in episode.facts[1:]]
-        context = self.placed(filler, episode.facts, self.ordered(depths))
-        return [Example(context, question) for question in episode.questions]
+        depths = [rng.random() if depth is None else depth, *(rng.random() for _ in episode.facts[1:])]
+        return self.placed(filler, episode.facts, self.ordered(depths)), episode.questions[0]
 
     def ordered(self, depths: list[float]) -> list[float]:
         """The depths as the task wants them; tasks whose facts must come in order sort them."""
@@ -284,13 +251,7 @@ def insert(filler: str, facts: Sequence[str], depths: Sequence[float]) -> str:
     parts: list[str] = []
     last = 0
     for at, _, fact in placed:
-        before = filler[last:at]
-        parts.append(before)
-        if "\n" in fact:
-            parts.append(("" if at == 0 else "\n\n") + fact.strip("\n") + "\n\n")
-        else:
-            gap = "" if at == 0 or filler[at - 1 : at].isspace() else " "
-            parts.append(gap + fact + " ")
+        gap, after = ("\n\n", "\n\n") if "\n" in fact else ("" if filler[at - 1 : at].isspace() else " ", " ")
+        parts += [filler[last:at], gap if at else "", fact.strip("\n"), after]
         last = at
-    parts.append(filler[last:])
-    return "".join(parts)
+    return "".join([*parts, filler[last:]])

@@ -5,32 +5,26 @@ words to count (3.3), under the names that its code gives them. Its questions ab
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import pi
+from string import ascii_uppercase
 from typing import ClassVar, Literal
 
+from offload_decode.evals.haystack import Material
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Context, Episode, HiddenFacts, Material, Question, Task, too_short
-from offload_decode.evals.tasks.words import Split
-
-SUITE = (
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue",
-    "niah_multiquery",
-    "vt",
-    "cwe",
-    "fwe",
-    "qa_1",
-    "qa_2",
+from offload_decode.evals.tasks.base import (
+    Context,
+    Episode,
+    HiddenFacts,
+    Question,
+    Task,
+    most_common,
+    too_short,
 )
-_NOISE = (
+
+NOISE = (
     "The grass is green.",
     "The sky is blue.",
     "The sun is yellow.",
@@ -44,13 +38,8 @@ _LEAST_RATE = 0.1  # tokens of a piece, whatever was measured
 
 def noise(sentences: int) -> str:
     """The five sentences of RULER over and over, five to a line."""
-    drawn = list(islice(cycle(_NOISE), sentences))
-    return "\n".join(" ".join(drawn[at : at + len(_NOISE)]) for at in range(0, sentences, len(_NOISE)))
-
-
-def noise_of(material: Material, tokens: int) -> str:
-    """The same, for about so many tokens."""
-    return noise(fitting(material, tokens, noise))
+    drawn = list(islice(cycle(NOISE), sentences))
+    return "\n".join(" ".join(drawn[at : at + len(NOISE)]) for at in range(0, sentences, len(NOISE)))
 
 
 def fitting(material: Material, tokens: int, write: Callable[[int], str], least: int = 0) -> int:
@@ -89,36 +78,39 @@ def between_lines(text: str, facts: Sequence[str], depths: Sequence[float], afte
 
 FACT = "One of the special magic numbers for {key} is: {value}."
 ASK = "What is the special magic number for {key} mentioned in the provided text?"
-PREFIX = " The special magic number for {key} mentioned in the provided text is"
-STATEMENT = "The special magic number for {key} is: {value}."
-ASK_ALL = "What are all the special magic numbers for {key} mentioned in the provided text?"
-PREFIX_ALL = " The special magic numbers for {key} mentioned in the provided text are"
-INSTRUCTION = (
+_PREFIX = " The special magic number for {key} mentioned in the provided text is"
+_ASK_ALL = "What are all the special magic numbers for {key} mentioned in the provided text?"
+_PREFIX_ALL = " The special magic numbers for {key} mentioned in the provided text are"
+_INSTRUCTION = (
     "A special magic number is hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the number afterwards.\n"
 )
-INSTRUCTION_ALL = (
+_INSTRUCTION_ALL = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the numbers afterwards.\n"
 )
 Kind = Literal["number", "uuid"]
 
 
-def several(parts: list[str]) -> str:
-    """`a, b, and c`, as RULER lists keys."""
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + ", and " + parts[-1]
-
-
-def _values(rng: random.Random, split: Split, kind: Kind, count: int) -> list[str]:
+def _values(rng: random.Random, kind: Kind, count: int) -> list[str]:
     draw = words.identifier if kind == "uuid" else words.number
-    return words.distinct(lambda: draw(rng, split), count)
+    return words.distinct(lambda: draw(rng), count)
 
 
 def _hidden(key: str, value: str, kind: Kind) -> tuple[str, Question]:
     """A needle and the question for it."""
-    fact, *asked = (text.replace("number", kind) for text in (FACT, ASK, PREFIX, STATEMENT))
-    question, prefix, statement = (text.format(key=key, value=value) for text in asked)
-    return fact.format(key=key, value=value), Question(question, prefix, (value,), statement=statement)
+    fact, asked, prefix = (
+        text.replace("number", kind).format(key=key, value=value) for text in (FACT, ASK, _PREFIX)
+    )
+    return fact, Question(asked, prefix, (value,))
+
+
+def _asked_together(pairs: Sequence[tuple[str, str]], asked: str) -> Episode:
+    """Needles for keys and values, and one question for all values."""
+    question = Question(
+        _ASK_ALL.format(key=asked), _PREFIX_ALL.format(key=asked), tuple(value for _, value in pairs)
+    )
+    return Episode(tuple(FACT.format(key=key, value=value) for key, value in pairs), (question,))
 
 
 @dataclass(frozen=True)
@@ -127,14 +119,14 @@ class Needle(HiddenFacts):
 
     name: ClassVar[str] = "niah_single_2"
     max_new_tokens: ClassVar[int] = 40
-    instruction: ClassVar[str] = INSTRUCTION
+    instruction: ClassVar[str] = _INSTRUCTION
     kind: ClassVar[Kind] = "number"
     distractors: int = 0
 
-    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
+    def sample(self, rng: random.Random) -> Episode:
         count = 1 + self.distractors
-        keys = words.keys(rng, count, split)
-        values = _values(rng, split, self.kind, count)
+        keys = words.keys(rng, count)
+        values = _values(rng, self.kind, count)
         pairs = [_hidden(key, value, self.kind) for key, value in zip(keys, values, strict=True)]
         return Episode(tuple(fact for fact, _ in pairs), tuple(question for _, question in pairs))
 
@@ -146,7 +138,7 @@ class NeedleInNoise(Needle):
     name: ClassVar[str] = "niah_single_1"
 
     def haystack(self, material: Material, tokens: int) -> str:
-        return noise_of(material, tokens)
+        return noise(fitting(material, tokens, noise))
 
     def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
         return between_lines(haystack, facts, depths)
@@ -158,7 +150,7 @@ class UuidNeedle(Needle):
 
     name: ClassVar[str] = "niah_single_3"
     max_new_tokens: ClassVar[int] = 96
-    instruction: ClassVar[str] = INSTRUCTION.replace("number", "uuid")
+    instruction: ClassVar[str] = _INSTRUCTION.replace("number", "uuid")
     kind: ClassVar[Kind] = "uuid"
 
 
@@ -176,14 +168,12 @@ class MultiValueNeedle(HiddenFacts):
 
     name: ClassVar[str] = "niah_multivalue"
     max_new_tokens: ClassVar[int] = 96
-    instruction: ClassVar[str] = INSTRUCTION_ALL
+    instruction: ClassVar[str] = _INSTRUCTION_ALL
     values: int = 4
 
-    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
-        key = words.key(rng, split)
-        values = _values(rng, split, "number", self.values)
-        facts = tuple(FACT.format(key=key, value=v) for v in values)
-        return Episode(facts, (Question(ASK_ALL.format(key=key), PREFIX_ALL.format(key=key), tuple(values)),))
+    def sample(self, rng: random.Random) -> Episode:
+        key = words.key(rng)
+        return _asked_together([(key, value) for value in _values(rng, "number", self.values)], key)
 
     def ordered(self, depths: list[float]) -> list[float]:
         return sorted(depths)
@@ -195,19 +185,14 @@ class MultiQueryNeedle(HiddenFacts):
 
     name: ClassVar[str] = "niah_multiquery"
     max_new_tokens: ClassVar[int] = 128
-    instruction: ClassVar[str] = INSTRUCTION_ALL
+    instruction: ClassVar[str] = _INSTRUCTION_ALL
     keys: int = 4
 
-    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
-        keys = words.keys(rng, self.keys, split)
-        values = _values(rng, split, "number", self.keys)
-        facts = tuple(FACT.format(key=k, value=v) for k, v in zip(keys, values, strict=True))
-        asked = several(keys)
-        statement = " ".join(STATEMENT.format(key=k, value=v) for k, v in zip(keys, values, strict=True))
-        question = Question(
-            ASK_ALL.format(key=asked), PREFIX_ALL.format(key=asked), tuple(values), statement=statement
-        )
-        return Episode(facts, (question,))
+    def sample(self, rng: random.Random) -> Episode:
+        keys = words.keys(rng, self.keys)
+        values = _values(rng, "number", self.keys)
+        *most, last = keys
+        return _asked_together([*zip(keys, values, strict=True)], f"{', '.join(most)}, and {last}")
 
 
 @dataclass(frozen=True)
@@ -224,24 +209,23 @@ class NeedleAmongNeedles(Task):
         """How many of the needles are asked for."""
         return self.asked
 
-    def key(self, rng: random.Random, split: Split) -> str:
+    def key(self, rng: random.Random) -> str:
         """A key."""
-        return words.key(rng, split)
+        return words.key(rng)
 
-    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+    def context(self, rng: random.Random, material: Material) -> Context:
         """As many lines as there is room for. The control has others in place of those asked for."""
         drawn: dict[str, str] = {}
-        used: set[str] = set()
+        instruction = _INSTRUCTION.replace("number", self.kind)
 
         def more(count: int) -> list[tuple[str, str]]:
+            used = set(drawn.values())
             while len(drawn) < count:
-                (key,), (value,) = [self.key(rng, split)], _values(rng, split, self.kind, 1)
+                key, (value,) = self.key(rng), _values(rng, self.kind, 1)
                 if key not in drawn and value not in used:
                     used.add(value)
                     drawn[key] = value
             return list(drawn.items())[:count]
-
-        instruction = INSTRUCTION.replace("number", self.kind)
 
         def write(pairs: list[tuple[str, str]]) -> str:
             return instruction + "\n".join(_hidden(*pair, self.kind)[0] for pair in pairs)
@@ -265,7 +249,7 @@ class NeedleAmongNeedles(Task):
 
     def guess(self, rng: random.Random, question: Question) -> str:
         """A value of the right kind."""
-        return _values(rng, "eval", self.kind, 1)[0]
+        return _values(rng, self.kind, 1)[0]
 
 
 @dataclass(frozen=True)
@@ -276,15 +260,8 @@ class UuidAmongUuids(NeedleAmongNeedles):
     max_new_tokens: ClassVar[int] = 96
     kind: ClassVar[Kind] = "uuid"
 
-    def key(self, rng: random.Random, split: Split) -> str:
-        return words.identifier(rng, split)
-
-
-_ASK_CHAIN = "Question: Find all variables that are assigned the value {value} in the text above."
-_PREFIX_CHAIN = (
-    " According to the chain(s) of variable assignment in the text above, {count} variables are assigned"
-    " the value {value}, they are:"
-)
+    def key(self, rng: random.Random) -> str:
+        return words.identifier(rng)
 
 
 @dataclass(frozen=True)
@@ -302,23 +279,22 @@ class VariableTracking(HiddenFacts):
     hops: int = 4
     chains: int = 1
 
-    def sample(self, rng: random.Random, split: Split = "eval") -> Episode:
+    def sample(self, rng: random.Random) -> Episode:
         links = 1 + self.hops
-        names = words.distinct(lambda: words.variable(rng, split), links * self.chains)
-        values = words.distinct(lambda: words.number(rng, split, 5), self.chains)
+        names = words.distinct(lambda: words.letters(rng, ascii_uppercase, 5), links * self.chains)
+        values = words.distinct(lambda: words.number(rng, 5), self.chains)
         facts: list[str] = []
         questions: list[Question] = []
         for number, value in enumerate(values):
             chain = names[number * links : (number + 1) * links]
             sources = [value, *(f"VAR {name}" for name in chain)]
             facts += [f"VAR {name} = {source}" for name, source in zip(chain, sources, strict=False)]
-            questions.append(
-                Question(
-                    _ASK_CHAIN.format(value=value),
-                    _PREFIX_CHAIN.format(count=links, value=value),
-                    tuple(chain),
-                )
+            asked = f"Question: Find all variables that are assigned the value {value} in the text above."
+            prefix = (
+                f" According to the chain(s) of variable assignment in the text above, {links} variables are "
+                f"assigned the value {value}, they are:"
             )
+            questions.append(Question(asked, prefix, tuple(chain)))
         return Episode(tuple(facts), tuple(questions))
 
     def ordered(self, depths: list[float]) -> list[float]:
@@ -327,26 +303,13 @@ class VariableTracking(HiddenFacts):
         return [depth for at in range(0, len(depths), links) for depth in sorted(depths[at : at + links])]
 
     def haystack(self, material: Material, tokens: int) -> str:
-        return noise_of(material, tokens)
+        return noise(fitting(material, tokens, noise))
 
     def placed(self, haystack: str, facts: Sequence[str], depths: Sequence[float]) -> str:
         return between_lines(haystack, facts, depths, after=" ")
 
 
-_IN_WORDS = {1: "one", 2: "two", 3: "three", 4: "four"}
 _SPARE = 60  # words from which the control's are taken
-
-
-class _Drawn:
-    """The first so many of words that are drawn once, however often they are asked for."""
-
-    def __init__(self, drawing: Iterator[str]) -> None:
-        self._drawing = drawing
-        self._drawn: list[str] = []
-
-    def first(self, count: int) -> list[str]:
-        self._drawn += islice(self._drawing, max(0, count - len(self._drawn)))
-        return self._drawn[:count]
 
 
 def _as_long(material: Material, drawn: Sequence[str], spare: Sequence[str]) -> list[str]:
@@ -375,20 +338,24 @@ class CommonWords(Task):
     short_times: int = 6
     short_others_times: int = 1
 
-    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+    def context(self, rng: random.Random, material: Material) -> Context:
         """As many other words as there is room for; in the control other words are the common ones."""
-        short = material.tokens < 4096
-        times, others_times = (
-            (self.short_times, self.short_others_times) if short else (self.times, self.others_times)
-        )
-        drawn = _Drawn(words.vocabulary(rng, split))
-        common = drawn.first(self.common)
-        instead = _as_long(material, common, drawn.first(_SPARE)[self.common :])
+        times, others_times = self.times, self.others_times
+        if material.tokens < 4096:
+            times, others_times = self.short_times, self.short_others_times
+        vocabulary, drawn = words.vocabulary(rng), list[str]()
+
+        def first(count: int) -> list[str]:
+            drawn.extend(islice(vocabulary, max(0, count - len(drawn))))
+            return drawn[:count]
+
+        common = first(self.common)
+        instead = _as_long(material, common, first(_SPARE)[self.common :])
         kept_out = {*common, *instead}
         order = rng.getrandbits(64)
 
         def write(count: int, common: list[str] = common) -> str:
-            others = [w for w in drawn.first(2 * self.common + count) if w not in kept_out]
+            others = [w for w in first(2 * self.common + count) if w not in kept_out]
             listed = common * times + others[:count] * others_times
             random.Random(order).shuffle(listed)
             return (
@@ -400,16 +367,11 @@ class CommonWords(Task):
         count = fitting(material, material.tokens, write, least=1)
         if count < 1:
             raise too_short(self, material.tokens)
-        question = Question(
-            f"Question: What are the {self.common} most common words in the above list?",
-            f" The top {self.common} words that appear most often in the list are:",
-            tuple(common),
-        )
-        return Context(write(count), write(count, instead), (question,), (None,))
+        return Context(write(count), write(count, instead), (most_common(common),), (None,))
 
     def guess(self, rng: random.Random, question: Question) -> str:
         """So many words of those that it could have been."""
-        return ", ".join(islice(words.vocabulary(rng, "eval"), self.common))
+        return ", ".join(islice(words.vocabulary(rng), self.common))
 
 
 @dataclass(frozen=True)
@@ -429,12 +391,12 @@ class FrequentWords(Task):
         zeta = pi**2 / 6  # of alpha 2.0
         return [int(total * rank**-self.alpha / zeta) for rank in range(1, kinds + 1)]
 
-    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
+    def context(self, rng: random.Random, material: Material) -> Context:
         """As many words as there is room for, of a fiftieth as many kinds as the text has tokens; in the
         control the three have other names.
         """
         kinds = max(material.tokens // 50, self.asked + 2)
-        drawn = words.distinct(lambda: words.coded(rng, split), kinds - 1 + _SPARE)
+        drawn = words.distinct(lambda: words.coded(rng), kinds - 1 + _SPARE)
         coded, spare = ["...", *drawn[_SPARE:]], drawn[:_SPARE]
         most = slice(1, 1 + self.asked)
         instead = list(coded)
@@ -446,14 +408,14 @@ class FrequentWords(Task):
             random.Random(order).shuffle(listed)
             return (
                 "Read the following coded text and track the frequency of each coded word. Find the "
-                f"{_IN_WORDS[self.asked]} most frequently appeared coded words. " + " ".join(listed)
+                "three most frequently appeared coded words. " + " ".join(listed)
             )
 
         total = fitting(material, material.tokens, write, least=1)
         counts = self.counts(total, kinds)
         if counts[self.asked] == counts[self.asked + 1]:  # nobody could say which it was
             raise too_short(self, material.tokens)
-        asked = f"{_IN_WORDS[self.asked]} most frequently appeared words"
+        asked = "three most frequently appeared words"
         question = Question(
             "Question: Do not provide any explanation. Please ignore the dots '....'. "
             f"What are the {asked} in the above coded text?",
@@ -464,7 +426,7 @@ class FrequentWords(Task):
 
     def guess(self, rng: random.Random, question: Question) -> str:
         """So many words of six letters."""
-        return ", ".join(words.distinct(lambda: words.coded(rng, "eval"), self.asked))
+        return ", ".join(words.distinct(lambda: words.coded(rng), self.asked))
 
 
 TASKS: tuple[type[Task], ...] = (
@@ -480,3 +442,4 @@ TASKS: tuple[type[Task], ...] = (
     CommonWords,
     FrequentWords,
 )
+SUITE = (*(task.name for task in TASKS), "qa_1", "qa_2")

@@ -18,9 +18,8 @@ from typing import Any, ClassVar
 from offload_decode.common import files as plain_json
 from offload_decode.common.errors import ConfigError, CorpusError
 from offload_decode.common.files import NotPlain, open_plain
-from offload_decode.evals.haystack import python_topics_by_name
-from offload_decode.evals.tasks.base import Context, Material, Question, Task, too_short
-from offload_decode.evals.tasks.words import Split
+from offload_decode.evals.haystack import Material, python_topics_by_name
+from offload_decode.evals.tasks.base import Context, Question, Task, too_short
 
 MOST_BYTES = 256 * 2**20
 _OURS = Path(__file__).with_name("questions.json")
@@ -234,12 +233,8 @@ class SingleHop(Task):
     def parameters(self) -> dict[str, Any]:
         return {"asked": self.asked, "file": self.questions.name, "file_sha256": self.questions.sha256}
 
-    def context(self, rng: random.Random, material: Material, split: Split = "eval") -> Context:
-        """As many documents as there is room for. Raises `ConfigError` also where there are too few of them,
-        and for the split to train on, of which these questions have none.
-        """
-        if split == "train":
-            raise ConfigError(f"The questions of the task '{self.name}' are for evaluation alone.")
+    def context(self, rng: random.Random, material: Material) -> Context:
+        """As many documents as there is room for. Raises `ConfigError` also where there are too few."""
         files = self.questions
         room = material.tokens - material.count(_INSTRUCTION)
         costs = _Costs(material, files.documents)

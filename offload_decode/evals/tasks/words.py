@@ -1,103 +1,73 @@
-"""Words for keys and values, in two halves: one to train on, one that only evaluation sees.
-
-`words.txt` holds them, with where they are from.
-"""
+"""Words for keys and values, of `words.txt`: tasks draw those that the demo model was not trained on."""
 
 from __future__ import annotations
 
 import random
 import string
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
-
-Split = Literal["train", "eval"]
 
 _FILE = Path(__file__).with_name("words.txt")
+_LINES = [line.split("\t") for line in _FILE.read_text("utf-8").splitlines() if not line.startswith("#")]
+KNOWN = frozenset(word for word, _, _ in _LINES)
+ADJECTIVES, NOUNS, EVERY = (
+    tuple(word for word, kinds, half in _LINES if half == "eval" and kind in kinds) for kind in ("a", "n", "")
+)
 
 
-def _read() -> dict[tuple[str, Split], tuple[str, ...]]:
-    found: dict[tuple[str, Split], list[str]] = defaultdict(list)
-    for line in _FILE.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            word, kinds, half = line.split("\t")
-            split: Split = "train" if half == "train" else "eval"
-            for kind in (*kinds, "all"):
-                found[kind, split].append(word)
-    return {which: tuple(listed) for which, listed in found.items()}
+def key(rng: random.Random) -> str:
+    """An adjective-noun key such as `brisk-lantern`."""
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
-def _halves(kind: str) -> dict[Split, tuple[str, ...]]:
-    return {"train": _WORDS[kind, "train"], "eval": _WORDS[kind, "eval"]}
-
-
-_WORDS = _read()
-ADJECTIVES = _halves("a")
-NOUNS = _halves("n")
-EVERY = _halves("all")
-KNOWN = frozenset(EVERY["train"] + EVERY["eval"])
-
-
-def key(rng: random.Random, split: Split) -> str:
-    """An adjective-noun key such as `brisk-lantern`. Neither word occurs in the other split."""
-    return f"{rng.choice(ADJECTIVES[split])}-{rng.choice(NOUNS[split])}"
-
-
-def keys(rng: random.Random, count: int, split: Split) -> list[str]:
+def keys(rng: random.Random, count: int) -> list[str]:
     """Different keys."""
-    return distinct(lambda: key(rng, split), count)
+    return distinct(lambda: key(rng), count)
 
 
-def number(rng: random.Random, split: Split, digits: int = 7) -> str:
-    """A number without leading zero. Digit sums that are multiples of five are for evaluation."""
+def number(rng: random.Random, digits: int = 7) -> str:
+    """A number without leading zero whose digits add up to a multiple of five: training had the others."""
     while True:
         value = rng.randrange(10 ** (digits - 1), 10**digits)
-        if (sum(map(int, str(value))) % 5 == 0) == (split == "eval"):
+        if sum(map(int, str(value))) % 5 == 0:
             return str(value)
 
 
-def _belongs(drawn: str, split: Split) -> bool:
-    """Words whose codes add up to a multiple of five are for evaluation."""
-    return (sum(map(ord, drawn)) % 5 == 0) == (split == "eval")
+def _untrained(drawn: str) -> bool:
+    """Words whose character codes add up to a multiple of five were not in training."""
+    return sum(map(ord, drawn)) % 5 == 0
 
 
-def letters(rng: random.Random, split: Split, alphabet: str, count: int) -> str:
-    """Letters in disorder that are no word of the lists."""
+def letters(rng: random.Random, alphabet: str, count: int) -> str:
+    """Random letters that are no word of the lists."""
     while True:
         drawn = "".join(rng.choices(alphabet, k=count))
-        if _belongs(drawn, split) and drawn.lower() not in KNOWN:
+        if _untrained(drawn) and drawn.lower() not in KNOWN:
             return drawn
 
 
-def coded(rng: random.Random, split: Split) -> str:
+def coded(rng: random.Random) -> str:
     """A coded word of six small letters."""
-    return letters(rng, split, string.ascii_lowercase, 6)
+    return letters(rng, string.ascii_lowercase, 6)
 
 
-def variable(rng: random.Random, split: Split) -> str:
-    """A variable's name, of five capitals."""
-    return letters(rng, split, string.ascii_uppercase, 5)
-
-
-def vocabulary(rng: random.Random, split: Split) -> Iterator[str]:
-    """Different words without end: those of the lists in disorder, then made-up ones."""
-    listed = EVERY[split]
-    yield from rng.sample(listed, len(listed))
+def vocabulary(rng: random.Random) -> Iterator[str]:
+    """Different words without end: those of the lists in random order, then made-up ones."""
+    yield from rng.sample(EVERY, len(EVERY))
     seen = set(KNOWN)
     while True:
         word = made_up(rng)
-        if word not in seen and _belongs(word, split):
+        if word not in seen and _untrained(word):
             seen.add(word)
             yield word
 
 
-def identifier(rng: random.Random, split: Split) -> str:
+def identifier(rng: random.Random) -> str:
     """A random UUID (version 4 layout)."""
     while True:
         drawn = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        if _belongs(drawn, split):
+        if _untrained(drawn):
             return drawn
 
 
