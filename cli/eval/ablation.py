@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
-
 from offload_decode.cli.eval.run import (
     Group,
     Lengths,
@@ -18,7 +16,7 @@ from offload_decode.cli.eval.run import (
     checked_selector,
     tasks_named,
 )
-from offload_decode.cli.options import Selector, with_groups
+from offload_decode.cli.options import Selector, option, with_groups
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
 from offload_decode.evals.contender import Contender
@@ -33,12 +31,12 @@ def ablation(
     selector: Selector = "topk",
     option: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "KEY=VALUE",
+            "An option of the selector. Given several times with different values, it makes the grid: "
+            "-o budget=64 -o budget=256 -o tail=off -o tail=clusters are four ways.",
             "-o",
             "--option",
-            metavar="KEY=VALUE",
-            help="An option of the selector. Given several times with different values, it makes the grid: "
-            "-o budget=64 -o budget=256 -o tail=off -o tail=clusters are four ways.",
             show_default=False,
         ),
     ] = None,

@@ -11,7 +11,7 @@ from offload_decode.cli import output
 from offload_decode.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
-    from offload_decode.evals.compare import Change, Comparison, Mean
+    from offload_decode.evals.compare import Change, Comparison
 
 
 def compare(
@@ -35,7 +35,7 @@ def compare(
     if as_json:
         output.answer_json(_plain(found) | {"verdict": sentence(found)})
         return
-    output.answer(output.table([_HEADING, *map(_mean, found.means), *map(_row, found.changes)]))
+    output.answer(output.table([_HEADING, *map(_row, (*found.means, *found.changes))]))
     output.answer(sentence(found))
     for line in _notes(found):
         output.note(line, quiet)
@@ -45,24 +45,16 @@ _HEADING = ["task", "tokens", "way", "before", "after", "change in points", "95 
 
 
 def _row(change: Change) -> list[str]:
-    scores = change.before.score.mean, change.after.score.mean
-    asked = f"{change.pairs:,} the same" if change.pairs else "others"
-    return _cells(change.task, change, scores, asked)
-
-
-def _mean(mean: Mean) -> list[str]:
-    asked = f"{mean.pairs:,} the same texts" if mean.pairs else "others"
-    return _cells(f"mean of {mean.tasks} tasks", mean, (mean.before, mean.after), asked)
-
-
-def _cells(task: str, of: Change | Mean, scores: tuple[float, float], asked: str) -> list[str]:
     from offload_decode.evals.lengths import label
 
-    span = f"{100 * of.change.low:+.0f} to {100 * of.change.high:+.0f}"
-    told = "more than noise" if of.more_than_noise else ""
-    both = [f"{100 * score:.1f}" for score in scores]
-    where = [task, label(of.length), of.way]
-    return [*where, *both, f"{100 * of.change.mean:+.1f}", span, f"{of.p:.2g}", asked, told]
+    task = change.task or f"mean of {change.tasks} tasks"
+    scores = [f"{100 * score:.1f}" for score in (change.before, change.after)]
+    points = f"{100 * change.change.mean:+.1f}"
+    span = f"{100 * change.change.low:+.0f} to {100 * change.change.high:+.0f}"
+    same = f"{change.pairs:,} the same{'' if change.task else ' texts'}"
+    told = "more than noise" if change.more_than_noise else ""
+    where = [task, label(change.length), change.way]
+    return [*where, *scores, points, span, f"{change.p:.2g}", same if change.pairs else "others", told]
 
 
 def _notes(found: Comparison) -> list[str]:
@@ -84,43 +76,24 @@ def _notes(found: Comparison) -> list[str]:
     return lines
 
 
-def _tested(of: Change | Mean) -> dict[str, Any]:
-    return {
-        "change": of.change.mean,
-        "interval": [of.change.low, of.change.high],
-        "p": of.p,
-        "more_than_noise": of.more_than_noise,
-    }
-
-
 def _plain(found: Comparison) -> dict[str, Any]:
-    changes = [
-        {
-            "task": change.task,
-            "length": change.length,
-            "way": change.way,
-            "before": change.before.score.mean,
-            "after": change.after.score.mean,
-            **_tested(change),
-            "pairs": change.pairs,
+    def plain(of: Change) -> dict[str, Any]:
+        return {
+            **({"task": of.task} if of.task else {"tasks": of.tasks}),
+            "length": of.length,
+            "way": of.way,
+            "before": of.before,
+            "after": of.after,
+            "change": of.change.mean,
+            "interval": [of.change.low, of.change.high],
+            "p": of.p,
+            "more_than_noise": of.more_than_noise,
+            "pairs" if of.task else "texts": of.pairs,
         }
-        for change in found.changes
-    ]
-    means = [
-        {
-            "tasks": mean.tasks,
-            "length": mean.length,
-            "way": mean.way,
-            "before": mean.before,
-            "after": mean.after,
-            **_tested(mean),
-            "texts": mean.pairs,
-        }
-        for mean in found.means
-    ]
+
     return {
-        "means": means,
-        "changes": changes,
+        "means": list(map(plain, found.means)),
+        "changes": list(map(plain, found.changes)),
         "only_in_first": found.only[0],
         "only_in_second": found.only[1],
         "differs": found.differs,

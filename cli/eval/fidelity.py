@@ -12,7 +12,7 @@ import typer
 from offload_decode.cli import output
 from offload_decode.cli.errors import FAILURE
 from offload_decode.cli.eval.run import read_contenders
-from offload_decode.cli.options import Device, Json, Model, Quiet, Store, question_from
+from offload_decode.cli.options import Device, Json, Model, Quiet, Store, option, question_from
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
@@ -29,45 +29,39 @@ def fidelity(
     store: Store,
     selector: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "NAME[:KEY=VALUE,…]",
+            "A selector, with options of its own as in topk:index=faiss-ivf or "
+            "quest:page_size=32,metadata=int8; repeatable.  [default: every built-in one]",
             "-s",
             "--selector",
-            metavar="NAME[:KEY=VALUE,…]",
-            help="A selector, with options of its own as in topk:index=faiss-ivf or "
-            "quest:page_size=32,metadata=int8; repeatable.  [default: every built-in one]",
             show_default=False,
         ),
     ] = None,
     budgets: Annotated[
         str,
-        typer.Option(
-            metavar="K,…", help="Stored tokens for each query row: counts, or shares of the store like 2%."
-        ),
+        option("K,…", "Stored tokens for each query row: counts, or shares of the store like 2%."),
     ] = "64,256,1024",
     option: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "KEY=VALUE",
+            "An option for all selectors, such as dense_layers=0,1; repeatable.",
             "-o",
             "--option",
-            metavar="KEY=VALUE",
-            help="An option for all selectors, such as dense_layers=0,1; repeatable.",
             show_default=False,
         ),
     ] = None,
     question: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help=f'A question whose queries are measured; repeatable.  [default: "{_QUESTION}"]',
+        option(
+            "TEXT",
+            f'A question whose queries are measured; repeatable.  [default: "{_QUESTION}"]',
             show_default=False,
         ),
     ] = None,
-    tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens to generate for each question.", min=2)
-    ] = 256,
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help=f"Where {RESULT} and {PICTURE} are written.")
-    ] = Path("fidelity"),
+    tokens: Annotated[int, option("N", "Tokens to generate for each question.", min=2)] = 256,
+    out: Annotated[Path, option("FOLDER", f"Where {RESULT} and {PICTURE} are written.")] = Path("fidelity"),
     model: Model = None,
     device: Device = "auto",
     as_json: Json = False,

@@ -7,11 +7,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from offload_decode.cli import output
 from offload_decode.cli.eval.run import EvalModel, PrefilledStores, checked_selector, index_of, read_haystack
-from offload_decode.cli.options import Device, Json, Options, Quiet, Selector, token_count
+from offload_decode.cli.options import Device, Json, Options, Quiet, Selector, option, token_count
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import split_pairs
@@ -27,35 +25,29 @@ def needle(
     model: EvalModel = "demo",
     text: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="The text to hide needles in: a file, a folder, or - for standard input.  "
+        option(
+            "FILE",
+            "The text to hide needles in: a file, a folder, or - for standard input.  "
             "[default: the Python documentation topics]",
             show_default=False,
         ),
     ] = None,
-    lengths: Annotated[
-        str, typer.Option(metavar="N,…", help="Tokens of text, separated by commas.")
-    ] = "2K,8K,32K",
+    lengths: Annotated[str, option("N,…", "Tokens of text, separated by commas.")] = "2K,8K,32K",
     depths: Annotated[
-        str, typer.Option(metavar="P,…", help="Where the needle is hidden, in percent of the text.")
+        str, option("P,…", "Where the needle is hidden, in percent of the text.")
     ] = "0,25,50,75,100",
     budget: Annotated[
         str | None,
-        typer.Option(
-            metavar="K",
-            help=f"Stored tokens that the selector may attend to.  [default: {_BUDGET}]",
-            show_default=False,
+        option(
+            "K", f"Stored tokens that the selector may attend to.  [default: {_BUDGET}]", show_default=False
         ),
     ] = None,
     selector: Selector = "topk",
     option: Options = None,
-    trials: Annotated[
-        int, typer.Option(metavar="N", help="Needles for each pair of length and depth.", min=1)
-    ] = 1,
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help=f"Where {RESULT} and {PICTURE} are written.")
-    ] = Path("needle-grid"),
+    trials: Annotated[int, option("N", "Needles for each pair of length and depth.", min=1)] = 1,
+    out: Annotated[Path, option("FOLDER", f"Where {RESULT} and {PICTURE} are written.")] = Path(
+        "needle-grid"
+    ),
     device: Device = "auto",
     as_json: Json = False,
     quiet: Quiet = False,

@@ -6,8 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from offload_decode import demo_models
 from offload_decode.cli import output
 from offload_decode.cli.eval.run import (
@@ -22,7 +20,7 @@ from offload_decode.cli.eval.run import (
     rehearse,
     show,
 )
-from offload_decode.cli.options import Device, Json, Quiet, token_count, with_groups
+from offload_decode.cli.options import Device, Json, Quiet, option, token_count, with_groups
 from offload_decode.cli.output import Progress
 
 if TYPE_CHECKING:
@@ -39,49 +37,48 @@ def perplexity(
     model: EvalModel = "demo",
     text: Annotated[
         str | None,
-        typer.Option(
-            "--text",
-            metavar="FILE",
-            help="The text: a file, a folder, or - for standard input.  [default: the Python documentation "
+        option(
+            "FILE",
+            "The text: a file, a folder, or - for standard input.  [default: the Python documentation "
             "topics]",
+            "--text",
             show_default=False,
         ),
     ] = None,
     lengths: Annotated[
         str,
-        typer.Option(
+        option(
+            "N,…",
+            "Stored tokens before what is predicted; with --sliding the one length of the text.",
             "--lengths",
-            metavar="N,…",
-            help="Stored tokens before what is predicted; with --sliding the one length of the text.",
         ),
     ] = "8K",
-    places: Annotated[
-        int, typer.Option("--places", metavar="N", help="Places of the text, evenly spread.", min=1)
-    ] = 4,
+    places: Annotated[int, option("N", "Places of the text, evenly spread.", "--places", min=1)] = 4,
     chunk: Annotated[
         int,
-        typer.Option(
+        option(
+            "N",
+            "Tokens that are predicted behind a store. They attend to each other whole: keep them few.",
             "--chunk",
-            metavar="N",
-            help="Tokens that are predicted behind a store. They attend to each other whole: keep them few.",
             min=2,
         ),
     ] = 256,
     contenders: Contenders,
     windows: Annotated[
         str,
-        typer.Option(
-            "--windows",
-            metavar="N,…",
-            help="Baselines: the bare model, which reads so many tokens before those that are predicted and "
+        option(
+            "N,…",
+            "Baselines: the bare model, which reads so many tokens before those that are predicted and "
             "knows of nothing else.",
+            "--windows",
         ),
     ] = "512",
     sliding: Annotated[
         bool,
-        typer.Option(
+        option(
+            None,
+            "Foretell the whole text, chunk by chunk, each behind a store of all that stands before it.",
             "--sliding",
-            help="Foretell the whole text, chunk by chunk, each behind a store of all that stands before it.",
         ),
     ] = False,
     prefill: PrefillMethod = "dense",

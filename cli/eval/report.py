@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from offload_decode.cli import output
-from offload_decode.cli.options import Quiet
+from offload_decode.cli.options import Quiet, option
 from offload_decode.common.errors import ConfigError
 
 
@@ -17,10 +17,8 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN…", help="Files of evaluations: .jsonl, needle.json, fidelity.json."),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the page is written.")] = Path(
-        "report.html"
-    ),
-    force: Annotated[bool, typer.Option("--force", help="Replace a page that is there.")] = False,
+    out: Annotated[Path, option("FILE", "Where the page is written.")] = Path("report.html"),
+    force: Annotated[bool, option(None, "Replace a page that is there.", "--force")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Show runs on one page.

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from offload_decode.cli.eval.run import Contenders, Group, Lengths, Limit, Tasks, Text, ask_all, tasks_named
-from offload_decode.cli.options import with_groups
+from offload_decode.cli.options import option, with_groups
 from offload_decode.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,11 +22,11 @@ def ruler(
     contenders: Contenders,
     qa: Annotated[
         list[str] | None,
-        typer.Option(
-            "--qa",
-            metavar="FILE",
-            help="Questions and documents for qa_1 (in SQuAD's format) or qa_2 (in HotpotQA's); repeatable.  "
+        option(
+            "FILE",
+            "Questions and documents for qa_1 (in SQuAD's format) or qa_2 (in HotpotQA's); repeatable.  "
             "[default: questions of our own about Python's documentation topics]",
+            "--qa",
             show_default=False,
         ),
     ] = None,

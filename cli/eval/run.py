@@ -10,10 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from offload_decode.cli import output
-from offload_decode.cli.options import Device, From, Json, Quiet, token_count
+from offload_decode.cli.options import Device, From, Json, Quiet, option, token_count
 from offload_decode.cli.output import Progress
 from offload_decode.common.errors import ConfigError
 from offload_decode.config import parse_options, split_pairs
@@ -35,98 +33,95 @@ _REHEARSED = 64  # tokens
 
 EvalModel = Annotated[
     str,
-    typer.Option("--model", metavar="M", help=f"{QUOTED} (shipped), a transformers id, or a model's folder."),
+    option("M", f"{QUOTED} (shipped), a transformers id, or a model's folder.", "--model"),
 ]
 Text = Annotated[
     str | None,
-    typer.Option(
-        "--text",
-        metavar="FILE",
-        help="The text around what is asked for: a file, a folder, or - for standard input.  "
+    option(
+        "FILE",
+        "The text around what is asked for: a file, a folder, or - for standard input.  "
         "[default: the Python documentation topics]",
+        "--text",
         show_default=False,
     ),
 ]
 Tasks = Annotated[
     str | None,
-    typer.Option("--tasks", metavar="NAME,…", help="Tasks to ask.  [default: all]", show_default=False),
+    option("NAME,…", "Tasks to ask.  [default: all]", "--tasks", show_default=False),
 ]
-Lengths = Annotated[
-    str, typer.Option("--lengths", metavar="N,…", help="Tokens of each text, in the model's own tokens.")
-]
+Lengths = Annotated[str, option("N,…", "Tokens of each text, in the model's own tokens.", "--lengths")]
 Selectors = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "NAME[:KEY=VALUE,…]",
+        "A selector beside dense attention, with options of its own as in quest:page_size=32; "
+        "repeatable.  [default: topk]",
         "-s",
         "--selector",
-        metavar="NAME[:KEY=VALUE,…]",
-        help="A selector beside dense attention, with options of its own as in quest:page_size=32; "
-        "repeatable.  [default: topk]",
         show_default=False,
     ),
 ]
 Budgets = Annotated[
     str,
-    typer.Option(
+    option(
+        "K,…",
+        "Stored tokens that each selector may attend to: counts, or shares of the store like 2%.",
         "--budgets",
-        metavar="K,…",
-        help="Stored tokens that each selector may attend to: counts, or shares of the store like 2%.",
     ),
 ]
 CommonOptions = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "KEY=VALUE",
+        "An option for all selectors, such as tail=clusters; repeatable.",
         "-o",
         "--option",
-        metavar="KEY=VALUE",
-        help="An option for all selectors, such as tail=clusters; repeatable.",
         show_default=False,
     ),
 ]
-Limit = Annotated[
-    int, typer.Option("--limit", metavar="N", help="Questions for each task, length and seed.", min=1)
-]
+Limit = Annotated[int, option("N", "Questions for each task, length and seed.", "--limit", min=1)]
 Seeds = Annotated[
     str,
-    typer.Option(
-        "--seeds",
-        metavar="N,…",
-        help="Numbers, such as 0,1,2, that decide what is drawn: with each, --limit questions are asked for "
+    option(
+        "N,…",
+        "Numbers, such as 0,1,2, that decide what is drawn: with each, --limit questions are asked for "
         "each task and length.",
+        "--seeds",
     ),
 ]
 PrefillMethod = Annotated[
     str,
-    typer.Option(
+    option(
+        "NAME[:KEY=VALUE,…]",
+        "How stores are prefilled: dense, or a sparse method as in quoka:budget=25%.",
         "--prefill",
-        metavar="NAME[:KEY=VALUE,…]",
-        help="How stores are prefilled: dense, or a sparse method as in quoka:budget=25%.",
     ),
 ]
 Stores = Annotated[
     Path | None,
-    typer.Option(
-        "--stores",
-        metavar="FOLDER",
-        help="Keep the stores there, and use those that are there of the same text, model and prefill.  "
+    option(
+        "FOLDER",
+        "Keep the stores there, and use those that are there of the same text, model and prefill.  "
         "[default: each is removed when it was asked]",
+        "--stores",
         show_default=False,
     ),
 ]
 Begin = Annotated[
     bool,
-    typer.Option(
+    option(
+        None,
+        "Let answers begin as the task has it ('The special magic number for … is'), or not.",
         "--begin/--no-begin",
-        help="Let answers begin as the task has it ('The special magic number for … is'), or not.",
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        help="Where results are written, line by line; the same command goes on with what is there.  "
+    option(
+        "FILE",
+        "Where results are written, line by line; the same command goes on with what is there.  "
         "[default: the command's name and .jsonl]",
+        "--out",
         show_default=False,
     ),
 ]
@@ -232,30 +227,14 @@ def ask_all(
     limit: int,
     text: str | None = None,
     named: bool = True,
+    evaluated: type[Answering] | None = None,
+    told: Callable[[Results], str] | None = None,
 ) -> None:
-    """Ask every question of the tasks, print the table, and say where the results are; see `measured`."""
-    from offload_decode.evals.answering import Answering
-
-    results = measured(suite, tasks, how, lengths, contenders, limit, text, named, Answering)
-    show(results, how.as_json, how.quiet)
-
-
-def measured(
-    suite: str,
-    tasks: Sequence[Task],
-    how: Asking,
-    lengths: str,
-    contenders: Sequence[Contender],
-    limit: int,
-    text: str | None,
-    named: bool,
-    evaluated: type[Answering],
-) -> Results:
-    """The results of asking every question of the tasks. A task that cannot be asked is left out, unless the
-    tasks were `named` by the user.
+    """Ask every question of the tasks, print the table, and say where the results are. A task that cannot be
+    asked is left out, unless the tasks were `named` by the user.
     """
     from offload_decode.cli.compiling import announce_compiling
-    from offload_decode.evals.answering import AnswerPlan
+    from offload_decode.evals.answering import Answering, AnswerPlan
     from offload_decode.evals.extra import STATISTICS, require
     from offload_decode.evals.runs import run
     from offload_decode.models.loading import load
@@ -274,6 +253,7 @@ def measured(
     kinds = index_kinds(contenders)
     stores = PrefilledStores(loaded, haystack.name, settings, kinds, how.stores)
     rehearse(contenders, loaded, haystack, PrefilledStores(loaded, haystack.name, settings, kinds))
+    evaluated = evaluated or Answering
     evaluation = evaluated(plan, tasks, loaded, haystack, stores)
     with Progress(how.quiet) as progress:
         unfit = evaluation.unfit(lambda done, total: progress("draw texts", done, total))
@@ -285,7 +265,8 @@ def measured(
             fit = [task for task in tasks if task.name not in unfit]
             evaluation = evaluated(plan, fit, loaded, haystack, stores)
         out = how.out or Path(f"{suite}.jsonl")
-        return run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
+        results = run(evaluation, loaded, out, lambda done, total: progress("prefill", done, total))
+    show(results, how.as_json, how.quiet, told)
 
 
 def prefill_settings(text: str) -> Settings:

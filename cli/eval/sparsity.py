@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from offload_decode.cli import output
 from offload_decode.cli.eval.run import (
     Group,
@@ -16,12 +14,11 @@ from offload_decode.cli.eval.run import (
     Limit,
     Tasks,
     Text,
+    ask_all,
     contenders_of,
-    measured,
-    show,
     tasks_named,
 )
-from offload_decode.cli.options import token_count, with_groups
+from offload_decode.cli.options import option, token_count, with_groups
 
 if TYPE_CHECKING:
     from offload_decode.evals.runs import Results
@@ -36,11 +33,11 @@ def sparsity(
     lengths: Lengths = "4K",
     budgets: Annotated[
         str,
-        typer.Option(
-            "--budgets",
-            metavar="K,…",
-            help="Stored tokens that topk may attend to, from few to many: the fewest that answer as well as "
+        option(
+            "K,…",
+            "Stored tokens that topk may attend to, from few to many: the fewest that answer as well as "
             "dense attention are what a question needs.",
+            "--budgets",
         ),
     ] = "4,8,16,32,64,128,256,512,1024",
     limit: Limit = 10,
@@ -64,16 +61,15 @@ def sparsity(
     ways = contenders_of(["topk"], ",".join(map(str, counts)), None)
     chosen = [known.get(name) for name in tasks_named(tasks, known.names())]
     named = tasks is not None
-    results = measured("sparsity", chosen, how, lengths, ways, limit, text, named, Sparsity)
-    show(results, how.as_json, how.quiet, _text)
+    ask_all("sparsity", chosen, how, lengths, ways, limit, text, named, Sparsity, _text)
 
 
 def _text(results: Results) -> str:
     from offload_decode.evals.sparsity import left_out, predictions, questions, sparse_by
 
     asked = questions(results)
-    by_task = sparse_by(results, lambda record: (record["task"], record["length"]))
-    by_layer = sparse_by(results, lambda record: record["layer"])
+    by_task = sparse_by(results, lambda record: (record.task, record.length))
+    by_layer = sparse_by(results, lambda record: record.layer)
     heading = ["75 %", "90 %", "median head", "95th head", "95 %", "99 %", "entropy", "effective"]
     tasks = [["task", "tokens", *heading, "needed", "of them", "dense score"]]
     for (task, length), sparse in by_task.items():

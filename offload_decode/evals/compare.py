@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -23,43 +23,20 @@ from offload_decode.evals.summary import Cell, summarize
 
 Key = tuple[str, int]
 """A text (its unit) and the number of a question."""
-_MACHINE = ("processor", "device")
-"""What speed depends on, of what a run was made with."""
-
-
-class _Tested:
-    p: float
-
-    @property
-    def more_than_noise(self) -> bool:
-        """Whether so large a change is unlikely where nothing changed, all considered that p is for."""
-        return self.p < 1 - CONFIDENCE
+_MACHINE = ("processor", "device")  # what speed depends on, of what a run was made with
 
 
 @dataclass(frozen=True)
-class Change(_Tested):
-    """One way of answering one task at one length in two runs: `before` and `after`, the difference of their
-    scores with its interval, and p, corrected for all cells (Holm). `pairs`: how many questions both runs
-    asked; 0 where they asked others, and are compared as two groups. `more_than_noise`: p < 0.05.
+class Change:
+    """One way of answering at one length in two runs: mean scores `before` and `after`, the difference of the
+    compared ones with its interval, and p, corrected for all cells or all means (Holm).
+
+    Of a cell, `task` is named, and questions are compared; of a mean over `tasks`, texts are, so that one
+    counts once, however many questions share it. `pairs`: how many of them both runs asked; 0 where they
+    asked others, and are compared as two groups.
     """
 
     task: str
-    length: int
-    way: str
-    before: Cell
-    after: Cell
-    change: Difference
-    pairs: int
-    p: float
-
-
-@dataclass(frozen=True)
-class Mean(_Tested):
-    """One way of answering at one length over all `tasks` that both runs asked: mean scores of their texts
-    `before` and `after`, the difference with its interval, and p, in which a text counts once, however many
-    questions share it, corrected for all means (Holm). `pairs`: as of a `Change`, but texts.
-    """
-
     tasks: int
     length: int
     way: str
@@ -69,6 +46,11 @@ class Mean(_Tested):
     pairs: int
     p: float
 
+    @property
+    def more_than_noise(self) -> bool:
+        """Whether so large a change is unlikely where nothing changed, all considered that p is for."""
+        return self.p < 1 - CONFIDENCE
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -77,7 +59,7 @@ class Comparison:
     costs over the first's: `bytes`, and `seconds` where both ran on the same machine, else None.
     """
 
-    means: tuple[Mean, ...]
+    means: tuple[Change, ...]
     changes: tuple[Change, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
     differs: Mapping[str, tuple[Any, Any]]
@@ -100,20 +82,21 @@ def compare(first: Results, second: Results) -> Comparison:
             "nothing can be compared"
         )
     texts = _texts(first), _texts(second)
-    both = [(before.by_place[place], after.by_place[place]) for place in places]
-    raw, shared_by = [], []
-    for one, other in both:
+    cells = []
+    for place in places:
+        one, other = before.by_place[place], after.by_place[place]
         shared = [key for key in one.scores if texts[0][key] == texts[1].get(key)]
         # Runs that share a few questions by chance are two groups: pairs need most of both.
         if 2 * len(shared) <= max(len(one.scores), len(other.scores)):
             shared = []
-        shared_by.append(shared)
-        raw.append(_tested(one, other, shared))
-    corrected = holm([p for _, _, p in raw])
-    changes = [
-        Change(one.task, one.length, one.way, one, other, change, pairs, p)
-        for (one, other), (change, pairs, _), p in zip(both, raw, corrected, strict=True)
-    ]
+        cells.append((one, other, shared))
+    tested = []
+    for one, other, shared in cells:
+        old, new = ([cell.scores[key] for key in shared or cell.scores] for cell in (one, other))
+        change, pairs, p = _tested(old, new, shared)
+        before_after = one.score.mean, other.score.mean
+        tested.append(Change(one.task, 1, one.length, one.way, *before_after, change, pairs, p))
+    changes = _corrected(tested)
     changes.sort(key=lambda change: (change.p, -abs(change.change.mean)))
     only = [
         tuple(_named(place) for place in own.by_place if place not in other.by_place)
@@ -122,12 +105,12 @@ def compare(first: Results, second: Results) -> Comparison:
     differs = dict(_differences(first, second))
     same_machine = not any(name.split(".")[0] in _MACHINE for name in differs)
     return Comparison(
-        tuple(_means(both, shared_by)),
+        tuple(_corrected(_means(cells))),
         tuple(changes),
         (only[0], only[1]),
         differs,
-        _ratio([(one.bytes_moved, other.bytes_moved) for one, other in both]),
-        _ratio([(one.seconds, other.seconds) for one, other in both]) if same_machine else None,
+        _ratio([(one.bytes_moved, other.bytes_moved) for one, other, _ in cells]),
+        _ratio([(one.seconds, other.seconds) for one, other, _ in cells]) if same_machine else None,
     )
 
 
@@ -151,7 +134,7 @@ def _of_cells(comparison: Comparison) -> str:
     )
 
 
-def _told(found: Sequence[Change | Mean], one: str, several: str) -> str:
+def _told(found: Sequence[Change], one: str, several: str) -> str:
     better = [each for each in found if each.more_than_noise and each.change.mean > 0]
     worse = [each for each in found if each.more_than_noise and each.change.mean < 0]
     every = f"the one {one}" if len(found) == 1 else f"the {len(found):,} {several}"
@@ -161,28 +144,18 @@ def _told(found: Sequence[Change | Mean], one: str, several: str) -> str:
     return f"Of {every}, {' and '.join(parts)} by more than noise (p < 0.05, corrected for all {several})."
 
 
-def _means(both: Sequence[tuple[Cell, Cell]], shared: Sequence[list[Key]]) -> Iterator[Mean]:
+def _means(cells: Iterable[tuple[Cell, Cell, list[Key]]]) -> Iterator[Change]:
     """Of every way and length of which there is more than one task."""
     groups: dict[tuple[int, str], list[tuple[Cell, Cell, list[Key]]]] = {}
-    for (one, other), keys in zip(both, shared, strict=True):
-        groups.setdefault((one.length, one.way), []).append((one, other, keys))
-    several = {place: cells for place, cells in groups.items() if len(cells) > 1}
-    tested = {place: _tested_together(cells) for place, cells in several.items()}
-    corrected = holm([p for *_, p in tested.values()])
-    for ((length, way), (old, new, change, pairs, _)), p in zip(tested.items(), corrected, strict=True):
-        yield Mean(len(several[length, way]), length, way, old, new, change, pairs, p)
-
-
-def _tested_together(
-    cells: Sequence[tuple[Cell, Cell, list[Key]]],
-) -> tuple[float, float, Difference, int, float]:
-    if all(keys for _, _, keys in cells):
-        old = _by_text((one, keys) for one, _, keys in cells)
-        new = _by_text((other, keys) for _, other, keys in cells)
-        return fmean(old), fmean(new), paired_difference(new, old), len(old), paired(new, old)
-    old = _by_text((one, list(one.scores)) for one, _, _ in cells)
-    new = _by_text((other, list(other.scores)) for _, other, _ in cells)
-    return fmean(old), fmean(new), difference(wilson(new), wilson(old)), 0, unpaired(new, old)
+    for one, other, shared in cells:
+        groups.setdefault((one.length, one.way), []).append((one, other, shared))
+    for (length, way), group in groups.items():
+        if len(group) > 1:
+            same = all(shared for _, _, shared in group)
+            old = _by_text((one, shared if same else list(one.scores)) for one, _, shared in group)
+            new = _by_text((other, shared if same else list(other.scores)) for _, other, shared in group)
+            change, pairs, p = _tested(old, new, same)
+            yield Change("", len(group), length, way, fmean(old), fmean(new), change, pairs, p)
 
 
 def _by_text(cells: Iterable[tuple[Cell, list[Key]]]) -> list[float]:
@@ -194,12 +167,16 @@ def _by_text(cells: Iterable[tuple[Cell, list[Key]]]) -> list[float]:
     return [fmean(scores) for scores in texts.values()]
 
 
-def _tested(one: Cell, other: Cell, shared: list[Key]) -> tuple[Difference, int, float]:
-    if shared:
-        old, new = [one.scores[key] for key in shared], [other.scores[key] for key in shared]
-        return paired_difference(new, old), len(shared), paired(new, old)
-    change = difference(other.score, one.score)
-    return change, 0, unpaired(list(other.scores.values()), list(one.scores.values()))
+def _tested(old: list[float], new: list[float], same: object) -> tuple[Difference, int, float]:
+    """The change, pairs and p of scores: of the `same` questions in the same order, or of two groups."""
+    if same:
+        return paired_difference(new, old), len(old), paired(new, old)
+    return difference(wilson(new), wilson(old)), 0, unpaired(new, old)
+
+
+def _corrected(changes: Iterable[Change]) -> list[Change]:
+    found = list(changes)
+    return [replace(one, p=p) for one, p in zip(found, holm([one.p for one in found]), strict=True)]
 
 
 def _texts(results: Results) -> dict[tuple[str, int], tuple[object, ...]]:
@@ -208,14 +185,8 @@ def _texts(results: Results) -> dict[tuple[str, int], tuple[object, ...]]:
     """
     around = results.header.configuration.get("text_sha256")
     return {
-        (asked.unit, asked.question): (
-            asked.asked,
-            tuple(asked.expected),
-            asked.depth,
-            asked.stored_tokens,
-            around,
-        )
-        for asked in map(Asked.of, results.of(QUESTION))
+        (it.unit, it.question): (it.asked, tuple(it.expected), it.depth, it.stored_tokens, around)
+        for it in results.typed(QUESTION, Asked)
     }
 
 

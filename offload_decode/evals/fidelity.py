@@ -181,17 +181,6 @@ class FidelityReport:
         """Plain JSON values."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_json` gave."""
-        entries = []
-        for entry in data["entries"]:
-            stored = None if entry["stored"] is None else _fidelity_from(entry["stored"])
-            parts = {"live": _fidelity_from(entry["live"]), "agreement": Agreement(**entry["agreement"])}
-            entries.append(Entry(**{**entry, **parts, "stored": stored}))
-        failures = tuple(Failure(**failure) for failure in data["failures"])
-        return cls(dict(data["configuration"]), tuple(entries), failures)
-
 
 def summarize(measured: Mapping[int, Tensor]) -> Fidelity:
     """Of the measures `[5, H, T]` (`MEASURES`) of every layer's heads and rows."""
@@ -210,16 +199,6 @@ def _summary(values: npt.NDArray[np.float64]) -> dict[str, Any]:
     named = dict(zip(MEASURES, values, strict=True))
     means = {name: float(named.pop(name).mean()) for name in ("recall", "mass")}
     return {**means, **{name: Spread.of(errors) for name, errors in named.items()}}
-
-
-def _fidelity_from(data: Mapping[str, Any]) -> Fidelity:
-    heads = tuple(HeadFidelity(**_spreads(head)) for head in data["heads"])
-    worst = HeadFidelity(**_spreads(data["worst"]))
-    return Fidelity(**{**_spreads(data), "heads": heads, "worst": worst})
-
-
-def _spreads(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {**data, **{name: Spread(**data[name]) for name in ("error", "approximation", "search")}}
 
 
 CONTROLS = ("random", "streaming")

@@ -8,13 +8,15 @@ docs/evaluation.md says what is stored, run and predicted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from statistics import fmean
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from offload_decode.common.errors import ConfigError
@@ -23,7 +25,7 @@ from offload_decode.engine.engine import Engine, without_corpus
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Haystack
 from offload_decode.evals.recorded_queries import AttentionDemand
-from offload_decode.evals.runs import Record, Results, Unit
+from offload_decode.evals.runs import Count, Number, Record, Results, Text, Unit
 from offload_decode.evals.stats import Estimate, block_mean
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.prompt import encode_text, opening_of
@@ -97,19 +99,14 @@ def _attended(conversation: Conversation) -> float:
 
 
 NLL = "nll"
-UNIGRAM = "unigram"
-"""The way that is no model: how often a token has come in the text so far, each one once more."""
+UNIGRAM = "unigram"  # the way that is no model: how often a token has come so far, each once more
 DECIMALS = 5  # nats that are kept of a token: far more than the rounding of float16 weights
 
 
-class GrownStore(Protocol):
-    """Where the stores of a text's beginnings come from; `prefill_jobs` makes them, above this room."""
-
-    def __call__(self, tokens: Tokens, report: Callable[[int], None]) -> KVStore:
-        """The store of `tokens [N]`: the one given last, made longer, where that holds their beginning.
-
-        It is there until the next call. `report` is told the tokens done.
-        """
+GrownStore = Callable[[Tokens, Callable[[int], None]], KVStore]
+"""Gives the store of `tokens [N]`, there until the next call, and reports the tokens done:
+`prefill_jobs`, above this room, makes the last store longer where that holds their beginning.
+"""
 
 
 @dataclass(frozen=True)
@@ -271,10 +268,7 @@ def _texts(plan: PerplexityPlan, opening: Sequence[int], ids: Sequence[int]) -> 
     return [np.array([*opening, *ids[start : start + own]], np.int32) for start in starts]
 
 
-BLOCK = 32
-"""Tokens in a row that are taken as one when an interval is computed: neighbours are not independent."""
-
-Array = npt.NDArray[np.float64]
+BLOCK = 32  # tokens in a row are one value of an interval: neighbours are not independent
 
 
 @dataclass(frozen=True)
@@ -307,26 +301,52 @@ class Point:
     more: Estimate
 
 
+@dataclass(frozen=True)
+class NllRecord:
+    """As `Perplexity` writes it."""
+
+    unit: Text
+    way: Text
+    place: Count
+    length: Count
+    first: Count
+    nll: Annotated[list[Number], Field(min_length=1)]
+    attended: Number | None
+    tail_share: Number | None
+
+
 def likelihoods(results: Results) -> list[Likelihood]:
     """One for each way and length, lengths ascending, ways in the order in which they were measured."""
-    found = []
-    for length, ways in sorted(_by_length(results).items()):
-        for way, records in ways.items():
-            ours, dense = _arrays(records), _arrays(ways[DENSE])
-            mean = float(np.concatenate(ours).mean())
-            found.append(
-                Likelihood(
-                    way,
-                    length,
-                    sum(map(len, ours)),
-                    mean,
-                    math.exp(min(mean, 700.0)),
-                    block_mean([own - other for own, other in zip(ours, dense, strict=True)], BLOCK),
-                    _mean(record["attended"] for record in records),
-                    _mean(record["tail_share"] for record in records),
-                )
-            )
-    return found
+    return [
+        _likelihood(way, length, records, ways[DENSE])
+        for length, ways in sorted(_by_length(results).items())
+        for way, records in ways.items()
+    ]
+
+
+def _likelihood(
+    way: str, length: int, records: Sequence[NllRecord], dense: Sequence[NllRecord]
+) -> Likelihood:
+    mean, more = _nll(records, dense)
+    attended = [record.attended for record in records if record.attended is not None]
+    shares = [record.tail_share for record in records if record.tail_share is not None]
+    return Likelihood(
+        way,
+        length,
+        sum(len(record.nll) for record in records),
+        mean,
+        math.exp(min(mean, 700.0)),
+        more,
+        fmean(attended) if attended else None,
+        fmean(shares) if shares else None,
+    )
+
+
+def _nll(records: Sequence[NllRecord], dense: Sequence[NllRecord]) -> tuple[float, Estimate]:
+    """The mean, and by how much it is above that of dense attention."""
+    ours, others = ([np.array(record.nll) for record in own] for own in (records, dense))
+    more = block_mean([own - other for own, other in zip(ours, others, strict=True)], BLOCK)
+    return float(np.concatenate(ours).mean()), more
 
 
 def at_chance(found: Sequence[Likelihood]) -> list[str]:
@@ -347,60 +367,28 @@ def curve(results: Results, points: int = 32) -> list[Point]:
     for ways in _by_length(results).values():
         for way, records in ways.items():
             pairs = sorted(
-                zip(records, ways[DENSE], strict=True), key=lambda pair: (pair[0]["first"], pair[0]["place"])
+                zip(records, ways[DENSE], strict=True), key=lambda pair: (pair[0].first, pair[0].place)
             )
-            at = sorted({record["first"] for record in records})
-            stretches = np.array_split(np.array(at), min(points, len(at)))
-            for stretch in stretches:
-                inside = [pair for pair in pairs if stretch[0] <= pair[0]["first"] <= stretch[-1]]
-                ours, dense = (_arrays([pair[side] for pair in inside]) for side in (0, 1))
-                last = max(record["first"] + len(record["nll"]) - 1 for record, _ in inside)
-                more = block_mean([own - other for own, other in zip(ours, dense, strict=True)], BLOCK)
-                found.append(Point(way, int(stretch[0]), last, float(np.concatenate(ours).mean()), more))
+            at = sorted({record.first for record in records})
+            for stretch in np.array_split(np.array(at), min(points, len(at))):
+                ours, dense = zip(
+                    *(pair for pair in pairs if stretch[0] <= pair[0].first <= stretch[-1]), strict=True
+                )
+                last = max(record.first + len(record.nll) - 1 for record in ours)
+                found.append(Point(way, int(stretch[0]), last, *_nll(ours, dense)))
     return found
 
 
-def _by_length(results: Results) -> Mapping[int, Mapping[str, list[Record]]]:
+def _by_length(results: Results) -> Mapping[int, Mapping[str, list[NllRecord]]]:
     """Records by length and way, those of each way in the order of the units."""
-    found: dict[int, dict[str, list[Record]]] = {}
-    for record in results.of(NLL):
-        _check(record, results)
-        found.setdefault(record["length"], {}).setdefault(record["way"], []).append(record)
+    found: dict[int, dict[str, list[NllRecord]]] = {}
+    for record in results.typed(NLL, NllRecord):
+        found.setdefault(record.length, {}).setdefault(record.way, []).append(record)
     for ways in found.values():
-        dense = [(record["unit"], len(record["nll"])) for record in ways.get(DENSE, ())]
+        dense = [(record.unit, len(record.nll)) for record in ways.get(DENSE, ())]
         for records in ways.values():
-            if [(record["unit"], len(record["nll"])) for record in records] != dense:
+            if [(record.unit, len(record.nll)) for record in records] != dense:
                 raise ConfigError(
                     f"{results.path} was changed: not every way predicts what dense attention does"
                 )
     return found
-
-
-def _check(record: Record, results: Results) -> None:
-    """Raises `ConfigError` for a record that is not as `Perplexity` writes it."""
-    kinds = {"way": str, "place": int, "length": int, "first": int, "nll": list}
-    numbers = record.get("nll") if isinstance(record.get("nll"), list) else []
-    proper = all(isinstance(record.get(name), kind) for name, kind in kinds.items())
-    shares = [record.get("attended"), record.get("tail_share")]
-    if (
-        not proper
-        or not numbers
-        or not all(map(_is_number, [*numbers, *(one for one in shares if one is not None)]))
-    ):
-        raise ConfigError(
-            f"a record '{NLL}' of unit '{record['unit']}' of {results.path} is not whole: the file was "
-            "changed or is of another release"
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _arrays(records: Iterable[Record]) -> list[Array]:
-    return [np.array(record["nll"], np.float64) for record in records]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None

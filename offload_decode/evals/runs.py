@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, Protocol, Self, get_type_hints
+from typing import Annotated, Any, Protocol, TypeVar
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from offload_decode.common.errors import ConfigError
-from offload_decode.common.files import NotPlain, open_plain, parse
+from offload_decode.common.files import NotPlain, lock, open_plain, parse
 from offload_decode.models.loading import LoadedModel
 from offload_decode.models.made_with import made_with
 from offload_decode.store.reader import KVStore
@@ -34,11 +34,19 @@ from offload_decode.store.reader import KVStore
 FORMAT = 1
 MOST_LINE, MOST_FILE = 64 << 20, 8 << 30  # bytes
 RUN, UNIT = "run", "unit"
+QUESTION, ANSWER = "question", "answer"
+GUESSES = 20  # a question's `guess` is the mean of so many
+MOST = 2**63  # no number of a record is larger
 _SHARED = 64  # characters of a string that is worth looking for
+_FIRST = b'{"record": "run"'
 
 Record = dict[str, Any]
-
-_FIRST = b'{"record": "run"'
+Text = Annotated[str, Strict()]
+Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]
+Number = Annotated[float, Strict()]
+Amount = Annotated[Number, Field(ge=0, le=MOST)]
+Part = Annotated[Number, Field(ge=0, le=1)]
+RecordT = TypeVar("RecordT")
 
 
 @dataclass(frozen=True)
@@ -47,11 +55,11 @@ class Header:
     run), with what (`made_with`: model, weights, versions, machine), in how many units, and since when.
     """
 
-    evaluation: str
+    evaluation: Text
     configuration: Mapping[str, Any]
     made_with: Mapping[str, Any]
-    units: int
-    started: str
+    units: Annotated[int, Strict()]
+    started: Text
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,18 @@ class Results:
         """The records of a kind, in their order."""
         return [record for record in self.records if record["record"] == kind]
 
+    def typed(self, kind: str, as_kind: type[RecordT]) -> Iterator[RecordT]:
+        """The same, each checked. Raises `ConfigError` for a field that is missing or of another type."""
+        reader = TypeAdapter(as_kind)
+        for record in self.of(kind):
+            try:
+                yield reader.validate_python(record)
+            except ValidationError as error:
+                raise ConfigError(
+                    f"a record '{kind}' of unit '{record['unit']}' of {self.path} has no proper "
+                    f"'{error.errors()[0]['loc'][0]}': the file was changed or is of another release"
+                ) from error
+
 
 def read(path: Path) -> Results:
     """The results in a file. Raises `ConfigError` where there is none, or something else."""
@@ -82,13 +102,10 @@ def read(path: Path) -> Results:
                 raise _foreign(path, "it is too large")
             return _read(path, file)
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"there are no results at {path}: run `offload-decode eval` with --out first"
-        ) from error
-    except NotPlain as error:
-        raise _foreign(path, str(error)) from error
-    except OSError as error:
-        raise _foreign(path, error.strerror or str(error)) from error
+        text = f"there are no results at {path}: run `offload-decode eval` with --out first"
+        raise ConfigError(text) from error
+    except (NotPlain, OSError) as error:
+        raise _foreign(path, getattr(error, "strerror", None) or str(error)) from error
 
 
 def _read(path: Path, file: Any) -> Results:
@@ -137,12 +154,15 @@ def _shared(record: Record) -> Record:
 
 
 def _header(path: Path, record: Record) -> Header:
-    kinds = {"evaluation": str, "configuration": dict, "made_with": dict, "units": int, "started": str}
-    if record["record"] != RUN or not all(isinstance(record.get(name), kind) for name, kind in kinds.items()):
+    try:
+        found: Header | None = TypeAdapter(Header).validate_python(record)
+    except ValidationError:
+        found = None
+    if found is None or record["record"] != RUN:
         raise _foreign(path, "its first line does not say what was measured")
     if record.get("format") != FORMAT:
         raise _foreign(path, f"its format is {record.get('format')!r}, and this release reads {FORMAT}")
-    return Header(**{name: record[name] for name in kinds})
+    return found
 
 
 def _foreign(path: Path, why: str) -> ConfigError:
@@ -183,7 +203,8 @@ def opened(path: Path, header: Header) -> Iterator[tuple[Writer, Results]]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another --out") from error
     try:
-        _lock(descriptor, path)
+        if not lock(descriptor):
+            raise ConfigError(f"another process writes {path}: wait for it, or choose another --out")
         writer = Writer(descriptor)
         results = None if _is_torn(descriptor) else read(path)
         if results is None or not results.finished:
@@ -204,8 +225,7 @@ def _is_torn(descriptor: int) -> bool:
 
 
 def _plain(header: Header) -> Record:
-    record = {name: getattr(header, name) for name in header.__dataclass_fields__}
-    return dict(json.loads(json.dumps(record)))
+    return dict(json.loads(json.dumps(vars(header))))
 
 
 def _check_same(there: Header, asked: Header, path: Path) -> None:
@@ -214,24 +234,13 @@ def _check_same(there: Header, asked: Header, path: Path) -> None:
     for name in ("evaluation", "configuration", "made_with"):
         before, after = getattr(there, name), wanted[name]
         if before != after:
-            what = name if isinstance(before, str) else _difference(before, after)
+            what = name
+            if not isinstance(before, str):
+                what = ", ".join(key for key in {**before, **after} if before.get(key) != after.get(key))
             raise ConfigError(
                 f"{path} holds results of another run, which differs in {what}: choose another --out, "
                 "or remove it first"
             )
-
-
-def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    return ", ".join(name for name in {**before, **after} if before.get(name) != after.get(name))
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(f"another process writes {path}: wait for it, or choose another --out") from error
 
 
 def now() -> str:
@@ -239,93 +248,41 @@ def now() -> str:
     return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
 
 
-QUESTION, ANSWER = "question", "answer"
-GUESSES = 20
-"""How many guesses a question's `guess` is the mean of."""
-MOST = 2**63
-"""No number of a record is larger."""
-_SHARES = ("depth", "guess", "score", "ruler_score", "exact_match", "f1")
-_LIMITS = {**dict.fromkeys(_SHARES, (0, 1)), "seed": (-MOST, MOST)}
-
-
-class _Plain:
-    """Dataclasses of plain values, to and from records."""
-
-    __slots__ = ()  # there may be a million answers
-
-    @classmethod
-    def of(cls, record: Record) -> Self:
-        """Raises `ConfigError` for a record that lacks a field, or has another kind of value there."""
-        values: dict[str, Any] = {}
-        for name, kinds, limits in _fields(cls):  # type: ignore[arg-type]
-            value: Any = record.get(name)
-            kind = type(value)
-            if (
-                kind not in kinds
-                or (kind in _NUMBERS and not limits[0] <= value <= limits[1])
-                or (kind is list and not all(isinstance(part, str) for part in value))
-            ):
-                raise ConfigError(
-                    f"a record '{record['record']}' of unit '{record['unit']}' has no proper '{name}': "
-                    "the file was changed or is of another release"
-                )
-            values[name] = value
-        return cls(**values)
-
-
-_NUMBERS = frozenset((int, float))
-_KINDS: dict[Any, frozenset[type]] = {
-    float | None: frozenset((float, int, NoneType)),
-    float: _NUMBERS,
-    list[str]: frozenset((list,)),
-}
-
-
-@cache
-def _fields(cls: type) -> tuple[tuple[str, frozenset[type], tuple[int, int]], ...]:
-    """The name of each field, which types JSON gives it, and the least and largest number."""
-    hints = get_type_hints(cls)
-    return tuple(
-        (name, _KINDS.get(kind, frozenset((kind,))), _LIMITS.get(name, (0, MOST)))
-        for name, kind in hints.items()
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class Asked(_Plain):
+class Asked:
     """A question: its unit and number in it, where what it asks for stands, and what chance comes to."""
 
-    unit: str
-    question: int
-    task: str
-    length: int
-    seed: int
-    depth: float | None
-    asked: str
-    expected: list[str]
-    guess: float
-    stored_tokens: int
+    unit: Text
+    question: Count
+    task: Text
+    length: Count
+    seed: Annotated[int, Strict(), Field(ge=-MOST, le=MOST)]
+    depth: Part | None
+    asked: Text
+    expected: list[Text]
+    guess: Part
+    stored_tokens: Count
 
 
 @dataclass(frozen=True, slots=True)
-class Said(_Plain):
+class Said:
     """An answer: which way, to the text or to its control, its scores and costs.
 
     `ruler_score` is RULER's string match; `exact_match` and `f1` are SQuAD's, None without a short answer.
     """
 
-    unit: str
-    question: int
-    way: str
-    control: bool
-    said: str
-    score: float
-    ruler_score: float
-    attended: float
-    bytes_moved: float
-    seconds: float
-    exact_match: float | None = None
-    f1: float | None = None
+    unit: Text
+    question: Count
+    way: Text
+    control: Annotated[bool, Strict()]
+    said: Text
+    score: Part
+    ruler_score: Part
+    attended: Amount
+    bytes_moved: Amount
+    seconds: Amount
+    exact_match: Part | None = None
+    f1: Part | None = None
 
 
 def record(kind: str, of: Asked | Said) -> Record:
@@ -336,9 +293,9 @@ def record(kind: str, of: Asked | Said) -> Record:
 def questions_and_answers(results: Results) -> Iterator[tuple[Asked, list[Said]]]:
     """Every question with all answers to it. Raises `ConfigError` for records that do not fit together."""
     answers: dict[tuple[str, int], list[Said]] = {}
-    for said in map(Said.of, results.of(ANSWER)):
+    for said in results.typed(ANSWER, Said):
         answers.setdefault((said.unit, said.question), []).append(said)
-    for asked in map(Asked.of, results.of(QUESTION)):
+    for asked in results.typed(QUESTION, Asked):
         yield asked, answers.pop((asked.unit, asked.question), [])
     if answers:
         unit, number = next(iter(answers))
@@ -355,11 +312,8 @@ class Unit:
     tokens: int
 
 
-class Stores(Protocol):
-    """Where evaluations get their stores from: `prefill_jobs` makes them, which stands above this room."""
-
-    def __call__(self, text: str, report: Callable[[int], None]) -> AbstractContextManager[KVStore]:
-        """Gives the store of a text; `report` is told the tokens done."""
+Stores = Callable[[str, Callable[[int], None]], AbstractContextManager[KVStore]]
+"""Gives the store of a text and reports the tokens done: `prefill_jobs`, above this room, makes stores."""
 
 
 class Evaluation(Protocol):

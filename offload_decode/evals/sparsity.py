@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from offload_decode.attention.queries import Queries
@@ -27,7 +28,7 @@ from offload_decode.evals.answering import Answering, AnswerPlace
 from offload_decode.evals.contender import DENSE, Contender
 from offload_decode.evals.haystack import Material
 from offload_decode.evals.recorded_queries import AttentionDemand, Call
-from offload_decode.evals.runs import Asked, Record, Results, Said, questions_and_answers
+from offload_decode.evals.runs import Asked, Count, Number, Record, Results, Said, Text, questions_and_answers
 from offload_decode.evals.stats import Estimate, bootstrapped, pearson, spearman
 from offload_decode.evals.tasks.base import Question as Asking
 from offload_decode.kv.host_cache import BLOCK_TOKENS, HostKV
@@ -89,6 +90,7 @@ def _of(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 SPARSITY = "sparsity"
 ASKING, ANSWERING = "question", "answer"
+NAMES = tuple(f"{100 * share:.0f}" for share in SHARES)
 DECIMALS = 5
 
 
@@ -122,14 +124,8 @@ class Sparsity(Answering):
         engine = Engine.open(store, self.loaded, selector=DENSE)
         for number, question in questions:
             begun = question.answer_prefix if self.plan.begins else ""
-            about = {
-                "record": SPARSITY,
-                "question": number,
-                "task": place.task.name,
-                "length": place.length,
-                "seed": place.seed,
-                "stored_tokens": store.manifest.n_tokens,
-            }
+            about = {"record": SPARSITY, "question": number, "task": place.task.name, "length": place.length}
+            about |= {"seed": place.seed, "stored_tokens": store.manifest.n_tokens}
             most = place.task.most_tokens(question, material)
             for layer in listen(engine, question.text, most, begun):
                 yield from _layer_records(engine, layer, about)
@@ -160,25 +156,19 @@ def _layer_records(engine: Engine, layer: LayerAttention, about: Mapping[str, An
     host, call = engine.prefix.host, layer.call
     _, heads, tokens, _ = call.query.shape
     found = concentration(host, call.layer, call.queries(engine.loaded.shape.kv_heads))
-    by_head = Concentration(
-        found.entropy.reshape(heads, tokens), found.keys.reshape(len(SHARES), heads, tokens)
-    )
-    parts = {ASKING: slice(0, layer.answers), ANSWERING: slice(layer.answers, tokens)}
-    for part, rows in parts.items():
-        if rows.stop == rows.start:
-            continue
-        yield {
-            **about,
-            "part": part,
-            "layer": call.layer,
-            "rows": rows.stop - rows.start,
-            "stored_share": _rounded(layer.stored_share[:, rows].mean(-1)),
-            "entropy": _spread(by_head.entropy[:, rows]),
-            "keys": {
-                f"{100 * share:.0f}": _spread(keys[:, rows].double())
-                for share, keys in zip(SHARES, by_head.keys, strict=True)
-            },
-        }
+    entropy = found.entropy.reshape(heads, tokens)
+    counts = found.keys.reshape(len(SHARES), heads, tokens).double()
+    for part, rows in ((ASKING, slice(0, layer.answers)), (ANSWERING, slice(layer.answers, tokens))):
+        if rows.stop > rows.start:
+            yield {
+                **about,
+                "part": part,
+                "layer": call.layer,
+                "rows": rows.stop - rows.start,
+                "stored_share": _rounded(layer.stored_share[:, rows].mean(-1)),
+                "entropy": _spread(entropy[:, rows]),
+                "keys": {name: _spread(keys[:, rows]) for name, keys in zip(NAMES, counts, strict=True)},
+            }
 
 
 def _spread(values: Tensor) -> dict[str, list[float]]:
@@ -194,9 +184,36 @@ def _rounded(values: Tensor) -> list[float]:
 Array = npt.NDArray[np.float64]
 KeyT = TypeVar("KeyT")
 _WAY = "topk:budget="
-NAMES = tuple(f"{100 * share:.0f}" for share in SHARES)
-LENGTH = "stored tokens"
-"""The predictor that looks at no attention: what the others must beat."""
+LENGTH = "stored tokens"  # the predictor that looks at no attention: what the others must beat
+
+
+@dataclass(frozen=True)
+class Entropies:
+    """By query head, in nats."""
+
+    mean: Annotated[list[Number], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """By query head."""
+
+    mean: Annotated[list[Annotated[Number, Field(ge=1)]], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer's attention in a `part` of the conversation about a question, as `Sparsity` writes it."""
+
+    unit: Text
+    question: Count
+    task: Text
+    length: Count
+    stored_tokens: Annotated[Count, Field(ge=1)]
+    part: Text
+    layer: Count
+    entropy: Entropies
+    keys: Annotated[dict[Literal["75", "90", "95", "99"], Keys], Field(min_length=len(NAMES))]
 
 
 @dataclass(frozen=True)
@@ -244,41 +261,41 @@ class Prediction:
     pearson: float
 
 
-def sparse_by(results: Results, key: Callable[[Record], KeyT], part: str = ANSWERING) -> dict[KeyT, Sparse]:
-    """Records of a `part` of the conversation in groups, in the order in which these come."""
-    groups: dict[KeyT, list[Record]] = {}
-    for record in _records(results):
-        if record["part"] == part:
+def sparse_by(results: Results, key: Callable[[LayerRecord], KeyT]) -> dict[KeyT, Sparse]:
+    """Records of answers in groups, in the order in which these come."""
+    return {name: _sparse(records) for name, records in _grouped(results, key).items()}
+
+
+def _grouped(results: Results, key: Callable[[LayerRecord], KeyT]) -> dict[KeyT, list[LayerRecord]]:
+    groups: dict[KeyT, list[LayerRecord]] = {}
+    for record in results.typed(SPARSITY, LayerRecord):
+        if record.part == ANSWERING:
             groups.setdefault(key(record), []).append(record)
-    return {name: _sparse(records) for name, records in groups.items()}
+    return groups
 
 
 def entropy_by_head(results: Results) -> dict[tuple[str, int], list[float]]:
     """For each task and layer the mean entropy of every query head in nats, while an answer is written."""
-    found: dict[tuple[str, int], list[Sequence[float]]] = {}
-    for record in _records(results):
-        if record["part"] == ANSWERING:
-            found.setdefault((record["task"], record["layer"]), []).append(record["entropy"]["mean"])
+    groups = _grouped(results, lambda record: (record.task, record.layer)).items()
     try:
-        return {place: [fmean(head) for head in zip(*heads, strict=True)] for place, heads in found.items()}
+        return {
+            place: list(map(fmean, zip(*(record.entropy.mean for record in records), strict=True)))
+            for place, records in groups
+        }
     except ValueError as error:
         raise ConfigError(f"{results.path} was changed: a layer has another number of heads") from error
 
 
 def questions(results: Results) -> list[Question]:
     """Every question with the tokens that it needed."""
-    attention: dict[tuple[str, int], list[Record]] = {}
-    for record in _records(results):
-        if record["part"] == ANSWERING:
-            attention.setdefault((record["unit"], record["question"]), []).append(record)
+    attention = _grouped(results, lambda record: (record.unit, record.question))
     found = []
     for asked, answers in questions_and_answers(results):
         records = attention.get((asked.unit, asked.question))
         dense = [said.score for said in answers if said.way == DENSE and not said.control]
         if not records or not dense:
-            raise ConfigError(
-                f"{results.path} lacks the dense answer of question {asked.question}, {asked.unit}"
-            )
+            about = f"question {asked.question}, {asked.unit}"
+            raise ConfigError(f"{results.path} lacks the dense answer of {about}")
         needed, beyond = _needed(dense[0], answers, asked.stored_tokens)
         found.append(Question(asked, dense[0], needed, beyond, _predictors(records)))
     return found
@@ -288,21 +305,21 @@ def predictions(found: Sequence[Question]) -> list[Prediction]:
     """Of every predictor, the baseline last: over questions, and over tasks at each length (means of their
     questions).
     """
-    known = [question for question in found if question.needed is not None]
-    by_task: dict[tuple[str, int], list[Question]] = {}
-    for question in known:
-        by_task.setdefault((question.asked.task, question.asked.length), []).append(question)
-    tasks_named = "tasks by length" if len({length for _, length in by_task}) > 1 else "tasks"
+    known: dict[tuple[str, int], list[tuple[dict[str, float], float]]] = {}
+    for one in found:
+        if one.needed is not None:
+            pair = one.predictors, math.log(max(1, one.needed))
+            known.setdefault((one.asked.task, one.asked.length), []).append(pair)
+    tasks_named = "tasks by length" if len({length for _, length in known}) > 1 else "tasks"
     lines = []
-    for name in known[0].predictors if known else ():
-        each = np.array([(question.predictors[name], _log_needed(question)) for question in known])
-        tasks = np.array(
-            [
-                (fmean(one.predictors[name] for one in own), fmean(map(_log_needed, own)))
-                for own in by_task.values()
-            ]
-        )
-        lines += [_prediction(name, "questions", each), _prediction(name, tasks_named, tasks)]
+    for name in next(iter(known.values()))[0][0] if known else ():
+        by_task = [[(values[name], needed) for values, needed in own] for own in known.values()]
+        each = [pair for own in by_task for pair in own]
+        means = [(fmean(value for value, _ in own), fmean(needed for _, needed in own)) for own in by_task]
+        for over, pairs in (("questions", each), (tasks_named, means)):
+            first, second = np.array(pairs).T
+            rank = bootstrapped(spearman, first, second)
+            lines.append(Prediction(name, over, len(pairs), rank, pearson(first, second)))
     return lines
 
 
@@ -327,17 +344,6 @@ def _questions(number: int) -> str:
     return f"{number:,} question{'' if number == 1 else 's'}"
 
 
-def _prediction(name: str, over: str, pairs: Array) -> Prediction:
-    first, second = pairs[:, 0], pairs[:, 1]
-    rank = bootstrapped(spearman, first, second)
-    return Prediction(name, over, len(pairs), rank, pearson(first, second))
-
-
-def _log_needed(question: Question) -> float:
-    assert question.needed is not None
-    return math.log(max(1, question.needed))
-
-
 def _needed(dense: float, answers: Iterable[Said], stored: int) -> tuple[int | None, bool]:
     if dense == 0:
         return None, False
@@ -354,55 +360,22 @@ def _needed(dense: float, answers: Iterable[Said], stored: int) -> tuple[int | N
     return (stored, True) if enough is None else (min(enough, stored), False)
 
 
-def _predictors(records: Sequence[Record]) -> dict[str, float]:
+def _predictors(records: Sequence[LayerRecord]) -> dict[str, float]:
     """From the attention of one answer, layer by layer and head by head."""
-    entropy = [value for record in records for value in record["entropy"]["mean"]]
-    keys = [value for record in records for value in record["keys"]["90"]["mean"]]
+    entropy = [value for record in records for value in record.entropy.mean]
+    keys = [value for record in records for value in record.keys["90"].mean]
     return {
         "mean entropy": fmean(entropy),
         "largest head's entropy": max(entropy),
         "keys at 90 %": math.log(fmean(keys)),
         "largest head's keys at 90 %": math.log(max(keys)),
-        LENGTH: math.log(records[0]["stored_tokens"]),
+        LENGTH: math.log(records[0].stored_tokens),
     }
 
 
-def _sparse(records: Sequence[Record]) -> Sparse:
+def _sparse(records: Sequence[LayerRecord]) -> Sparse:
     keys = {}
     for name in NAMES:
-        heads = np.array([value for record in records for value in record["keys"][name]["mean"]])
-        keys[name] = (float(heads.mean()), float(np.median(heads)), float(np.percentile(heads, 95)))
-    return Sparse(fmean(value for record in records for value in record["entropy"]["mean"]), keys)
-
-
-def _records(results: Results) -> list[Record]:
-    """Raises `ConfigError` for records that are not as `Sparsity` writes them."""
-    records = results.of(SPARSITY)
-    for record in records:
-        if not _whole(record):
-            raise ConfigError(
-                f"a record '{SPARSITY}' of unit '{record['unit']}' of {results.path} is not whole: the file "
-                "was changed or is of another release"
-            )
-    return records
-
-
-def _whole(record: Record) -> bool:
-    kinds = {"question": int, "task": str, "length": int, "stored_tokens": int, "part": str, "layer": int}
-    entropy, keys = record.get("entropy"), record.get("keys")
-    if not all(isinstance(record.get(name), kind) for name, kind in kinds.items()):
-        return False
-    if not isinstance(entropy, dict) or not isinstance(keys, dict) or record["stored_tokens"] < 1:
-        return False
-    spreads = [entropy, *(keys.get(name) for name in NAMES)]
-    return all(isinstance(spread, dict) and _numbers(spread.get("mean")) for spread in spreads) and all(
-        value >= 1 for name in NAMES for value in keys[name]["mean"]
-    )
-
-
-def _numbers(values: object) -> bool:
-    return (
-        isinstance(values, list)
-        and bool(values)
-        and all(isinstance(value, int | float) and math.isfinite(value) for value in values)
-    )
+        heads = [value for record in records for value in record.keys[name].mean]  # type: ignore[index]
+        keys[name] = (fmean(heads), float(np.median(heads)), float(np.percentile(heads, 95)))
+    return Sparse(fmean(value for record in records for value in record.entropy.mean), keys)

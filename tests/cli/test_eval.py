@@ -11,6 +11,7 @@ import pytest
 from offload_decode.cli.reference import reference
 from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import python_topics
+from offload_decode.evals.tasks.ruler import Needle
 from offload_decode.models import loading
 from tests.cli.conftest import TEXT, refused, run
 from tests.evals.made_up import write_run
@@ -63,7 +64,7 @@ def test_the_selectors_index_is_built(home: Path, tmp_path: Path) -> None:
 def test_an_answered_control_and_a_repeated_text_are_said(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needle_grid.tasks.get("niah_single_2").__class__, "score", lambda *_: 1.0)
+    monkeypatch.setattr(Needle, "score", lambda *_: 1.0)
     (tmp_path / "text.txt").write_text("Too short. ")
     where = ("--text", tmp_path / "text.txt", "--out", tmp_path)
     ran = run("eval", "needle", "--model", home / "model", *SIZES, *where)
@@ -111,15 +112,9 @@ def test_an_earlier_result_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "needle.json").read_text() == "mine"
 
 
-def test_the_reference_has_it() -> None:
-    assert "$ offload-decode eval needle --help\nUsage: offload-decode eval needle [OPTIONS]" in reference()
-
-
-def test_without_matplotlib_the_extra_is_named_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'offload-decode[eval]'" in refused(2, "eval", "needle", "--out", tmp_path)
+@pytest.mark.parametrize("command", ["needle", "fidelity"])
+def test_the_reference_has_it(command: str) -> None:
+    assert f"$ offload-decode eval {command} --help\nUsage: offload-decode eval {command} " in reference()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +123,7 @@ def test_without_matplotlib_the_extra_is_named_at_once(
         ("scipy.stats", "ruler"),
         ("statsmodels.stats.proportion", "perplexity"),
         ("scipy.stats", "needle"),
+        ("matplotlib", "needle"),
         ("jinja2", "report"),
     ],
 )

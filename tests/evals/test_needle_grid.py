@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from offload_decode.cli.eval.run import PrefilledStores
-from offload_decode.common.errors import ConfigError
 from offload_decode.engine.engine import Engine
 from offload_decode.evals import needle_grid
 from offload_decode.evals.haystack import Haystack
@@ -226,12 +224,6 @@ def test_the_picture_shows_the_accuracies(tmp_path: Path) -> None:
     assert differing.max() < width * 0.45
     body = np.s_[height // 3 : height * 2 // 3, differing.min() : differing.max()]
     assert found[body].mean() < missed[body].mean() - 0.3
-
-
-def test_without_matplotlib_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'offload-decode\[eval\]'"):
-        save_needles(_grid([1.0] * 8), tmp_path / "grid.png")
 
 
 def test_a_model_that_finds_nothing_is_said_to() -> None:

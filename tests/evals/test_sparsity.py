@@ -170,7 +170,7 @@ def test_every_question_has_a_record_for_each_layer_and_part(results: Results, l
         assert (np.diff(np.array(shares), axis=0) >= 0).all()
         assert max(record["entropy"]["p95"]) <= math.log(record["stored_tokens"])
         assert record["rows"] == 2 if record["part"] == "answer" else record["rows"] > 2
-    by_layer = sparse_by(results, lambda record: record["layer"])
+    by_layer = sparse_by(results, lambda record: record.layer)
     assert list(by_layer) == list(loaded.shape.full_layers)
 
 

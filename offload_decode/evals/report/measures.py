@@ -177,7 +177,7 @@ def _nats(point: Point) -> str:
 def keys(found: Results) -> list[Block]:
     """Keys that hold the attention by task and by layer, and the entropy of every head."""
     rows = []
-    for (task, length), group in sparse_by(found, lambda one: (one["task"], one["length"])).items():
+    for (task, length), group in sparse_by(found, lambda one: (one.task, one.length)).items():
         _, median, most = group.keys["90"]
         means = [count(group.keys[name][0]) for name in NAMES]
         rest = [count(median), count(most), f"{group.entropy:.2f}", f"{group.effective:,.1f}"]
@@ -203,7 +203,7 @@ def keys(found: Results) -> list[Block]:
 
 
 def _layers(found: Results) -> list[Block]:
-    layers = sorted(sparse_by(found, lambda record: record["layer"]).items())
+    layers = sorted(sparse_by(found, lambda record: record.layer).items())
     if len(layers) < 2:
         return []
     lines = []

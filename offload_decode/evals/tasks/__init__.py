@@ -5,10 +5,9 @@ from __future__ import annotations
 from offload_decode.evals.tasks import aggregate, facts, passkey, ruler, ruler_qa
 from offload_decode.evals.tasks.base import Task
 
-_TASKS: dict[str, type[Task]] = {
-    task.name: task
-    for task in (*ruler.TASKS, *ruler_qa.TASKS, *facts.TASKS, passkey.Passkey, *aggregate.TASKS)
-}
+_ALL: tuple[type[Task], ...]
+_ALL = (*ruler.TASKS, *ruler_qa.TASKS, *facts.TASKS, passkey.Passkey, *aggregate.TASKS)
+_TASKS = {task.name: task for task in _ALL}
 
 
 def names() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offload_decode.evals.tasks import words
-from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question, most_common
+from offload_decode.evals.tasks.base import Episode, HiddenFacts, Question, Task, most_common
 
 _FIRST_NAMES = (
     "Bruno Clara Dmitri Esther Felix Hugo Irene Jonas Katya Leo Maria Nadia Omar Pablo Rachel Stefan"
@@ -240,4 +240,5 @@ def _lines(header: dict[str, str]) -> str:
     return "".join(f"{field}: {value}\n" for field, value in header.items())
 
 
+TASKS: tuple[type[Task], ...]
 TASKS = (PlainFact, KeyValue, WordPairs, CommonWords, DocumentHeader, OneHeader)
