@@ -179,11 +179,10 @@ def _ask_server(address: ServerAddress, store: str, question: _Question) -> None
         output.note(answer.describe(time.monotonic() - began))
 
 
-def answer_fields(given: Answer | Given) -> dict[str, object]:
+def answer_fields(given: Answer) -> dict[str, object]:
     """The fields of an answer in JSON."""
-    tokens = given.tokens if isinstance(given.tokens, int) else len(given.tokens)
     cited = {} if given.citations is None else {"citations": list(map(asdict, given.citations))}
-    return {"answer": given.text, "tokens": tokens, "finish": given.finish, **cited}
+    return {"answer": given.text, "tokens": len(given.tokens), "finish": given.finish, **cited}
 
 
 def approximations(manifest: Manifest) -> str:
@@ -325,11 +324,11 @@ def _answers_of_cluster(
     cluster: Cluster,
     config: EngineConfig,
 ) -> DocumentAnswers:
-    from offload_decode.prefill_jobs.on_ray.asking import Part, answer_on_ray
+    from offload_decode.prefill_jobs.on_ray.asking import QuestionBatch, answer_on_ray
 
     stores = [asked.collection.address(entry) for entry in documents]
     remote = asked.on_other_machines(stores)
-    parts = [Part(store, (question.text,)) for store in stores]
+    parts = [QuestionBatch(store, (question.text,)) for store in stores]
     tokens, cites = question.wanted.max_new_tokens, question.wanted.cite
     for number, result in answer_on_ray(parts, cluster, config, tokens, cites, remote):
         yield documents[number], result if isinstance(result, OffloadDecodeError) else result[0], ""

@@ -45,7 +45,8 @@ from offload_decode.cli.questions import (
 from offload_decode.common.errors import ConfigError, OffloadDecodeError
 
 if TYPE_CHECKING:
-    from offload_decode.prefill_jobs.on_ray.workers import Cluster, TaskProgress
+    from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
+    from offload_decode.prefill_jobs.on_ray.workers import Cluster
 
 
 @with_groups
@@ -230,15 +231,15 @@ def _answer_on_ray(cluster: Cluster, left: dict[str, list[Question]], job: Batch
     if not left:
         return
 
-    from offload_decode.prefill_jobs.on_ray.asking import Part, answer_on_ray
+    from offload_decode.prefill_jobs.on_ray.asking import QuestionBatch, answer_on_ray
 
     given = [(store, part) for store, group in left.items() for part in job.parts(group)]
-    parts = [Part(store, tuple(question.text for question in group)) for store, group in given]
+    parts = [QuestionBatch(store, tuple(question.text for question in group)) for store, group in given]
 
-    def watch(standing: TaskProgress) -> None:
-        fetching = sum(size > 0 for _, size in standing.values())
+    def watch(running: TaskProgress) -> None:
+        fetching = sum(size > 0 for _, size in running.values())
         fetch = f", {fetching} of them fetching" if fetching else ""
-        at_work = f"{len(standing)} at work{fetch}" if standing else "(waiting for workers)"
+        at_work = f"{len(running)} at work{fetch}" if running else "(waiting for workers)"
         job.progress("answer", job.done, job.total, at_work)
 
     remote = None if job.collection is None else job.collection.on_other_machines(left)

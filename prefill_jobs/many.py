@@ -61,6 +61,11 @@ class Texts:
     skipped: tuple[Skipped, ...]
 
     @property
+    def store(self) -> str:
+        """The path or URL of its store."""
+        return self.job.store
+
+    @property
     def characters(self) -> int:
         """The length of all texts."""
         return sum(len(document.text) for document in self.documents)

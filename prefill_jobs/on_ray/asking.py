@@ -24,30 +24,23 @@ from offload_decode.models.loading import LoadedModel, load
 from offload_decode.models.size_estimate import outline
 from offload_decode.planning.caps import Caps, admit_question, apply_caps, check_ask, planned_ask
 from offload_decode.prefill_jobs.buckets.collections import RemoteStores
-from offload_decode.prefill_jobs.on_ray.store_workers import StoreWorker, routed
-from offload_decode.prefill_jobs.on_ray.workers import (
-    Cluster,
-    Pool,
-    TaskProgress,
-    connected,
-    installed,
-    shares,
-)
+from offload_decode.prefill_jobs.on_ray.pool import TaskProgress, pool_of
+from offload_decode.prefill_jobs.on_ray.workers import Cluster, Worker
 from offload_decode.store.reader import KVStore
-from offload_decode.types import CitedDocument, StepStats
+from offload_decode.types import Answer
 
 OPEN = 4
 """Stores that a worker keeps open."""
 
 
 @dataclass(frozen=True)
-class How:
-    """What all workers get. `stores`: the absolute paths of all stores to ask or, where they are `far`, their
-    URLs.
+class AskSetup:
+    """What all workers get. `stores`: the absolute paths of all stores to ask or, where they are `remote`,
+    their URLs.
     """
 
     stores: tuple[str, ...]
-    far: RemoteStores | None
+    remote: RemoteStores | None
     config: EngineConfig
     caps: Caps
     max_new_tokens: int
@@ -55,25 +48,11 @@ class How:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Questions to one store, answered in one batch."""
+class QuestionBatch:
+    """Questions to one store, answered together."""
 
     store: str
     questions: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Given:
-    """An answer; `tokens`: their number."""
-
-    text: str
-    tokens: int
-    finish: str
-    citations: tuple[CitedDocument, ...] | None
-    stats: StepStats
-
-
-Answered = list[Given] | OffloadDecodeError
 
 
 class Opened(NamedTuple):
@@ -83,30 +62,30 @@ class Opened(NamedTuple):
     held: ExitStack
 
 
-class Asker(StoreWorker):
-    """Answers questions, with one model and the stores that were asked last; it stands at bytes of a fetched
-    store.
+class Asker(Worker):
+    """Answers questions, with one model and the stores that were asked last. Its progress is in bytes of a
+    store that it fetches.
     """
 
-    def __init__(self, how: How) -> None:
-        super().__init__(how.stores, how.far)
-        self.how = how
+    def __init__(self, setup: AskSetup) -> None:
+        super().__init__(setup.stores, setup.remote)
+        self.setup = setup
         self.before = 0
         self.model: tuple[tuple[str, str, str], LoadedModel] | None = None
         self.opened: OrderedDict[str, Opened] = OrderedDict()
-        self.most = OPEN if how.far is None else 1  # an open store cannot leave the cache
+        self.most = OPEN if setup.remote is None else 1  # an open store cannot leave the cache
 
     def begin(self) -> None:
         """Apply the caps; the model is loaded for the first store."""
-        apply_caps(self.how.caps, self.how.config.device)
+        apply_caps(self.setup.caps, self.setup.config.device)
         self.before = own_memory()
 
-    def done(self, task: Part) -> list[Given]:
+    def run(self, task: QuestionBatch) -> list[Answer]:
         """Greedy answers."""
-        given = self._engine(task.store).answer_many(
-            task.questions, self.how.max_new_tokens, len(task.questions), self.how.cites
+        questions, setup = task.questions, self.setup
+        return self._engine(task.store).answer_many(
+            questions, setup.max_new_tokens, len(questions), setup.cites
         )
-        return [Given(one.text, len(one.tokens), one.finish, one.citations, one.stats) for one in given]
 
     def _engine(self, store: str) -> Engine:
         """An open store with its model; the least recently asked one is closed."""
@@ -124,7 +103,7 @@ class Asker(StoreWorker):
             self.opened.popitem(last=False)[1].held.close()
 
     def _open(self, path: str) -> Engine:
-        config, caps = self.how.config, self.how.caps
+        config, caps = self.setup.config, self.setup.caps
         store = KVStore.open(path)
         named = store.manifest.model_id if config.model is None else config.model
         index = default_kind(store)
@@ -141,26 +120,23 @@ class Asker(StoreWorker):
 
 
 def answer_on_ray(
-    parts: Sequence[Part],
+    batches: Sequence[QuestionBatch],
     cluster: Cluster,
     config: EngineConfig,
     max_new_tokens: int,
     cites: bool = False,
-    far: RemoteStores | None = None,
-    watch: Callable[[TaskProgress], None] = lambda standing: None,
-) -> Iterator[tuple[int, Answered]]:
-    """The number of each part with its answers or an error, in order of completion. With `far`, stores are
-    URLs; else paths on the workers' machines. `watch` gets the fetched bytes of the stores of the parts at
-    work.
+    remote: RemoteStores | None = None,
+    watch: Callable[[TaskProgress], None] = lambda progress: None,
+) -> Iterator[tuple[int, list[Answer] | OffloadDecodeError]]:
+    """The number of each batch with its answers or an error, in order of completion. With `remote`, stores
+    are URLs; else paths on the workers' machines. `watch` gets the fetched bytes of the stores of the running
+    batches.
 
-    Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers.
+    Raises as `pool_of`.
     """
-    ray = installed("--workers ray")
-    if far is None:
-        parts = [Part(os.path.abspath(part.store), part.questions) for part in parts]
-    stores = tuple(dict.fromkeys(part.store for part in parts))
-    how = How(stores, far, config, cluster.caps, max_new_tokens, cites)
-    with connected(ray, cluster.address):
-        count, share = shares(ray, cluster.workers, config.device, grows=True)
-        pool = Pool(ray, Asker, how, min(count, len(parts)), share)
-        yield from routed(pool, parts, watch, "answered", far is not None)
+    if remote is None:
+        batches = [QuestionBatch(os.path.abspath(one.store), one.questions) for one in batches]
+    stores = tuple(dict.fromkeys(one.store for one in batches))
+    setup = AskSetup(stores, remote, config, cluster.caps, max_new_tokens, cites)
+    with pool_of(cluster, config.device, Asker, setup, len(batches), remote is not None) as pool:
+        yield from pool.run(batches, "answered", watch)

@@ -22,21 +22,9 @@ from offload_decode.prefill_jobs.destinations import destination_of
 from offload_decode.prefill_jobs.folders import EVERYTHING, Rules
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.job import PrefillReport, Settings, make, prepare, settled
-from offload_decode.prefill_jobs.many import OF_ONE, Job, Result, Results, Texts, Watch, read_all
-from offload_decode.prefill_jobs.on_ray.store_workers import StoreWorker, routed
-from offload_decode.prefill_jobs.on_ray.workers import (
-    Cluster,
-    Lost,
-    Pool,
-    TaskProgress,
-    Waiting,
-    Worker,
-    after_the_lost,
-    all_lost,
-    connected,
-    installed,
-    shares,
-)
+from offload_decode.prefill_jobs.many import OF_ONE, Job, Results, Texts, Watch, read_all
+from offload_decode.prefill_jobs.on_ray.pool import Lost, Pool, TaskProgress, pool_of
+from offload_decode.prefill_jobs.on_ray.workers import Cluster, Worker, after_the_lost, installed
 
 
 @dataclass(frozen=True)
@@ -53,41 +41,29 @@ class PrefillSetup:
 
 
 class Prefiller(Worker):
-    """Prefills one corpus after another with one model; it stands at so many tokens."""
+    """Prefills one corpus after another with one model. Its progress is in tokens."""
 
-    def __init__(self, how: PrefillSetup) -> None:
+    loaded: LoadedModel
+
+    def __init__(self, setup: PrefillSetup) -> None:
         super().__init__()
-        self.how = how
-        self.loaded: LoadedModel | None = None
+        self.setup = setup
 
-    def load(self) -> OffloadDecodeError | None:
+    def begin(self) -> None:
         """Load the model, under the caps."""
-        how = self.how
-        try:
-            chunk = how.settings.chunk
-            check_prefill(
-                outline(how.model), chunk, how.dtype, how.device, how.caps, own_memory(), how.weights
-            )
-            apply_caps(how.caps, how.device)
-            self.loaded = load(how.model, how.device, how.dtype, how.weights)
-        except OffloadDecodeError as error:
-            return error
-        return None
+        own = self.setup
+        given = own.settings.chunk, own.dtype, own.device, own.caps, own_memory(), own.weights
+        check_prefill(outline(own.model), *given)
+        apply_caps(own.caps, own.device)
+        self.loaded = load(own.model, own.device, own.dtype, own.weights)
 
-    def do(self, texts: Texts) -> Result:
+    def run(self, task: Texts) -> PrefillReport:
         """One corpus to its store."""
-        self._standing = (0, 0)
-        if self.loaded is None and (error := self.load()):
-            return error
-        try:
-            return after_the_lost(lambda: self._prefill(texts))
-        except OffloadDecodeError as error:
-            return error
+        return after_the_lost(lambda: self._prefill(task))
 
     def _prefill(self, texts: Texts) -> PrefillReport:
-        assert self.loaded is not None
-        work = prepare(self.loaded, texts.documents, self.how.settings, texts.skipped)
-        place = destination_of(texts.job.store, self.how.staging)
+        work = prepare(self.loaded, texts.documents, self.setup.settings, texts.skipped)
+        place = destination_of(texts.store, self.setup.staging)
         return settled(work, place) or make(self.loaded, work, place, self._note)
 
     def _note(self, stage: str, done: int, total: int) -> None:
@@ -109,20 +85,15 @@ def prefill_on_ray(
     progress: Watch = lambda stage, done, total, about: None,
 ) -> Results:
     """`many.prefill_many` on the workers of a cluster, whose machines need the model and the folders or
-    buckets of the stores, but neither the corpora nor any file of this process.
-
-    Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers.
+    buckets of the stores, but neither the corpora nor any file of this process. Raises as `pool_of`.
     """
-    ray = installed("--workers ray")
+    installed("--workers ray")  # or else stop before the corpora are read
     here = [job if "://" in job.store else replace(job, store=os.path.abspath(job.store)) for job in jobs]
     results, texts = read_all(here, staging, rules)
     if texts:
-        how = PrefillSetup(
-            model, device, dtype, weights, settings, staging and staging.absolute(), cluster.caps
-        )
-        with connected(ray, cluster.address):
-            count, share = shares(ray, cluster.workers, device, grows=True)
-            pool = Pool(ray, Prefiller, how, min(count, len(texts)), share)
+        staged = staging and staging.absolute()
+        setup = PrefillSetup(model, device, dtype, weights, settings, staged, cluster.caps)
+        with pool_of(cluster, device, Prefiller, setup, len(texts), anywhere=True) as pool:
             results |= prefilled(pool, texts, progress)
     return {job: results[own] for job, own in zip(jobs, here, strict=True)}
 
@@ -131,28 +102,26 @@ def prefilled(pool: Pool, texts: Sequence[Texts], progress: Watch) -> Results:
     """The result of every corpus. Raises errors that concern all of them."""
     results: Results = {}
 
-    def watch(standing: TaskProgress) -> None:
-        progress(*_progress(texts, results, standing))
+    def watch(running: TaskProgress) -> None:
+        progress(*_progress(texts, results, running))
 
-    for number, result in pool.run(texts, watch, Waiting(range(len(texts)), anywhere=True)):
-        if isinstance(result, Lost):
-            result = all_lost("prefilled it", result)
-        elif not isinstance(result, (PrefillReport, *OF_ONE)):
+    for number, result in pool.run(texts, "prefilled it", watch):
+        if not isinstance(result, (PrefillReport, Lost, *OF_ONE)):
             raise result
         results[texts[number].job] = result
     return results
 
 
-def _progress(texts: Sequence[Texts], results: Results, standing: TaskProgress) -> tuple[str, int, int, str]:
+def _progress(texts: Sequence[Texts], results: Results, running: TaskProgress) -> tuple[str, int, int, str]:
     """Tokens done, and of how many; those of corpora that are not begun are estimated by length."""
     length = {own.job: own.characters for own in texts}
     made = {job: found.n_tokens for job, found in results.items() if isinstance(found, PrefillReport)}
-    known = made | {texts[number].job: total for number, (_, total) in standing.items() if total}
-    about = f"{len(results)} of {len(texts)} done, {len(standing)} at work"
+    known = made | {texts[number].job: total for number, (_, total) in running.items() if total}
+    about = f"{len(results)} of {len(texts)} done, {len(running)} at work"
     if not known:
         return "start workers", 0, 1, about
     each = sum(known.values()) / sum(length[job] for job in known)
-    done = sum(length[job] for job in results) * each + sum(now for now, _ in standing.values())
+    done = sum(length[job] for job in results) * each + sum(now for now, _ in running.values())
     return "prefill", round(done), round(sum(length.values()) * each), about
 
 
@@ -167,34 +136,33 @@ class IndexSetup:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A store to index."""
+class StoreToIndex:
+    """A store at an absolute path."""
 
     store: str
 
 
-class Indexer(StoreWorker):
-    """Indexes one store after another; it stands at so many heads."""
+class Indexer(Worker):
+    """Indexes one store after another. Its progress is in heads."""
 
-    def __init__(self, how: IndexSetup) -> None:
-        super().__init__(how.stores)
-        self.how = how
+    def __init__(self, setup: IndexSetup) -> None:
+        super().__init__(setup.stores)
+        self.setup = setup
 
     def begin(self) -> None:
         """Raises where this kind of index cannot be built on this machine, as where a library is missing."""
-        registry.get(self.how.kind)
+        registry.get(self.setup.kind)
 
-    def done(self, task: Whole) -> BuildReport:
+    def run(self, task: StoreToIndex) -> BuildReport:
         """The indexes of a store."""
-        self._standing = (0, 0)
-        how = self.how
+        path, own = Path(task.store), self.setup
         return after_the_lost(
-            lambda: build_indexes(Path(task.store), how.kind, recall=how.recall, k=how.k, progress=self._note)
+            lambda: build_indexes(path, own.kind, recall=own.recall, k=own.k, progress=self._note)
         )
 
 
-Indexed = dict[Path, BuildReport | OffloadDecodeError]
-"""The result of every store."""
+Indexed = dict[int, BuildReport | OffloadDecodeError]
+"""The result of every store, by its number."""
 
 
 def index_on_ray(
@@ -205,34 +173,28 @@ def index_on_ray(
     recall: float = 0.98,
     k: int = 100,
     progress: Watch = lambda stage, done, total, about: None,
-) -> Indexed:
-    """`build_indexes` of every store, on workers that have it at its path.
-
-    Raises `ConfigError` where Ray is not installed, `OffloadDecodeError` where no cluster answers, and for a
+) -> dict[Path, BuildReport | OffloadDecodeError]:
+    """`build_indexes` of every store, on workers that have it at its path. Raises as `pool_of`, and for a
     kind of index that cannot be built.
     """
-    ray = installed("--workers ray")
-    tasks = [Whole(os.path.abspath(store)) for store in stores]
-    how = IndexSetup(tuple(task.store for task in tasks), kind, recall, k)
-    with connected(ray, cluster.address):
-        count, share = shares(ray, cluster.workers, "cpu", grows=True)
-        built = indexed(Pool(ray, Indexer, how, min(count, len(tasks)), share), tasks, progress)
+    tasks = [StoreToIndex(os.path.abspath(store)) for store in stores]
+    setup = IndexSetup(tuple(task.store for task in tasks), kind, recall, k)
+    with pool_of(cluster, "cpu", Indexer, setup, len(tasks)) as pool:
+        built = indexed(pool, tasks, progress)
     return {store: built[number] for number, store in enumerate(stores)}
 
 
-def indexed(
-    pool: Pool, tasks: Sequence[Whole], progress: Watch
-) -> dict[int, BuildReport | OffloadDecodeError]:
-    """`index_on_ray` by the workers of a pool; results by number."""
-    results: dict[int, BuildReport | OffloadDecodeError] = {}
+def indexed(pool: Pool, tasks: Sequence[StoreToIndex], progress: Watch) -> Indexed:
+    """`index_on_ray` by the workers of a pool."""
+    results: Indexed = {}
 
-    def watch(standing: TaskProgress) -> None:
+    def watch(running: TaskProgress) -> None:
         heads = [found.heads for found in results.values() if isinstance(found, BuildReport)]
-        known = heads + [total for _, total in standing.values() if total]
+        known = heads + [total for _, total in running.values() if total]
         each = sum(known) / len(known) if known else 0  # estimates those that are not begun
-        done = sum(heads) + sum(now for now, _ in standing.values())
-        about = f"{len(results)} of {len(tasks)} done, {len(standing)} at work"
+        done = sum(heads) + sum(now for now, _ in running.values())
+        about = f"{len(results)} of {len(tasks)} done, {len(running)} at work"
         progress("index" if known else "start workers", done, round(each * len(tasks)) or 1, about)
 
-    results.update(routed(pool, tasks, watch, "indexed it"))
+    results.update(pool.run(tasks, "indexed it", watch))
     return results

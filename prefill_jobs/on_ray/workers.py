@@ -1,30 +1,42 @@
-"""Workers on a Ray cluster: connecting to one, its resources for workers, and tasks for them.
+"""Workers on a Ray cluster: connecting to one, its resources for workers, and what a worker is.
 
-Ray starts a worker as soon as a machine has room for it, restarts a lost one, and gives it its task again.
-What is left is one loop: a worker that is ready takes the next task, preferably of a store on its machine.
 Ray is imported here alone.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
 import os
+import platform
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from offload_decode.common.errors import ConfigError, OffloadDecodeError, StoreBusy
+from offload_decode.common.errors import (
+    BucketError,
+    ConfigError,
+    DoesNotFit,
+    OffloadDecodeError,
+    StoreBusy,
+    StoreError,
+)
 from offload_decode.planning.caps import Caps
+from offload_decode.store.staging import surfaced
+
+if TYPE_CHECKING:
+    from offload_decode.prefill_jobs.buckets.collections import RemoteStores
+    from offload_decode.prefill_jobs.buckets.transfer import Progress
 
 TRIES = 6
 """Workers that a task may lose before it has failed; a few may be lost at random as they start."""
+ACTOR_OPTIONS = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
 POLL_S = 0.5
+PATIENCE_S = 30.0
+"""How long a worker waits for the users of stores that would have to leave the cache of its machine."""
 
 _LOCK_S = 30.0
 _ENVIRONMENT = {
@@ -32,10 +44,7 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",  # else it reports lost workers on stdout
 }
 
-Task = TypeVar("Task")
 Result = TypeVar("Result")
-TaskProgress = dict[int, tuple[int, int]]
-"""Of the running tasks, by number: how much is done, and of how much; (0, 0) before that is known."""
 
 
 @dataclass(frozen=True)
@@ -111,50 +120,6 @@ def installed(option: str) -> Any:
         ) from error
 
 
-class Worker(ABC):
-    """In a process of its own, on any machine. Errors of this project are returned, because Ray wraps those
-    that are raised.
-    """
-
-    def __init__(self) -> None:
-        self._standing = (0, 0)
-
-    @abstractmethod
-    def load(self) -> Any:
-        """Get ready for tasks. Returns an error, or the stores on its machine, if it has any. A worker in
-        place of a lost one is not asked to; one that answered `TryAgain` is, and is dismissed where it
-        returns an error.
-        """
-
-    @abstractmethod
-    def do(self, task: Any) -> Any:
-        """Do a task, with which another worker may have been lost. The answer may be `Told`, its result
-        `TryAgain`.
-        """
-
-    def standing(self) -> tuple[int, int]:
-        """How much of the running task is done, and of how much; asked from another thread."""
-        return self._standing
-
-    def _note(self, stage: str, done: int, total: int) -> None:
-        self._standing = (done, total)
-
-
-class Lost(Exception):
-    """A task has lost its worker `TRIES` times."""
-
-
-@dataclass(frozen=True)
-class Told:
-    """A result, with the stores that are `here`, on the worker's machine, from now on: a worker in place of a
-    lost one may run elsewhere, and stores come and go. The result is None where the task is not for that
-    machine.
-    """
-
-    here: frozenset[str]
-    result: Any
-
-
 class TryAgain(Exception):
     """The result of a task that cannot be done here and now: it is tried again, as if its worker had been
     lost, and after `TRIES` workers `error` is its result.
@@ -165,164 +130,109 @@ class TryAgain(Exception):
         self.error = error
 
 
-class Waiting:
-    """Waiting tasks, by number, each of a store. A worker stays with the store of its last task, then takes
-    one on its machine, the stores by turns. `anywhere`: where none is on its machine, any other store will
-    do.
+@dataclass(frozen=True)
+class Reply:
+    """What a worker returns. `result`: of a task, None where it is not for that machine; an error of this
+    project is returned, because Ray wraps those that are raised. `stores`: those on its machine, where they
+    may have changed: a worker in place of a lost one may run elsewhere, and fetched stores come and go.
     """
 
-    def __init__(self, stores: Sequence[object], anywhere: bool) -> None:
-        self._stores, self._anywhere = stores, anywhere
-        self._left: OrderedDict[object, deque[int]] = OrderedDict()
-        self._turn: dict[object, int] = {}  # of each store in `_left`, in the same order
-        self._turns = itertools.count()
-        for number in range(len(stores)):
-            self.add(number)
-
-    def __bool__(self) -> bool:
-        return bool(self._left)
-
-    def add(self, number: int) -> None:
-        """A task waits, or waits again."""
-        store = self._stores[number]
-        if store not in self._left:
-            self._left[store], self._turn[store] = deque(), next(self._turns)
-        self._left[store].append(number)
-
-    def take(self, here: Collection[object], last: int | None) -> int | None:
-        """The next task for a worker with the stores `here` on its machine, or None; `last`: its last one."""
-        left = self._left
-        store = None if last is None else self._stores[last]
-        if store not in left or store not in here:
-            if len(left) <= len(here):
-                store = next((one for one in left if one in here), None)
-            else:
-                store = min((one for one in here if one in left), key=self._turn.__getitem__, default=None)
-            if store is None and self._anywhere:
-                store = next(iter(left), None)
-        if store is None:
-            return None
-        number = left[store].popleft()
-        if left[store]:
-            left.move_to_end(store)  # the next worker takes another one
-            self._turn[store] = next(self._turns)
-        else:
-            del left[store]
-        return number
+    result: Any = None
+    stores: frozenset[str] | None = None
 
 
-class Pool:
-    """Workers of the class `kind`, made with `how`, each with a `share` of a machine."""
+class Worker(ABC):
+    """In a process of its own, on any machine. It knows which of the `stores` are there: at their paths or,
+    where they are `remote`, in its cache.
+    """
 
-    def __init__(self, ray: Any, kind: type[Worker], how: object, count: int, share: dict[str, int]) -> None:
-        self.ray = ray
-        options = {
-            **share,
-            "max_restarts": -1,
-            "max_task_retries": TRIES - 1,
-            "max_concurrency": 2,
-            "scheduling_strategy": "SPREAD",
-        }
-        self._start: Callable[[], list[Any]] = lambda: [
-            ray.remote(kind).options(**options).remote(how) for _ in range(count)
-        ]
-        self.workers: list[Any] = []
-        self._asked: dict[Any, int] = {}
-        self._asked_at = -POLL_S
-        self._standing: TaskProgress = {}
+    def __init__(self, stores: Sequence[str] = (), remote: RemoteStores | None = None) -> None:
+        self.stores, self.remote = stores, remote
+        self.ready = False
+        self._progress = (0, 0)
+        self._failed = 0
+        self._by_name = {remote.name(store): store for store in stores} if remote else {}
 
-    def run(
-        self, tasks: Sequence[Task], watch: Callable[[TaskProgress], None], waiting: Waiting
-    ) -> Iterator[tuple[int, Any]]:
-        """The number of each task with its result, in order of completion: what `do` returned, or `Lost`.
-        Tasks that no worker takes stay in `waiting`.
+    @abstractmethod
+    def begin(self) -> None:
+        """Get ready for tasks."""
 
-        Raises the error that the first `load` of a worker returns, what `do` raises, and `OffloadDecodeError`
-        where all workers are lost while they load.
+    @abstractmethod
+    def run(self, task: Any) -> Any:
+        """The result of a task, with which another worker may have been lost."""
+
+    def here(self) -> frozenset[str]:
+        """The stores on this machine."""
+        if self.remote is None:
+            return frozenset(filter(os.path.exists, self.stores))
+        return frozenset(self._by_name[name] for name in self.remote.here() if name in self._by_name)
+
+    def load(self) -> Reply:
+        """`begin`, then the stores on this machine. A worker in place of a lost one is not asked to; one that
+        answered `TryAgain` is, and is dismissed where it returns an error.
         """
-        here, unloaded = dict[int, frozenset[str]](), None
-        came_back, promised, tries = False, self._loading(), Counter[int]()
-        while promised and (waiting or any(number is not None for _, number in promised.values())):
-            for promise in self.ray.wait(list(promised), num_returns=1, timeout=POLL_S)[0]:
-                own, number = promised.pop(promise)
-                worker = self.workers[own]
-                result = self._got(promise)
-                if isinstance(result, Told):
-                    came_back |= own in here and here[own] != result.here  # its machine has no worker now
-                    here[own], result = result.here, result.result
-                if number is not None:
-                    self._standing.pop(number, None)
-                    if again := isinstance(result, TryAgain):
-                        tries[number] += 1
-                        result = result.error if tries[number] == TRIES else None
-                    if result is None:
-                        waiting.add(number)
-                        came_back = True
-                    else:
-                        yield number, result
-                    if again:
-                        promised[worker.load.remote()] = own, None
-                        continue
-                elif isinstance(result, Lost) or (own in here and isinstance(result, OffloadDecodeError)):
-                    unloaded = result
-                    self.ray.kill(worker)
-                    continue
-                elif isinstance(result, OffloadDecodeError):
-                    raise result
-                else:
-                    here[own] = result or frozenset()
-                following = waiting.take(here[own], number)
-                if following is None:
-                    self.ray.kill(worker)  # a lost one may wait for its share
-                else:
-                    promised[worker.do.remote(self.ray.put(tasks[following]))] = own, following
-            if not waiting:
-                self._dismiss_unready(promised)
-            self._poll({at: self.workers[own] for own, at in promised.values() if at is not None})
-            watch(dict(self._standing))
-            if waiting and came_back and not promised:  # those that could take it may be dismissed
-                came_back, promised = False, self._loading()
-        if waiting and unloaded and not here:
-            raise OffloadDecodeError(
-                f"{TRIES} Ray workers were lost while they loaded the model, the last with: {unloaded}; "
-                "see that their machines have the memory for it"
-            ) from unloaded
-
-    def _dismiss_unready(self, promised: dict[Any, tuple[int, int | None]]) -> None:
-        """Workers that still wait for a machine no longer need one."""
-        for promise in [promise for promise, (_, number) in promised.items() if number is None]:
-            self.ray.kill(self.workers[promised.pop(promise)[0]])
-
-    def _loading(self) -> dict[Any, tuple[int, int | None]]:
-        """New workers: a promise of each, with its number and that of its task."""
-        known = len(self.workers)
-        self.workers += self._start()
-        return {
-            worker.load.remote(): (own, None) for own, worker in enumerate(self.workers[known:], start=known)
-        }
-
-    def _got(self, promise: Any) -> Any:
-        """What a worker answered, or `Lost`; raises what it raised."""
-        errors = self.ray.exceptions
         try:
-            return self.ray.get(promise)
-        except errors.RayTaskError as error:
-            raise error.cause or error from error
-        except errors.RayError as error:
-            return Lost(str(error).strip().splitlines()[0])
+            if self.remote is not None:
+                self.remote.check()
+            if not self.ready:
+                self.begin()
+            if self._failed >= TRIES:
+                return Reply(OffloadDecodeError(f"{TRIES} stores in a row could not be fetched"))
+        except BucketError as error:
+            return Reply(_on_this_machine(error))
+        except OffloadDecodeError as error:
+            return Reply(error)
+        self.ready = True
+        return Reply(stores=self.here())
 
-    def _poll(self, at_work: dict[int, Any]) -> None:
-        """Ask all workers now and then: a question costs as much as handing out a task."""
-        if time.monotonic() - self._asked_at >= POLL_S:
-            self._asked_at = time.monotonic()
-            waiting = list(self._asked)
-            for promise in self.ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []:
-                number = self._asked.pop(promise)
-                with suppress(self.ray.exceptions.RayError):
-                    self._standing[number] = self.ray.get(promise)
-            for number in at_work.keys() - self._asked.values():
-                self._asked[at_work[number].standing.remote()] = number
-        self._standing = {number: self._standing.get(number, (0, 0)) for number in at_work}
+    def do(self, task: Any) -> Reply:
+        """The result of a task; `TryAgain` where its store could not be fetched."""
+        self._progress = (0, 0)
+        loaded = Reply() if self.ready else self.load()
+        if loaded.result is not None:
+            lasting = not isinstance(loaded.result, BucketError)
+            return loaded if lasting else Reply(TryAgain(loaded.result))
+        if loaded.stores is not None and self.stores and not self.remote and task.store not in loaded.stores:
+            return loaded
+        try:
+            result = self.run(task)
+        except (OffloadDecodeError, TryAgain) as problem:
+            result = problem
+        return Reply(result, self.here() if self.remote else loaded.stores)
+
+    def progress(self) -> tuple[int, int]:
+        """How much of the running task is done, and of how much; asked from another thread."""
+        return self._progress
+
+    @contextmanager
+    def held(self, store: str) -> Iterator[str]:
+        """The path of a store while it is used. Raises `TryAgain` where this machine cannot fetch it now."""
+        if self.remote is None:
+            yield store
+            return
+        with ExitStack() as stack:
+            try:
+                with surfaced(self.remote.folder, "what was fetched", "batch"):
+                    path = stack.enter_context(self.remote.held(store, self._fetching, PATIENCE_S))
+            except (BucketError, StoreError, DoesNotFit) as error:
+                if isinstance(error, StoreError) and type(error) is not StoreError:
+                    raise  # the store itself is wrong, on every machine
+                self._failed += 1
+                raise TryAgain(_on_this_machine(error)) from error
+            self._failed = 0
+            yield str(path)
+
+    @contextmanager
+    def _fetching(self) -> Iterator[Progress]:
+        yield self._note
+        self._progress = (0, 0)
+
+    def _note(self, stage: str, done: int, total: int) -> None:
+        self._progress = (done, total)
+
+
+def _on_this_machine(error: OffloadDecodeError) -> OffloadDecodeError:
+    return type(error)(f"on the machine {platform.node()}: {error}")
 
 
 def after_the_lost(work: Callable[[], Result]) -> Result:
@@ -343,11 +253,3 @@ def is_second_try() -> bool:
     """In a worker: whether it was started in place of a lost one."""
     context = importlib.import_module("ray").get_runtime_context()
     return bool(context.was_current_actor_reconstructed)
-
-
-def all_lost(verb: str, last: Lost) -> OffloadDecodeError:
-    """The error of a task whose workers were lost while they `verb` (in the past tense)."""
-    return OffloadDecodeError(
-        f"{TRIES} Ray workers were lost while they {verb}, the last with: {last}; see that their "
-        "machines have the memory for it, and run the same command again to go on"
-    )

@@ -19,7 +19,7 @@ from offload_decode.config import EngineConfig
 from offload_decode.engine.engine import Engine
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray import attending
-from offload_decode.prefill_jobs.on_ray.attending import Attender, How, scattered
+from offload_decode.prefill_jobs.on_ray.attending import Attender, AttendSetup, scattered
 from offload_decode.prefill_jobs.on_ray.workers import Cluster
 from offload_decode.store.base import ranges
 from offload_decode.store.reader import KVStore
@@ -33,19 +33,25 @@ class LostError(Exception):
     pass
 
 
+class RayTaskError(LostError):
+    cause = StoreMismatch("damaged")
+
+
 class Here:
     """Ray, with workers in this process; `lost`: what is raised where a result is waited for."""
 
     def __init__(self, lost: Exception | None = None) -> None:
         self.lost = lost
         self.started: list[Attender] = []
-        self.exceptions = SimpleNamespace(RayError=LostError, RayTaskError=ZeroDivisionError)
+        self.exceptions = SimpleNamespace(RayError=LostError, RayTaskError=RayTaskError)
         self.nodes = lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}]
         self.init = self.shutdown = lambda **_: None
         self.put = lambda value: value
 
     def remote(self, kind: type[Attender]) -> Any:
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda how: self._start(kind(how))))
+        return SimpleNamespace(
+            options=lambda **_: SimpleNamespace(remote=lambda setup: self._start(kind(setup)))
+        )
 
     def _start(self, worker: Attender) -> Any:
         self.started.append(worker)
@@ -71,7 +77,7 @@ def test_two_workers_answer_as_one_process(store: Path, monkeypatch: pytest.Monk
     alone = engine.answer("Why?", 6)
     assert given.tokens == alone.tokens
     assert (given.stats.selected, given.stats.rows) == (alone.stats.selected, alone.stats.rows)
-    assert [(one.how.start, one.how.end) for one in ray.started] == ranges(
+    assert [(one.setup.start, one.setup.end) for one in ray.started] == ranges(
         engine.prefix.length, 2, engine.store.manifest.page_size
     )
 
@@ -79,17 +85,18 @@ def test_two_workers_answer_as_one_process(store: Path, monkeypatch: pytest.Monk
 def test_a_worker_in_place_of_a_lost_one_opens_its_part(store: Path) -> None:
     opened = KVStore.open(store)
     own = opened.manifest
-    how = How(str(store), opened.store_digest, 0, own.page_size, CONFIG, Caps())
+    setup = AttendSetup(str(store), opened.store_digest, 0, own.page_size, CONFIG, Caps())
     query = np.zeros((1, own.shape.query_heads, 1, own.shape.head_dim), np.float32)
-    found = Attender(how).attend(own.shape.full_layers[0], query, 1.0, None)
-    assert not isinstance(found, OffloadDecodeError)
+    found = Attender(setup).attend(own.shape.full_layers[0], query, 1.0, None)
     assert np.allclose(found[1], np.log(own.page_size)), "every token counts alike for a query of zeros"
 
 
 def test_a_worker_that_finds_another_store_says_so(store: Path, tmp_path: Path) -> None:
-    how = How(str(store), "another", 0, 16, CONFIG, Caps())
-    assert isinstance(Attender(how).open(), StoreMismatch)
-    assert isinstance(Attender(replace(how, store=str(tmp_path / "none.kv"))).open(), StoreNotFound)
+    setup = AttendSetup(str(store), "another", 0, 16, CONFIG, Caps())
+    with pytest.raises(StoreMismatch):
+        Attender(setup).open()
+    with pytest.raises(StoreNotFound):
+        Attender(replace(setup, store=str(tmp_path / "none.kv"))).open()
 
 
 def test_errors_and_losses_of_workers_are_sentences(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +109,8 @@ def test_errors_and_losses_of_workers_are_sentences(store: Path, monkeypatch: py
         apart.answer("Why?", 2)
     ray = use(Here(), monkeypatch)
     with scattered(engine, Cluster("ray", 2, Caps()), CONFIG) as apart:
-        monkeypatch.setattr(ray, "get", lambda promises: [OffloadDecodeError("damaged")])
-        with pytest.raises(OffloadDecodeError, match=r"^damaged$"):
+        ray.lost = RayTaskError("Ray's own words")
+        with pytest.raises(StoreMismatch, match=r"^damaged$"):
             apart.answer("Why?", 2)
 
 

@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,55 +19,39 @@ from offload_decode.common.errors import OffloadDecodeError, StoreNotFound
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.on_ray import asking
-from offload_decode.prefill_jobs.on_ray.asking import Asker, Given, How, Part
-from offload_decode.prefill_jobs.on_ray.store_workers import routed
-from offload_decode.prefill_jobs.on_ray.workers import Lost, Told
-from offload_decode.types import StepStats
+from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
+from offload_decode.prefill_jobs.on_ray.workers import Reply
+from offload_decode.types import Answer, StepStats
 from tests.cli.conftest import Ran, refused, run
 from tests.prefill_jobs.test_ray import descendants
 
 QUESTIONS = [{"question": f"what is the colour of thing {n}?", "id": n} for n in range(12)]
 
 
-def parts_of(stores: str) -> list[Part]:
-    return [Part(store, ("?",)) for store in stores]
-
-
-def test_parts_that_no_worker_did_have_an_error_each() -> None:
-    answers = [Given("yes", 1, "stop", None, StepStats())]
-    pool: Any = SimpleNamespace(run=lambda *_: iter([(2, answers), (0, Lost("gone"))]))
-    results = dict(routed(pool, parts_of("abc"), lambda standing: None, "answered"))
-    assert results[2] == answers
-    assert "Ray workers were lost while they answered, the last with: gone;" in str(results[0])
-    assert isinstance(results[1], StoreNotFound)
-    assert "no Ray worker finds a store at b:" in str(results[1])
-
-
 def asker(*stores: Path, **config: Any) -> Asker:
-    return Asker(How(tuple(map(str, stores)), None, EngineConfig(**config), Caps(), 4, False))
+    return Asker(AskSetup(tuple(map(str, stores)), None, EngineConfig(**config), Caps(), 4, False))
 
 
 def test_a_worker_answers_as_this_process_does(store: Path) -> None:
     worker, texts = asker(store), tuple(str(question["question"]) for question in QUESTIONS[:3])
-    assert worker.load() == {str(store)}
-    given = worker.do(Part(str(store), texts))
-    assert isinstance(given, list)
+    assert worker.load().stores == {str(store)}
+    given = worker.do(QuestionBatch(str(store), texts)).result
     expected = Engine.open(store).answer_many(texts, 4, 3)
     assert [one.text for one in given] == [one.text for one in expected]
 
 
 def test_a_replacement_worker_loads_its_stores(store: Path) -> None:
-    worker, here = asker(store), Part(str(store), ("Why?",))
+    worker, here = asker(store), QuestionBatch(str(store), ("Why?",))
     moved = worker.do(here)
-    assert isinstance(moved, Told)
-    assert moved.here == {str(store)}, "it may be on another machine"
+    assert moved.stores == {str(store)}, "it may be on another machine"
     assert isinstance(moved.result, list)
-    assert isinstance(worker.do(here), list)
+    again = worker.do(here)
+    assert (again.stores, isinstance(again.result, list)) == (None, True)
 
 
 def test_a_replacement_worker_returns_parts_of_other_machines(tmp_path: Path) -> None:
     none = tmp_path / "none.kv"
-    assert asker(none).do(Part(str(none), ("Why?",))) == Told(frozenset(), None)
+    assert asker(none).do(QuestionBatch(str(none), ("Why?",))) == Reply(None, frozenset())
 
 
 def test_a_worker_keeps_one_model_and_the_last_stores(
@@ -79,16 +62,16 @@ def test_a_worker_keeps_one_model_and_the_last_stores(
     worker = asker(*paths)
     worker.load()
     for path in (paths[0], paths[1], paths[0], paths[2]):
-        assert isinstance(worker.do(Part(str(path), ("Why?",))), list)
+        assert isinstance(worker.do(QuestionBatch(str(path), ("Why?",))).result, list)
     assert list(worker.opened) == [str(paths[0]), str(paths[2])]
     assert len({id(one.engine.loaded) for one in worker.opened.values()}) == 1
 
 
 def test_errors_of_a_store_are_returned(store: Path, tmp_path: Path) -> None:
     worker = asker(store, tmp_path / "none.kv")
-    assert worker.load() == {str(store)}
-    assert isinstance(worker.do(Part(str(tmp_path / "none.kv"), ("Why?",))), StoreNotFound)
-    assert isinstance(worker.do(Part(str(store), ("Why?",))), list), "another one goes on"
+    assert worker.load().stores == {str(store)}
+    assert isinstance(worker.do(QuestionBatch(str(tmp_path / "none.kv"), ("Why?",))).result, StoreNotFound)
+    assert isinstance(worker.do(QuestionBatch(str(store), ("Why?",))).result, list), "another one goes on"
 
 
 @pytest.fixture
@@ -113,12 +96,12 @@ def test_a_batch_writes_answers_in_order_of_arrival_and_names_failures(
     """Answers come from the last part to the first; one part fails, and is asked again by the next run."""
     other, failing = copy("other.kv"), [True]
 
-    def answer_there(parts: list[Part], *_: Any) -> Iterator[tuple[int, Any]]:
-        for number, part in reversed(list(enumerate(parts))):
+    def answer_there(batches: list[QuestionBatch], *_: Any) -> Iterator[tuple[int, Any]]:
+        for number, one in reversed(list(enumerate(batches))):
             if number == 1 and failing:
                 yield number, OffloadDecodeError("lost")
             else:
-                yield number, [Given(f"to {text}", 2, "stop", None, StepStats()) for text in part.questions]
+                yield number, [Answer(f"to {text}", (1, 2), StepStats(), "stop") for text in one.questions]
 
     monkeypatch.setattr(asking, "answer_on_ray", answer_there)
     out, options = tmp_path / "out.jsonl", ("--workers", "ray")

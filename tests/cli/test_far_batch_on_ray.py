@@ -22,9 +22,9 @@ from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
 from offload_decode.prefill_jobs.buckets.cache import user_cache
 from offload_decode.prefill_jobs.buckets.collections import RemoteStores
-from offload_decode.prefill_jobs.on_ray import asking, store_workers
-from offload_decode.prefill_jobs.on_ray.asking import Asker, How, Part
-from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, Told, TryAgain
+from offload_decode.prefill_jobs.on_ray import asking, workers
+from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
+from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, TryAgain
 from tests.cli.conftest import Ran, refused, run
 from tests.cli.test_batch_on_ray import lines_of
 from tests.prefill_jobs.test_ray import descendants
@@ -55,7 +55,7 @@ def stores_at(url: str) -> list[str]:
 def asker(url: str, limit: int = 1 << 30) -> Asker:
     header = Path(url.removeprefix("file://"), "collection.json").read_text()
     return Asker(
-        How(tuple(stores_at(url)), RemoteStores(url, header, limit), EngineConfig(), Caps(), 4, False)
+        AskSetup(tuple(stores_at(url)), RemoteStores(url, header, limit), EngineConfig(), Caps(), 4, False)
     )
 
 
@@ -75,17 +75,16 @@ def kept() -> dict[Path, bool]:
 
 def test_a_worker_fetches_what_it_is_asked_and_tells_what_is_here(url: str) -> None:
     worker, stores = asker(url), stores_at(url)
-    assert worker.load() == frozenset()
+    assert worker.load().stores == frozenset()
     for number, store in enumerate(stores, start=1):
-        told = worker.do(Part(store, ("Why?",)))
-        assert isinstance(told, Told)
+        told = worker.do(QuestionBatch(store, ("Why?",)))
         assert isinstance(told.result, list)
-        assert told.here == set(stores[:number])
+        assert told.stores == set(stores[:number])
         assert list(kept().values()).count(True) == 1, "the one that is open cannot leave"
-    assert worker.standing() == (0, 0), "nothing is on its way"
+    assert worker.progress() == (0, 0), "nothing is on its way"
     other = asker(url)
-    assert other.load() == set(stores), "another worker of the machine finds them"
-    assert isinstance(other.do(Part(stores[0], ("Why?",))).result, list)
+    assert other.load().stores == set(stores), "another worker of the machine finds them"
+    assert isinstance(other.do(QuestionBatch(stores[0], ("Why?",))).result, list)
 
 
 def test_two_workers_of_a_machine_keep_within_its_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,16 +94,16 @@ def test_two_workers_of_a_machine_keep_within_its_bound(url: str, monkeypatch: p
         sum(file.stat().st_size for file in Path(store.removeprefix("file://")).rglob("*") if file.is_file())
         for store in stores
     ]
-    monkeypatch.setattr(store_workers, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(workers, "PATIENCE_S", 0.0)
     one, other = (asker(url, limit=2 * max(sizes) + min(sizes) // 2) for _ in range(2))
     one.load(), other.load()
     for first, second in [(0, 1), (0, 2), (1, 2)]:
-        assert isinstance(one.do(Part(stores[first], ("Why?",))).result, list)
-        assert isinstance(other.do(Part(stores[second], ("Why?",))).result, list)
+        assert isinstance(one.do(QuestionBatch(stores[first], ("Why?",))).result, list)
+        assert isinstance(other.do(QuestionBatch(stores[second], ("Why?",))).result, list)
         assert list(kept().values()) == [True, True]
     small = asker(url, limit=min(sizes) // 2)
     small.load()
-    again = small.do(Part(stores[0], ("Why?",)))
+    again = small.do(QuestionBatch(stores[0], ("Why?",)))
     assert isinstance(again.result, TryAgain)
     assert isinstance(again.result.error, DoesNotFit), "another machine may have room for it"
 
@@ -120,24 +119,24 @@ def test_what_cannot_be_fetched_now_is_given_back(url: str, tmp_path: Path, monk
 
         broken.setattr("offload_decode.prefill_jobs.buckets.collections.pull", refuse)
         for _ in range(TRIES):
-            assert not isinstance(worker.load(), OffloadDecodeError)
-            told = worker.do(Part(stores[0], ("Why?",)))
+            assert worker.load().result is None
+            told = worker.do(QuestionBatch(stores[0], ("Why?",)))
             assert isinstance(told.result, TryAgain)
             assert str(told.result.error) == f"on the machine {platform.node()}: away"
-        assert isinstance(worker.load(), OffloadDecodeError), "its machine is of no use"
+        assert isinstance(worker.load().result, OffloadDecodeError), "its machine is of no use"
         broken.setattr("offload_decode.prefill_jobs.buckets.collections.Bucket", refuse)
-        assert str(asker(url).load()) == f"on the machine {platform.node()}: away"
-        fresh = asker(url).do(Part(stores[0], ("Why?",)))
-        assert isinstance(fresh, TryAgain), "one in place of a lost worker gives its task back too"
-    assert isinstance(worker.do(Part(stores[0], ("Why?",))).result, list)
-    assert not isinstance(worker.load(), OffloadDecodeError), "it counts those in a row"
+        assert str(asker(url).load().result) == f"on the machine {platform.node()}: away"
+        fresh = asker(url).do(QuestionBatch(stores[0], ("Why?",)))
+        assert isinstance(fresh.result, TryAgain), "one in place of a lost worker gives its task back too"
+    assert isinstance(worker.do(QuestionBatch(stores[0], ("Why?",))).result, list)
+    assert worker.load().result is None, "it counts those in a row"
 
 
 def test_a_cache_that_cannot_be_written_is_a_machines_own_trouble(url: str, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     worker = asker(url)
-    assert worker.load() == frozenset()
-    again = worker.do(Part(stores_at(url)[0], ("Why?",))).result
+    assert worker.load().stores == frozenset()
+    again = worker.do(QuestionBatch(stores_at(url)[0], ("Why?",))).result
     assert isinstance(again, TryAgain)
     assert "cannot be written (Not a directory)" in str(again.error)
 
@@ -150,24 +149,24 @@ def test_what_is_wrong_with_a_store_is_its_own_error(
     worker, stores = asker(url), stores_at(url)
     shutil.rmtree(stores[0].removeprefix("file://"))
     worker.load()
-    assert isinstance(worker.do(Part(stores[0], ("Why?",))).result, StoreNotFound)
-    assert isinstance(worker.do(Part(stores[1], ("Why?",))).result, list)
+    assert isinstance(worker.do(QuestionBatch(stores[0], ("Why?",))).result, StoreNotFound)
+    assert isinstance(worker.do(QuestionBatch(stores[1], ("Why?",))).result, list)
 
 
 def by_one_worker(
-    parts: list[Part],
+    batches: list[QuestionBatch],
     cluster: Cluster,
     config: EngineConfig,
     most: int,
     cites: bool = False,
-    far: RemoteStores | None = None,
+    remote: RemoteStores | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """What a cluster of one machine, this one, returns: the last part first."""
-    worker = Asker(How(tuple(part.store for part in parts), far, config, cluster.caps, most, cites))
+    stores = tuple(one.store for one in batches)
+    worker = Asker(AskSetup(stores, remote, config, cluster.caps, most, cites))
     worker.load()
-    for number, part in reversed(list(enumerate(parts))):
-        told = worker.do(part)
-        yield number, told.result if isinstance(told, Told) else told
+    for number, one in reversed(list(enumerate(batches))):
+        yield number, worker.do(one).result
 
 
 def test_ask_puts_its_question_to_workers(

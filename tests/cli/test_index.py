@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from offload_decode.common.errors import OffloadDecodeError, StoreNotFound, UnknownIndex
+from offload_decode.common.errors import OffloadDecodeError, UnknownIndex
 from offload_decode.prefill_jobs.indexing import BuildReport, build_indexes
 from offload_decode.prefill_jobs.on_ray import workers
-from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexSetup, Whole, indexed
-from offload_decode.prefill_jobs.on_ray.workers import TaskProgress, Told
+from offload_decode.prefill_jobs.on_ray.jobs import Indexer, IndexSetup, StoreToIndex, indexed
+from offload_decode.prefill_jobs.on_ray.pool import TaskProgress
+from offload_decode.prefill_jobs.on_ray.workers import Reply
 from tests.cli.conftest import refused, run
 from tests.prefill_jobs.killing import tree
 from tests.prefill_jobs.test_ray import descendants
@@ -94,10 +95,10 @@ def test_a_worker_builds_what_this_process_would_and_says_how_far_it_is(copy: Co
     here, there = copy("here.kv"), copy("there.kv")
     build_indexes(here, "clusters", k=10)
     worker = indexer(there)
-    assert worker.load() == {str(there)}
-    report = worker.do(Whole(str(there)))
+    assert worker.load().stores == {str(there)}
+    report = worker.do(StoreToIndex(str(there))).result
     assert isinstance(report, BuildReport)
-    assert worker.standing() == (report.heads, report.heads)
+    assert worker.progress() == (report.heads, report.heads)
     assert indexes_of(here) == indexes_of(there)
 
 
@@ -119,23 +120,23 @@ def test_one_in_place_of_a_lost_worker_goes_on_and_says_what_it_has(
     first = indexer(store)
     first.load()
     with pytest.raises(Killed):
-        first.do(Whole(str(store)))
-    moved = indexer(store).do(Whole(str(store)))
-    assert isinstance(moved, Told)
-    assert moved.here == {str(store)}
+        first.do(StoreToIndex(str(store)))
+    moved = indexer(store).do(StoreToIndex(str(store)))
+    assert moved.stores == {str(store)}
     assert (moved.result.built, moved.result.reused) == (moved.result.heads - 1, 1)
-    assert indexer(tmp_path / "none.kv").do(Whole(str(tmp_path / "none.kv"))) == Told(frozenset(), None)
+    none = tmp_path / "none.kv"
+    assert indexer(none).do(StoreToIndex(str(none))) == Reply(None, frozenset())
 
 
 def test_what_is_wrong_with_the_kind_is_told_as_a_worker_loads(store: Path) -> None:
-    assert isinstance(indexer(store, kind="unheard-of").load(), UnknownIndex)
+    assert isinstance(indexer(store, kind="unheard-of").load().result, UnknownIndex)
 
 
 def test_progress_is_in_heads_and_estimated_for_stores_that_are_not_begun() -> None:
     report = BuildReport("flat", Path("a"), 4, 4, 0, 1.0, 1, None, 1.0, 1.0, {}, 0)
 
     class MadeUp:
-        def run(self, tasks: list[Whole], watch: Callable[[TaskProgress], None], choose: object) -> Any:
+        def run(self, tasks: object, verb: str, watch: Callable[[TaskProgress], None]) -> Any:
             watch({})
             watch({0: (2, 4)})
             yield 0, report
@@ -144,14 +145,13 @@ def test_progress_is_in_heads_and_estimated_for_stores_that_are_not_begun() -> N
 
     seen: list[Any] = []
     made: Any = MadeUp()
-    results = indexed(made, [Whole("a"), Whole("b"), Whole("c")], lambda *now: seen.append(now))
+    results = indexed(made, [StoreToIndex(name) for name in "abc"], lambda *now: seen.append(now))
     assert seen == [
         ("start workers", 0, 1, "0 of 3 done, 0 at work"),
         ("index", 2, 12, "0 of 3 done, 1 at work"),
         ("index", 5, 12, "1 of 3 done, 1 at work"),
     ]
     assert (results[0], str(results[1])) == (report, "bad")
-    assert isinstance(results[2], StoreNotFound)
 
 
 @pytest.mark.slow

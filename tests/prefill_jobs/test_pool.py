@@ -14,12 +14,12 @@ import pytest
 from offload_decode.common.errors import BucketError, StoreNotFound
 from offload_decode.config import EngineConfig
 from offload_decode.planning.caps import Caps
-from offload_decode.prefill_jobs.on_ray.asking import Answered, Asker, Given, How, Part
-from offload_decode.prefill_jobs.on_ray.store_workers import routed
-from offload_decode.prefill_jobs.on_ray.workers import TRIES, Pool, TryAgain
-from offload_decode.types import StepStats
+from offload_decode.prefill_jobs.on_ray.asking import Asker, AskSetup, QuestionBatch
+from offload_decode.prefill_jobs.on_ray.pool import Pool
+from offload_decode.prefill_jobs.on_ray.workers import TRIES, Reply, TryAgain
+from offload_decode.types import Answer, StepStats
 
-HOW = How((), None, EngineConfig(), Caps(), 4, False)
+SETUP = AskSetup(("of", "its", "machine"), None, EngineConfig(), Caps(), 4, False)
 
 
 class OnAMachine(Asker):
@@ -31,10 +31,10 @@ class OnAMachine(Asker):
     def here(self) -> frozenset[str]:
         return frozenset(self.has)
 
-    def done(self, task: Part) -> list[Given]:
+    def run(self, task: QuestionBatch) -> list[Answer]:
         assert task.store in self.has, "asked where it does not lie"
         return [
-            Given(f"{text} {task.store} {self.machine}", 1, "stop", None, StepStats())
+            Answer(f"{text} {task.store} {self.machine}", (1,), StepStats(), "stop")
             for text in task.questions
         ]
 
@@ -62,8 +62,8 @@ class Machines:
     def remote(self, kind: type) -> Any:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=partial(self._worker, kind)))
 
-    def _worker(self, kind: type[OnAMachine], how: How) -> Any:
-        at = [self._at(kind, how, list(self.has)[self.started % len(self.has)])]
+    def _worker(self, kind: type[OnAMachine], setup: AskSetup) -> Any:
+        at = [self._at(kind, setup, list(self.has)[self.started % len(self.has)])]
 
         def load() -> Any:
             return at[0].load()
@@ -71,20 +71,20 @@ class Machines:
         self.number[load] = self.started
         self.started += 1
 
-        def do(part: Part) -> Any:
+        def do(batch: QuestionBatch) -> Any:
             if self.lost():
-                at[0] = self._at(kind, how, self.place())
+                at[0] = self._at(kind, setup, self.place())
             self.given += 1
-            return at[0].do(part)
+            return at[0].do(batch)
 
         return SimpleNamespace(
             load=SimpleNamespace(remote=lambda: load),
-            do=SimpleNamespace(remote=lambda part: lambda: do(part)),
-            standing=SimpleNamespace(remote=lambda: lambda: (0, 0)),
+            do=SimpleNamespace(remote=lambda batch: lambda: do(batch)),
+            progress=SimpleNamespace(remote=lambda: lambda: (0, 0)),
         )
 
-    def _at(self, kind: type[OnAMachine], how: How, machine: str) -> OnAMachine:
-        asker = kind(how)
+    def _at(self, kind: type[OnAMachine], setup: AskSetup, machine: str) -> OnAMachine:
+        asker = kind(setup)
         asker.machine, asker.has = machine, self.has[machine]
         return asker
 
@@ -101,13 +101,13 @@ class Machines:
 
 def ask(
     ray: Machines, stores: str, workers: int, kind: type[OnAMachine] = OnAMachine
-) -> list[tuple[int, Answered]]:
-    parts = [Part(store, ("?",)) for store in stores]
-    pool = Pool(ray, kind, HOW, workers, {"num_cpus": 1})
-    return list(routed(pool, parts, lambda standing: None, "answered"))
+) -> list[tuple[int, Any]]:
+    pool = Pool(ray, kind, SETUP, workers, {"num_cpus": 1})
+    batches = [QuestionBatch(store, ("?",)) for store in stores]
+    return list(pool.run(batches, "answered", lambda progress: None))
 
 
-def texts(results: list[tuple[int, Answered]]) -> dict[int, str]:
+def texts(results: list[tuple[int, Any]]) -> dict[int, str]:
     return {number: result[0].text for number, result in results if isinstance(result, list)}
 
 
@@ -149,14 +149,14 @@ def test_a_worker_whose_machine_never_comes_is_not_waited_for() -> None:
 class Unlucky(OnAMachine):
     """Fails on machines in capitals; its bucket is out of reach for those that are marked so too."""
 
-    def done(self, task: Part) -> list[Given]:
+    def run(self, task: QuestionBatch) -> list[Answer]:
         if self.machine.isupper():
             raise TryAgain(BucketError("out of reach"))
-        return super().done(task)
+        return super().run(task)
 
-    def load(self) -> Any:
+    def load(self) -> Reply:
         if self.ready and self.machine == "X":
-            return BucketError("out of reach")
+            return Reply(BucketError("out of reach"))
         return super().load()
 
 

@@ -22,7 +22,8 @@ from offload_decode.prefill_jobs.job import PrefillReport, Settings, prefill
 from offload_decode.prefill_jobs.many import Job, Results, Texts, jobs_of
 from offload_decode.prefill_jobs.on_ray import workers
 from offload_decode.prefill_jobs.on_ray.jobs import Prefiller, PrefillSetup, prefill_on_ray, prefilled
-from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, Pool, shares
+from offload_decode.prefill_jobs.on_ray.pool import Pool
+from offload_decode.prefill_jobs.on_ray.workers import TRIES, Cluster, Reply, shares
 from tests.prefill_jobs.killing import tree
 
 SETTINGS = Settings(options={"chunk": "4"})
@@ -62,18 +63,20 @@ class MadeUpRay:
         self.options.append(options)
         return SimpleNamespace(remote=self._worker)
 
-    def _worker(self, how: PrefillSetup) -> Any:
+    def _worker(self, setup: PrefillSetup) -> Any:
         return SimpleNamespace(
             load=SimpleNamespace(remote=lambda: lambda: self._do("load")),
             do=SimpleNamespace(remote=lambda texts: lambda: self._do(texts.job.corpus)),
-            standing=SimpleNamespace(remote=lambda: lambda: (1, 2)),
+            progress=SimpleNamespace(remote=lambda: lambda: (1, 2)),
         )
 
     def _do(self, name: str) -> Any:
         step = next(self.plan[name], None) if name in self.plan else None
         if isinstance(step, RayError):
             raise step
-        return step if step or name == "load" else report(name)
+        if name == "load":
+            return Reply(step, None if step else frozenset())
+        return Reply(step or report(name))
 
     def put(self, value: object) -> Any:
         return value
@@ -93,15 +96,15 @@ def report(name: str) -> PrefillReport:
     return PrefillReport(f"{name}.kv", 10, 1, (), 0, 1.0, 10.0, 100, 1000)
 
 
-HOW = PrefillSetup("m", "auto", "auto", "auto", Settings(), None, Caps())
+SETUP = PrefillSetup("m", "auto", "auto", "auto", Settings(), None, Caps())
 
 
 def drive(ray: MadeUpRay, names: str = "abc", workers: int = 1) -> tuple[dict[str, Any], list[Any]]:
     """Results by corpus, and what progress was shown."""
     seen: list[Any] = []
     texts = [Texts(Job(name, f"{name}.kv"), [TextDocument(name, "text")], ()) for name in names]
-    workers_of = Pool(ray, Prefiller, HOW, workers, {"num_cpus": 1})
-    results = prefilled(workers_of, texts, lambda *now: seen.append(now))
+    pool = Pool(ray, Prefiller, SETUP, workers, {"num_cpus": 1}, anywhere=True)
+    results = prefilled(pool, texts, lambda *now: seen.append(now))
     return {job.corpus: result for job, result in results.items()}, seen
 
 
@@ -202,13 +205,13 @@ def test_a_lock_of_a_lost_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
         return answer
 
     second_try = iter([True, False])
-    monkeypatch.setattr(Prefiller, "load", lambda worker: None)
+    monkeypatch.setattr(Prefiller, "begin", lambda worker: None)
     monkeypatch.setattr(Prefiller, "_prefill", step)
     monkeypatch.setattr(workers, "is_second_try", lambda: next(second_try))
     monkeypatch.setattr(workers, "POLL_S", 0.0)
-    worker = Prefiller(HOW)
-    assert isinstance(worker.do(texts), PrefillReport)
-    assert isinstance(worker.do(texts), StoreBusy)
+    worker = Prefiller(SETUP)
+    assert isinstance(worker.do(texts).result, PrefillReport)
+    assert isinstance(worker.do(texts).result, StoreBusy)
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

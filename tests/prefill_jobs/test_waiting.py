@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from offload_decode.prefill_jobs.on_ray.workers import Waiting
+from offload_decode.prefill_jobs.on_ray.pool import Waiting
 
 
 def test_tasks_without_a_place_go_to_any_worker_and_returned_ones_are_last() -> None:
