@@ -14,11 +14,11 @@ import importlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from offload_decode.common.errors import (
@@ -35,6 +35,8 @@ from offload_decode.store.files import LARGEST_LIST, SEAL, SUMS, seal_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+T = TypeVar("T")
 
 PART = 8 * 1024 * 1024
 """Bytes of one request of a large object; a smaller object is one request."""
@@ -121,40 +123,29 @@ class Bucket:
 
     def found(self, key: str) -> Found | None:
         """Size and version of an object; None where there is none."""
-        with self._errors():
-            self._check_plain(key)
-            try:
-                head = self._obstore.head(self._store, key)
-            except FileNotFoundError as error:
-                if _no_bucket(error):
-                    raise
-                return None
-            return Found(head["size"], head["e_tag"] or str(head["last_modified"]))
+        head = self._answer(key, lambda: self._obstore.head(self._store, key))
+        return head and Found(head["size"], head["e_tag"] or str(head["last_modified"]))
 
     def read(self, key: str) -> bytes | None:
         """All of a small object; None where there is none."""
-        with self._errors():
-            self._check_plain(key)
-            try:
-                found = self._obstore.get(self._store, key)
-                if found.meta["size"] > LARGEST_LIST:
-                    raise StoreDamaged(
-                        f"{key} in {self.url} has more bytes than a store needs: remove it and push again."
-                    )
-                return bytes(found.bytes())
-            except FileNotFoundError as error:
-                if _no_bucket(error):
-                    raise
-                return None
+
+        def get() -> bytes:
+            found = self._obstore.get(self._store, key)
+            if found.meta["size"] > LARGEST_LIST:
+                raise StoreDamaged(
+                    f"{key} in {self.url} has more bytes than a store needs: remove it and push again."
+                )
+            return bytes(found.bytes())
+
+        return self._answer(key, get)
 
     def parts(self, key: str, size: int) -> Iterator[memoryview]:
         """The bytes of an object of `size` bytes, part by part."""
         for start in range(0, size, PART):
+            end = min(start + PART, size)
             with self._errors():
                 self._check_plain(key)
-                yield memoryview(
-                    self._obstore.get_range(self._store, key, start=start, end=min(start + PART, size))
-                )
+                yield memoryview(self._obstore.get_range(self._store, key, start=start, end=end))
 
     def put(self, key: str, data: bytes | Iterator[bytes], sha256: str, size: int) -> None:
         """Put an object of `size` bytes, with its checksum as an attribute where the service has them."""
@@ -176,26 +167,30 @@ class Bucket:
 
     def remove(self, key: str) -> None:
         """Remove an object, if it is there."""
-        with self._errors():
-            try:
-                self._obstore.delete(self._store, key)
-            except FileNotFoundError as error:
-                if _no_bucket(error):
-                    raise
+        self._answer(key, lambda: self._obstore.delete(self._store, key))
 
     def digest(self, key: str) -> str | None:
         """The hex SHA-256 that an object was put with; a file's is computed. None where it is unknown."""
-        with self._errors():
-            self._check_plain(key)
+
+        def digest() -> str | None:
             if self.folder:
                 with open(Path("/", key), "rb") as file:
                     return hashlib.file_digest(file, "sha256").hexdigest()
-            try:
-                head = self._obstore.get(self._store, key, options={"head": True})
-            except FileNotFoundError:
-                return None
-            found = head.attributes.get(_SHA256)
+            found = self._obstore.get(self._store, key, options={"head": True}).attributes.get(_SHA256)
             return found if isinstance(found, str) else None
+
+        return self._answer(key, digest)
+
+    def _answer(self, key: str, ask: Callable[[], T]) -> T | None:
+        """What `ask` says of an object; None where there is none."""
+        with self._errors():
+            self._check_plain(key)
+            try:
+                return ask()
+            except FileNotFoundError as error:
+                if _no_bucket(error):
+                    raise
+                return None
 
     def _check_plain(self, key: str) -> None:
         """`StoreDamaged` where a pipe or anything else but a regular file has that name in a folder."""
@@ -337,28 +332,26 @@ def _sentence(url: str, error: BaseException) -> str:
     code = f" ({found[1]})" if found else ""
     if _no_bucket(error):
         return f"There is no bucket for {url}: create it first, or mend the URL."
-    if re.search("redirect|Redirect", text):
+    credentials, endpoint, prefix = (names.get(scheme, "") for names in (_CREDENTIALS, _ENDPOINT, _PREFIX))
+    if re.search("[Rr]edirect", text):
         return f"The bucket of {url} is in another region: set AWS_REGION to it."
     if re.search(_NO_CREDENTIALS, text):
-        return f"No credentials that work for {url} were found: set {_CREDENTIALS[scheme]}."
+        return f"No credentials that work for {url} were found: set {credentials}."
     if number := _errno(error, text):
         full = number in (errno.ENOSPC, errno.EDQUOT)
         way_out = "free some space" if full else "mend this"
         return f"{url} cannot be used ({os.strerror(number)}): {way_out} and run it again to go on."
-    if re.search(_REFUSED, text):
-        return (
-            f"Access to {url} was refused{code}: check {_CREDENTIALS[scheme]}, and that they may list, read, "
-            "write and delete there."
-        )
-    if "Generic Config error" in text:
-        return f"One of the {_PREFIX[scheme]}… variables cannot be used: mend it, or unset it."
-    if "BadScheme" in text:
-        return f"The endpoint of {url} is plain http: use https, or set {_PREFIX[scheme]}ALLOW_HTTP=true."
-    if re.search(_UNREACHABLE, text):
-        return (
-            f"The service of {url} is out of reach or went away: check the network and {_ENDPOINT[scheme]}, "
-            "and run it again to go on."
-        )
+    sentences = {
+        _REFUSED: f"Access to {url} was refused{code}: check {credentials}, and that they may list, read, "
+        "write and delete there.",
+        "Generic Config error": f"One of the {prefix}… variables cannot be used: mend it, or unset it.",
+        "BadScheme": f"The endpoint of {url} is plain http: use https, or set {prefix}ALLOW_HTTP=true.",
+        _UNREACHABLE: f"The service of {url} is out of reach or went away: check the network and {endpoint}, "
+        "and run it again to go on.",
+    }
+    for pattern, sentence in sentences.items():
+        if re.search(pattern, text):
+            return sentence
     if isinstance(error, FileNotFoundError):
         return f"An object of {url} is gone: run it again."
     return f"The service of {url} failed{code}: run it again to go on."

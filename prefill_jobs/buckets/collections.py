@@ -105,7 +105,10 @@ def push_collection(path: Path, url: str, progress: Watch, drop: bool = False) -
             # Words without a document are ignored; a document without words is not found.
             for name in (WORDS, DOCUMENTS):
                 _put(bucket, path, name)
-            moved.gone = _sweep(bucket, stores)
+            gone = _stores(bucket) - stores.keys()
+            for name in gone:
+                _remove_store(bucket, name)
+            moved.gone = len(gone)
     moved.seconds = time.perf_counter() - began
     return moved
 
@@ -196,10 +199,8 @@ def _whole(bucket: Bucket, stores: Mapping[str, Path]) -> set[str]:
     for item in items:
         if not item.path.exists():
             raise StoreNotFound(f"There is no store at {item.path.parent}: collect again, then push.")
-    found = checked(
-        list(items), lambda item: bucket.read(item.key) == item.path.read_bytes(), lambda done: None
-    )
-    return {items[item] for item in found}
+    right = checked([*items], lambda item: bucket.read(item.key) == item.path.read_bytes(), lambda *_: None)
+    return {items[item] for item in right}
 
 
 def _push_store(bucket: Bucket, name: str, store: Path) -> Transfer:
@@ -217,7 +218,7 @@ def _put(bucket: Bucket, path: Path, name: str) -> None:
     item = Item(path / name, f"{bucket.name}/{name}", size, sha256)
     found = bucket.found(item.key)
     if found is None or found.size != size or bucket.digest(item.key) != sha256:
-        in_parallel([item], lambda item, meter: send(bucket, item, meter), lambda done: None)
+        send(bucket, item, Meter())
 
 
 def _stores(bucket: Bucket) -> set[str]:
@@ -240,27 +241,18 @@ def _check_dropped(bucket: Bucket, wanted: Mapping[str, Path]) -> None:
         )
 
 
-def _sweep(bucket: Bucket, wanted: Mapping[str, Path]) -> int:
-    """Remove the stores that are not `wanted`; their number."""
-    gone = _stores(bucket) - wanted.keys()
-    for name in gone:
-        _remove_store(bucket, name)
-    return len(gone)
-
-
 def _remove_store(bucket: Bucket, name: str) -> None:
+    def remove(item: Item, meter: Meter) -> bool:
+        meter.add(0)  # raises where another thread has failed
+        bucket.remove(item.key)
+        return True
+
     for folder in (f"{bucket.name}/{name}", f"{bucket.name}/{name}.indexes"):
         bucket.remove(f"{folder}/{SEAL}")  # first, so that the rest is not taken for a store
         items = [Item(Path(), f"{folder}/{key}", 0, "") for key in bucket.objects(folder) if key != SEAL]
-        in_parallel(items, lambda item, meter: _remove(bucket, item, meter), lambda done: None)
+        in_parallel(items, remove, lambda done: None)
         if bucket.folder:  # empty folders are left
             shutil.rmtree(Path("/", folder), ignore_errors=True)
-
-
-def _remove(bucket: Bucket, item: Item, meter: Meter) -> bool:
-    meter.add(0)  # raises where another thread has failed
-    bucket.remove(item.key)
-    return True
 
 
 def is_collection_at(url: str) -> bool:

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from offload_decode.common import files
@@ -25,7 +26,7 @@ from offload_decode.prefill_jobs.buckets.transfer import (
     Progress,
     Transfer,
     checked,
-    in_parallel,
+    move,
     size_of,
 )
 from offload_decode.store.files import SEAL, SUMS
@@ -80,27 +81,19 @@ def pull(
         admit(size_of(items))
         _clear(partial, {item.path for item in items})
         there = _there(items, progress)
-        rest = [item for item in items if item not in there]
-        done, total = size_of(there), size_of(items)
-        check_room(partial, total - done)
-        damaged = in_parallel(
-            rest,
-            lambda item, meter: not _fetch(bucket, item, partial / PARTS, meter),
-            lambda n: progress("pull", done + n, total),
-        )
+        check_room(partial, size_of(items) - size_of(there))
+
+        def fetch(item: Item, meter: Meter) -> bool:
+            return not _fetch(bucket, item, partial / PARTS, meter)
+
+        fetched, damaged = move(items, there, fetch, "pull", progress)
         if damaged:
             raise _damaged(bucket, [item.key for item in damaged], "changed")
         files.write(root / SUMS, listed)
         files.write(root / SEAL, bucket.seal or b"")
         KVStore.open(root)
         _publish(partial, root, path)
-    return Transfer(
-        files=len(rest),
-        bytes=size_of(rest),
-        skipped_files=len(there),
-        skipped_bytes=done,
-        seconds=time.perf_counter() - began,
-    )
+    return replace(fetched, seconds=time.perf_counter() - began)
 
 
 def _items(bucket: Bucket, folder: str, root: Path, sums: dict[str, str]) -> list[Item]:
@@ -136,8 +129,7 @@ def _there(items: list[Item], progress: Progress) -> set[Item]:
             return hashlib.file_digest(file, "sha256").hexdigest() == item.sha256
 
     likely = [item for item in items if item.path.is_file() and item.path.stat().st_size == item.size]
-    total = size_of(likely)
-    return checked(likely, is_right, lambda done: progress("check", done, total))
+    return checked(likely, is_right, progress)
 
 
 def _is_exactly(path: Path, bucket: Bucket, listed: bytes, items: list[Item], progress: Progress) -> bool:

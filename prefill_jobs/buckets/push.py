@@ -8,21 +8,15 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
 from offload_decode.common.errors import StoreDamaged, StoreExists
 from offload_decode.kv.indexes import indexes_folder, kind_folders
 from offload_decode.prefill_jobs.buckets.bucket import CLAIM, PART, Bucket, parse_sums
-from offload_decode.prefill_jobs.buckets.transfer import (
-    Item,
-    Meter,
-    Progress,
-    Transfer,
-    checked,
-    in_parallel,
-    size_of,
-)
+from offload_decode.prefill_jobs.buckets.transfer import Item, Meter, Progress, Transfer, checked, move
 from offload_decode.store.files import SEAL, SUMS, hash_files, read_sums, render, seal_of
 from offload_decode.store.reader import KVStore
 from offload_decode.store.staging import locked
@@ -63,22 +57,12 @@ def push(store: Path, url: str, *, progress: Progress = lambda stage, done, tota
         index_list = _index_list(bucket, whole, own)
         items = _items(root, bucket.name, sums) + _items(indexes_folder(root), bucket.indexes, own)
         there = _there(bucket, items, progress)
-        rest = [item for item in items if item not in there]
-        done, total = size_of(there), size_of(items)
-        in_parallel(
-            rest, lambda item, meter: send(bucket, item, meter), lambda n: progress("push", done + n, total)
-        )
+        sent, _ = move(items, there, partial(send, bucket), "push", progress)
         if index_list:
             _put_list(bucket, f"{bucket.indexes}/{SUMS}", index_list)
         _put_list(bucket, f"{bucket.name}/{SUMS}", render(sums))
         _put_list(bucket, f"{bucket.name}/{SEAL}", seal_of(render(sums)))
-    return Transfer(
-        files=len(rest),
-        bytes=size_of(rest),
-        skipped_files=len(there),
-        skipped_bytes=done,
-        seconds=time.perf_counter() - began,
-    )
+    return replace(sent, seconds=time.perf_counter() - began)
 
 
 @contextmanager
@@ -159,12 +143,7 @@ def _there(bucket: Bucket, items: list[Item], progress: Progress) -> set[Item]:
         for name, size in bucket.objects(folder).items()
     }
     likely = [item for item in items if sizes.get(item.key) == item.size]
-    total = size_of(likely)
-    return checked(
-        likely,
-        lambda item: bucket.digest(item.key) == item.sha256,
-        lambda done: progress("check", done, total),
-    )
+    return checked(likely, lambda item: bucket.digest(item.key) == item.sha256, progress)
 
 
 def send(bucket: Bucket, item: Item, meter: Meter) -> bool:

@@ -118,17 +118,33 @@ def _run(
             results.put((item, error))
 
 
-def checked(
-    items: Sequence[Item], is_right: Callable[[Item], bool], report: Callable[[int], None]
-) -> set[Item]:
-    """The items that are right already, checked in parallel; `report` gets the bytes checked."""
+def checked(items: Sequence[Item], is_right: Callable[[Item], bool], progress: Progress) -> set[Item]:
+    """The items that are right already, checked in parallel."""
 
     def check(item: Item, meter: Meter) -> bool:
         right = is_right(item)
         meter.add(item.size)
         return right
 
-    return set(in_parallel(items, check, report)) if items else set()
+    total = size_of(items)
+    found = in_parallel(items, check, lambda done: progress("check", done, total)) if items else []
+    return set(found)
+
+
+def move(
+    items: Sequence[Item],
+    there: set[Item],
+    work: Callable[[Item, Meter], bool],
+    stage: str,
+    progress: Progress,
+) -> tuple[Transfer, list[Item]]:
+    """Do `work` for all items but those that are `there`: what was moved, in no time, and the items for which
+    `work` returned True.
+    """
+    rest = [item for item in items if item not in there]
+    before, total = size_of(there), size_of(items)
+    chosen = in_parallel(rest, work, lambda done: progress(stage, before + done, total))
+    return Transfer(len(rest), size_of(rest), len(there), before, 0.0), chosen
 
 
 def size_of(items: Collection[Item]) -> int:
